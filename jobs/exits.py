@@ -1,0 +1,57 @@
+"""Exit codes of Muster: one table, used by the command line, the supervisor, the agents and the ranks.
+
+Codes 64-78 follow BSD's sysexits where a meaning fits. A verdict's `class` (its `name` here) is the truth;
+the number is what a shell sees.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Exit:
+    """One row: the code a shell sees, the class a verdict carries, and what it means."""
+
+    code: int
+    name: str
+    meaning: str
+
+
+DONE: Final = 0
+USAGE: Final = 2
+BAD_JOB: Final = 65
+NO_CHECKPOINT: Final = 66
+UNREACHABLE: Final = 69
+RUN_FOLDER: Final = 73
+STORAGE: Final = 74
+REQUEUE: Final = 75
+INFRASTRUCTURE: Final = 76
+REFUSED: Final = 78
+DO_NOT_RESTART: Final = 93
+TIMEOUT: Final = 124
+STOPPED: Final = 130
+SIGNAL_BASE: Final = 128
+
+TABLE: Final[tuple[Exit, ...]] = (
+    Exit(DONE, "done", "every rank ended with 0"),
+    Exit(USAGE, "usage", "the command line is wrong"),
+    Exit(BAD_JOB, "bad-job", "the job file is wrong"),
+    Exit(NO_CHECKPOINT, "no-checkpoint", "no usable checkpoint"),
+    Exit(UNREACHABLE, "unreachable", "a node cannot be reached, or its agent is gone"),
+    Exit(RUN_FOLDER, "run-folder", "the run folder cannot be written"),
+    Exit(STORAGE, "storage", "storage is failing or full"),
+    Exit(REQUEUE, "requeue", "drained with a commit; requeue me"),
+    Exit(INFRASTRUCTURE, "infrastructure", "infrastructure failed inside the budget (agent to supervisor)"),
+    Exit(REFUSED, "refused", "the configuration is refused"),
+    Exit(DO_NOT_RESTART, "do-not-restart", "restarting cannot help"),
+    Exit(TIMEOUT, "timeout", "a deadline passed"),
+    Exit(STOPPED, "stopped", "stopped by the user"),
+)
+
+
+def class_of(code: int) -> str:
+    """Name the class of an exit code: a row of the table, `signal` for 128+n, else `failed`."""
+    for row in TABLE:
+        if row.code == code:
+            return row.name
+    return "signal" if SIGNAL_BASE < code < SIGNAL_BASE + 65 else "failed"

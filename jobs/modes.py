@@ -1,0 +1,88 @@
+"""Modes: how training is split. Each is a row that expands to one frozen `Parallel`; the loop sees only that.
+
+`exactness` is the class that `muster verify` holds a mode to, against one process on the same shards:
+    bitwise   every parameter, buffer and loss has the same bits
+    tight     sums are taken in another order: equal within the tolerances of `jobs/train/verify.py`
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from jobs.errors import RefusedError
+
+Sync = Literal["none", "gather_scatter", "allreduce", "ddp"]
+Exactness = Literal["bitwise", "tight"]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The degrees of a split: their product is the world size."""
+
+    data: int = 1
+    pipe: int = 1
+    tensor: int = 1
+    zero: int = 0
+    sync: Sync = "none"
+    schedule: str = ""
+    microbatches: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that this split needs."""
+        return self.data * self.pipe * self.tensor
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One row: the split it expands to for a world size, what it promises, and what it does in a phrase."""
+
+    name: str
+    expand: Callable[[int], Parallel]
+    exactness: Callable[[int], Exactness]
+    can_be_exact: bool
+    phrase: str
+
+
+def _single(world_size: int) -> Parallel:
+    if world_size != 1:
+        raise RefusedError(
+            f"train.mode: single runs on one rank, this job has {world_size}; set nodes: 1 and ranks_per_node: 1, "
+            "or choose a data-parallel mode"
+        )
+    return Parallel()
+
+
+def _data_parallel(sync: Sync) -> Callable[[int], Parallel]:
+    return lambda world_size: Parallel(data=world_size, sync=sync)
+
+
+def _always_bitwise(world_size: int) -> Exactness:
+    return "bitwise"
+
+
+def _bitwise_to_two(world_size: int) -> Exactness:
+    """Say what a sum in unknown order promises: a + b commutes, a + b + c does not associate."""
+    return "bitwise" if world_size <= 2 else "tight"
+
+
+def _tight_beyond_one(world_size: int) -> Exactness:
+    """Say what torch's DDP promises: it divides before it sums, so two ranks may already differ."""
+    return "bitwise" if world_size == 1 else "tight"
+
+
+MODES: Final[dict[str, Mode]] = {
+    mode.name: mode
+    for mode in (
+        Mode("single", _single, _always_bitwise, False, "one rank, nothing to synchronize"),
+        Mode(
+            "gather_scatter",
+            _data_parallel("gather_scatter"),
+            _always_bitwise,
+            True,
+            "rank 0 gathers every parameter's gradient, averages in rank order, scatters",
+        ),
+        Mode("allreduce", _data_parallel("allreduce"), _bitwise_to_two, True, "one all-reduce per parameter"),
+        Mode("ddp", _data_parallel("ddp"), _tight_beyond_one, False, "PyTorch's DistributedDataParallel"),
+    )
+}
