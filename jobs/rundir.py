@@ -161,9 +161,8 @@ def find_run(root: Path, given: str | None) -> RunDir:
         return found[0]
     if not found:
         raise RunFolderError(f"{root}: no run named {given!r}; newest: {', '.join(run.run_id for run in runs[-3:])}")
-    raise RunFolderError(
-        f"{root}: {given!r} fits {len(found)} runs: {', '.join(run.run_id for run in found[-4:])}; give more of the name"
-    )
+    names = ", ".join(run.run_id for run in found[-4:])
+    raise RunFolderError(f"{root}: {given!r} fits {len(found)} runs: {names}; give more of the name")
 
 
 def list_runs(root: Path) -> list[RunDir]:
@@ -183,7 +182,7 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, path)
+        temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise folder_error(path, error) from error

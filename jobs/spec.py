@@ -191,7 +191,7 @@ class TrainSettings(Strict):
         return parallel
 
     def virtual_world_size(self, world_size: int) -> int:
-        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else the data degree."""
+        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank."""
         return (self.virtual_ranks or 4) if self.exact else world_size
 
     def check(self, world_size: int) -> None:
