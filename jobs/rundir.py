@@ -6,7 +6,7 @@
       stop.json                                                  `muster stop` only
       attempt-000/   mkdir is the token of the attempt
         placement.json  commands/                                supervisor
-        node-00.json                                             agent of that node
+        node-00.json  node-00.setup                              agent of that node
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
 
 Files are written under a temporary name and renamed; logs (`*.jsonl`, `*.out`, `*.err`) append. A JSON line is
@@ -108,6 +108,10 @@ class AttemptDir:
         """What one node's agent started: pids, cores, host."""
         return self.path / f"node-{node_rank:02d}.json"
 
+    def setup(self, node_rank: int) -> Path:
+        """Output of the job's setup lines on one node."""
+        return self.path / f"node-{node_rank:02d}.setup"
+
     def out(self, rank: int) -> Path:
         """Standard output of a rank."""
         return self.path / f"rank-{rank:05d}.out"
@@ -126,20 +130,29 @@ def runs_root(given: str | None) -> Path:
     return Path(given or os.environ.get(RUNS_VARIABLE) or DEFAULT_RUNS).absolute()
 
 
-def new_run(root: Path, name: str) -> RunDir:
-    """Make the folder of a new run under `root`.
+def run_path(root: Path, name: str) -> Path:
+    """Choose the path of a new run under `root`: name, time and a random part; nothing is made."""
+    return root / f"{name}-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def make_run(run: RunDir) -> None:
+    """Make the folder of a new run.
 
     Raises:
         RunFolderError: the folder cannot be made or written.
         StorageError: the disk is full.
     """
-    run_id = f"{name}-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
-    run = RunDir(root / run_id)
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        run.path.parent.mkdir(parents=True, exist_ok=True)
         run.path.mkdir()
     except OSError as error:
         raise folder_error(run.path, error) from error
+
+
+def new_run(root: Path, name: str) -> RunDir:
+    """Choose and make the folder of a new run; errors as `make_run`."""
+    run = RunDir(run_path(root, name))
+    make_run(run)
     return run
 
 

@@ -1,0 +1,20 @@
+"""Data parallel as a library, on any `nn.Module`: it knows no job, no run folder and no launcher."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddp.all_reduce import AllReduce as AllReduce
+    from ddp.gather_scatter import GatherScatter as GatherScatter
+
+_HOME = {"AllReduce": "ddp.all_reduce", "GatherScatter": "ddp.gather_scatter"}
+
+__all__ = ["AllReduce", "GatherScatter"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a wrapper when it is first named: a listing of this package needs no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'ddp' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

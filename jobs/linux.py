@@ -1,0 +1,69 @@
+"""The two Linux calls that keep a tree of processes together, which Python does not offer.
+
+`prctl(2)`: PR_SET_PDEATHSIG sends this process a signal when its parent dies; PR_SET_CHILD_SUBREAPER makes orphans
+of this process's descendants its own children, so that nothing escapes by double fork or setsid.
+"""
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
+PR_SET_CHILD_SUBREAPER: Final = 36
+PARENT_FIELD: Final = 1  # of /proc/PID/stat, counted after the name: state, parent, ...
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when `parent`, which forked it, dies; also when it is dead already."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(128 + signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants' orphans."""
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(root: int, leave: Iterable[int] = ()) -> list[int]:
+    """List all processes below `root`, children before their own, without the trees of `leave`. Zombies count not."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        try:
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[: PARENT_FIELD + 1]
+        except (OSError, ValueError):  # it ended while we looked
+            continue
+        if state not in ("Z", "X"):
+            children.setdefault(int(parent), []).append(int(entry.name))
+    found: list[int] = []
+    skip = set(leave)
+    queue = [root]
+    while queue:
+        for child in children.get(queue.pop(), ()):
+            if child not in skip:
+                found.append(child)
+                queue.append(child)
+    return found
+
+
+def kill_quietly(pid: int, number: int, *, group: bool = False) -> None:
+    """Signal a process or its group; one that is gone already is what was wanted."""
+    try:
+        if group:
+            os.killpg(pid, number)
+        else:
+            os.kill(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")

@@ -1,0 +1,136 @@
+"""Read a job file into a typed Job: all that is wrong with it at once, each with file, line, key and nearest name.
+
+A relative `workdir` or `{text: PATH}` is taken from the job file's own folder, and so is one given by `--set`; both
+are absolute in the Job. Without `name`, the file's name is the job's.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jobs import mistakes, yamlfile
+from jobs.errors import JobFileError
+from jobs.overrides import apply_override
+from jobs.spec import CommandSettings, Job, JobKind
+from jobs.yamlfile import Document, KeyPath
+
+EXAMPLES: Final = Path(__file__).parent / "examples"
+
+# Filled in from the section that the file gives, never keys of the file.
+DERIVED: Final = ("kind", "settings")
+PATHS: Final[tuple[KeyPath, ...]] = (("workdir",), ("train", "data", "text"))
+
+
+@dataclass(frozen=True)
+class LoadedJob:
+    """A job, and the YAML that stands for it: the file with overrides, name and absolute paths written in."""
+
+    job: Job
+    text: str
+
+
+def load_job(path: Path, kinds: Sequence[JobKind], overrides: Sequence[str] = ()) -> LoadedJob:
+    """Load a job file, with `--set` overrides (`a.b=c`, `c` read as YAML) written over it.
+
+    Raises:
+        JobFileError: the file is missing or wrong; one line per mistake.
+        UsageError: an override is not of the form `a.b=c`.
+    """
+    try:
+        document = yamlfile.read(path)
+    except FileNotFoundError as error:
+        raise JobFileError(f"{path}: no such file{_examples_hint(path)}") from error
+    raw = document.mapping()
+    for override in overrides:
+        apply_override(document, override, kinds)
+    raw = document.value = _named(raw, path)
+    _make_absolute(document, path.parent.absolute())
+    job = _build(document, raw, kinds)
+    document.raise_mistakes()
+    assert job is not None, "a job that could not be built left no mistake"
+    return LoadedJob(job, yamlfile.dump(raw))
+
+
+def job_keys(kinds: Sequence[JobKind]) -> list[str]:
+    """List the keys that may stand at the top of a job file."""
+    return [key for key in mistakes.field_names(Job) if key not in DERIVED] + [kind.key for kind in kinds]
+
+
+def _build(document: Document, raw: dict[str, Any], kinds: Sequence[JobKind]) -> Job | None:
+    """Check the section of the kind and the keys around it, each by its model."""
+    valid = job_keys(kinds)
+    for key in raw:
+        if key not in valid:
+            document.complain((key,), mistakes.unknown_key(key, valid))
+    by_key = {kind.key: kind for kind in kinds}
+    given = [by_key[key] for key in raw if key in by_key]
+    if len(given) != 1:
+        _complain_of_kinds(document, [kind.key for kind in given], list(by_key))
+    sections = [_section(document, raw[kind.key], kind) for kind in given]
+    settings = sections[0] if sections else None
+    around = {key: raw[key] for key in raw if key in Job.model_fields and key not in DERIVED}
+    around["kind"] = given[0].key if given else ""
+    around["settings"] = settings or CommandSettings(argv=["a section that fits, to check the rest"])
+    return mistakes.check(Job, around, document)
+
+
+def _section(document: Document, value: Any, kind: JobKind) -> Any:
+    """Build the settings of a kind; a command is written as a list."""
+    if kind.settings is not CommandSettings:
+        return mistakes.check(kind.settings, value, document, (kind.key,))
+    if isinstance(value, list):
+        return mistakes.check(CommandSettings, {"argv": value}, document, (kind.key,), written=value)
+    hint = ""
+    if isinstance(value, str) and value.strip():
+        try:
+            hint = f"; write {kind.key}: {yamlfile.flow(shlex.split(value))}"
+        except ValueError:  # an open quote: no list to propose
+            hint = "; write it as a list with one item for each argument"
+    document.complain((kind.key,), f"must be a list of text, got {yamlfile.show(value)}{hint}")
+    return None
+
+
+def _complain_of_kinds(document: Document, given: list[str], all_keys: list[str]) -> None:
+    wanted = ", ".join(all_keys)
+    if given:
+        document.complain((given[-1],), f"{' and '.join(given)} are both given; wanted exactly one of {wanted}")
+    elif not any("did you mean" in mistake.text and len(mistake.path) == 1 for mistake in document.mistakes):
+        document.complain((), f"no section says what to run; wanted exactly one of {wanted}")
+
+
+def _named(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Give a nameless job the name of its file, as far as a name can hold it."""
+    if "name" in raw:
+        return raw
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:64]
+    return {"name": name or "job", **raw}
+
+
+def _make_absolute(document: Document, folder: Path) -> None:
+    for path in PATHS:
+        parent = document.value
+        for part in path[:-1]:
+            parent = parent.get(part) if isinstance(parent, dict) else None
+        value = parent.get(path[-1]) if isinstance(parent, dict) else None
+        if isinstance(parent, dict) and isinstance(value, str) and value:
+            parent[path[-1]] = str(folder / Path(value).expanduser())
+
+
+def _examples_hint(path: Path) -> str:
+    """Name the file that was probably meant: beside the missing one, or among the examples."""
+    import difflib
+
+    beside = [*path.parent.glob("*.yaml"), *path.parent.glob("*.yml")]
+    examples = sorted(EXAMPLES.glob("*.yaml"))
+    stems = {candidate.stem: candidate for candidate in (*examples, *beside)}
+    if near := difflib.get_close_matches(path.stem, stems, n=1):
+        return f"; did you mean {_short(stems[near[0]])}?"
+    return f"; an example to start from: {_short(examples[0])}" if examples else ""
+
+
+def _short(path: Path) -> Path:
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

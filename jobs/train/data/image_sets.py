@@ -1,0 +1,110 @@
+"""The image data sets: digits (shipped), cifar10 (downloaded), synthetic (drawn)."""
+
+import hashlib
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from jobs import datafiles
+from jobs.errors import RefusedError
+from jobs.spec import TrainSettings
+from jobs.train.data.images import SIDE, Images, Normalise, Part
+from jobs.train.data.mapped import map_bytes
+from jobs.train.keyed import SYNTHETIC, bits, key, uniform_ints
+
+CLASSES: Final = 10
+PIXELS: Final = 3 * SIDE * SIDE
+
+DIGIT_ROW: Final = 1 + 64
+DIGIT_TRAIN_SAMPLES: Final = 1437
+# Over all pixels of the 1,437 training images, 0..16 scaled to 0..1; three equal channels.
+DIGITS_NORM: Final = Normalise(16.0, (0.30538611,) * 3, (0.37550711,) * 3)
+# Over all pixels of the 50,000 training images, per channel; the values everybody uses.
+CIFAR10_NORM: Final = Normalise(255.0, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+# Of numbers drawn evenly from 0..1: mean 1/2, variance 1/12.
+SYNTHETIC_NORM: Final = Normalise(255.0, (0.5,) * 3, (0.28867513,) * 3)
+
+SYNTHETIC_TRAIN_SAMPLES: Final = 50_000
+SYNTHETIC_EVAL_SAMPLES: Final = 10_000
+SYNTHETIC_POOL: Final = 256
+# Draws under the key (SYNTHETIC, ...): what is drawn, by index of pixel, image or sample.
+DRAW_PIXELS, DRAW_LABEL, DRAW_TRAIN_ROW, DRAW_EVAL_ROW = range(4)
+
+
+def open_digits(settings: TrainSettings) -> Images:
+    """Open the shipped 8x8 digits as 3x32x32; not augmented unless asked, then cropped only.
+
+    A mirrored digit is another digit, or none, so digits are never flipped.
+    """
+    rows = map_bytes(datafiles.DIGITS).view(-1, DIGIT_ROW)
+    small = rows[:, 1:].view(-1, 1, 8, 1, 8, 1)
+    pixels = small.expand(-1, 3, 8, 4, 8, 4).reshape(-1, 3, SIDE, SIDE)  # (samples, 3, 32, 32): each pixel 4x4 times
+    labels = rows[:, 0]
+    return Images(
+        name="digits",
+        train=Part(pixels[:DIGIT_TRAIN_SAMPLES], labels[:DIGIT_TRAIN_SAMPLES]),
+        evaluation=Part(pixels[DIGIT_TRAIN_SAMPLES:], labels[DIGIT_TRAIN_SAMPLES:]),
+        normalise=DIGITS_NORM,
+        classes=CLASSES,
+        seed=settings.seed,
+        digest=lambda: datafiles.sha256_of(datafiles.DIGITS),
+        crop=settings.augment is True,
+    )
+
+
+def open_cifar10(settings: TrainSettings) -> Images:
+    """Open CIFAR-10 (Krizhevsky 2009) as `muster data cifar10` prepared it; cropped and flipped unless told not to.
+
+    Raises:
+        RefusedError: it is not on this machine.
+    """
+    files = datafiles.cifar10_files(datafiles.data_root())
+    augment = settings.augment is not False
+    return Images(
+        name="cifar10",
+        train=_cifar10_part(files.train),
+        evaluation=_cifar10_part(files.test),
+        normalise=CIFAR10_NORM,
+        classes=CLASSES,
+        seed=settings.seed,
+        digest=lambda: datafiles.sha256_of(files.train, files.test),
+        crop=augment,
+        flip=augment,
+    )
+
+
+def _cifar10_part(path: Path) -> Part:
+    rows = map_bytes(path)
+    if len(rows) % (1 + PIXELS):
+        raise RefusedError(
+            f"{path}: {len(rows)} bytes are not rows of {1 + PIXELS}; delete {path.parent} and run muster data cifar10"
+        )
+    rows = rows.view(-1, 1 + PIXELS)
+    return Part(rows[:, 1:].view(-1, 3, SIDE, SIDE), rows[:, 0])  # views: nothing is read yet
+
+
+def open_synthetic(settings: TrainSettings) -> Images:
+    """Draw a pool of noise images, each with a label of its own, and deal it out to as many samples as CIFAR-10 has."""
+    classes = settings.model.vocabulary or CLASSES
+    draws = key(SYNTHETIC)
+    noise = bits(draws, torch.arange(SYNTHETIC_POOL * PIXELS), DRAW_PIXELS) & 0xFF
+    pixels = noise.to(torch.uint8).view(SYNTHETIC_POOL, 3, SIDE, SIDE)
+    label_of = uniform_ints(draws, torch.arange(SYNTHETIC_POOL), DRAW_LABEL, classes)
+
+    def part(samples: int, draw: int) -> Part:
+        rows = uniform_ints(draws, torch.arange(samples), draw, SYNTHETIC_POOL)
+        return Part(pixels, label_of[rows], rows)
+
+    description = f"synthetic images 1 {SYNTHETIC_TRAIN_SAMPLES} {SYNTHETIC_EVAL_SAMPLES} {SYNTHETIC_POOL} {classes}"
+    return Images(
+        name="synthetic",
+        train=part(SYNTHETIC_TRAIN_SAMPLES, DRAW_TRAIN_ROW),
+        evaluation=part(SYNTHETIC_EVAL_SAMPLES, DRAW_EVAL_ROW),
+        normalise=SYNTHETIC_NORM,
+        classes=classes,
+        seed=settings.seed,
+        digest=lambda: hashlib.sha256(description.encode()).hexdigest(),
+        crop=settings.augment is True,
+        flip=settings.augment is True,
+    )

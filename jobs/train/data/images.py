@@ -1,0 +1,113 @@
+"""Images in memory or mapped from a file: batches by index, augmented by keyed randomness, normalised."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from jobs.train.keyed import AUGMENT, key, uniform_ints
+
+SIDE = 32
+PADDING = 4
+# The draws of one sample in one epoch.
+DRAW_TOP, DRAW_LEFT, DRAW_FLIP = range(3)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The training or evaluation part: sample i is image `rows[i]` (image i without `rows`) with label `labels[i]`."""
+
+    pixels: Tensor  # uint8 (images, 3, 32, 32)
+    labels: Tensor  # any integer type, (samples,)
+    rows: Tensor | None = None  # int64 (samples,)
+
+    def select(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return pixels uint8 (batch, 3, 32, 32) and labels int64 (batch,) of some samples."""
+        rows = indices if self.rows is None else self.rows[indices]
+        return self.pixels[rows], self.labels[indices].to(torch.int64)
+
+
+@dataclass(frozen=True)
+class Normalise:
+    """Scale pixels to 0..1 by `full`, then to mean 0 and standard deviation 1 per channel."""
+
+    full: float
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Map pixels uint8 (batch, 3, 32, 32) to float32 of the same shape."""
+        std = torch.tensor(self.std).view(-1, 1, 1)
+        mean = torch.tensor(self.mean).view(-1, 1, 1)
+        return pixels.to(torch.float32).mul_(1 / (self.full * std)).sub_(mean / std)
+
+
+@dataclass(frozen=True)
+class Images:
+    """An image data set; `crop` and `flip` say how training batches are augmented."""
+
+    name: str
+    train: Part
+    evaluation: Part
+    normalise: Normalise
+    classes: int
+    seed: int
+    digest: Callable[[], str]
+    crop: bool = False
+    flip: bool = False
+    unit: str = "samples"
+    units_per_sample: int = 1
+
+    @property
+    def train_samples(self) -> int:
+        """Samples of the training part."""
+        return len(self.train.labels)
+
+    @property
+    def eval_samples(self) -> int:
+        """Samples of the evaluation part."""
+        return len(self.evaluation.labels)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of classes."""
+        return self.classes
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The sha256 of the data, computed when first asked for."""
+        return self.digest()
+
+    def train_batch(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return images float32 (batch, 3, 32, 32) and labels int64 (batch,), augmented for this epoch."""
+        pixels, labels = self.train.select(indices)
+        draws = key(self.seed, AUGMENT, epoch)
+        if self.crop:
+            pixels = cropped(pixels, indices, draws)
+        if self.flip:
+            pixels = flipped(pixels, indices, draws)
+        return self.normalise(pixels), labels
+
+    def eval_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images float32 (batch, 3, 32, 32) and labels int64 (batch,), as they are."""
+        pixels, labels = self.evaluation.select(indices)
+        return self.normalise(pixels), labels
+
+
+def cropped(pixels: Tensor, indices: Tensor, draws: int) -> Tensor:
+    """Pad with 4 black pixels on every side, then cut 32x32 at a place drawn for each sample."""
+    top = uniform_ints(draws, indices, DRAW_TOP, 2 * PADDING + 1)
+    left = uniform_ints(draws, indices, DRAW_LEFT, 2 * PADDING + 1)
+    batch, channels = pixels.shape[:2]
+    padded = pixels.new_zeros(batch, channels, SIDE + 2 * PADDING, SIDE + 2 * PADDING)
+    padded[:, :, PADDING:-PADDING, PADDING:-PADDING] = pixels
+    windows = padded.unfold(2, SIDE, 1).unfold(3, SIDE, 1)  # (batch, 3, 9, 9, 32, 32), a view
+    return windows[torch.arange(batch), :, top, left]  # (batch, 3, 32, 32)
+
+
+def flipped(pixels: Tensor, indices: Tensor, draws: int) -> Tensor:
+    """Mirror left and right the half of the samples that is drawn for it."""
+    mirror = uniform_ints(draws, indices, DRAW_FLIP, 2) == 1
+    return torch.where(mirror.view(-1, 1, 1, 1), pixels.flip(3), pixels)

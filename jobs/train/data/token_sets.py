@@ -1,0 +1,139 @@
+"""The token data sets: bytes of a text (python-source, or a file of the user's own), synthetic (drawn)."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from jobs import datafiles
+from jobs.errors import RefusedError
+from jobs.shapes import GptShape, context_of
+from jobs.spec import TrainSettings
+from jobs.train.data.mapped import map_bytes
+from jobs.train.keyed import SYNTHETIC, key, uniform_ints
+
+BYTES: Final = 256
+SYNTHETIC_TRAIN_SAMPLES: Final = 8192
+SYNTHETIC_EVAL_SAMPLES: Final = 512
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Windows of `context` tokens and the token after them; `train` and `evaluation` return some, by index.
+
+    A window is int64 (batch, context + 1); its first `context` are the inputs, its last the targets.
+    """
+
+    name: str
+    context: int
+    vocabulary: int
+    train_samples: int
+    eval_samples: int
+    train: Callable[[Tensor], Tensor]
+    evaluation: Callable[[Tensor], Tensor]
+    digest: Callable[[], str]
+    unit: str = "tokens"
+
+    @property
+    def units_per_sample(self) -> int:
+        """Tokens that one sample trains on."""
+        return self.context
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The sha256 of the data, computed when first asked for."""
+        return self.digest()
+
+    def train_batch(self, indices: Tensor, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return tokens and the tokens one later, int64 (batch, context) each, the same in every epoch."""
+        return _shifted(self.train(indices))
+
+    def eval_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Return tokens and the tokens one later, int64 (batch, context) each."""
+        return _shifted(self.evaluation(indices))
+
+
+def _shifted(windows: Tensor) -> tuple[Tensor, Tensor]:
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()  # (batch, context) each
+
+
+def open_python_source(settings: TrainSettings) -> Tokens:
+    """Open this Python's standard library as bytes, preparing it on the machine's first use.
+
+    Raises:
+        StorageError: the prepared file cannot be written.
+    """
+    return _text_tokens("python-source", datafiles.prepare_python_source(datafiles.data_root()).path, settings)
+
+
+def open_text(settings: TrainSettings) -> Tokens:
+    """Open a file of the user's own as bytes.
+
+    Raises:
+        RefusedError: it is missing, unreadable, empty or too short.
+    """
+    assert settings.data.text is not None
+    return _text_tokens(f"text {settings.data.text}", datafiles.text_file(settings.data.text), settings)
+
+
+def _text_tokens(name: str, path: Path, settings: TrainSettings) -> Tokens:
+    """Cut a file into windows; the last tenth of them, at least one, is for evaluation.
+
+    Window i reads bytes i * context to (i + 1) * context, both included: each byte is the input of one window and
+    the target of one, but for the first, the last, and a tail shorter than a window, which is left out.
+    """
+    _refuse_augment(settings)
+    context = context_of(settings.model)
+    size = path.stat().st_size
+    if size < 2 * context + 1:
+        raise RefusedError(
+            f"{path}: {size} bytes are too short for a context of {context}: {2 * context + 1} make one window to "
+            "train on and one to evaluate; use more text or a smaller train.model.context"
+        )
+    windows = map_bytes(path).unfold(0, context + 1, context)  # (windows, context + 1), a view
+    train_samples = len(windows) - max(1, len(windows) // 10)
+    return Tokens(
+        name=name,
+        context=context,
+        vocabulary=BYTES,
+        train_samples=train_samples,
+        eval_samples=len(windows) - train_samples,
+        train=lambda indices: windows[:train_samples][indices].to(torch.int64),
+        evaluation=lambda indices: windows[train_samples:][indices].to(torch.int64),
+        digest=lambda: datafiles.sha256_of(path),
+    )
+
+
+def open_synthetic(settings: TrainSettings) -> Tokens:
+    """Draw every token by itself, evenly: nothing to learn, the loss of a good model is log(vocabulary)."""
+    _refuse_augment(settings)
+    context = context_of(settings.model)
+    vocabulary = settings.model.vocabulary or GptShape.vocabulary
+    draws = key(SYNTHETIC)
+    place = torch.arange(context + 1)
+
+    def windows(samples: Tensor) -> Tensor:
+        index = samples[:, None] * (context + 1) + place  # (batch, context + 1)
+        return uniform_ints(draws, index, 0, vocabulary)
+
+    description = f"synthetic tokens 1 {SYNTHETIC_TRAIN_SAMPLES} {SYNTHETIC_EVAL_SAMPLES} {context} {vocabulary}"
+    return Tokens(
+        name="synthetic",
+        context=context,
+        vocabulary=vocabulary,
+        train_samples=SYNTHETIC_TRAIN_SAMPLES,
+        eval_samples=SYNTHETIC_EVAL_SAMPLES,
+        train=windows,
+        evaluation=lambda indices: windows(indices + SYNTHETIC_TRAIN_SAMPLES),
+        digest=lambda: hashlib.sha256(description.encode()).hexdigest(),
+    )
+
+
+def _refuse_augment(settings: TrainSettings) -> None:
+    if settings.augment:
+        raise RefusedError("train.augment: true is for images, this data is tokens; remove it")

@@ -1,0 +1,231 @@
+"""A start without an agent: `python -m jobs.train JOB.yaml` by hand, under torchrun, srun or mpirun.
+
+Rank 0 makes the run folder, tells the others its path through the store, and writes the few events that `muster
+status` and `why` read. Everybody's output stays where it is; metrics are the same as in any run.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from jobs import exits, ranks
+from jobs.detect import Flags, detect
+from jobs.errors import MusterError, RunFolderError
+from jobs.load import LoadedJob, load_job
+from jobs.placement import NodePlacement, Placement
+from jobs.ranks import RankEnv
+from jobs.reports import Reporter
+from jobs.rundir import RunDir, append_line, new_run, runs_root, write_json, write_text
+from jobs.spec import Job, JobKind, TrainSettings
+from jobs.train.main import FAILED, guarded, prepare_process, settings_of, train_in
+from jobs.train.modes import needs_group
+from jobs.train.world import World, connect, meet, open_world
+
+KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainSettings.check)
+RUN_FOLDER_KEY: Final = "run-folder"
+ATTEMPT: Final = 0
+SIOCGIFADDR: Final = 0x8915  # ask for an interface's IPv4 address, <linux/sockios.h>
+START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Train as one rank, then end without the interpreter's farewell, in which a broken group may change the code."""
+    args = parse(argv)
+    code = exits.STOPPED
+    try:
+        code = guarded(lambda reporter: start(args, reporter))
+    except KeyboardInterrupt:
+        print("muster: stopped by the user", file=sys.stderr)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line; flags that are left out are detected."""
+    parser = argparse.ArgumentParser(prog="python -m jobs.train", description="Train as one rank, without an agent.")
+    parser.add_argument("job", metavar="JOB", help="the job file (YAML); it must hold a train: section")
+    parser.add_argument("--master-ip", metavar="ADDRESS", help="address of rank 0's node, as the others reach it")
+    parser.add_argument("--master-port", type=int, metavar="PORT", help=f"default: {ranks.DEFAULT_MASTER_PORT}")
+    parser.add_argument("--num-nodes", type=int, metavar="N")
+    parser.add_argument("--rank", type=int, metavar="R", help="rank of this process")
+    parser.add_argument("--local-rank", type=int, metavar="L", help="its number on this node")
+    parser.add_argument("--ranks-per-node", type=int, metavar="K")
+    parser.add_argument("--runs", metavar="DIR", help="folder of all runs (default: MUSTER_RUNS, else ./runs)")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides")
+    return parser.parse_args(argv)
+
+
+def start(args: argparse.Namespace, reporter: Reporter) -> int:
+    """Find out which rank this is, meet the others, train."""
+    loaded = load_job(Path(args.job), [KIND], args.overrides)
+    job, settings = loaded.job, settings_of(loaded.job)
+    env = detect(os.environ, flags_of(args)).env
+    settings.check(env.world_size)
+    os.environ.update(job.env)
+    torch.set_num_threads(threads_of(job, env))
+    device = prepare_process(settings, env)
+    use_interface_towards(env.master_addr)
+    store = connect(env, job.start_timeout_s)
+    hosts = meet(store, env, job.start_timeout_s)
+    run = share_folder(store, loaded, env, hosts, args.runs)
+
+    def work() -> None:
+        world = World(env.rank, env.world_size, None, device)
+        if needs_group(settings.split(env.world_size).sync, env.world_size):
+            world = open_world(store, env, device, job.start_timeout_s)
+        train_in(run, job, world, reporter, attempt=ATTEMPT)
+
+    if env.rank == 0:
+        record(run, work)
+    else:
+        work()
+    return exits.DONE
+
+
+def flags_of(args: argparse.Namespace) -> Flags:
+    """Return what the command line says of ranks."""
+    return Flags(
+        master_ip=args.master_ip,
+        master_port=args.master_port,
+        num_nodes=args.num_nodes,
+        rank=args.rank,
+        local_rank=args.local_rank,
+        ranks_per_node=args.ranks_per_node,
+    )
+
+
+def threads_of(job: Job, env: RankEnv) -> int:
+    """Return the threads of a rank; `auto` shares the cores that this process may use among the node's ranks."""
+    if job.threads_per_rank != "auto":
+        return job.threads_per_rank
+    return max(1, len(os.sched_getaffinity(0)) // env.local_world_size)
+
+
+def use_interface_towards(address: str) -> None:
+    """Name the network interface that reaches the master, unless somebody has: gloo goes by the host's name."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # a datagram socket sends nothing: this only asks for the route
+        except OSError:
+            return  # no such name, or not IPv4: the start itself will say
+        mine = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(reply[20:24]) == mine:
+                os.environ["GLOO_SOCKET_IFNAME"] = name
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+                return
+
+
+def share_folder(store: Store, loaded: LoadedJob, env: RankEnv, hosts: list[str], runs: str | None) -> RunDir:
+    """Make the run folder on rank 0 and tell its path to all.
+
+    Raises:
+        RunFolderError, StorageError: it cannot be made; on every rank, for rank 0 tells that too.
+    """
+    if env.rank != 0:
+        said = json.loads(store.get(RUN_FOLDER_KEY))  # waits as long as `connect` was allowed to
+        if "error" in said:
+            raise RunFolderError(f"rank 0: {said['error']}")
+        return RunDir(Path(said["path"]))
+    try:
+        run = make_folder(loaded, env, hosts, runs)
+    except MusterError as error:
+        store.set(RUN_FOLDER_KEY, json.dumps({"error": str(error)}))
+        raise
+    store.set(RUN_FOLDER_KEY, json.dumps({"path": str(run.path)}))
+    return run
+
+
+def make_folder(loaded: LoadedJob, env: RankEnv, hosts: list[str], runs: str | None) -> RunDir:
+    """Make the run folder with the job, its placement as far as the ranks know it, and the first events."""
+    run = new_run(runs_root(runs), loaded.job.name)
+    placement = placement_of(env, hosts)
+    write_text(run.job, loaded.text)
+    folder = run.attempt(ATTEMPT)
+    folder.path.mkdir()
+    write_json(folder.placement, placement.to_json())
+    submitted = {
+        "run_id": run.run_id,
+        "name": loaded.job.name,
+        "kind": loaded.job.kind,
+        "nodes": len(placement.nodes),
+        "world_size": env.world_size,
+        "transport": "direct",
+        "host": hosts[0],
+        "pid": os.getpid(),
+        "pid_start": pid_start(),
+        "grace_s": loaded.job.grace_s,
+    }
+    event(run, "submitted", submitted)
+    where = {"world_size": env.world_size, "master_addr": env.master_addr, "master_port": env.master_port}
+    event(run, "attempt", {"attempt": ATTEMPT, **where})
+    print(f"run {run.path}", flush=True)
+    return run
+
+
+def placement_of(env: RankEnv, hosts: list[str]) -> Placement:
+    """Return where the ranks run: a node is a row of ranks on one host."""
+    nodes: list[NodePlacement] = []
+    for host, group in groupby(range(env.world_size), key=hosts.__getitem__):
+        block = list(group)
+        address = env.master_addr if not nodes else host
+        nodes.append(NodePlacement(len(nodes), host, address, block[0], len(block)))
+    return Placement(tuple(nodes), env.world_size, env.master_addr)
+
+
+def record(run: RunDir, work: Callable[[], None]) -> None:
+    """Do rank 0's work and write how it ended; without an agent nobody knows of the other ranks."""
+    began = time.time()
+    code, message = exits.DONE, "done"
+    try:
+        work()
+    except BaseException as error:
+        code, message = _ending(error)
+        raise
+    finally:
+        verdict = {"code": code, "class": exits.class_of(code), "message": message}
+        row = {"attempt": ATTEMPT, "started": began, "ended": time.time(), **verdict}
+        with suppress(MusterError):  # a full disk has been reported by what first met it
+            append_line(run.attempts, {**row, "next_step": "", "first": None, "victims": []})
+            event(run, "ended", {"attempt": ATTEMPT, **verdict})
+
+
+def event(run: RunDir, name: str, values: dict[str, Any]) -> None:
+    """Append one event."""
+    append_line(run.events, {"time": time.time(), "event": name, **values})
+
+
+def pid_start() -> int:
+    """Return when this process began, in clock ticks after boot: with the pid it names one process for good."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(after_name[START_TICKS_FIELD])
+
+
+def _ending(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, MusterError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return exits.STOPPED, "stopped by the user"
+    return FAILED, f"rank 0: {type(error).__name__}: {error}"

@@ -1,0 +1,127 @@
+"""Engines: one training step on one rank. The loop knows only the `Engine` protocol.
+
+`DataParallelEngine` forwards and backwards each of its virtual ranks in turn, lets the replica make the mean, clips
+and steps. Batch norm computes with each shard's own statistics; the running statistics, which are saved and used by
+evaluation, are those of virtual rank 0 alone (what PyTorch's DDP saves), and `synchronize_buffers` deals them out.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+
+from jobs.spec import TrainSettings
+from jobs.train.clock import Clock
+from jobs.train.keyed import key
+from jobs.train.loading import MicroInput, ShardInput
+from jobs.train.modes import WRAP, Replica, broadcast_buffers
+from jobs.train.optim import build_optimizer, clip
+from jobs.train.world import World
+
+
+class Engine(Protocol):
+    """What the loop needs of a way to train."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Train on this rank's part of a global batch.
+
+        Returns one float64 scalar per virtual rank of this rank: the sum over its samples of their loss.
+        """
+        ...
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Run the model as evaluation does."""
+        ...
+
+    def synchronize_buffers(self) -> None:
+        """Make every rank's buffers those that are saved and evaluated."""
+        ...
+
+
+class DataParallelEngine:
+    """A whole replica on every rank."""
+
+    def __init__(
+        self, replica: Replica, optimizer: torch.optim.Optimizer, world: World, settings: TrainSettings
+    ) -> None:
+        self.module = replica.module
+        self.optimizer = optimizer
+        self.replica = replica
+        self.world = world
+        self.clip_norm = settings.clip_norm
+        self.dropout_seed = settings.seed if settings.model.dropout > 0.0 else None
+        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.norms = [module for module in self.module.modules() if isinstance(module, _NormBase)]
+        self.tracking = True
+
+    def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Forward and backward every shard, average the gradients, clip, step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        losses = [self._shard(step, shard, last=shard is shards[-1]) for shard in shards]
+        self.replica.finish()
+        if self.clip_norm is not None:
+            clip(self.parameters, self.clip_norm)
+        self.optimizer.step()
+        self.replica.clock.lap("optimizer")
+        return losses
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Run the model in evaluation mode, without gradients."""
+        self.module.eval()
+        with torch.no_grad():
+            outputs: Tensor = self.module(inputs)
+        self.module.train()
+        return outputs
+
+    def synchronize_buffers(self) -> None:
+        """Deal out rank 0's buffers."""
+        broadcast_buffers(self.module, self.world.group)
+
+    def _shard(self, step: int, shard: ShardInput, *, last: bool) -> Tensor:
+        self._track(shard.virtual_rank == 0)
+        total: Tensor | None = None
+        for index, micro in enumerate(shard.micro_batches):
+            if self.dropout_seed is not None:
+                torch.manual_seed(key(self.dropout_seed, step, shard.virtual_rank, index))
+            if last and index == len(shard.micro_batches) - 1:
+                loss = self._micro_batch(micro, last=True)
+            else:
+                with self.replica.accumulating():
+                    loss = self._micro_batch(micro, last=False)
+            summed = loss.detach().double() * micro.samples
+            total = summed if total is None else total + summed
+        self.replica.end_shard()
+        assert total is not None
+        return total
+
+    def _micro_batch(self, micro: MicroInput, *, last: bool) -> Tensor:
+        """Add one micro-batch's gradients; return its mean loss."""
+        loss = mean_loss(self.replica.forward(micro.inputs), micro.targets)
+        self.replica.clock.lap("forward")
+        self.replica.backward(loss if micro.weight == 1.0 else loss * micro.weight, last=last)
+        return loss
+
+    def _track(self, tracking: bool) -> None:
+        """Let batch norms update their running statistics, or only compute with the shard's own."""
+        if tracking != self.tracking:
+            self.tracking = tracking
+            for norm in self.norms:
+                norm.track_running_stats = tracking
+
+
+def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of outputs (..., classes) against targets (...)."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def build_engine(settings: TrainSettings, model: nn.Module, world: World, clock: Clock) -> Engine:
+    """Wrap a model as the job's mode says, with its optimizer."""
+    parallel = settings.split(world.size)
+    replica = WRAP[parallel.sync](model, world, clock, settings.exact)
+    return DataParallelEngine(replica, build_optimizer(model.parameters(), settings.optimizer), world, settings)

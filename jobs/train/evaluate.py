@@ -1,0 +1,73 @@
+"""Evaluation: the same bits on any number of ranks.
+
+The evaluation samples are cut into fixed blocks, dealt to the ranks in turn. Each block is one forward; its sums are
+float64, gathered, and added in the order of blocks.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from jobs.train.data import Data
+from jobs.train.engine import Engine
+from jobs.train.loading import move_inputs
+from jobs.train.world import World, add_in_order
+
+BLOCK_SAMPLES: Final = 64
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Mean loss over the evaluation samples, and the figure that people quote: accuracy, or perplexity for tokens."""
+
+    loss: float
+    figure: str
+    value: float
+
+    def row(self) -> dict[str, float]:
+        """Spell the result as columns of a metrics row."""
+        return {"loss": self.loss, self.figure: self.value}
+
+    def text(self) -> str:
+        """Say the result in a phrase."""
+        value = f"{100 * self.value:.2f} %" if self.figure == "accuracy" else f"{self.value:.2f}"
+        return f"evaluation  loss {self.loss:.4f}  {self.figure} {value}"
+
+
+def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Evaluation | None:
+    """Measure the model on the evaluation samples: a collective; None when there are none."""
+    engine.synchronize_buffers()
+    blocks = -(-data.eval_samples // BLOCK_SAMPLES)
+    if blocks == 0:
+        return None
+    each = -(-blocks // world.size)
+    mine = torch.zeros(each, 3, dtype=torch.float64, device=world.device)  # (blocks, loss sum · right · predictions)
+    for row, block in enumerate(range(world.rank, blocks, world.size)):
+        indices = block_indices(block, data.eval_samples)
+        inputs, targets = data.eval_batch(indices)
+        outputs = engine.predict(move_inputs(inputs, world.device, dtype))
+        mine[row] = measure(outputs, targets.to(world.device))
+    dealt = [rows.tolist() for rows in world.gather(mine)]
+    in_order = [dealt[block % world.size][block // world.size] for block in range(blocks)]
+    loss_sum, right, predictions = (add_in_order(column) for column in zip(*in_order, strict=True))
+    loss = loss_sum / predictions
+    if data.unit == "tokens":
+        return Evaluation(loss, "perplexity", math.exp(loss) if loss < 700.0 else math.inf)
+    return Evaluation(loss, "accuracy", right / predictions)
+
+
+def block_indices(block: int, samples: int) -> Tensor:
+    """Return the sample numbers of a block: (up to BLOCK_SAMPLES,) int64."""
+    return torch.arange(block * BLOCK_SAMPLES, min((block + 1) * BLOCK_SAMPLES, samples))
+
+
+def measure(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return loss sum, right predictions and predictions of outputs (..., classes): (3,) float64."""
+    flat, wanted = outputs.flatten(0, -2), targets.flatten()  # (predictions, classes), (predictions,)
+    loss_sum = F.cross_entropy(flat, wanted, reduction="none").double().sum()
+    right = (flat.argmax(dim=-1) == wanted).sum().double()
+    return torch.stack([loss_sum, right, torch.full_like(loss_sum, wanted.numel())])

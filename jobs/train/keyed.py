@@ -1,0 +1,67 @@
+"""Keyed randomness: every draw is a function of the numbers it is for, never of a process's history.
+
+A key mixes whole numbers - a seed, what the draw is for, an epoch, a sample, a step - into 63 bits with the
+finalizer of splitmix64 (Steele, Lea & Flood 2014). `bits` does the same for a whole tensor of indices, so that the
+draw of sample 17 is the same whichever rank, batch or release of torch computes it.
+"""
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+# What a draw is for: the second part of a key, so that two uses of one seed never share their draws.
+SHUFFLE: Final = 1
+AUGMENT: Final = 2
+INITIALISE: Final = 3
+DROPOUT: Final = 4
+SYNTHETIC: Final = 5
+
+_GAMMA: Final = 0x9E3779B97F4A7C15
+_FIRST: Final = 0xBF58476D1CE4E5B9
+_SECOND: Final = 0x94D049BB133111EB
+_WORD: Final = (1 << 64) - 1
+
+
+def key(*parts: int) -> int:
+    """Mix whole numbers, in this order, into one of 0 .. 2**63 - 1."""
+    return _absorb(0, *parts) >> 1
+
+
+def bits(seed_key: int, index: Tensor, draw: int) -> Tensor:
+    """Return 63 random bits for each index: `key(seed_key, draw, index[i])` as int64, in the shape of `index`."""
+    state = _absorb(0, seed_key, draw)
+    word = (index ^ _signed(state)) + _signed(_GAMMA)  # int64 wraps at 2**64, as _absorb masks
+    word = (word ^ _shift_right(word, 30)) * _signed(_FIRST)
+    word = (word ^ _shift_right(word, 27)) * _signed(_SECOND)
+    return _shift_right(word ^ _shift_right(word, 31), 1)
+
+
+def uniform_ints(seed_key: int, index: Tensor, draw: int, bound: int) -> Tensor:
+    """Draw one of 0 .. bound - 1 for each index; the bias of the remainder is below bound / 2**63."""
+    return bits(seed_key, index, draw) % bound
+
+
+def permutation(seed: int, epoch: int, samples: int) -> Tensor:
+    """Return the order in which an epoch visits its samples, int64 (samples,): each of 0 .. samples - 1 once."""
+    order = bits(key(seed, SHUFFLE, epoch), torch.arange(samples), 0)
+    return torch.argsort(order, stable=True)  # stable: were two draws equal, every sort would still agree
+
+
+def _absorb(state: int, *parts: int) -> int:
+    for part in parts:
+        word = ((state ^ (part & _WORD)) + _GAMMA) & _WORD
+        word = ((word ^ (word >> 30)) * _FIRST) & _WORD
+        word = ((word ^ (word >> 27)) * _SECOND) & _WORD
+        state = word ^ (word >> 31)
+    return state
+
+
+def _shift_right(word: Tensor, by: int) -> Tensor:
+    """Shift in zeros: torch's >> copies the sign bit of an int64."""
+    return (word >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    """Return the int64 that has the same 64 bits."""
+    return word - (1 << 64) if word >> 63 else word

@@ -1,0 +1,109 @@
+"""From a plan to tensors: what the virtual ranks of one rank read at each step, ahead of time if asked."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from jobs.train.sampling import GlobalBatch, Plan
+
+if TYPE_CHECKING:
+    from jobs.train.data import Data
+
+
+@dataclass(frozen=True)
+class MicroInput:
+    """Inputs and targets of a micro-batch; `samples` of them count, and the loss is multiplied by `weight`."""
+
+    inputs: Tensor
+    targets: Tensor
+    samples: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class ShardInput:
+    """The micro-batches of one virtual rank."""
+
+    virtual_rank: int
+    micro_batches: tuple[MicroInput, ...]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """What one rank reads in one step."""
+
+    batch: GlobalBatch
+    shards: tuple[ShardInput, ...]
+
+    @property
+    def samples(self) -> int:
+        """Samples of this rank that count."""
+        return sum(micro.samples for shard in self.shards for micro in shard.micro_batches)
+
+
+class Steps(Dataset[StepInput]):
+    """The steps of a plan for some virtual ranks, by number; any step can be read at any time."""
+
+    def __init__(self, data: "Data", plan: Plan, virtual_ranks: Sequence[int]) -> None:
+        self.data = data
+        self.plan = plan
+        self.virtual_ranks = virtual_ranks
+        self._order: tuple[int, Tensor] | None = None
+
+    def __getitem__(self, step: int) -> StepInput:
+        """Read the samples of one step, counted from 0."""
+        batch = self.plan.batch(step)
+        order = self._order_of(batch.epoch)
+        shards = []
+        for virtual_rank in self.virtual_ranks:
+            micro_inputs = []
+            for micro in self.plan.shard(batch, virtual_rank).micro_batches:
+                inputs, targets = self.data.train_batch(order[micro.start : micro.stop], batch.epoch)
+                micro_inputs.append(MicroInput(inputs, targets, micro.samples, micro.weight))
+            shards.append(ShardInput(virtual_rank, tuple(micro_inputs)))
+        return StepInput(batch, tuple(shards))
+
+    def _order_of(self, epoch: int) -> Tensor:
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self.plan.order(epoch)
+        return self._order[1]
+
+
+def read_steps(steps: Steps, first: int, stop: int, *, workers: int) -> Iterator[StepInput]:
+    """Yield the inputs of steps [first, stop), read by `workers` processes ahead, or here when there are none."""
+    if workers == 0:
+        yield from map(steps.__getitem__, range(first, stop))
+        return
+    yield from DataLoader(steps, batch_size=None, sampler=range(first, stop), num_workers=workers, collate_fn=_as_it_is)
+
+
+def move(step: StepInput, device: torch.device, dtype: torch.dtype) -> StepInput:
+    """Bring a step's tensors to the device; inputs that are not indices get the dtype."""
+    if device.type == "cpu" and dtype == torch.float32:
+        return step
+    shards = (
+        replace(shard, micro_batches=tuple(_move(micro, device, dtype) for micro in shard.micro_batches))
+        for shard in step.shards
+    )
+    return replace(step, shards=tuple(shards))
+
+
+def move_inputs(inputs: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Bring inputs to the device, and to the dtype if they are not indices."""
+    return inputs.to(device, dtype if inputs.is_floating_point() else None, non_blocking=True)
+
+
+def _move(micro: MicroInput, device: torch.device, dtype: torch.dtype) -> MicroInput:
+    return replace(
+        micro,
+        inputs=move_inputs(micro.inputs, device, dtype),
+        targets=micro.targets.to(device, non_blocking=True),
+    )
+
+
+def _as_it_is(step: Any) -> Any:
+    return step

@@ -1,0 +1,154 @@
+"""What a rank of a `train:` job runs: meet the others, check that all read the same, train, say how it ended.
+
+`run_rank` is called in a process forked from the warm one; its rank stands in the environment. `direct.py` makes the
+same calls when somebody else started the ranks.
+"""
+
+import hashlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from jobs import ranks
+from jobs.errors import MusterError, RefusedError, StartTimeoutError
+from jobs.ranks import RankEnv
+from jobs.reports import Reporter
+from jobs.rundir import RunDir, folder_error
+from jobs.spec import Job, TrainSettings
+from jobs.train.data import Data, open_data
+from jobs.train.failures import is_lost_connection
+from jobs.train.loop import build_trainer, train
+from jobs.train.metrics import Files
+from jobs.train.modes import needs_group
+from jobs.train.world import World, choose_device, connect, meet, open_world, require_equal
+
+FAILED: Final = 1
+
+
+def run_rank(payload: Mapping[str, Any]) -> int:
+    """Train as one rank; return its exit code. `payload` is {"job": the job as JSON, unset keys left out}."""
+
+    def work(reporter: Reporter) -> int:
+        env = ranks.read(os.environ)
+        job = job_of(payload["job"])
+        train_in(run_of(env), job, join(job, env, reporter), reporter, attempt=env.attempt)
+        return 0
+
+    return guarded(work)
+
+
+def guarded(work: Callable[[Reporter], int]) -> int:
+    """Run a rank's work; turn its end into a report, a message on standard error and an exit code."""
+    reporter = Reporter(os.environ)
+    try:
+        code = work(reporter)
+    except MusterError as error:
+        reporter.failed(error, peer=isinstance(error, StartTimeoutError))
+        print(f"muster: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    except Exception as error:
+        reporter.failed(error, peer=is_lost_connection(error))
+        traceback.print_exc()
+        return FAILED
+    if dist.is_initialized():  # not after a failure: it may wait for a dead peer, and the process ends without it
+        dist.destroy_process_group()
+    return code
+
+
+def job_of(dumped: Mapping[str, Any]) -> Job:
+    """Read a job back from the JSON of `Job.model_dump(exclude_unset=True)`."""
+    return Job.model_validate({**dumped, "settings": TrainSettings.model_validate(dumped["settings"])})
+
+
+def settings_of(job: Job) -> TrainSettings:
+    """Return the section of a `train:` job."""
+    assert isinstance(job.settings, TrainSettings)
+    return job.settings
+
+
+def run_of(env: RankEnv) -> RunDir:
+    """Return the run folder that the environment names.
+
+    Raises:
+        RefusedError: it names none.
+    """
+    if not env.run_dir:
+        raise RefusedError(
+            f"environment: {ranks.RUN_DIR} is not set; start this through muster or python -m jobs.train"
+        )
+    return RunDir(Path(env.run_dir))
+
+
+def join(job: Job, env: RankEnv, reporter: Reporter) -> World:
+    """Meet the other ranks within the job's start time-out."""
+    settings = settings_of(job)
+    settings.check(env.world_size)
+    device = prepare_process(settings, env)
+    reporter.arrived()
+    world = World(env.rank, env.world_size, None, device)
+    if needs_group(settings.split(env.world_size).sync, env.world_size):
+        store = connect(env, job.start_timeout_s)
+        meet(store, env, job.start_timeout_s)
+        world = open_world(store, env, device, job.start_timeout_s)
+    reporter.joined()
+    return world
+
+
+def prepare_process(settings: TrainSettings, env: RankEnv) -> torch.device:
+    """Set what holds for the whole process; return its device."""
+    if settings.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; the library asks for it
+        torch.use_deterministic_algorithms(True)
+    return choose_device(settings.device, env)
+
+
+def open_same_data(job: Job, world: World) -> Data:
+    """Open the job's data.
+
+    Raises:
+        RefusedError: another rank reads another job or other data.
+    """
+    settings = settings_of(job)
+    spelt = settings.model_dump_json(exclude={"data"})  # a text may lie elsewhere on another node
+    require_equal(world, "the job file", hashlib.sha256(spelt.encode()).hexdigest(), "give every rank the same one")
+    data = open_data(settings)
+    require_equal(world, f"data {data.name}", data.fingerprint, "copy rank 0's files to those nodes")
+    return data
+
+
+def train_in(run: RunDir, job: Job, world: World, reporter: Reporter, *, attempt: int) -> None:
+    """Train, with metrics going into the run folder.
+
+    Raises:
+        RunFolderError, StorageError: the folder cannot be written.
+    """
+    folder = run.attempt(attempt)
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)  # a node without the shared folder keeps its own part
+    except OSError as error:
+        raise folder_error(folder.path, error) from error
+    data = open_same_data(job, world)
+    if world.rank == 0:
+        print(describe(job, data, world), flush=True)
+    trainer = build_trainer(settings_of(job), data, world)
+    train(
+        trainer, Files(folder.metrics(world.rank), run.metrics if world.rank == 0 else None), reporter, attempt=attempt
+    )
+
+
+def describe(job: Job, data: Data, world: World) -> str:
+    """Say in one line what is trained, how and on what."""
+    settings = settings_of(job)
+    exact = f", exact over {settings.virtual_world_size(world.size)} virtual ranks" if settings.exact else ""
+    mode = settings.mode if settings.parallel is None else f"data {settings.parallel.data} by {settings.parallel.sync}"
+    threads = "" if world.device.type == "cuda" else f" with {torch.get_num_threads()} thread(s) a rank"
+    return (
+        f"{settings.model.name or 'gpt'} on {data.name}: {data.train_samples} samples, batch {settings.batch_size}, "
+        f"mode {mode}{exact}, {world.size} rank(s) on {world.device.type}{threads}"
+    )

@@ -1,0 +1,168 @@
+"""What a run measures, as rows: each rank its own steps, rank 0 the loss over the global batch.
+
+    attempt-NNN/metrics-RRRRR.jsonl   every step of a rank; written at log points, or when a second old
+    metrics.jsonl                     every step of the run; written by rank 0 at log points
+
+Between log points a step costs two small appends. At a log point one all-gather carries every virtual rank's loss of
+the steps since the last; they are added in the order of virtual ranks, so the losses are the same numbers on every
+transport, and in `exact` on every world size.
+"""
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from jobs.errors import StorageError
+from jobs.rundir import folder_error
+from jobs.train.clock import Clock, StepTimes
+from jobs.train.sampling import GlobalBatch
+from jobs.train.world import World, add_in_order
+
+FLUSH_S: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Units:
+    """What speed is counted in, and how many of them a sample has."""
+
+    name: str
+    per_sample: int
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where rows go: a rank's own file, and the run's file on rank 0."""
+
+    own: Path
+    run: Path | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a log point has to say: the newest step, and the speed since the last log point."""
+
+    step: int
+    epoch: int
+    loss: float
+    rate: float  # units per second
+    unit: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as it was left behind; `losses` are this rank's sums per virtual rank."""
+
+    batch: GlobalBatch
+    losses: list[Tensor]
+    samples: int
+    lr: float
+    time: float
+
+    @property
+    def number(self) -> int:
+        """The step counted from 1, as rows have it."""
+        return self.batch.step + 1
+
+
+class Metrics:
+    """Collects steps and writes their rows."""
+
+    def __init__(self, files: Files, world: World, clock: Clock, units: Units, *, attempt: int) -> None:
+        self.files = files
+        self.world = world
+        self.clock = clock
+        self.units = units
+        self.common = {"attempt": attempt, "rank": world.rank}
+        self._steps: list[Step] = []  # since the last log point
+        self._times: list[StepTimes] = []  # of the first of them: those whose own rows are written
+        self._flushed = time.monotonic()
+
+    def record(self, batch: GlobalBatch, losses: list[Tensor], *, samples: int, lr: float) -> None:
+        """Keep a step that has just ended; write this rank's rows when the last write is a second ago."""
+        self._steps.append(Step(batch, losses, samples, lr, time.time()))
+        if time.monotonic() - self._flushed >= FLUSH_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write this rank's rows of the steps that have none yet."""
+        new = self.clock.take()
+        steps = self._steps[len(self._times) :]
+        self._times += new
+        self._flushed = time.monotonic()
+        rows = []
+        for step, times in zip(steps, new, strict=True):
+            loss = add_in_order(float(each) for each in step.losses) / max(step.samples, 1)
+            rows.append(self._row(step, times, loss, step.samples) | {"samples": step.samples})
+        append_rows(self.files.own, rows)
+
+    def report(self) -> Summary:
+        """Write all rows up to now: a collective, at the same step on every rank."""
+        self.flush()
+        losses = global_losses(self.world, [step.batch for step in self._steps], [step.losses for step in self._steps])
+        steps, times = self._steps, self._times
+        self._steps, self._times = [], []
+        if self.files.run is not None:
+            append_rows(
+                self.files.run,
+                [
+                    self._row(step, each, loss, step.batch.samples)
+                    for step, each, loss in zip(steps, times, losses, strict=True)
+                ],
+            )
+        units = sum(step.batch.samples for step in steps) * self.units.per_sample
+        rate = units / max(sum(each.step_s for each in times), 1e-9)
+        last = steps[-1]
+        return Summary(last.number, last.batch.epoch + 1, losses[-1], rate, self.units.name)
+
+    def evaluation(self, step: int, epoch: int, measured: dict[str, float]) -> None:
+        """Write the row of an evaluation; only rank 0 has somewhere to write it."""
+        if self.files.run is not None:
+            row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
+            append_rows(self.files.run, [row | self.common | measured])
+
+    def _row(self, step: Step, times: StepTimes, loss: float, samples: int) -> dict[str, Any]:
+        return {
+            "step": step.number,
+            "epoch": step.batch.epoch + 1,
+            **self.common,
+            "loss": loss,
+            "lr": step.lr,
+            "time": round(step.time, 6),
+            **times.row(),
+            "rate": samples * self.units.per_sample / max(times.step_s, 1e-9),
+            "unit": f"{self.units.name}/s",
+        }
+
+
+def global_losses(world: World, batches: list[GlobalBatch], losses: list[list[Tensor]]) -> list[float]:
+    """Return the mean loss over each global batch, from this rank's sums per virtual rank: a collective."""
+    sums = torch.stack([torch.stack(each) for each in losses])  # (steps, virtual ranks of this rank)
+    gathered = torch.cat(world.gather(sums), dim=1).tolist()  # (steps, virtual ranks)
+    return [add_in_order(shards) / batch.samples for shards, batch in zip(gathered, batches, strict=True)]
+
+
+def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Append rows as JSON lines with one write.
+
+    Raises:
+        RunFolderError, StorageError: the file cannot be written; the rows before stay whole.
+    """
+    if not rows:
+        return
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            written = os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise folder_error(path, error) from error
+    if written != len(data):
+        raise StorageError(f"{path}: the disk is full ({written} of {len(data)} bytes written); free some space")

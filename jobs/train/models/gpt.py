@@ -1,0 +1,131 @@
+"""A decoder-only transformer: learned positions, pre-norm blocks, causal attention, a GELU MLP.
+
+Each block has eight matrices and norms, as Stanford CS336 counts them: query, key, value and output of the
+attention, up and down of the MLP, and two norms.
+"""
+
+import math
+from collections import OrderedDict
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jobs.shapes import GptShape
+from jobs.train.keyed import INITIALISE, key
+
+EPSILON = 1e-5
+WEIGHT_STD = 0.02
+
+
+class Embed(nn.Module):
+    """Token and position embeddings, added."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.token = nn.Embedding(shape.vocabulary, shape.d_model)
+        self.position = nn.Embedding(shape.context, shape.d_model)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map tokens (batch, tokens), at most `context` of them, to (batch, tokens, d_model)."""
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]  # (batch, tokens, d_model)
+        return cast(Tensor, self.dropout(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention over `heads` slices of the width."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.dropout = shape.dropout
+        self.query = nn.Linear(shape.d_model, shape.d_model, bias=shape.bias)
+        self.key = nn.Linear(shape.d_model, shape.d_model, bias=shape.bias)
+        self.value = nn.Linear(shape.d_model, shape.d_model, bias=shape.bias)
+        self.output = nn.Linear(shape.d_model, shape.d_model, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix each position with those before it, (batch, tokens, d_model) to the same shape."""
+        mixed = functional.scaled_dot_product_attention(
+            self._split(self.query(x)),
+            self._split(self.key(x)),
+            self._split(self.value(x)),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+        )  # (batch, heads, tokens, width)
+        return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(2)))  # (batch, tokens, d_model)
+
+    def _split(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        return x.view(batch, tokens, self.heads, -1).transpose(1, 2)  # (batch, heads, tokens, width)
+
+
+class Mlp(nn.Module):
+    """Two linear layers with a GELU between them."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.d_model, shape.d_ff, bias=shape.bias)
+        self.down = nn.Linear(shape.d_ff, shape.d_model, bias=shape.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map each position by itself, (batch, tokens, d_model) to the same shape."""
+        return cast(Tensor, self.down(functional.gelu(self.up(x))))
+
+
+class Block(nn.Module):
+    """Attention, then MLP, each on the normed input and added to it."""
+
+    def __init__(self, shape: GptShape) -> None:
+        super().__init__()
+        self.norm1 = _norm(shape)
+        self.attention = Attention(shape)
+        self.norm2 = _norm(shape)
+        self.mlp = Mlp(shape)
+        self.dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, tokens, d_model) to the same shape."""
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return cast(Tensor, x + self.dropout(self.mlp(self.norm2(x))))
+
+
+def build_gpt(shape: GptShape, seed: int) -> nn.Sequential:
+    """Build embed, block1, ... norm, head; tokens (batch, context) to logits (batch, context, vocabulary)."""
+    with torch.random.fork_rng(devices=[]):  # the layers' own first values are drawn, then overwritten below
+        model = assemble_gpt(shape)
+    _initialise(model, shape.layers, torch.Generator().manual_seed(key(seed, INITIALISE)))
+    return model
+
+
+def assemble_gpt(shape: GptShape) -> nn.Sequential:
+    """Put the layers together without giving them values that count; a tied head shares the embedding's weight."""
+    embed = Embed(shape)
+    head = nn.Linear(shape.d_model, shape.vocabulary, bias=shape.bias and not shape.tied)
+    if shape.tied:
+        head.weight = embed.token.weight
+    layers: OrderedDict[str, nn.Module] = OrderedDict(embed=embed)
+    for block in range(1, shape.layers + 1):
+        layers[f"block{block}"] = Block(shape)
+    layers["norm"] = _norm(shape)
+    layers["head"] = head  # (batch, tokens, vocabulary)
+    return nn.Sequential(layers)
+
+
+def _norm(shape: GptShape) -> nn.Module:
+    norm = nn.LayerNorm if shape.norm == "layer" else nn.RMSNorm
+    return norm(shape.d_model, eps=EPSILON)
+
+
+def _initialise(model: nn.Sequential, layers: int, generator: torch.Generator) -> None:
+    """Draw matrices as GPT-2 did: normal(0, 0.02), less where they add to the residual; biases are 0, norms 1."""
+    residual_std = WEIGHT_STD / math.sqrt(2 * layers)  # 2 additions a block: keeps the sum's variance near one's
+    for name, parameter in model.named_parameters():  # names a shared weight once
+        if name.endswith(("attention.output.weight", "mlp.down.weight")):
+            nn.init.normal_(parameter, std=residual_std, generator=generator)
+        elif parameter.dim() > 1:
+            nn.init.normal_(parameter, std=WEIGHT_STD, generator=generator)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)

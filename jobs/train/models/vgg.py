@@ -1,0 +1,49 @@
+"""VGG for 32x32 images (Simonyan & Zisserman 2014), with batch norm after each convolution and one linear layer."""
+
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+from jobs.shapes import IMAGE_CHANNELS, POOL, VggShape
+from jobs.train.keyed import INITIALISE, key
+
+
+def build_vgg(shape: VggShape, seed: int) -> nn.Sequential:
+    """Build conv1, norm1, relu1, pool1, ... flatten, head; images (batch, 3, 32, 32) to logits (batch, classes)."""
+    with torch.random.fork_rng(devices=[]):  # the layers' own first values are drawn, then overwritten below
+        model = assemble_vgg(shape)
+    _initialise(model, torch.Generator().manual_seed(key(seed, INITIALISE)))
+    return model
+
+
+def assemble_vgg(shape: VggShape) -> nn.Sequential:
+    """Put the layers together without giving them values that count."""
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    channels, convolutions, pools = IMAGE_CHANNELS, 0, 0
+    for width in shape.layers:
+        if width == POOL:
+            pools += 1
+            layers[f"pool{pools}"] = nn.MaxPool2d(2)  # (batch, channels, side / 2, side / 2)
+            continue
+        convolutions += 1
+        layers[f"conv{convolutions}"] = nn.Conv2d(channels, width, 3, padding=1)  # (batch, width, side, side)
+        layers[f"norm{convolutions}"] = nn.BatchNorm2d(width)
+        layers[f"relu{convolutions}"] = nn.ReLU(inplace=True)
+        channels = width
+    layers["flatten"] = nn.Flatten()  # (batch, channels): five pools make 32 pixels one
+    layers["head"] = nn.Linear(channels, shape.classes)  # (batch, classes)
+    return nn.Sequential(layers)
+
+
+def _initialise(model: nn.Sequential, generator: torch.Generator) -> None:
+    """Draw convolutions as He et al. 2015 (normal, fan out), the head as normal(0, 0.01); biases are 0, norms 1."""
+    for layer in model.children():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu", generator=generator)
+        elif isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=0.01, generator=generator)
+        else:
+            continue
+        assert layer.bias is not None
+        nn.init.zeros_(layer.bias)

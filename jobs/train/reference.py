@@ -1,0 +1,137 @@
+"""The reference of `muster verify`: one process that accumulates over the same shards, without wrapper or engine.
+
+Each step: for every virtual rank in order, forward and backward its micro-batches from zero gradients; add the
+shards' gradients first to last; divide once by their number; clip; step. Batch norm keeps the running statistics of
+virtual rank 0.
+
+`reordered` runs the same arithmetic in another order: each gradient is divided first, then added last to first. The
+distance between the two is what another order of summation does to this very job: the yardstick of the tight class.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from jobs.spec import TrainSettings
+from jobs.train.data import Data
+from jobs.train.keyed import key
+from jobs.train.loading import ShardInput, Steps, move
+from jobs.train.models import build_model
+from jobs.train.optim import build_optimizer, clip, learning_rate, set_learning_rate
+from jobs.train.sampling import Plan
+from jobs.train.world import add_in_order
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a way to train leaves behind; the reference and every mode fill in the same."""
+
+    losses: list[float]  # of each step, over the global batch
+    gradients: dict[str, Tensor]  # of the first step: mean over the shards, clipped
+    state: dict[str, Tensor]  # parameters and buffers after the last step
+    output: Tensor  # on one test batch, in evaluation mode
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What both sides train: settings, data, the plan of batches, for how many of the job's steps, on which device."""
+
+    settings: TrainSettings
+    data: Data
+    plan: Plan
+    steps: int
+    job_steps: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return learning_rate(self.settings.schedule, self.settings.optimizer.lr, step, self.job_steps)
+
+
+class Reference:
+    """One process in place of all ranks."""
+
+    def __init__(self, setting: Setting, *, reordered: bool = False) -> None:
+        self.setting = setting
+        self.reordered = reordered
+        settings = setting.settings
+        model = build_model(settings.model, vocabulary=setting.data.vocabulary, seed=settings.seed)
+        self.model: nn.Module = model.to(setting.device, setting.dtype)
+        self.names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.magnitude: dict[str, float] = {}  # largest mean over shards of |gradient|, in the first step
+        self.optimizer = build_optimizer(self.model.parameters(), settings.optimizer)
+
+    def run(self, test_inputs: Tensor) -> Outcome:
+        """Train all steps; return what is left."""
+        reader = Steps(self.setting.data, self.setting.plan, range(self.setting.plan.virtual_ranks))
+        losses, first_gradients = [], {}
+        for step in range(self.setting.steps):
+            work = move(reader[step], self.setting.device, self.setting.dtype)
+            set_learning_rate(self.optimizer, self.setting.lr(step))
+            losses.append(self._step(step, work.shards) / work.batch.samples)
+            if step == 0:
+                first_gradients = gradients_of(self.model)
+        self.model.eval()
+        with torch.no_grad():
+            output = self.model(test_inputs)
+        return Outcome(losses, first_gradients, state_of(self.model), output)
+
+    def _step(self, step: int, shards: tuple[ShardInput, ...]) -> float:
+        """Train one step; return the sum of the losses of its samples."""
+        loss_sums, gradients = [], []
+        for shard in shards:
+            loss_sums.append(self._shard(step, shard))
+            gradients.append([_gradient(parameter) for parameter in self.names.values()])
+        for index, (name, parameter) in enumerate(self.names.items()):
+            of_shards = [each[index] for each in gradients]
+            if step == 0:
+                self.magnitude[name] = float(sum(each.abs() for each in of_shards).max()) / len(shards)  # type: ignore[union-attr]
+            parameter.grad = self._mean(of_shards)
+        if self.setting.settings.clip_norm is not None:
+            clip(list(self.names.values()), self.setting.settings.clip_norm)
+        self.optimizer.step()
+        return add_in_order(loss_sums)
+
+    def _shard(self, step: int, shard: ShardInput) -> float:
+        """Leave one virtual rank's gradients in the parameters; return the sum of the losses of its samples."""
+        self.model.zero_grad(set_to_none=True)
+        for module in self.model.modules():
+            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+                module.track_running_stats = shard.virtual_rank == 0
+        loss_sum = 0.0
+        for index, micro in enumerate(shard.micro_batches):
+            if self.setting.settings.model.dropout > 0.0:
+                torch.manual_seed(key(self.setting.settings.seed, step, shard.virtual_rank, index))
+            outputs = self.model(micro.inputs)
+            loss = F.cross_entropy(outputs.flatten(0, -2), micro.targets.flatten())
+            torch.autograd.backward(loss if micro.weight == 1.0 else loss * micro.weight)
+            loss_sum += float(loss.detach()) * micro.samples
+        return loss_sum
+
+    def _mean(self, gradients: list[Tensor]) -> Tensor:
+        if len(gradients) == 1:
+            return gradients[0]
+        if self.reordered:
+            gradients = [gradient / len(gradients) for gradient in reversed(gradients)]
+        total = gradients[0]
+        for gradient in gradients[1:]:
+            total = total + gradient
+        return total if self.reordered else total / len(gradients)
+
+
+def gradients_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copy the gradients, by name of parameter."""
+    return {name: _gradient(each).clone() for name, each in module.named_parameters() if each.requires_grad}
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Copy parameters and buffers, by name; a shared one once."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,127 @@
+"""Which samples each virtual rank sees at each step: pure, and the same on every rank.
+
+    epoch        all samples once, in the order of a keyed permutation
+    step         the next `batch_size` of them: the global batch (the last of an epoch may be shorter)
+    shard        a slice of the global batch for one virtual rank; sizes differ by at most one, larger ones first
+    micro-batch  a slice of a shard for gradient accumulation, sizes again differing by at most one
+
+A micro-batch's mean loss times its weight, samples x virtual ranks / global batch, makes the mean over virtual ranks
+of the gradients the mean over the global batch. With equal shards and no accumulation the weight is exactly 1.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from torch import Tensor
+
+from jobs.spec import TrainSettings
+from jobs.train.keyed import permutation
+
+DEFAULT_EPOCHS: Final = 1
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples [start, stop) of an epoch's order; `samples` of them count, the others only keep collectives matched."""
+
+    start: int
+    stop: int
+    samples: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one virtual rank does in one step."""
+
+    virtual_rank: int
+    micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def samples(self) -> int:
+        """Samples that count."""
+        return sum(micro.samples for micro in self.micro_batches)
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """Samples [start, stop) of an epoch's order, for one step (both counted from 0)."""
+
+    step: int
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        """The size of this global batch."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How an epoch of `samples` is cut into global batches, shards and micro-batches."""
+
+    samples: int
+    batch_size: int
+    virtual_ranks: int
+    accumulation: int = 1
+    seed: int = 0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Global batches in an epoch, the short one included."""
+        return -(-self.samples // self.batch_size)
+
+    def batch(self, step: int) -> GlobalBatch:
+        """Return the global batch of a step, counted from 0 over all epochs."""
+        epoch, index = divmod(step, self.steps_per_epoch)
+        start = index * self.batch_size
+        return GlobalBatch(step, epoch, start, min(start + self.batch_size, self.samples))
+
+    def shard(self, batch: GlobalBatch, virtual_rank: int) -> Shard:
+        """Return one virtual rank's part of a global batch.
+
+        A batch with fewer samples than virtual ranks leaves the last of them empty: those repeat the batch's first
+        sample with weight 0.
+        """
+        start, stop = part(batch.start, batch.stop, self.virtual_ranks, virtual_rank)
+        if start == stop:
+            return Shard(virtual_rank, (MicroBatch(batch.start, batch.start + 1, samples=0, weight=0.0),))
+        pieces = min(self.accumulation, stop - start)
+        bounds = [part(start, stop, pieces, piece) for piece in range(pieces)]
+        weights = [(high - low) * self.virtual_ranks / batch.samples for low, high in bounds]
+        return Shard(
+            virtual_rank,
+            tuple(
+                MicroBatch(low, high, samples=high - low, weight=weight)
+                for (low, high), weight in zip(bounds, weights, strict=True)
+            ),
+        )
+
+    def order(self, epoch: int) -> Tensor:
+        """Return an epoch's order of samples: (samples,) int64."""
+        return permutation(self.seed, epoch, self.samples)
+
+
+def plan_of(settings: TrainSettings, *, samples: int, world_size: int) -> Plan:
+    """Return the plan of a job's batches for a world size."""
+    return Plan(
+        samples=samples,
+        batch_size=min(settings.batch_size, samples),
+        virtual_ranks=settings.virtual_world_size(world_size),
+        accumulation=settings.grad_accumulation,
+        seed=settings.seed,
+    )
+
+
+def total_steps(settings: TrainSettings, plan: Plan) -> int:
+    """Return how many steps the job asks for."""
+    return settings.steps or (settings.epochs or DEFAULT_EPOCHS) * plan.steps_per_epoch
+
+
+def part(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
+    """Cut [start, stop) into parts that differ by at most one, larger ones first; return part `index`."""
+    size, larger = divmod(stop - start, parts)
+    low = start + index * size + min(index, larger)
+    return low, low + size + (index < larger)

@@ -1,0 +1,76 @@
+"""What rank 0 shows while it trains: plain lines on standard output, and on a terminal a progress line under them."""
+
+import os
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from typing_extensions import Self
+
+from jobs import ranks
+from jobs.reports import Reporter
+from jobs.train.metrics import Summary
+from jobs.train.world import World
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class Screen:
+    """Says how far the training is: to the reader on rank 0, to the keeper if there is one."""
+
+    def __init__(self, world: World, reporter: Reporter, steps: int) -> None:
+        self.speaks = world.rank == 0
+        self.reporter = reporter
+        self.steps = steps
+        self.progress: Progress | None = None
+        self.task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        # Under a keeper standard error is a file; started by hand it may be somebody's terminal.
+        if self.speaks and ranks.STATUS_FD not in os.environ and sys.stderr.isatty():
+            self._open_progress()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line on rank 0."""
+        if self.speaks:
+            print(text, flush=True)
+
+    def step(self, summary: Summary) -> None:
+        """Show a log point."""
+        if not self.speaks:
+            return
+        rate = f"{summary.rate:.0f}" if summary.rate >= 100 else f"{summary.rate:.3g}"
+        width = len(str(self.steps))
+        self.say(
+            f"step {summary.step:>{width}}/{self.steps}  epoch {summary.epoch}  loss {summary.loss:.6f}  "
+            f"{rate} {summary.unit}/s"
+        )
+        self.reporter.progress(
+            step=summary.step, steps=self.steps, loss=summary.loss, rate=summary.rate, unit=f"{summary.unit}/s"
+        )
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=summary.step, loss=f"loss {summary.loss:.4f}")
+
+    def _open_progress(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            redirect_stdout=sys.stdout.isatty(),
+            transient=True,
+        )
+        self.progress.start()
+        self.task = self.progress.add_task("steps", total=self.steps, loss="")

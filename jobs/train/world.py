@@ -1,0 +1,167 @@
+"""This rank's world: its device, how it meets the others, and the few small exchanges that training needs.
+
+A world of one rank that synchronizes nothing needs no process group; `group` is then None.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from jobs.errors import RefusedError, StartTimeoutError
+from jobs.ranks import RankEnv
+
+# A collective may wait for a rank that loads data or writes a checkpoint; a dead peer shows at once as a lost
+# connection, so this bound is for what hangs without dying. Torch's own default for gloo.
+COLLECTIVE_TIMEOUT_S: Final = 1800.0
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank among `size`, the group they talk in, and the device this rank computes on."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """Return every rank's tensor, in rank order; all must have one shape."""
+        if self.group is None:
+            return [mine]
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(gathered, mine, group=self.group)
+        return gathered
+
+
+def choose_device(wanted: str, env: RankEnv) -> torch.device:
+    """Return the device of a rank: CUDA when asked for, or when there is one for each rank of the node.
+
+    Raises:
+        RefusedError: CUDA was asked for and there are too few devices.
+    """
+    if wanted == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count >= env.local_world_size:
+        return torch.device("cuda", env.local_rank)
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):  # somebody bound one device to each rank
+        return torch.device("cuda", 0)
+    if wanted == "cuda":
+        raise RefusedError(
+            f"train.device: cuda needs {env.local_world_size} devices on this node, found {count}; "
+            "set device: cpu or fewer ranks_per_node"
+        )
+    return torch.device("cpu")
+
+
+def connect(env: RankEnv, timeout_s: float) -> Store:
+    """Reach the store of the attempt; rank 0 serves it unless an agent does.
+
+    Raises:
+        RefusedError: the master port is taken.
+        StartTimeoutError: nothing answered at the master address in time.
+    """
+    prefix = f"muster/attempt-{env.attempt}"  # torchrun's store outlives its restarts, and holds keys of its own
+    if env.world_size == 1 and not env.agent_store:
+        return PrefixStore(prefix, HashStore())
+    serves = env.rank == 0 and not env.agent_store
+    where = f"{env.master_addr}:{env.master_port}"
+    try:
+        store = TCPStore(
+            env.master_addr,
+            env.master_port,
+            env.world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        if serves:
+            raise RefusedError(
+                f"{where}: rank 0 cannot serve the store here: {_first_line(error)}; choose another --master-port"
+            ) from error
+        raise StartTimeoutError(
+            f"{where}: rank {env.rank} found no master within {timeout_s:g} s; start rank 0, or check the address "
+            "and the port"
+        ) from error
+    return PrefixStore(prefix, store)
+
+
+def meet(store: Store, env: RankEnv, timeout_s: float) -> list[str]:
+    """Wait until every rank has arrived; return their host names in rank order.
+
+    Raises:
+        StartTimeoutError: names the ranks that did not.
+    """
+    arrivals = PrefixStore("arrived", store)
+    arrivals.set(str(env.rank), json.dumps({"host": socket.gethostname()}))
+    deadline = time.monotonic() + timeout_s
+    for rank in range(env.world_size):
+        remaining_s = max(deadline - time.monotonic(), 0.001)
+        try:
+            arrivals.wait([str(rank)], timedelta(seconds=remaining_s))
+        except dist.DistStoreError as error:
+            missing = [each for each in range(env.world_size) if not arrivals.check([str(each)])]
+            if missing:
+                raise StartTimeoutError(
+                    f"{_ranks(missing)} of {env.world_size} did not arrive at {env.master_addr}:{env.master_port} "
+                    f"within {timeout_s:g} s; look at their output, or raise start_timeout_s"
+                ) from error
+    return [str(json.loads(arrivals.get(str(rank)))["host"]) for rank in range(env.world_size)]
+
+
+def open_world(store: Store, env: RankEnv, device: torch.device, timeout_s: float) -> World:
+    """Make the process group on a store where all ranks have met."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=PrefixStore("group", store),
+        rank=env.rank,
+        world_size=env.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    _set_pg_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S), group)
+    return World(env.rank, env.world_size, group, device)
+
+
+def require_equal(world: World, what: str, digest: str, hint: str) -> None:
+    """Compare a sha256 (hex) over the ranks.
+
+    Raises:
+        RefusedError: on every rank, naming the ranks that differ from rank 0.
+    """
+    mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=world.device)  # (32,)
+    theirs = [bytes(each.tolist()) for each in world.gather(mine)]
+    if differing := [rank for rank, each in enumerate(theirs) if each != theirs[0]]:
+        raise RefusedError(f"{what} of {_ranks(differing)} differs from rank 0's; {hint}")
+
+
+def add_in_order(values: Iterable[float]) -> float:
+    """Add first to last; `sum` compensates from Python 3.12 on, so its bits depend on the version."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,73 @@
+"""The warm process: one per host. It imports torch once; every rank of the host is a fork of it.
+
+    warm ── keeper of node 0 ── rank 0, rank 1, store
+         └─ keeper of node 1 ── rank 2, rank 3             (pretend nodes share one warm process)
+
+It is given one socket per agent and forks one keeper for each. It runs no torch operation and asks nothing of CUDA,
+for a child of a process that did either hangs. Its own start carries the run id and the library variables, so that
+they stand in /proc/PID/environ of every rank. It ends when its last keeper has ended; a keeper ends with its agent.
+"""
+
+import argparse
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+
+from jobs import exits, linux
+from jobs.keeper import Keeper
+
+
+def main() -> None:
+    """Import what ranks need, fork the keepers, and bury what a killed keeper leaves behind."""
+    parser = argparse.ArgumentParser(description="internal: started by the agent or the local transport")
+    parser.add_argument("--fds", required=True, help="one inherited socket per agent, comma-separated")
+    parser.add_argument("--preload", default="", help="modules to import before the forks, comma-separated")
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    linux.adopt_orphans()
+    sockets = [socket.socket(fileno=int(text)) for text in args.fds.split(",")]
+    preload(list(filter(None, args.preload.split(","))), sockets)
+    keepers = set()
+    for mine in sockets:
+        pid = os.fork()
+        if pid == 0:
+            for other in sockets:
+                if other is not mine:
+                    other.close()
+            Keeper(mine).run()
+        keepers.add(pid)
+    for each in sockets:
+        each.close()
+    bury(keepers)
+
+
+def preload(modules: list[str], sockets: list[socket.socket]) -> None:
+    """Import what ranks need; a module that cannot be imported is told to every agent, and ends this process."""
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except ImportError as error:
+        broken = f"{sys.executable}: {error}; run ./setup.sh, or name an interpreter that has it in the site file"
+        for each in sockets:
+            each.sendall((json.dumps({"broken": broken}) + "\n").encode())
+        sys.exit(exits.REFUSED)
+    gc.collect()
+    gc.freeze()  # what is imported stays shared between the forks
+
+
+def bury(keepers: set[int]) -> None:
+    """Wait for the keepers; whatever else becomes our child has lost its keeper and is killed."""
+    while keepers:
+        pid, _ = os.wait()
+        keepers.discard(pid)
+        for orphan in linux.descendants(os.getpid(), leave=keepers):
+            linux.kill_quietly(orphan, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""The next step after a failure: one table, read from the top; the first row that fits speaks.
+
+A row fits by the class of the verdict (jobs/exits.py), by what the first failure is (signal, code), and by what was
+said: its message, its last lines, and the verdict's own message. The special stands before the general.
+"""
+
+import re
+import signal as signals
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jobs import exits
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One row: when it fits, and what to do then. A condition that is None always fits.
+
+    `{1}` in `text` is the first group of `said`, `{rank}` the failing rank; `python -m`, muster lines are as typed.
+    """
+
+    text: str
+    said: str | None = None
+    class_name: str | None = None
+    signal: str | None = None
+    code: int | None = None
+
+
+TABLE: Final[tuple[Advice, ...]] = (
+    # What somebody decided.
+    Advice("nothing failed; muster list shows other runs", class_name="done"),
+    Advice("it was stopped on purpose; start it again with muster run", class_name="stopped"),
+    Advice("it saved its work and left before its time was up; submit the same job again", class_name="requeue"),
+    # What Muster itself refused: the message says where.
+    Advice("correct the command line; muster COMMAND --help shows its options", class_name="usage"),
+    Advice("correct the job file where the message points; muster schema shows every key", class_name="bad-job"),
+    Advice(
+        "run muster data cifar10 on every node, then start again", said=r"(?i)muster data|cifar10.*(?:missing|not )"
+    ),
+    Advice("start without resuming, or name a run whose checkpoints are complete", class_name="no-checkpoint"),
+    Advice(
+        "choose another folder with --runs DIR or MUSTER_RUNS, one that you can write on this host",
+        class_name="run-folder",
+    ),
+    # What the machine ran out of.
+    Advice(
+        "free some space (df -h and df -i show where), or choose another disk with --runs DIR",
+        said=r"(?i)no space left on device|disk quota exceeded|disk is full",
+    ),
+    Advice(
+        "the GPU is too small for this: lower train.batch_size, raise train.grad_accumulation, or use more ranks; "
+        "nvidia-smi shows who else is on it",
+        said=r"(?i)cuda out of memory|CUDA error: out of memory|torch\.(?:cuda\.)?OutOfMemoryError",
+    ),
+    Advice(
+        "the node is too small for this: lower train.batch_size, or put fewer ranks on a node",
+        said=r"MemoryError|can't allocate memory|Cannot allocate memory|DefaultCPUAllocator",
+    ),
+    Advice(
+        "shared memory is full (df -h /dev/shm): lower train.loader_workers, or give the container more",
+        said=r"(?i)bus error|insufficient shared memory|unable to open shared memory",
+    ),
+    Advice(
+        "raise the limit of open files (ulimit -n), or lower train.loader_workers",
+        said=r"(?i)too many open files",
+    ),
+    Advice("check the disk of that node (dmesg, df -h), then start again", class_name="storage"),
+    # What the program lacks.
+    Advice(
+        "install {1} for the interpreter that runs the ranks, on every node, or start it from the folder that holds it",
+        said=r"(?:ModuleNotFoundError|ImportError): No module named '?([\w.]+)'?",
+    ),
+    Advice(
+        "the GPU driver and this build of PyTorch do not fit: compare nvidia-smi with "
+        'python -c "import torch; print(torch.version.cuda)", or set train.device: cpu',
+        said=r"(?i)NVIDIA driver on your system is too old|no kernel image is available|CUDA driver version is insuff",
+    ),
+    Advice(
+        "a port is taken, maybe by ranks of an older run: muster list shows them, muster stop RUN ends one; "
+        "else start again: a new attempt takes a new port",
+        said=r"(?i)address already in use|EADDRINUSE",
+    ),
+    Advice(
+        "the loss is no number any more: lower train.optimizer.lr, set train.clip_norm, or warm up longer",
+        said=r"(?i)loss (?:is|became|went) (?:nan|inf|not finite)|non-finite loss",
+    ),
+    Advice(
+        "make the file readable on every node: the path must be the same there", said=r"FileNotFoundError|No such file"
+    ),
+    Advice("give the user that runs the ranks access to it, on every node", said=r"PermissionError|Permission denied"),
+    # Deadlines and nodes.
+    Advice(
+        "see what {1} did last: muster logs --rank {1}; check that every node reaches node 0 "
+        "(firewall, address), or raise start_timeout_s",
+        class_name="timeout",
+        said=r"ranks? (\d[\d, -]*\d|\d)",
+    ),
+    Advice(
+        "see what the ranks did last (muster logs); if they were only slow, raise start_timeout_s",
+        class_name="timeout",
+    ),
+    Advice(
+        "check that node: ping it, ssh to it, look at its dmesg; then start again, with or without it",
+        class_name="unreachable",
+    ),
+    Advice(
+        "nothing to correct in the job: start it again, the node or its network failed", class_name="infrastructure"
+    ),
+    Advice("change job, hosts or data as the message says; muster plan shows what they make", class_name="refused"),
+    Advice(
+        "find the cause in muster logs --rank {rank} first: starting again cannot help", class_name="do-not-restart"
+    ),
+    Advice(
+        "its supervisor is gone without a verdict: muster stop ends what is left of it; dmesg on its host says "
+        "whether the kernel killed it for memory; then start again",
+        class_name="lost",
+    ),
+    # How a process ended, when it said nothing that we know.
+    Advice(
+        "somebody killed it: maybe the kernel, out of memory (dmesg -T | grep -i 'killed process' on that node): "
+        "lower train.batch_size or put fewer ranks on a node; else ask who ran kill",
+        signal="SIGKILL",
+    ),
+    Advice(
+        "a crash in native code: set env: {PYTHONFAULTHANDLER: '1'} in the job for a traceback; check that all nodes "
+        "have the same versions",
+        signal="SIGSEGV",
+    ),
+    Advice("shared memory may be full: df -h /dev/shm on that node", signal="SIGBUS"),
+    Advice(
+        "native code gave up: its reason stands in the last lines (muster logs --rank {rank} --stream err)",
+        signal="SIGABRT",
+    ),
+    Advice("this build needs a processor that the node does not have; install one for it", signal="SIGILL"),
+    Advice("somebody else ended it: a time limit, the scheduler, or a person", signal="SIGTERM"),
+    Advice("the program was not found: check its name, PATH, and workdir on that node", code=127),
+    Advice("the program is not executable there: chmod +x it, or name its interpreter first", code=126),
+    Advice("its output tells more: muster logs --rank {rank}"),
+)
+
+
+def next_step(class_name: str, failure: Mapping[str, Any] | None, message: str = "") -> str:
+    """Return what to do, in one line, after a verdict of this class and first failure (a row of attempts.jsonl).
+
+    `message` is the verdict's own. Never fails: without a failure, or with fields missing, a general row fits.
+    """
+    failure = failure or {}
+    rank, code, signal = failure.get("rank"), failure.get("code"), failure.get("signal") or _as_signal(failure)
+    said = "\n".join([message, str(failure.get("message") or ""), *map(str, failure.get("last_lines") or ())])
+    for row in TABLE:
+        found = re.search(row.said, said) if row.said is not None else None
+        if (
+            (row.said is None or found)
+            and row.class_name in (None, class_name)
+            and row.signal in (None, signal)
+            and row.code in (None, code)
+        ):
+            # A whole node, or nobody, failed: then all ranks' output is of interest.
+            text = row.text.replace(" --rank {rank}", "" if rank is None else f" --rank {rank}")
+            # Without spaces: `2-3,7` can be pasted behind an option.
+            return text.replace("{1}", found[1].replace(" ", "")) if found and found.re.groups else text
+    raise AssertionError("the last row of the table fits everything")
+
+
+def _as_signal(failure: Mapping[str, Any]) -> str | None:
+    """Name the signal in a shell's exit code 128+n: `sh -c` returns it so."""
+    code = failure.get("code")
+    if isinstance(code, int) and code - exits.SIGNAL_BASE in signals.valid_signals():
+        return signals.Signals(code - exits.SIGNAL_BASE).name
+    return None

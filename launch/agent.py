@@ -1,0 +1,276 @@
+"""The agent: one per node. It starts that node's ranks through a keeper, watches them, and stops them.
+
+It is started as `python -I -m launch.agent`, so that a user's own `jobs/` cannot shadow ours, and told everything
+over its channel: nothing of the user's stands on its command line. When the channel closes, it closes the keeper's
+socket, whereupon the keeper stops the ranks (TERM, 1 s, KILL).
+"""
+
+import argparse
+import asyncio
+import importlib.util
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from jobs import linux
+from jobs.errors import MusterError, RefusedError
+from jobs.exits import UNREACHABLE
+from jobs.rundir import AttemptDir, write_json
+from launch.channel import Channel, ChannelClosed, Message, dial, over_pipes
+from launch.follow import LineFollower, offset_of_last
+from launch.processes import start_ticks
+
+HEARTBEAT_S: Final = 1.0
+FOLLOW_S: Final = 0.1
+LAST_LINES: Final = 20
+LINE_LIMIT: Final = 1 << 24
+
+
+def start_warm(sockets: Sequence[socket.socket], *, python: str, preload: str, env: dict[str, str]) -> int:
+    """Start a warm process that serves one keeper per socket; return its pid.
+
+    It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks.
+    """
+    descriptors = [each.fileno() for each in sockets]
+    argv = [python, "-I", "-m", "jobs.warm", "--fds", ",".join(map(str, descriptors)), "--preload", preload]
+    return subprocess.Popen(
+        argv,
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        env=env,
+        start_new_session=True,
+    ).pid
+
+
+class Agent:
+    """One node's end of a run."""
+
+    def __init__(self, node: int, channel: Channel, keeper: socket.socket | None) -> None:
+        self.node = node
+        self.channel = channel
+        self.keeper = keeper
+        self.listening: socket.socket | None = None
+        self.start: Message = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.writer: asyncio.StreamWriter | None = None
+
+    async def run(self) -> None:
+        """Serve until the supervisor says bye or the channel closes."""
+        await self.channel.send(hello(self.node))
+        self._spawn(self._beat())
+        handlers = {"prepare": self._prepare, "start": self._start, "stop": self._stop}
+        try:
+            while (message := await self.channel.receive())["do"] != "bye":
+                await handlers[message["do"]](message)
+        except ChannelClosed:
+            pass  # the supervisor has gone: the same farewell
+        for task in self.tasks:
+            task.cancel()
+        if self.writer is not None:
+            await self._leave_keeper()
+
+    async def _prepare(self, message: Message) -> None:
+        """Bind the store's port, and keep it bound: the number is told only once it is ours."""
+        self.listening = socket.create_server(("", 0), backlog=4096)
+        await self.channel.send({"did": "prepared", "port": self.listening.getsockname()[1]})
+
+    async def _start(self, message: Message) -> None:
+        self.start = message
+        attempt = AttemptDir(Path(message["attempt_dir"]))
+        if message["setup"]:
+            await self._set_up(message, attempt)
+        if self.writer is None:
+            await self._meet_keeper()
+        if self.listening is not None:
+            self._give_store(message["store"])
+        await self._order({"do": "start", "ranks": message["ranks"]})
+        for rank in message["console"]:
+            self._spawn(self._forward(rank, attempt))
+
+    async def _set_up(self, message: Message, attempt: AttemptDir) -> None:
+        """Run the job's setup lines once on this node, in one shell that stops at the first failure."""
+        log = attempt.setup(self.node)
+        with log.open("wb") as output:
+            shell = await asyncio.create_subprocess_exec(
+                *("bash", "-e", "-c", "\n".join(message["setup"])),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=message["workdir"],
+                env={**os.environ, **message["warm"]["env"]},
+            )
+            if code := await shell.wait():
+                last = (last_lines(log) or ["no output"])[-1]
+                raise RefusedError(f"node {self.node}: setup: ended with code {code}: {last}; see {log}")
+
+    def _give_store(self, hosted: bool) -> None:
+        """Hand the bound port to the keeper, which serves the store on it; or release it for rank 0 to bind."""
+        assert self.listening is not None
+        assert self.keeper is not None
+        if hosted:
+            # asyncio cannot pass descriptors: one direct send on the same socket, before anything is queued there.
+            socket.send_fds(self.keeper, [b'{"do": "store"}\n'], [self.listening.fileno()])
+        self.listening.close()
+        self.listening = None
+
+    async def _order(self, message: Message) -> None:
+        assert self.writer is not None
+        self.writer.write((json.dumps(message) + "\n").encode())
+        await self.writer.drain()
+
+    async def _stop(self, message: Message) -> None:
+        if self.writer is None:
+            await self.channel.send({"did": "swept", "swept": 0})
+            return
+        await self._order({"do": "stop", "grace_s": message["grace_s"]})
+
+    async def _meet_keeper(self) -> None:
+        if self.keeper is None:
+            self.keeper, theirs = socket.socketpair()
+            warm = self.start["warm"]
+            env = {**os.environ, **warm["env"]}
+            start_warm([theirs], python=sys.executable, preload=warm["preload"], env=env)
+            theirs.close()
+        copy = self.keeper.dup()  # one for asyncio, one for passing descriptors
+        reader, self.writer = await asyncio.open_unix_connection(sock=copy, limit=LINE_LIMIT)
+        self._spawn(self._watch_keeper(reader))
+
+    async def _leave_keeper(self) -> None:
+        """Shut the socket down in one direction, and wait until the keeper has ended everything and hung up."""
+        assert self.keeper is not None
+        self.keeper.shutdown(socket.SHUT_WR)
+        loop = asyncio.get_running_loop()
+        os.set_blocking(self.keeper.fileno(), False)
+        while await loop.sock_recv(self.keeper, LAST_LINES):
+            pass
+
+    async def _watch_keeper(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            message = json.loads(line)
+            if "started" in message:
+                self._note_started(message)
+                await self.channel.send({"did": "started", "ranks": message["started"], "time": message["time"]})
+            elif "exited" in message:
+                rank = message.pop("exited")
+                lines = self._last_lines(rank)
+                await self.channel.send({"did": "exited", "rank": rank, "last_lines": lines, **message})
+            else:
+                did = next(key for key in ("ready", "report", "swept", "broken") if key in message)
+                await self.channel.send({"did": did, **message})
+        await self.channel.send({"did": "broken", "broken": "its warm process or keeper has gone", "code": UNREACHABLE})
+
+    def _note_started(self, message: Message) -> None:
+        pids = dict(message["started"])
+        ranks = [
+            {"rank": start["rank"], "pid": pids[start["rank"]], "cores": start["cores"], "gpus": start["gpus"]}
+            for start in self.start["ranks"]
+        ]
+        record = {**identity(), "node": self.node, "ranks": ranks}
+        write_json(AttemptDir(Path(self.start["attempt_dir"])).node(self.node), record)
+
+    def _last_lines(self, rank: int) -> list[str]:
+        attempt = AttemptDir(Path(self.start["attempt_dir"]))
+        return last_lines(attempt.err(rank)) or last_lines(attempt.out(rank))
+
+    async def _forward(self, rank: int, attempt: AttemptDir) -> None:
+        """Send what a rank prints to the supervisor's console, line by line."""
+        followers = {"out": LineFollower(attempt.out(rank)), "err": LineFollower(attempt.err(rank))}
+        while True:
+            for stream, follower in followers.items():
+                if lines := [line.decode(errors="replace") for line in follower.poll()]:
+                    await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": lines})
+            await asyncio.sleep(FOLLOW_S)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            await self.channel.send({"did": "heartbeat", "time": time.time()})
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self.tasks.add(asyncio.create_task(self._guard(work)))
+
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await background work; a bug in it ends the node at once instead of leaving it half alive."""
+        try:
+            await work
+        except ChannelClosed:
+            return  # the main loop sees it too, and ends the node
+        except Exception as error:
+            if not isinstance(error, MusterError):
+                traceback.print_exc()
+            what = str(error) or type(error).__name__
+            await self.channel.send({"did": "broken", "broken": what, "code": getattr(error, "exit_code", 1)})
+
+
+def last_lines(path: Path) -> list[str]:
+    """Return the last lines of a log as text."""
+    follower = LineFollower(path, offset=offset_of_last(path, LAST_LINES))
+    return [line.decode(errors="replace") for line in (*follower.poll(), *follower.flush())]
+
+
+def identity() -> dict[str, Any]:
+    """Say which process on which host this is."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": start_ticks(os.getpid())}
+
+
+def hello(node: int) -> Message:
+    """Say which node this is and what it has; looks for torch without importing it."""
+    return {
+        "did": "hello",
+        "node": node,
+        **identity(),
+        "python": platform.python_version(),
+        "torch": importlib.util.find_spec("torch") is not None,
+        "cores": sorted(os.sched_getaffinity(0)),
+        "gpus": visible_gpus(),
+        "time": time.time(),
+    }
+
+
+def visible_gpus() -> list[str]:
+    """List this host's GPUs as CUDA_VISIBLE_DEVICES would: what the user left visible, else all device files."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name for name in given.split(",") if name]
+    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    keeper = socket.socket(fileno=args.keeper_fd) if args.keeper_fd is not None else None
+    if args.connect:
+        address, _, port = args.connect.rpartition(":")
+        token = Path(args.token_file).read_text().strip()
+        channel = await dial(address, int(port), token, timeout_s=args.dial_timeout_s)
+    else:
+        channel = await over_pipes(os.dup(0), os.dup(1))
+        os.dup2(2, 1)  # what anybody prints must not reach the channel
+    await Agent(args.node, channel, keeper).run()
+
+
+def main() -> None:
+    """Open the channel, then serve."""
+    parser = argparse.ArgumentParser(description="internal: started by a transport")
+    parser.add_argument("--node", type=int, required=True)
+    parser.add_argument("--keeper-fd", type=int, help="inherited socket of a keeper; else this agent starts its own")
+    parser.add_argument("--connect", help="ADDRESS:PORT of the supervisor; else standard input and output")
+    parser.add_argument("--token-file")
+    parser.add_argument("--dial-timeout-s", type=float, default=60.0)
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    linux.adopt_orphans()
+    asyncio.run(_serve(args))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The `muster` command: a table of subcommands, each a module with `configure(parser)` and `run(args)`.
+
+Only the chosen subcommand is imported: `muster --help` costs little more than Python's own start. Errors of
+`jobs/errors.py` are printed here, as one line on standard error, and become the exit code; nowhere else.
+"""
+
+import argparse
+import io
+import sys
+from collections.abc import Sequence
+
+#        group, (name, phrase) ...
+GROUPS = (
+    (
+        "start",
+        (
+            ("run", "start the ranks of a job, watch them, and say how it went"),
+            ("plan", "show what run would do: hosts, ranks, environment, commands"),
+            ("cmd", "print the line to paste on one node, to start by hand"),
+            ("stop", "end a run, and whatever is left of it"),
+        ),
+    ),
+    (
+        "look",
+        (
+            ("list", "list the runs of a folder"),
+            ("status", "show one run: how far it is, and every rank"),
+            ("logs", "print or follow what the ranks wrote, each line with its rank"),
+            ("why", "name the first failure, its last lines, and the next step"),
+        ),
+    ),
+    (
+        "data and proof",
+        (
+            ("data", "fetch, check and prepare a data set on this machine"),
+            ("verify", "prove that a parallel run equals one process"),
+        ),
+    ),
+    (
+        "about",
+        (
+            ("schema", "print the JSON Schema of the job file"),
+            ("env", "show the rank variables found here, and who set them"),
+        ),
+    ),
+)
+PHRASES = {name: phrase for _, commands in GROUPS for name, phrase in commands}
+INTERRUPTED = 130  # 128 + SIGINT
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return the exit code (the table is `jobs/exits.py`)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()  # here, where a closed pipe is still ours to answer
+        return code
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return BROKEN_PIPE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"muster {_version()}")
+        return 0
+    name = arguments[0]
+    if name not in PHRASES:
+        return _unknown(name)
+    return _run(name, arguments[1:])
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    from importlib import import_module
+
+    from jobs.errors import MusterError
+
+    command = import_module(f"launch.commands.{name}")
+    parser = argparse.ArgumentParser(prog=f"muster {name}", description=PHRASES[name] + ".", allow_abbrev=False)
+    command.configure(parser)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # ranks print what they like; a terminal's encoding may not know it
+    try:
+        return int(command.run(parser.parse_args(arguments)))
+    except SystemExit as stop:  # argparse: 0 after --help, 2 after a wrong option
+        return stop.code if isinstance(stop.code, int) else 1
+    except MusterError as error:
+        print(f"muster: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _help() -> str:
+    width = max(map(len, PHRASES))
+    lines = ["muster COMMAND ... : one job file, on a laptop or a cluster, started, watched and explained.", ""]
+    for group, commands in GROUPS:
+        lines.append(f"{group}:")
+        lines += [f"  {name:{width}}  {phrase}" for name, phrase in commands]
+        lines.append("")
+    lines.append("muster COMMAND --help shows a command's options; muster --version the version.")
+    return "\n".join(lines)
+
+
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("muster")
+    except metadata.PackageNotFoundError:
+        return "(not installed: running from its source folder)"
+
+
+def _unknown(name: str) -> int:
+    from difflib import get_close_matches
+
+    what = "option" if name.startswith("-") else "command"
+    near = get_close_matches(name, PHRASES, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else "muster --help lists them"
+    print(f"muster: unknown {what} {name!r}; {hint}", file=sys.stderr)
+    return 2
+
+
+def _forget_stdout() -> None:
+    """Point standard output nowhere, so that Python's own flush at exit does not complain about the closed pipe."""
+    import os
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

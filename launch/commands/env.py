@@ -1,0 +1,58 @@
+"""`muster env`: which rank this process would be, who said so, and what each value came from."""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from jobs.detect import Flags, detect, seen
+from jobs.errors import MusterError
+from launch.options import add_json
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what is detected; when it is refused, what was seen, then the reason as an error."""
+    record, error = describe(os.environ)
+    print(json.dumps(record, indent=2) if args.json else render(record))
+    if error is not None:
+        raise error
+    return 0
+
+
+def describe(environ: Mapping[str, str]) -> tuple[dict[str, Any], MusterError | None]:
+    """Return the detected rank as plain values (null when refused), and the refusal."""
+    record: dict[str, Any] = {"launcher": None, "rank_environment": None, "seen": seen(environ), "error": None}
+    try:
+        detected = detect(environ, Flags())
+    except MusterError as error:
+        return {**record, "error": str(error)}, error
+    values = asdict(detected.env)
+    record["launcher"] = detected.launcher
+    record["rank_environment"] = [
+        {"name": name, "value": values[name], "origin": detected.origins[name]} for name in values
+    ]
+    return record, None
+
+
+def render(record: dict[str, Any]) -> str:
+    """Lay the record out: who started this process, its rank, and the variables that were looked at."""
+    from launch.screen import table
+
+    lines = [f"started by  {record['launcher'] or 'unknown'}"]
+    if record["rank_environment"] is not None:
+        rows = [(row["name"], _plain(row["value"]), row["origin"]) for row in record["rank_environment"]]
+        lines += ["", table(("value", "is", "from"), rows)]
+    lines += ["", "variables seen" if record["seen"] else "variables seen: none"]
+    lines += [f"  {name}={value}" for name, value in record["seen"].items()]
+    return "\n".join(lines)
+
+
+def _plain(value: object) -> str | None:
+    return None if value == "" else str(value)

@@ -1,0 +1,51 @@
+"""`muster list`: the runs of a folder, newest last."""
+
+import argparse
+import json
+import sys
+from typing import Final
+
+from jobs.rundir import find_run, list_runs, runs_root
+from launch import options, screen
+from launch.runstate import RunState, read_state
+
+NEWEST: Final = 20
+COLUMNS: Final = ("run", "state", "kind", "nodes>", "ranks>", "started", "took>", "step>", "loss>", "outcome")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `muster list`."""
+    parser.add_argument("--all", action="store_true", help=f"also those before the newest {NEWEST}")
+    options.add_runs(parser)
+    options.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one line per run."""
+    root = runs_root(args.runs)
+    find_run(root, None)  # says so, with exit code 73, when there is none
+    runs = list_runs(root)
+    shown = runs if args.all else runs[-NEWEST:]
+    states = [read_state(run) for run in shown]
+    if args.json:
+        print(json.dumps([state.to_json() for state in states], indent=2))
+    else:
+        print(screen.table(COLUMNS, map(_row, states)))
+    if len(shown) < len(runs):
+        print(f"muster: {len(runs) - len(shown)} older runs not shown; --all shows them", file=sys.stderr)
+    return 0
+
+
+def _row(state: RunState) -> tuple[object, ...]:
+    return (
+        state.run_id,
+        state.label,
+        state.kind,
+        state.nodes,
+        state.world_size,
+        screen.clock(state.started),
+        screen.duration(state.seconds),
+        screen.progress(state),
+        None if state.loss is None else f"{state.loss:.4f}",
+        screen.outcome(state),
+    )

@@ -1,0 +1,263 @@
+"""`muster logs`: what the ranks wrote, merged, each line with its rank.
+
+Without -f: attempt after attempt, rank after rank. With -f: what is there in that order, then lines as they come,
+from all files of the chosen ranks, also of those that appear later, until the run has ended.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from jobs.errors import UsageError
+from jobs.rundir import RunDir, find_run, runs_root
+from launch import options, rankset
+from launch.follow import LineFollower, as_shown, decoded, offset_of_last
+from launch.runrows import node_of_rank
+from launch.runstate import DIRECT, RunState, read_state
+
+POLL_S: Final = 0.1
+STATE_EVERY_S: Final = 1.0
+COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)  # of a terminal, one after another by rank
+STREAMS: Final = {"out": ("out",), "err": ("err",), "both": ("out", "err")}
+LOG_FILE: Final = re.compile(r"rank-(\d+)\.(out|err)")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which lines to print; None is every one."""
+
+    ranks: frozenset[int] | None
+    nodes: frozenset[int] | None
+    attempts: frozenset[int] | None
+    first_attempt: int
+    streams: tuple[str, ...]
+    pattern: re.Pattern[str] | None
+    tail: int | None
+
+
+class Line(NamedTuple):
+    """One whole line of one rank."""
+
+    rank: int
+    node: int | None
+    attempt: int
+    stream: str
+    line: str
+
+
+@dataclass
+class Logs:
+    """The chosen log files of a run, found as they appear."""
+
+    run: RunDir
+    choice: Choice
+    files: dict[tuple[int, int, str], LineFollower] = field(default_factory=dict)
+    nodes: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def read(self, *, over: bool) -> Iterator[Line]:
+        """Yield the new whole lines; when the run is over also the unfinished last ones."""
+        newest = self._discover()
+        for (attempt, rank, stream), follower in sorted(self.files.items(), key=_out_first):
+            node = self.nodes[attempt].get(rank)
+            if self.choice.nodes is not None and node not in self.choice.nodes:
+                continue
+            for line in follower.poll():
+                yield Line(rank, node, attempt, stream, decoded(line))
+            if over or attempt < newest:
+                for line in follower.flush():
+                    yield Line(rank, node, attempt, stream, decoded(line))
+
+    def are_past(self) -> bool:
+        """Say whether the chosen attempts have all been followed by another: nothing more will come."""
+        chosen = self.choice.attempts
+        return chosen is not None and max(chosen) < max(self.run.attempt_numbers(), default=0)
+
+    def _discover(self) -> int:
+        """Add the files that have appeared; return the newest attempt."""
+        attempts = self.run.attempt_numbers()
+        for attempt in attempts:
+            chosen = self.choice.attempts
+            if attempt < self.choice.first_attempt or (chosen is not None and attempt not in chosen):
+                continue
+            for rank, stream, path in log_files(self.run.attempt(attempt).path):
+                key = (attempt, rank, stream)
+                if key not in self.files and stream in self.choice.streams and self._has_rank(rank):
+                    self.files[key] = self._open(path)
+            known = self.nodes.setdefault(attempt, {})
+            if any(number == attempt and rank not in known for number, rank, _ in self.files):
+                known.update(node_of_rank(self.run, attempt))
+        return max(attempts, default=0)
+
+    def _has_rank(self, rank: int) -> bool:
+        return self.choice.ranks is None or rank in self.choice.ranks
+
+    def _open(self, path: Path) -> LineFollower:
+        offset = 0 if self.choice.tail is None else offset_of_last(path, self.choice.tail)
+        return LineFollower(path, offset=offset, on_restart=_say_restarted)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `muster logs`."""
+    options.add_run(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="go on as lines come, until the run has ended")
+    parser.add_argument("--rank", metavar="0,8-15", help="only these ranks (default: all)")
+    parser.add_argument("--node", metavar="0,2", help="only ranks of these nodes")
+    parser.add_argument("--attempt", metavar="N|all", help="an attempt, or all (default: the newest, and later ones)")
+    parser.add_argument("--grep", metavar="RE", help="only lines in which this regular expression is found")
+    parser.add_argument("--stream", choices=tuple(STREAMS), default="both", help="standard output, error, or both")
+    parser.add_argument("--tail", metavar="N", type=int, help="begin at the last N lines of each file")
+    parser.add_argument("--raw", action="store_true", help="lines as they were written, without prefix")
+    options.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the chosen lines; with -f until the run has ended."""
+    folder = find_run(runs_root(args.runs), args.run)
+    state = read_state(folder)
+    logs = Logs(folder, choose(args, folder, state))
+    printer = Printer(raw=args.raw, as_json=args.json, pattern=logs.choice.pattern)
+    seen_at, written = time.monotonic(), _size(folder.events)
+    printer.show(logs.read(over=state.is_over))
+    while args.follow and not state.is_over and not logs.are_past():
+        time.sleep(POLL_S)
+        if _size(folder.events) != written or time.monotonic() - seen_at >= STATE_EVERY_S:
+            # The state before the lines: what was written before the end is then read after it.
+            seen_at, written = time.monotonic(), _size(folder.events)
+            state = read_state(folder)
+        printer.show(logs.read(over=state.is_over))
+    if not logs.files:
+        print(f"muster: {folder.run_id}: {_why_empty(state)}", file=sys.stderr)
+    return 0
+
+
+def choose(args: argparse.Namespace, folder: RunDir, state: RunState) -> Choice:
+    """Check the options against the run.
+
+    Raises:
+        UsageError: a rank, node or attempt that the run does not have, or a pattern that is none.
+    """
+    attempts = folder.attempt_numbers()
+    return Choice(
+        ranks=None
+        if args.rank is None
+        else rankset.parse(args.rank, option="--rank", count=_world_size(folder, state)),
+        nodes=None if args.node is None else rankset.parse(args.node, option="--node", count=state.nodes or 1),
+        attempts=_attempts(args.attempt, attempts),
+        first_attempt=0 if args.attempt is not None else max(attempts, default=0),
+        streams=STREAMS[args.stream],
+        pattern=_pattern(args.grep),
+        tail=None if args.tail is None else _at_least_0(args.tail),
+    )
+
+
+class Printer:
+    """Lines on standard output, flushed after each look."""
+
+    def __init__(self, *, raw: bool, as_json: bool, pattern: re.Pattern[str] | None) -> None:
+        self.raw = raw
+        self.as_json = as_json
+        self.pattern = pattern
+        self.coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.attempt: int | None = None
+        self.prefixes: dict[tuple[int, int | None], str] = {}
+
+    def show(self, lines: Iterable[Line]) -> None:
+        """Print the lines that fit the pattern; a change of attempt is said on standard error."""
+        for line in lines:
+            text = line.line if self.raw else as_shown(line.line)
+            if self.pattern is not None and not self.pattern.search(text):
+                continue
+            if line.attempt != self.attempt:
+                self._say_attempt(line.attempt)
+            sys.stdout.write(self._render(line, text) + "\n")
+        sys.stdout.flush()
+
+    def _say_attempt(self, attempt: int) -> None:
+        if self.attempt is not None:
+            sys.stdout.flush()
+            print(f"muster: attempt {attempt}", file=sys.stderr)
+        self.attempt = attempt
+
+    def _render(self, line: Line, text: str) -> str:
+        if self.as_json:
+            record = {"rank": line.rank, "node": line.node, "attempt": line.attempt, "stream": line.stream}
+            return json.dumps({**record, "line": text}, ensure_ascii=False)
+        if self.raw:
+            return text
+        key = (line.rank, line.node)
+        if key not in self.prefixes:
+            self.prefixes[key] = self._prefix(*key)
+        return self.prefixes[key] + text
+
+    def _prefix(self, rank: int, node: int | None) -> str:
+        prefix = f"[rank {rank}]" if node is None else f"[rank {rank} node {node}]"
+        if self.coloured:
+            prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
+        return f"{prefix} "
+
+
+def log_files(folder: Path) -> list[tuple[int, str, Path]]:
+    """List the log files of one attempt as (rank, stream, path)."""
+    try:
+        names = os.listdir(folder)  # noqa: PTH208 - thousands of names, ten times a second
+    except FileNotFoundError:
+        return []
+    matches = filter(None, map(LOG_FILE.fullmatch, names))
+    return [(int(match[1]), match[2], folder / match[0]) for match in matches]
+
+
+def _world_size(folder: RunDir, state: RunState) -> int:
+    """Return how many ranks the run ever had: a shrunk attempt has fewer than the one before."""
+    found = [rank for attempt in folder.attempt_numbers() for rank, _, _ in log_files(folder.attempt(attempt).path)]
+    return max(state.world_size or 1, *(rank + 1 for rank in found), 1)
+
+
+def _out_first(item: tuple[tuple[int, int, str], LineFollower]) -> tuple[int, int, bool]:
+    (attempt, rank, stream), _ = item
+    return attempt, rank, stream == "err"
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _attempts(given: str | None, there: list[int]) -> frozenset[int] | None:
+    if given is None or given == "all":
+        return None
+    if not given.isdecimal() or int(given) not in there:
+        valid = rankset.fold(there) or "none yet"
+        raise UsageError(f"--attempt: this run has no attempt {given!r} (valid: {valid}, or all)")
+    return frozenset({int(given)})
+
+
+def _pattern(given: str | None) -> re.Pattern[str] | None:
+    if given is None:
+        return None
+    try:
+        return re.compile(given)
+    except re.error as error:
+        raise UsageError(f"--grep: {given!r} is no regular expression: {error}; put \\ before ( [ * + ? .") from error
+
+
+def _at_least_0(lines: int) -> int:
+    if lines < 0:
+        raise UsageError(f"--tail: must be at least 0, got {lines}")
+    return lines
+
+
+def _why_empty(state: RunState) -> str:
+    if state.transport == DIRECT:
+        return "no rank has a log file; it was started directly, so look where its starter sends output"
+    return "none of the chosen ranks has written anything" + ("" if state.is_over else " yet; -f waits")
+
+
+def _say_restarted(path: Path) -> None:
+    sys.stdout.flush()
+    print(f"muster: {path.name} was cut or replaced; reading it again from its start", file=sys.stderr)

@@ -1,0 +1,120 @@
+"""`muster plan JOB.yaml`: what `run` would do, and why, without doing it."""
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from launch.options import add_job, add_json, add_runs
+
+if TYPE_CHECKING:
+    from launch.plan import NodePlan
+    from launch.prepare import Prepared
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_job(parser)
+    add_runs(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compute the plan as records, then print them."""
+    from launch.plan import plan_nodes
+    from launch.prepare import prepare, this_machine
+
+    prepared = prepare(args)
+    machines = [this_machine()] * len(prepared.context.placement.nodes)
+    record = describe(prepared, plan_nodes(prepared.context, machines, os.environ, None))
+    print(json.dumps(record, indent=2) if args.json else render(record))
+    return 0
+
+
+def describe(prepared: "Prepared", plans: "list[NodePlan]") -> dict[str, Any]:
+    """Return the whole plan as plain values; `null` where only the start itself decides."""
+    job, context = prepared.context.job, prepared.context
+    return {
+        "name": job.name,
+        "kind": job.kind,
+        "transport": "local",
+        "world_size": context.placement.world_size,
+        "workdir": context.workdir,
+        "runs": str(context.run.path.parent),
+        "setup": [*context.site.setup, *job.setup],
+        "nodes": [
+            {
+                "node": plan.placement.node_rank,
+                "host": plan.placement.host,
+                "address": plan.placement.address,
+                "agent": [sys.executable, "-I", "-m", "launch.agent", "--node", str(plan.placement.node_rank)],
+                "environment": [_value(value) for value in map(asdict, plan.warm_environment)],
+                "ranks": [
+                    {**asdict(rank), "environment": [_value(value) for value in map(asdict, rank.environment)]}
+                    for rank in plan.ranks
+                ],
+            }
+            for plan in plans
+        ],
+        "command": job.settings.model_dump()["argv"] if context.entry is None else None,
+        "function": context.entry,
+    }
+
+
+def _value(value: dict[str, Any]) -> dict[str, Any]:
+    undecided = value["name"] in ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
+    return {**value, "value": None} if undecided else value
+
+
+def render(record: dict[str, Any]) -> str:
+    """Lay the records out as text: nodes, ranks with what differs between them, what they share, commands."""
+    ranks = [rank for node in record["nodes"] for rank in node["ranks"]]
+    lines = [
+        f"job {record['name']}: {record['kind']}, {len(record['nodes'])} nodes, {record['world_size']} ranks, "
+        f"on {record['transport']}",
+        f"run folder: a new one under {record['runs']}",
+        f"ranks run in: {record['workdir']}",
+        "",
+    ]
+    own, shared = _split(ranks)
+    rows = [["rank", "node", "host", "address", "cores", "threads", *own]]
+    for node in record["nodes"]:
+        for rank in node["ranks"]:
+            values = {each["name"]: each["value"] for each in rank["environment"]}
+            cores = ",".join(map(str, rank["cores"])) or "all"
+            place = [str(rank["rank"]), str(node["node"]), node["host"], node["address"], cores, str(rank["threads"])]
+            rows.append(place + [values.get(name, "") for name in own])
+    lines += _columns(rows)
+    lines += ["", "environment of every rank"]
+    lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in shared])
+    lines += ["", "environment of the process that they are forked from"]
+    environment = record["nodes"][0]["environment"]
+    lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in environment])
+    lines += ["", "commands"]
+    lines += [f"  setup      {line}" for line in record["setup"]]
+    lines += [f"  node {node['node']:<5} {shlex.join(node['agent'])}" for node in record["nodes"]]
+    what = shlex.join(record["command"]) if record["command"] else f"{record['function']} in a fork of the warm process"
+    lines.append(f"  every rank {what}")
+    return "\n".join(lines)
+
+
+def _split(ranks: list[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
+    """Tell the variables that differ between ranks from those that all share."""
+    values: dict[str, set[str | None]] = {}
+    for rank in ranks:
+        for each in rank["environment"]:
+            values.setdefault(each["name"], set()).add(each["value"])
+    varying = [name for name, seen in values.items() if len(seen) > 1]
+    return varying, [each for each in ranks[0]["environment"] if each["name"] not in varying]
+
+
+def _shown(value: str | None) -> str:
+    return "(at start)" if value is None else shlex.quote(value)
+
+
+def _columns(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,17 @@
+"""`muster schema`: the JSON Schema of the job file, for editors that complete and check YAML by it."""
+
+import argparse
+import json
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options: none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the schema."""
+    from jobs.schema import job_schema
+    from launch.kinds import KINDS
+
+    print(json.dumps(job_schema(KINDS), indent=2))
+    return 0

@@ -1,0 +1,96 @@
+"""`muster status`: one run, how far it is, and every rank."""
+
+import argparse
+import json
+import sys
+import time
+from typing import Final
+
+from jobs.rundir import RunDir, find_run, runs_root
+from launch import options, screen
+from launch.runstate import DIRECT, RunState, read_state
+
+REFRESH_S: Final = 1.0
+CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
+RANK_COLUMNS: Final = ("rank>", "node>", "host", "pid>", "state", "exit>")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `muster status`."""
+    options.add_run(parser)
+    options.add_json(parser)
+    parser.add_argument("--watch", action="store_true", help="show it again on every change, until the run is over")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the state of a run, once or until it is over."""
+    folder = find_run(runs_root(args.runs), args.run)
+    if args.watch:
+        return _watch(folder, as_json=args.json)
+    state = read_state(folder)
+    print(json.dumps(state.to_json(), indent=2) if args.json else render(state))
+    return 0
+
+
+def render(state: RunState) -> str:
+    """Render one run as lines of `what  value` and a table of its ranks."""
+    took = screen.duration(state.seconds)
+    facts = [
+        ("run", f"{state.run_id}  {state.label}"),
+        ("job", _job(state)),
+        ("started", f"{screen.clock(state.started)}, {'took ' + took if state.is_over else took + ' ago'}"),
+        ("attempt", None if state.attempt is None else str(state.attempt)),
+        ("step", _step(state)),
+        ("outcome", screen.outcome(state)),
+        ("message", state.message),
+        *(("warning", text) for text in state.warnings),
+        ("note", _note(state)),
+    ]
+    lines = [f"{what:9}{value}" for what, value in facts if value]
+    if state.ranks:
+        rows = (
+            (each.rank, each.node, each.host, each.pid, each.state, each.signal or each.code) for each in state.ranks
+        )
+        lines += ["", screen.table(RANK_COLUMNS, rows)]
+    return "\n".join(lines)
+
+
+def _job(state: RunState) -> str:
+    size = f"{state.world_size or '?'} ranks on {state.nodes or '?'} nodes"
+    started = "started directly" if state.transport == DIRECT else f"over {state.transport}" if state.transport else ""
+    return ", ".join(part for part in (state.kind, size, started) if part)
+
+
+def _step(state: RunState) -> str | None:
+    step = screen.progress(state)
+    if step is None:
+        return None
+    loss = None if state.loss is None else f"loss {state.loss:.4f}"
+    rate = None if state.rate is None else f"{state.rate:.1f} {state.unit or 'samples/s'}"
+    return ", ".join(part for part in (step, loss, rate) if part)
+
+
+def _note(state: RunState) -> str | None:
+    if state.state == "lost":
+        return f"its supervisor (pid {state.pid}) is gone; muster why says what is known, muster stop ends what is left"
+    if not state.sure:
+        where = f"on {state.host}" if state.host else "where this cannot be seen"
+        return f"its supervisor runs {where}: the state is as last written, ask there to be sure"
+    return None
+
+
+def _watch(folder: RunDir, *, as_json: bool) -> int:
+    """Draw anew on a terminal; else print again when something but the clock has changed."""
+    terminal = sys.stdout.isatty() and not as_json
+    shown: object = None
+    while True:
+        state = read_state(folder)
+        facts = {key: value for key, value in state.to_json().items() if key != "seconds" or state.is_over}
+        if as_json and facts != shown:
+            print(json.dumps(state.to_json()), flush=True)
+        elif terminal or (not as_json and facts != shown):
+            print((CLEAR if terminal else "" if shown is None else "\n") + render(state), flush=True)
+        if state.is_over:
+            return 0
+        shown = facts
+        time.sleep(REFRESH_S)

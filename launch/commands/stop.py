@@ -1,0 +1,166 @@
+"""`muster stop`: ask a run's supervisor to stop it, and wait until it has; without a supervisor, end what is left.
+
+supervisor lives, or is on another host   stop.json → its `ended` row
+supervisor is gone (this host)            find the run's processes: TERM, 1 s, KILL; write the `ended` row for it
+no supervisor (started directly)          TERM to the run's processes on this host, KILL after the grace
+"""
+
+import argparse
+import json
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jobs import exits
+from jobs.errors import StartTimeoutError, UnreachableError, UsageError
+from jobs.rundir import RunDir, append_line, find_run, runs_root, write_json
+from launch import options, processes, screen
+from launch.runrows import number, read_rows, real
+from launch.runstate import DIRECT, RunState, is_here, read_state
+
+POLL_S: Final = 0.1
+BEYOND_GRACE_S: Final = 10.0
+LEFTOVER_TERM_S: Final = 1.0
+KILL_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `muster stop` found and did."""
+
+    state: RunState
+    was_over: bool
+    leftovers: int | None = None  # processes that we ended ourselves; None when a supervisor did it
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record for --json."""
+        state = self.state
+        return {
+            "run_id": state.run_id,
+            "state": state.state,
+            "class": state.class_name,
+            "code": state.code,
+            "message": state.message,
+            "was_over": self.was_over,
+            "leftovers": self.leftovers,
+        }
+
+    def sentence(self) -> str:
+        """Say it in one line."""
+        state = self.state
+        if self.was_over:
+            return f"{state.run_id} had ended already: {screen.outcome(state) or state.state}"
+        if self.leftovers is not None:
+            return f"{state.run_id} is closed: {state.message}"
+        return f"{state.run_id} ended after {screen.duration(state.seconds)}: {screen.outcome(state) or state.state}"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `muster stop`."""
+    options.add_run(parser)
+    parser.add_argument("--grace", metavar="S", type=float, help="seconds between TERM and KILL (default: the job's)")
+    parser.add_argument("--now", action="store_true", help="KILL at once, without TERM")
+    options.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Stop a run and wait until it has ended."""
+    if args.grace is not None and not args.grace >= 0:
+        raise UsageError(f"--grace: must be at least 0 seconds, got {args.grace:g}")
+    folder = find_run(runs_root(args.runs), args.run)
+    outcome = stop(folder, grace_s=args.grace, now=args.now)
+    print(json.dumps(outcome.to_json()) if args.json else outcome.sentence())
+    return 0
+
+
+def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
+    """Stop a run by the way that its state allows.
+
+    Raises:
+        UnreachableError: it was started directly, on another host.
+        StartTimeoutError: it has not ended in time, or a process of it cannot be ended.
+    """
+    state = read_state(run)
+    grace = 0.0 if now else state.grace_s if grace_s is None else grace_s
+    if state.is_over and state.state != "lost":
+        return Outcome(state, was_over=True)
+    if state.state == "lost":
+        return _end_leftovers(run, term_s=0.0 if now else LEFTOVER_TERM_S, message="supervisor was gone")
+    if state.transport == DIRECT:
+        if not is_here(state.host):
+            raise UnreachableError(f"{run.run_id}: it was started directly on {state.host}; run muster stop there")
+        return _end_leftovers(run, term_s=grace, message="started directly")
+    request = {"time": time.time(), "grace_s": grace, "now": now, "by": f"{socket.gethostname()}:{os.getpid()}"}
+    write_json(run.stop, request)
+    return _wait(run, state, grace, term_s=0.0 if now else LEFTOVER_TERM_S)
+
+
+def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Outcome:
+    """Wait for the supervisor's last row; should it die meanwhile, do its work."""
+    deadline = time.monotonic() + grace_s + BEYOND_GRACE_S
+    while time.monotonic() < deadline:
+        state = read_state(run)
+        if state.state == "lost":
+            return _end_leftovers(run, term_s=term_s, message="supervisor was gone")
+        if state.is_over:
+            return Outcome(state, was_over=False)
+        time.sleep(POLL_S)
+    raise StartTimeoutError(
+        f"{run.run_id}: asked to stop, but it has not ended within {grace_s + BEYOND_GRACE_S:g} s; "
+        f"look at its supervisor, pid {state.pid} on {state.host}"
+    )
+
+
+def _end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
+    """End the run's processes on this host and write the last row, for the one who should have and is gone."""
+    found = _leftovers(run)
+    for pid in found:
+        print(f"muster: ending process {pid}: {processes.command_line(pid)}", file=sys.stderr)
+    left = processes.kill_all(found, term_s=term_s, kill_s=KILL_S)
+    left += processes.kill_run(run.run_id, term_s=0.0, kill_s=KILL_S)
+    if left:
+        raise StartTimeoutError(
+            f"{run.run_id}: processes {', '.join(map(str, sorted(set(left))))} survive KILL; they hang in the kernel "
+            "(a disk or a GPU that does not answer): see dmesg"
+        )
+    state = read_state(run)
+    if state.state == "lost" or not state.is_over:
+        plural = "es" * (len(found) != 1)
+        append_line(
+            run.events,
+            {
+                "time": time.time(),
+                "event": "ended",
+                "attempt": state.attempt,
+                "code": exits.STOPPED,
+                "class": exits.class_of(exits.STOPPED),
+                "message": f"{message}; {len(found)} leftover process{plural} ended",
+            },
+        )
+        state = read_state(run)
+    return Outcome(state, was_over=False, leftovers=len(found))
+
+
+def _leftovers(run: RunDir) -> list[int]:
+    """List the run's processes on this host: by run id, and by the pids in its rows that are still the same process.
+
+    A direct run's ranks learn the run id only after they have started, so it does not stand in their environment.
+    """
+    rows = read_rows(run)
+    recorded: list[tuple[Any, Any, float]] = []
+    if is_here(rows.submitted.get("host")) and rows.submitted.get("transport") == DIRECT:
+        submitted = rows.submitted
+        recorded.append((submitted.get("pid"), submitted.get("pid_start"), real(submitted.get("time")) or 0.0))
+    for row in rows.started:
+        if is_here(row.get("host")):
+            recorded += [(pid, None, real(row.get("time")) or 0.0) for _, pid in row.get("ranks", ())]
+    same = {
+        pid
+        for pid, ticks, time_s in recorded
+        if number(pid) is not None
+        and (processes.is_same(pid, ticks) if ticks is not None else processes.started_by(pid, time_s))
+    }
+    return sorted(same.union(processes.of_run(run.run_id)) - processes.with_ancestors(os.getpid()))

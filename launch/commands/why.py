@@ -1,0 +1,188 @@
+"""`muster why`: the first failure of a run, who it took along, and the next step."""
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
+
+from jobs.rundir import RunDir, find_run, read_lines, runs_root
+from launch import options, processes, rankset, screen
+from launch.advice import next_step
+from launch.follow import tail_lines
+from launch.runrows import Rows, number, read_rows, real
+from launch.runstate import RunState, is_here, read_state
+from launch.verdict import Ending, judge
+
+LAST_LINES: Final = 20
+TOOK_ALONG: Final = {  # cause of a victim: what is said of one rank, of several, and of its link to the first failure
+    "peer": ("lost its connection", "lost their connection", " to it"),
+    "stopped": ("was stopped", "were stopped", " because of it"),
+    "own": ("failed", "failed", " after it"),
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a run is as it is; `first` and `victims` are of `attempt`, `earlier` the messages of those before it."""
+
+    run_id: str
+    state: str
+    class_name: str
+    code: int | None
+    message: str
+    attempt: int | None
+    started: float | None
+    first: Ending | None
+    victims: tuple[Ending, ...]
+    known: tuple[str, ...]
+    earlier: tuple[str, ...]
+    next_step: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record for --json, `class` spelt as in the rows."""
+        record = asdict(self)
+        return {"class" if key == "class_name" else key: value for key, value in record.items()}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `muster why`."""
+    options.add_run(parser)
+    options.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print why a run ended, or is as it is."""
+    explanation = explain(find_run(runs_root(args.runs), args.run))
+    print(json.dumps(explanation.to_json(), indent=2) if args.json else render(explanation))
+    return 0
+
+
+def explain(run: RunDir) -> Explanation:
+    """Take the verdict of the newest judged attempt; without one, judge by what the rows say."""
+    state, rows = read_state(run), read_rows(run)
+    verdicts = list(read_lines(run.attempts))
+    verdict = verdicts.pop() if verdicts and _is_of_now(verdicts[-1], state) else _verdict_of(state, rows)
+    first = _ending(verdict.get("first"))
+    class_name = str(verdict.get("class") or "")
+    message = str(verdict.get("message") or "")
+    advice_class = "lost" if state.state == "lost" and first is None else class_name
+    return Explanation(
+        run_id=run.run_id,
+        state=state.label,
+        class_name=class_name,
+        code=number(verdict.get("code")),
+        message=message,
+        attempt=number(verdict.get("attempt")),
+        started=real(verdict.get("started")) or state.started,
+        first=first,
+        victims=tuple(filter(None, map(_ending, verdict.get("victims") or ()))),
+        known=_known(run, state, rows) if state.state == "lost" else (),
+        earlier=tuple(f"attempt {row.get('attempt')}: {row.get('message')}" for row in verdicts),
+        next_step=_next_step(state, advice_class, verdict, message),
+    )
+
+
+def render(explanation: Explanation) -> str:
+    """Render an explanation: one headline, then what failed, who followed, what is known, what to do."""
+    each = explanation
+    lines = [_headline(each)]
+    if each.first is not None:
+        lines += ["", *_failure(each, each.first)]
+    elif each.message:
+        lines += ["", f"  {each.message}"]
+    if followers := took_along(each.victims, first=each.first):
+        lines += ["", f"  {followers}"]
+    for heading, facts in (("what is known:", each.known), ("before that:", each.earlier)):
+        if facts:
+            lines += ["", f"  {heading}", *(f"    {fact}" for fact in facts)]
+    if each.next_step:
+        lines += ["", f"next: {each.next_step}"]
+    return "\n".join(lines)
+
+
+def took_along(victims: tuple[Ending, ...], *, first: Ending | None) -> str:
+    """Name the victims by what became of them, in one line."""
+    parts = []
+    for cause, (one, several, link) in TOOK_ALONG.items():
+        names = [each.rank for each in victims if each.cause == cause and each.rank is not None]
+        if names:
+            what = several if len(names) > 1 else one
+            parts.append(f"rank{'s' * (len(names) > 1)} {rankset.fold(names)} {what}{link if first else ''}")
+    return "; ".join(parts)
+
+
+def _headline(each: Explanation) -> str:
+    if each.state in ("done", "stopped"):
+        return f"{each.run_id} is {each.state}" if each.state == "done" else f"{each.run_id} was stopped"
+    if each.state == "failed":
+        # The class `failed` is that of any other code: it says nothing more.
+        what = [each.class_name] if each.class_name not in ("", "failed") else []
+        what += [] if each.code is None else [f"exit code {each.code}"]
+        return f"{each.run_id} failed" + (f": {', '.join(what)}" if what else "")
+    if each.state == "lost":
+        return f"{each.run_id} is lost: its supervisor ended without a verdict"
+    if each.attempt is not None and each.first is not None:
+        return f"{each.run_id} is {each.state}; attempt {each.attempt} failed"
+    return f"{each.run_id} is {each.state}; nothing has failed so far"
+
+
+def _failure(each: Explanation, first: Ending) -> list[str]:
+    after = "" if each.started is None else f", {screen.duration(first.ended - each.started)} after its start"
+    attempt = f" of attempt {each.attempt}" if each.attempt else ""
+    lines = [f"  first{attempt}: {first.sentence()}", f"  at {screen.clock(first.ended)}{after}"]
+    if first.last_lines:
+        lines += ["", "  its last lines:", *(f"    | {line}" for line in first.last_lines[-LAST_LINES:])]
+    return lines
+
+
+def _is_of_now(verdict: dict[str, Any], state: RunState) -> bool:
+    """Say whether a verdict explains the run as it is: a lost run's newest attempt has none."""
+    return state.state != "lost" or verdict.get("attempt") == state.attempt
+
+
+def _verdict_of(state: RunState, rows: Rows) -> dict[str, Any]:
+    """Make the verdict that a finished, direct or lost run did not leave behind."""
+    endings = [ending for row in rows.exited if (ending := _ending(row)) is not None]
+    failed = [ending for ending in endings if ending.cause in ("own", "peer")]
+    made = judge(endings, None).record() if failed else {}
+    ended = {"class": state.class_name, "code": state.code, "message": state.message} if state.class_name else {}
+    return {"attempt": state.attempt, **made, **ended}
+
+
+def _ending(row: dict[str, Any] | None) -> Ending | None:
+    """Read a failure of a row; one of a direct run may lack fields, a later version's may have more."""
+    if not row:
+        return None
+    rank, code = number(row.get("rank")), number(row.get("code"))
+    defaults = {"rank": rank, "node": 0, "host": "?", "code": code, "signal": None, "ended": row.get("time", 0.0)}
+    names = {each.name for each in fields(Ending)}
+    given = {key: value for key, value in row.items() if key in names and value is not None}
+    return Ending(**{**defaults, "cause": "done" if code == 0 else "own", **given})
+
+
+def _next_step(state: RunState, class_name: str, verdict: dict[str, Any], message: str) -> str:
+    if given := verdict.get("next_step"):
+        return str(given)
+    if not state.is_over:
+        return "muster status --watch follows it, muster logs -f shows its output"
+    return "" if state.state == "done" else next_step(class_name, verdict.get("first"), message)
+
+
+def _known(run: RunDir, state: RunState, rows: Rows) -> tuple[str, ...]:
+    """Say what a lost run left: when its supervisor last wrote, how far it came, what still runs."""
+    facts = [f"its supervisor was pid {state.pid} on {state.host}; it last wrote at {screen.clock(rows.last_time)}"]
+    if state.step is not None:
+        facts.append(f"the last step written is {screen.progress(state)}")
+    ended = [each.rank for each in state.ranks if each.state != "unknown"]
+    some = f"rank{'s' * (len(ended) > 1)} {rankset.fold(ended)} had ended"
+    facts.append(some if ended else "no rank is known to have ended")
+    if is_here(state.host):
+        left = processes.of_run(run.run_id)
+        pids = f": pids {', '.join(map(str, left))}" if left else ""
+        facts.append(f"{len(left)} of its processes still run on this host{pids}")
+    silent = [each.rank for each in state.ranks if each.state == "unknown"]
+    for rank in silent[:1]:
+        attempt = run.attempt(state.attempt or 0)
+        lines = tail_lines(attempt.err(rank), 5) or tail_lines(attempt.out(rank), 5)
+        facts += [f"rank {rank} last wrote:", *(f"  | {line}" for line in lines)] if lines else []
+    return tuple(facts)

@@ -1,0 +1,93 @@
+"""What `muster run` shows while a run goes on: a head, rank 0's own lines, progress on a terminal, the outcome.
+
+Rank 0's standard output goes to standard output; everything of ours goes to standard error.
+"""
+
+import sys
+from typing import Any
+
+from launch.plan import NodePlan
+from launch.verdict import Verdict
+
+
+class Console:
+    """Plain lines; where standard error is a terminal, also a progress line below them."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self._progress: Any = None
+        self._task: Any = None
+        self._terminal = sys.stderr.isatty() and not quiet
+
+    def say(self, text: str) -> None:
+        """Say one thing of ours."""
+        if self.quiet:
+            return
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def plan(self, run_path: str, nodes: list[NodePlan], master: str) -> None:
+        """Show which rank runs where."""
+        self.say(f"run {run_path}")
+        self.say(f"{'rank':>6}  {'node':>4}  {'host':<20}  cores")
+        for node in nodes:
+            for rank in node.ranks:
+                cores = ",".join(map(str, rank.cores))
+                self.say(f"{rank.rank:>6}  {node.placement.node_rank:>4}  {node.placement.host:<20}  {cores}")
+        self.say(f"master {master}")
+
+    def lines(self, stream: str, lines: list[str]) -> None:
+        """Pass on what rank 0 printed."""
+        if self.quiet:
+            return
+        for line in lines:
+            if self._progress is not None:
+                self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(line, file=sys.stdout if stream == "out" else sys.stderr, flush=True)
+
+    def progress(self, report: dict[str, Any]) -> None:
+        """Move the progress line to a step."""
+        if not self._terminal:
+            return
+        if self._progress is None:
+            self._start_progress(report["steps"])
+        text = f"loss {report['loss']:.4f}  {report['rate']:,.0f} {report['unit']}"
+        self._progress.update(self._task, completed=report["step"], total=report["steps"], text=text)
+
+    def _start_progress(self, steps: int) -> None:
+        from rich.console import Console as RichConsole
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+            console=RichConsole(stderr=True),
+            redirect_stdout=False,
+        )
+        self._task = self._progress.add_task("training", total=steps, text="")
+        self._progress.start()
+
+    def end(self, verdict: Verdict, seconds: float, run_id: str, next_step: str) -> None:
+        """Say how it ended: the cause with its last lines, the victims in one line, what to do next."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if verdict.code == 0:
+            self.say(f"done in {seconds:.1f} s: {verdict.message} · muster status {run_id}")
+            return
+        if verdict.first is not None and verdict.first.rank != 0:
+            for line in verdict.first.last_lines:
+                self.say(f"  {line}")
+        self.say(f"muster: {verdict.message}")
+        if verdict.victims:
+            ranks = ", ".join(str(each.rank) for each in verdict.victims if each.rank is not None)
+            self.say(f"  ended because of it: rank {ranks}")
+        self.say(f"  {verdict.name}, exit code {verdict.code} after {seconds:.1f} s · muster why {run_id}")
+        if next_step:
+            self.say(f"  {next_step}")

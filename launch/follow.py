@@ -1,0 +1,175 @@
+"""Read a growing file as whole lines, by offset: no descriptor is held, so files may be replaced, cut or come later.
+
+A file that shrank, was replaced, or no longer holds the bytes that were read last is read again from its start
+(logrotate's copytruncate, a rank that reopens its log). What was held of an unfinished line is given out first.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+CHUNK_BYTES: Final = 1 << 18
+LONGEST_LINE_BYTES: Final = 1 << 20
+FINGERPRINT_BYTES: Final = 64
+
+
+class LineFollower:
+    """The lines of one file from `offset` on; memory is bounded, whatever the sizes of file and line.
+
+    A line longer than `longest_bytes` comes in pieces, cut between UTF-8 characters. `on_restart(path)` is called
+    before the first line after a cut.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        offset: int = 0,
+        longest_bytes: int = LONGEST_LINE_BYTES,
+        on_restart: Callable[[Path], None] | None = None,
+    ) -> None:
+        self.path = path
+        self.offset = offset
+        self._longest_bytes = longest_bytes
+        self._on_restart = on_restart
+        self._held = bytearray()
+        self._fingerprint = b""  # the last bytes read: still before `offset`, unless the file was cut
+        self._inode: tuple[int, int] | None = None
+        self._seen: tuple[int, int, int] | None = None
+
+    def poll(self) -> Iterator[bytes]:
+        """Yield the whole lines that came since the last call, without their newline; nothing for a missing file.
+
+        A newline is never part of another UTF-8 character, so that a line decodes by itself.
+        """
+        if not self._has_changed():
+            return
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
+        try:
+            if self._was_cut(descriptor):
+                yield from self._restart()
+            # The size now, not the end: a writer faster than its reader must not keep the other files waiting.
+            size = os.fstat(descriptor).st_size
+            while self.offset < size:
+                data = os.pread(descriptor, min(CHUNK_BYTES, size - self.offset), self.offset)
+                if not data:
+                    break
+                self.offset += len(data)
+                self._fingerprint = (self._fingerprint + data)[-FINGERPRINT_BYTES:]
+                yield from self._split(data)
+        finally:
+            os.close(descriptor)
+
+    def flush(self) -> Iterator[bytes]:
+        """Yield the unfinished last line, if there is one: its writer has ended."""
+        if self._held:
+            line = bytes(self._held)
+            self._held.clear()
+            yield line
+
+    def _has_changed(self) -> bool:
+        try:
+            status = self.path.stat()
+        except FileNotFoundError:
+            return False
+        seen = (status.st_ino, status.st_size, status.st_mtime_ns)
+        # The same three values are the same file, but only after all of it was read.
+        changed = seen != self._seen or status.st_size != self.offset
+        self._seen = seen
+        return changed
+
+    def _was_cut(self, descriptor: int) -> bool:
+        status = os.fstat(descriptor)
+        inode = (status.st_dev, status.st_ino)
+        known, self._inode = self._inode or inode, inode
+        if inode != known or status.st_size < self.offset:
+            return True
+        length = len(self._fingerprint)
+        return os.pread(descriptor, length, self.offset - length) != self._fingerprint
+
+    def _restart(self) -> Iterator[bytes]:
+        self.offset, self._fingerprint = 0, b""
+        yield from self.flush()
+        if self._on_restart is not None:
+            self._on_restart(self.path)
+
+    def _split(self, data: bytes) -> Iterator[bytes]:
+        *whole, rest = data.split(b"\n")
+        for line in whole:
+            if self._held or len(line) > self._longest_bytes:
+                self._held += line
+                yield from self._pieces()
+                yield from self.flush() if self._held else (b"",)
+            else:
+                yield line
+        self._held += rest
+        yield from self._pieces()
+
+    def _pieces(self) -> Iterator[bytes]:
+        """Yield what is held beyond the longest line, so that what stays is at most that long."""
+        while len(self._held) > self._longest_bytes:
+            cut = self._longest_bytes
+            while cut > self._longest_bytes - 3 and self._held[cut] & 0xC0 == 0x80:  # inside a UTF-8 character
+                cut -= 1
+            piece = bytes(self._held[:cut])
+            del self._held[:cut]
+            yield piece
+
+
+def decoded(line: bytes) -> str:
+    """Return a line as text; what is not UTF-8 becomes U+FFFD."""
+    return line.decode(errors="replace")
+
+
+def as_shown(line: str) -> str:
+    """Return what a terminal shows of a line in the end: of a progress bar redrawn after `\r`, its last state."""
+    return line.rstrip("\r").rpartition("\r")[2].replace("\0", "")
+
+
+def tail_lines(path: Path, count: int) -> list[str]:
+    """Return the last `count` lines of a file as shown, an unfinished one counted; [] for a missing file.
+
+    Reads no more than the last `CHUNK_BYTES`: of very long lines, fewer or a part.
+    """
+    try:
+        with path.open("rb") as file:
+            begin = max(offset_of_last(path, count), file.seek(0, os.SEEK_END) - CHUNK_BYTES)
+            file.seek(begin)
+            data = file.read(CHUNK_BYTES)
+    except FileNotFoundError:
+        return []
+    lines = data.removesuffix(b"\n").split(b"\n") if data else []
+    return [as_shown(decoded(line)) for line in lines[-count:]]
+
+
+def offset_of_last(path: Path, lines: int) -> int:
+    """Return the offset at which the last `lines` lines of a file begin, an unfinished one counted; 0 if it has fewer.
+
+    Reads backwards in blocks: the file may be larger than memory.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        end = os.fstat(descriptor).st_size
+        if lines == 0:
+            return end
+        position = max(0, end - 1)  # the newline at the very end closes the last line, it begins none
+        missing = lines
+        while position > 0:
+            begin = max(0, position - CHUNK_BYTES)
+            block = os.pread(descriptor, position - begin, begin)
+            found = len(block)
+            while missing and (found := block.rfind(b"\n", 0, found)) >= 0:
+                missing -= 1
+            if not missing:
+                return begin + found + 1
+            position = begin
+        return 0
+    finally:
+        os.close(descriptor)

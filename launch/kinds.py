@@ -1,0 +1,25 @@
+"""The kinds of job: which key a job file may have, the type of its section, and what a rank runs for it.
+
+`jobs/load.py` is handed this table, so that `jobs` need not know the packages behind it.
+"""
+
+from typing import Any, Final
+
+from collectives_bench.settings import BenchSettings
+from jobs.spec import CommandSettings, JobKind, TrainSettings
+
+
+def _check_train(settings: TrainSettings, world_size: int) -> None:
+    settings.check(world_size)
+
+
+def _anything(settings: Any, world_size: int) -> None:
+    """Accept every world size."""
+
+
+KINDS: Final[tuple[JobKind, ...]] = (
+    JobKind("train", TrainSettings, "jobs.train.main:run_rank", _check_train),
+    JobKind("command", CommandSettings, None, _anything),
+    JobKind("bench", BenchSettings, "collectives_bench.run:run_rank", _anything),
+)
+BY_KEY: Final = {kind.key: kind for kind in KINDS}

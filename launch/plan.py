@@ -1,0 +1,205 @@
+"""From a placement to what is started on each node: pure, so that `muster plan` is `muster run` minus its last step.
+
+A node's start message holds one RankStart (`jobs/rank_start.py`) per rank. What only the machine knows - cores, GPUs,
+whether torch is there - comes in as `Machine`; the master port as a number, or None where it is not bound yet.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from jobs.errors import RefusedError
+from jobs.placement import NodePlacement, Placement, divide, pin
+from jobs.rundir import RunDir
+from jobs.site import Site
+from jobs.spec import Job
+
+RANK_VARIABLES: Final = frozenset(
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+)
+PORT_ORIGIN: Final = "bound by node 0's agent when it starts"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a node has, as its agent said."""
+
+    host: str
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...] = ()
+    torch: bool = True
+
+
+@dataclass(frozen=True)
+class EnvValue:
+    """One variable of a rank, and why it has this value."""
+
+    name: str
+    value: str
+    origin: str
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One rank: where it is pinned and every variable that Muster sets for it."""
+
+    rank: int
+    cores: tuple[int, ...]
+    gpus: tuple[str, ...]
+    threads: int
+    environment: tuple[EnvValue, ...]
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One node: its ranks, and what its warm process is started with."""
+
+    placement: NodePlacement
+    warm_environment: tuple[EnvValue, ...]
+    ranks: tuple[RankPlan, ...]
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all nodes of an attempt share."""
+
+    job: Job
+    site: Site
+    placement: Placement
+    run: RunDir
+    workdir: str
+    entry: str | None  # "module:function" that a forked rank calls; None: a program started fresh
+    options: Mapping[str, Any] = field(default_factory=dict)  # for that function, beside the job
+    attempt: int = 0
+    one_host: bool = True
+
+
+def preload(context: Context) -> str:
+    """List the modules that the warm process imports: none for a program started fresh."""
+    return "" if context.entry is None else f"torch,torch.distributed,{context.entry.partition(':')[0]}"
+
+
+def shared_environment(context: Context, environ: Mapping[str, str], threads: int) -> tuple[EnvValue, ...]:
+    """Return the variables of the warm process itself: run id, libraries, site, job; the later ones win.
+
+    Raises:
+        RefusedError: the job file sets a rank variable.
+    """
+    values = {"MUSTER_RUN_ID": EnvValue("MUSTER_RUN_ID", context.run.run_id, "the run")}
+
+    def add(name: str, value: str, origin: str) -> None:
+        values[name] = EnvValue(name, value, origin)
+
+    add("OMP_NUM_THREADS", str(threads), f"threads_per_rank: {context.job.threads_per_rank}")
+    add("PYTHONUNBUFFERED", "1", "so that a killed rank's last lines are not lost")
+    if context.one_host and "GLOO_SOCKET_IFNAME" not in environ:
+        add("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine")
+    for name, value in context.site.env.items():
+        add(name, value, "site file: env")
+    for name, value in context.job.env.items():
+        if name in RANK_VARIABLES:
+            raise RefusedError(f"job file: env.{name}: this is Muster's to set for each rank; remove it")
+        add(name, value, "job file: env")
+    return tuple(values.values())
+
+
+def plan_nodes(
+    context: Context, machines: Sequence[Machine], environ: Mapping[str, str], master_port: int | None
+) -> list[NodePlan]:
+    """Plan every node of an attempt. Pretend nodes on one host divide its cores and GPUs."""
+    nodes = context.placement.nodes
+    shares = _shares(machines)
+    plans = []
+    for node, machine in zip(nodes, shares, strict=True):
+        pinned = pin(machine.cores, node.ranks)
+        divided = len(machines) > 1 and machine.gpus != machines[node.node_rank].gpus
+        threads = _threads(context.job, machine, node)
+        ranks = tuple(
+            RankPlan(
+                rank=node.first_rank + local_rank,
+                cores=pinned[local_rank],
+                gpus=machine.gpus,
+                threads=threads,
+                environment=_rank_environment(context, machine, node.first_rank + local_rank, master_port, divided),
+            )
+            for local_rank in range(node.ranks)
+        )
+        plans.append(NodePlan(node, shared_environment(context, environ, threads), ranks))
+    return plans
+
+
+def start_message(context: Context, plan: NodePlan, *, store: bool) -> dict[str, Any]:
+    """Spell one node's plan out as the agent's start message: data, never shell text."""
+    attempt = context.run.attempt(context.attempt)
+    what: dict[str, Any] = (
+        {"argv": context.job.settings.model_dump()["argv"]}
+        if context.entry is None
+        else {"call": context.entry, "payload": {"job": context.job.model_dump(mode="json", exclude_unset=True), **context.options}}
+    )
+    return {
+        "do": "start",
+        "attempt_dir": str(attempt.path),
+        "workdir": context.workdir,
+        "setup": [*context.site.setup, *context.job.setup],
+        "store": store,
+        "warm": {"preload": preload(context), "env": {each.name: each.value for each in plan.warm_environment}},
+        "console": [rank.rank for rank in plan.ranks if rank.rank == 0],
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "env": {each.name: each.value for each in rank.environment},
+                "workdir": context.workdir,
+                "out": str(attempt.out(rank.rank)),
+                "err": str(attempt.err(rank.rank)),
+                "cores": list(rank.cores),
+                "gpus": list(rank.gpus),
+                "threads": rank.threads,
+                **what,
+            }
+            for rank in plan.ranks
+        ],
+    }
+
+
+def _shares(machines: Sequence[Machine]) -> list[Machine]:
+    """Give each pretend node its share of the host that it is on."""
+    shares = list(machines)
+    for host in {machine.host for machine in machines}:
+        here = [index for index, machine in enumerate(machines) if machine.host == host]
+        cores = divide(machines[here[0]].cores, len(here))
+        gpus = divide(machines[here[0]].gpus, len(here))
+        for index, its_cores, its_gpus in zip(here, cores, gpus, strict=True):
+            shares[index] = Machine(host, its_cores, its_gpus, machines[index].torch)
+    return shares
+
+
+def _threads(job: Job, machine: Machine, node: NodePlacement) -> int:
+    if job.threads_per_rank == "auto":
+        return max(1, len(machine.cores) // node.ranks)
+    return job.threads_per_rank
+
+
+def _rank_environment(
+    context: Context, machine: Machine, rank: int, master_port: int | None, divided: bool
+) -> tuple[EnvValue, ...]:
+    env = context.placement.rank_env(
+        rank,
+        master_port=master_port or 0,
+        attempt=context.attempt,
+        run_id=context.run.run_id,
+        run_dir=str(context.run.path),
+        agent_store=machine.torch,
+    )
+    values = []
+    for name, value in env.variables().items():
+        if name == "MASTER_PORT":
+            values.append(EnvValue(name, str(master_port) if master_port else "", PORT_ORIGIN))
+        elif name == "MASTER_ADDR":
+            values.append(EnvValue(name, value, "address of node 0"))
+        elif name == "TORCHELASTIC_USE_AGENT_STORE":
+            values.append(EnvValue(name, value, "node 0's agent hosts the store" if env.agent_store else "no torch"))
+        else:
+            values.append(EnvValue(name, value, "placement"))
+    if divided and machine.gpus:
+        values.append(EnvValue("CUDA_VISIBLE_DEVICES", ",".join(machine.gpus), "pretend nodes divide the GPUs"))
+    return tuple(values)

@@ -1,0 +1,151 @@
+"""Processes of a run, found and ended through /proc (Linux only).
+
+A pid alone names nobody for long: the kernel reuses it. A process is (pid, start), `start` being the clock ticks
+after boot at which it began (field 22 of /proc/PID/stat, see proc(5)). A process belongs to a run when the
+environment that it was *executed* with says so: children inherit that across fork, setsid and nohup, and later
+changes of `os.environ` do not touch it. A program that its parent gave a fresh environment is not found.
+
+A zombie is gone: it runs nothing, holds nothing, and only its parent can do anything about it.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from jobs import ranks
+
+POLL_S: Final = 0.02
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return when a process began, in clock ticks after boot; None when it is gone or a zombie."""
+    fields = _stat(pid)
+    if fields is None:
+        return None
+    state, threads, started = fields[0], int(fields[17]), int(fields[19])
+    # A main thread may end before the others: stat shows its zombie, the process lives on.
+    return None if state in ("Z", "X") and threads <= 1 else started
+
+
+def is_same(pid: int, ticks: int) -> bool:
+    """Say whether a pid is still the process that began at `ticks`."""
+    return start_ticks(pid) == ticks
+
+
+def started_by(pid: int, unix_s: float) -> bool:
+    """Say whether the process that has this pid now had already begun at a time (unix seconds, 1 s slack).
+
+    If so, a record of that time that names the pid means this process. Weaker than `is_same`: a clock that was set
+    in between moves the answer.
+    """
+    ticks = start_ticks(pid)
+    if ticks is None:
+        return False
+    boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return boot_s + ticks / os.sysconf("SC_CLK_TCK") <= unix_s + 1.0
+
+
+def of_run(run_id: str) -> list[int]:
+    """List the processes of this user that were started for a run, this process and its ancestors left out."""
+    mark = b"\0" + f"{ranks.RUN_ID}={run_id}".encode() + b"\0"
+    spared = with_ancestors(os.getpid())
+    return [pid for pid in _own_pids() if pid not in spared and mark in b"\0" + _environment(pid) + b"\0"]
+
+
+def command_line(pid: int) -> str:
+    """Return what a process was started with, shortened for a message; `?` when it is gone."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
+    except OSError:
+        words = ""
+    return (words[:117] + "..." if len(words) > 120 else words) or "?"
+
+
+def kill_all(pids: Iterable[int], *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
+    """Send TERM, wait up to `term_s`, send KILL, wait up to `kill_s`; return the pids that are still there.
+
+    Only the processes that have these pids at the call are signalled, however soon a pid is reused.
+    """
+    alive = {pid: ticks for pid in pids if (ticks := start_ticks(pid)) is not None}
+    for number, wait_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, kill_s)):
+        for pid, ticks in alive.items():
+            send(pid, ticks, number)
+        alive = _wait_gone(alive, wait_s)
+    return sorted(alive)
+
+
+def kill_run(run_id: str, *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
+    """End every process of a run on this host, also those that it forks meanwhile; return the pids still there."""
+    kill_all(of_run(run_id), term_s=term_s, kill_s=kill_s)
+    deadline = time.monotonic() + kill_s
+    while (found := of_run(run_id)) and time.monotonic() < deadline:
+        kill_all(found, term_s=0.0, kill_s=max(0.0, deadline - time.monotonic()))
+    return found
+
+
+def send(pid: int, ticks: int, number: signal.Signals) -> bool:
+    """Signal a process if it is still the one that began at `ticks`; say whether the signal was sent."""
+    if not is_same(pid, ticks):
+        return False
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _wait_gone(alive: dict[int, int], wait_s: float) -> dict[int, int]:
+    deadline = time.monotonic() + wait_s
+    while True:
+        alive = {pid: ticks for pid, ticks in alive.items() if is_same(pid, ticks)}
+        remaining_s = deadline - time.monotonic()
+        if not alive or remaining_s <= 0:
+            return alive
+        time.sleep(min(POLL_S, remaining_s))
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from `state` (field 3) on.
+
+    The name before them is the program's to choose and may hold spaces and parentheses, so count from the last `)`.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return None
+    return text[text.rindex(b")") + 2 :].decode("ascii").split()
+
+
+def _own_pids() -> list[int]:
+    user = os.getuid()
+    pids = []
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdecimal():
+                try:
+                    if entry.stat().st_uid == user:
+                        pids.append(int(entry.name))
+                except OSError:
+                    continue
+    return sorted(pids)
+
+
+def _environment(pid: int) -> bytes:
+    """Return the environment a process was executed with; empty for a zombie, or one that hides it."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def with_ancestors(pid: int) -> set[int]:
+    """Return a process and all above it: who must not be ended by what it started."""
+    family: set[int] = set()
+    while pid > 0 and pid not in family:
+        family.add(pid)
+        fields = _stat(pid)
+        pid = int(fields[1]) if fields is not None else 0
+    return family

@@ -1,0 +1,117 @@
+"""The records of a run folder as they stand in its files: sorted, not yet judged (`launch/runstate.py` does)."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jobs.rundir import RunDir, read_lines
+
+TAIL_BYTES: Final = 1 << 16
+
+
+@dataclass
+class Rows:
+    """The rows of events.jsonl that count: the newest of each, per rank and node of the newest attempt."""
+
+    submitted: dict[str, Any]
+    attempt: dict[str, Any]
+    started: list[dict[str, Any]]
+    joined: bool
+    exited: list[dict[str, Any]]
+    stopping: bool
+    warnings: list[str]
+    ended: dict[str, Any] | None
+    last_time: float | None
+
+
+def read_rows(run: RunDir) -> Rows:
+    """Sort the rows of events.jsonl; a new attempt forgets what the one before it started."""
+    rows = Rows({}, {}, [], False, [], False, [], None, None)
+    for row in read_lines(run.events):
+        rows.last_time = real(row.get("time")) or rows.last_time
+        match row.get("event"):
+            case "submitted":
+                rows.submitted, rows.ended = row, None
+            case "attempt":
+                rows.attempt, rows.started, rows.joined, rows.exited, rows.ended = row, [], False, [], None
+            case "started":
+                rows.started.append(row)
+            case "joined":
+                rows.joined = True
+            case "exited":
+                rows.exited.append(row)
+            case "stopping":
+                rows.stopping = True
+            case "warning":
+                rows.warnings.append(str(row.get("text", "")))
+            case "ended":
+                rows.ended = row
+    return rows
+
+
+def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the newest step row and the newest evaluation row, from the end of a file of any size; {} if none."""
+    step: dict[str, Any] = {}
+    evaluation: dict[str, Any] = {}
+    for row in _last_rows(run.metrics):
+        if row.get("evaluation"):
+            evaluation = evaluation or row
+        else:
+            return row, evaluation
+    return step, evaluation
+
+
+def node_of_rank(run: RunDir, attempt: int) -> dict[int, int]:
+    """Return which node each rank of an attempt runs on, as far as the folder says: node files, else `started` rows."""
+    nodes: dict[int, int] = {}
+    for row in read_lines(run.events):
+        if row.get("event") == "started" and row.get("attempt", 0) == attempt:
+            nodes.update((rank, row["node"]) for rank, _ in row.get("ranks", ()))
+    for path in run.attempt(attempt).path.glob("node-*.json"):
+        record = read_json(path)
+        nodes.update((entry["rank"], record["node"]) for entry in record.get("ranks", ()))
+    return nodes
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} when it is missing, unfinished or something else."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the whole rows in the last `TAIL_BYTES` of a JSON-lines file, newest first."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        size = os.fstat(descriptor).st_size
+        begin = max(0, size - TAIL_BYTES)
+        data = os.pread(descriptor, size - begin, begin)
+    finally:
+        os.close(descriptor)
+    lines = data.split(b"\n")[:-1]
+    for line in reversed(lines[1:] if begin else lines):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            yield row
+
+
+def number(value: Any) -> int | None:
+    """Return a whole number of a record, None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def real(value: Any) -> float | None:
+    """Return a number of a record as a float, None for anything else."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,112 @@
+"""The verdict of an attempt: pure. The earliest failure wins; its victims are listed apart.
+
+A rank's end has a cause:
+    done      it returned 0
+    stopped   it ended because we told it to
+    peer      it lost its connection to another rank
+    own       anything else: an exception, a signal from outside, a missing program
+
+A rank that lost its connection is a victim if any rank failed for a reason of its own, whichever was seen first:
+the kernel closes a dying process's sockets before its parent can see that it died.
+"""
+
+import signal as signals
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from jobs import exits
+
+Cause = Literal["done", "stopped", "peer", "own"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one rank (or, with rank None, a whole node) ended."""
+
+    rank: int | None
+    node: int
+    host: str
+    code: int | None
+    signal: str | None
+    ended: float
+    cause: Cause
+    message: str = ""
+    last_lines: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """Return what a shell would see."""
+        if self.signal is not None:
+            return exits.SIGNAL_BASE + signals.Signals[self.signal].value
+        return self.code or 0
+
+    def where(self) -> str:
+        """Name the place: rank, node and host."""
+        who = f"node {self.node}" if self.rank is None else f"rank {self.rank} on node {self.node}"
+        return f"{who} ({self.host})"
+
+    def sentence(self) -> str:
+        """Say in one line who ended how."""
+        if self.rank is None:
+            return f"{self.where()}: {self.message}"
+        how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.code}"
+        return f"{self.where()} {how}" + (f": {self.message}" if self.message else "")
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why we stopped the ranks before they had ended by themselves."""
+
+    code: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How an attempt ended, and why."""
+
+    code: int
+    message: str
+    first: Ending | None = None
+    victims: tuple[Ending, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name the class of the verdict."""
+        return exits.class_of(self.code)
+
+    def record(self) -> dict[str, Any]:
+        """Return the row for attempts.jsonl, without times and advice."""
+        return {
+            "class": self.name,
+            "code": self.code,
+            "message": self.message,
+            "first": asdict(self.first) if self.first else None,
+            "victims": [asdict(victim) for victim in self.victims],
+        }
+
+
+def cause_of(code: int | None, signal: str | None, sent: str | None, failure: dict[str, Any]) -> Cause:
+    """Tell a rank's cause from its end, the last signal we sent it, and its own report."""
+    if code == 0:
+        return "done"
+    if failure.get("peer"):
+        return "peer"
+    if sent is not None and (signal is not None or not failure):
+        return "stopped"
+    return "own"
+
+
+def judge(endings: Sequence[Ending], stop: Stop | None) -> Verdict:
+    """Judge an attempt by its endings and by what stopped it, if anything but a failure did."""
+    ordered = sorted(endings, key=lambda ending: ending.ended)
+    failed = [each for each in ordered if each.cause in ("own", "peer")]
+    first = next((each for each in failed if each.cause == "own"), failed[0] if failed else None)
+    if stop is not None:
+        return Verdict(stop.code, stop.message, None, tuple(each for each in ordered if each.cause != "done"))
+    if first is None:
+        ranks = sum(each.rank is not None for each in ordered)
+        return Verdict(exits.DONE, f"{ranks} rank{'s' * (ranks != 1)} ended with 0")
+    victims = tuple(each for each in ordered if each is not first and each.cause != "done")
+    return Verdict(first.exit_code, first.sentence(), first, victims)

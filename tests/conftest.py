@@ -1,0 +1,62 @@
+"""Fixtures for all tests."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OnRanks = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def rank_server() -> Iterator[subprocess.Popen[str]]:
+    """Start the process whose forks are ranks; it ends when the session does."""
+    with subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "rank_server.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as server:
+        yield server
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+@pytest.fixture
+def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
+    """Return a caller: `on_ranks(n, function, **arguments)` runs a test file's function on n ranks, in one gloo group.
+
+    The function takes its `World` first; arguments and results are JSON values. Returns the results in rank order.
+    Fails with the tracebacks of all ranks that failed, or when `deadline_s` has passed. `group=False` makes no group.
+    """
+
+    def call(
+        world_size: int, function: Callable[..., Any], *, deadline_s: float = 45.0, group: bool = True, **arguments: Any
+    ) -> list[Any]:
+        request = {
+            "file": inspect.getsourcefile(function),
+            "function": function.__name__,
+            "world_size": world_size,
+            "arguments": arguments,
+            "deadline_s": deadline_s,
+            "group": group,
+        }
+        assert rank_server.stdin is not None
+        assert rank_server.stdout is not None
+        rank_server.stdin.write(json.dumps(request) + "\n")
+        rank_server.stdin.flush()
+        answer = json.loads(rank_server.stdout.readline())
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(answer["errors"]) if text]
+        assert not failed, "\n".join(failed)
+        results: list[Any] = answer["results"]
+        return results
+
+    return call

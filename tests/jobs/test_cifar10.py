@@ -1,0 +1,162 @@
+import argparse
+import hashlib
+import io
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+
+from jobs.cifar10 import prepare_cifar10, read_batch
+from jobs.datafiles import locked
+from jobs.errors import RefusedError, StorageError
+from launch.commands import data as data_command
+
+
+def prepare(root: Path, tiny) -> None:
+    """Prepare from a local copy of a tiny archive."""
+    source = root / "source.tar.gz"
+    source.write_bytes(tiny.archive)
+    prepare_cifar10(root / "data", url=source.as_uri(), md5=tiny.md5)
+
+
+def test_an_archive_of_the_real_format_becomes_two_flat_files(serve, tiny_cifar10, tmp_path: Path):
+    files = prepare_cifar10(tmp_path, url=serve(tiny_cifar10.archive).url, md5=tiny_cifar10.md5)
+    assert files.train.read_bytes() == tiny_cifar10.train_rows
+    assert files.test.read_bytes() == tiny_cifar10.test_rows
+    meta = json.loads(files.meta.read_text())
+    assert meta["train"] == {"samples": 20, "sha256": hashlib.sha256(tiny_cifar10.train_rows).hexdigest()}
+    assert meta["test"] == {"samples": 4, "sha256": hashlib.sha256(tiny_cifar10.test_rows).hexdigest()}
+    assert meta["labels"] == ["airplane", "automobile"]
+    assert sorted(path.name for path in (tmp_path / "cifar10").iterdir()) == [
+        ".lock",
+        "meta.json",
+        "test.u8",
+        "train.u8",
+    ]
+
+
+def test_a_second_call_does_nothing(serve, tiny_cifar10, tmp_path: Path):
+    served = serve(tiny_cifar10.archive)
+    for _ in range(2):
+        prepare_cifar10(tmp_path, url=served.url, md5=tiny_cifar10.md5)
+    assert len(served.ranges_asked) == 1
+
+
+def test_a_broken_download_is_resumed_by_the_second_call(serve, tiny_cifar10, tmp_path: Path):
+    (tmp_path / "cifar10").mkdir()
+    (tmp_path / "cifar10" / "cifar-10-python.tar.gz.part").write_bytes(tiny_cifar10.archive[:100])
+    served = serve(tiny_cifar10.archive)
+    prepare_cifar10(tmp_path, url=served.url, md5=tiny_cifar10.md5)
+    assert served.ranges_asked == ["bytes=100-"]
+
+
+def test_two_commands_at_once_do_not_disturb_each_other(tiny_cifar10, tmp_path: Path):
+    with (
+        locked(tmp_path / "cifar10", wait_s=0.0),
+        pytest.raises(StorageError, match="another process is preparing this data"),
+    ):
+        prepare_cifar10(tmp_path, url="https://127.0.0.1:1/never-asked", md5="0" * 32)
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_arrays_pickled_by_the_numpy_of_today_are_read(order: str, protocol: int, tiny_cifar10, tmp_path: Path):
+    numpy = pytest.importorskip("numpy")
+    array = numpy.asarray(numpy.arange(4 * 3072).reshape(4, 3072) % 251, dtype=numpy.uint8, order=order)
+    batch = pickle.dumps({b"labels": [3, 1, 4, 1], b"data": array}, protocol=protocol)
+    tiny_cifar10.members["cifar-10-batches-py/test_batch"] = batch
+    prepare(tmp_path, tiny_cifar10)
+    rows = numpy.frombuffer((tmp_path / "data/cifar10/test.u8").read_bytes(), numpy.uint8).reshape(4, 3073)
+    assert rows[:, 0].tolist() == [3, 1, 4, 1]
+    assert (rows[:, 1:] == array).all()
+
+
+class Evil:
+    """Pickles as a call of any function."""
+
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.call = (function, arguments)
+
+    def __reduce__(self):
+        return self.call
+
+
+def test_a_hostile_pickle_is_refused_by_name_and_nothing_is_run(tiny_cifar10, tmp_path: Path):
+    made = tmp_path / "made-by-the-pickle"
+    batch = pickle.dumps({b"labels": [], b"data": Evil(os.mkdir, str(made))}, protocol=2)
+    tiny_cifar10.members["cifar-10-batches-py/data_batch_1"] = batch
+    with pytest.raises(RefusedError, match=r"data_batch_1: the pickle asks for posix\.mkdir"):
+        prepare(tmp_path, tiny_cifar10)
+    assert not made.exists()
+    assert not (tmp_path / "data/cifar10/meta.json").exists()
+
+
+@pytest.mark.parametrize("function", [eval, getattr, io.open, bytearray, pickle.loads])
+def test_no_function_but_those_of_an_array_can_be_named(function: object):
+    stream = io.BytesIO(pickle.dumps(Evil(function, "1"), protocol=2))
+    with pytest.raises(RefusedError, match="which no batch of CIFAR-10 needs"):
+        read_batch(stream, "here")
+
+
+def test_names_of_the_archive_are_never_used_as_paths(tiny_cifar10, tmp_path: Path):
+    root = tmp_path / "root"
+    root.mkdir()
+    tiny_cifar10.members = {f"../../{name.rsplit('/')[-1]}": body for name, body in tiny_cifar10.members.items()}
+    prepare(root, tiny_cifar10)
+    assert [path.name for path in tmp_path.iterdir()] == ["root"]
+    assert sorted(path.name for path in root.iterdir()) == ["data", "source.tar.gz"]
+    assert sorted(path.name for path in (root / "data").iterdir()) == ["cifar10"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"not a pickle", "not a batch"),
+        (pickle.dumps([1, 2], protocol=2), "found list, wanted a table"),
+        (pickle.dumps({b"labels": [1]}, protocol=2), "labels and data are wanted"),
+    ],
+)
+def test_a_damaged_batch_is_refused_where_it_is(content: bytes, message: str, tiny_cifar10, tmp_path: Path):
+    tiny_cifar10.members["cifar-10-batches-py/test_batch"] = content
+    with pytest.raises(RefusedError, match=f"test_batch: .*{message}"):
+        prepare(tmp_path, tiny_cifar10)
+
+
+def test_an_archive_without_a_batch_is_refused(tiny_cifar10, tmp_path: Path):
+    del tiny_cifar10.members["cifar-10-batches-py/data_batch_3"]
+    with pytest.raises(RefusedError, match="data_batch_3 missing"):
+        prepare(tmp_path, tiny_cifar10)
+
+
+def test_labels_and_images_must_belong_together(tiny_cifar10, tmp_path: Path):
+    numpy = pytest.importorskip("numpy")
+    array = numpy.zeros((3, 3072), numpy.uint8)
+    batch = pickle.dumps({b"labels": [0] * 4, b"data": array}, protocol=2)
+    tiny_cifar10.members["cifar-10-batches-py/test_batch"] = batch
+    with pytest.raises(RefusedError, match=r"4 labels, but data is \(3, 3072\)"):
+        prepare(tmp_path, tiny_cifar10)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda body: b"hello", lambda body: body[:500], lambda body: body[:500] + body[501:]]
+)
+def test_what_is_no_whole_archive_is_refused(damage, tiny_cifar10, tmp_path: Path):
+    body = damage(tiny_cifar10.archive)
+    (tmp_path / "source").write_bytes(body)
+    with pytest.raises(RefusedError, match=r"not the archive of CIFAR-10|not a batch of CIFAR-10"):
+        prepare_cifar10(tmp_path, url=(tmp_path / "source").as_uri(), md5=hashlib.md5(body).hexdigest())
+
+
+def test_the_command_prints_where_the_data_is(serve, tiny_cifar10, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("MUSTER_DATA", str(tmp_path))
+    parser = argparse.ArgumentParser()
+    data_command.configure(parser)
+    given = ["cifar10", "--url", serve(tiny_cifar10.archive).url, "--md5", tiny_cifar10.md5]
+    assert data_command.run(parser.parse_args(given)) == 0
+    assert capsys.readouterr().out == f"cifar10: 24 samples, 0.1 MB in {tmp_path / 'cifar10'}\n"
+    assert data_command.run(parser.parse_args([*given, "--json"])) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["samples"] == 24
+    assert record["files"][1]["sha256"] == hashlib.sha256(tiny_cifar10.test_rows).hexdigest()

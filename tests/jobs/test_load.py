@@ -1,0 +1,323 @@
+"""The job file: all its mistakes at once, overrides, and a text that stands for the job."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jobs import load, yamlfile
+from jobs.errors import JobFileError, UsageError
+from jobs.load import load_job
+from jobs.spec import CommandSettings, Job, JobKind, Strict, TrainSettings
+
+
+class TryoutSettings(Strict):
+    """A third kind of job, as another package would bring it."""
+
+    sizes: list[int]
+    repeats: int = 3
+
+
+KINDS = (
+    JobKind("train", TrainSettings, "somewhere:run", lambda settings, world_size: settings.check(world_size)),
+    JobKind("command", CommandSettings, None, lambda settings, world_size: None),
+    JobKind("tryout", TryoutSettings, "elsewhere:run", lambda settings, world_size: None),
+)
+TRAIN = "train: {model: vgg11, data: digits, steps: 3}\n"
+
+Write = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Write a job file into the working folder, which messages then need not name."""
+    monkeypatch.chdir(tmp_path)
+
+    def to_file(text: str) -> Path:
+        path = Path("job.yaml")
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return to_file
+
+
+def complaints(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(JobFileError) as caught:
+        load_job(path, KINDS, overrides)
+    assert caught.value.exit_code == 65
+    return str(caught.value).splitlines()
+
+
+def test_a_job_file_becomes_a_typed_job(write: Write) -> None:
+    job = load_job(write("name: first\nnodes: 2\nenv: {A: b}\n" + TRAIN), KINDS).job
+    assert (job.name, job.nodes, job.kind, job.env) == ("first", 2, "train", {"A": "b"})
+    assert isinstance(job.settings, TrainSettings)
+    assert (job.settings.model.name, job.settings.data.name, job.settings.steps) == ("vgg11", "digits", 3)
+
+
+def test_a_small_learning_rate_is_a_number(write: Write) -> None:
+    job = load_job(write("train: {model: vgg11, data: digits, optimizer: {lr: 1e-4}}"), KINDS).job
+    assert isinstance(job.settings, TrainSettings)
+    assert job.settings.optimizer.lr == 0.0001
+
+
+def test_a_command_is_a_list(write: Write) -> None:
+    job = load_job(write("command: [python, my script.py, '--n', '3']"), KINDS).job
+    assert job.settings == CommandSettings(argv=["python", "my script.py", "--n", "3"])
+
+
+def test_a_command_in_one_string_is_refused_with_the_list_to_write(write: Write) -> None:
+    assert complaints(write("command: python 'my script.py' --n 3")) == [
+        "job.yaml:1: command: must be a list of text, got \"python 'my script.py' --n 3\"; "
+        "write command: [python, my script.py, --n, '3']"
+    ]
+
+
+def test_a_number_in_a_command_is_to_be_quoted(write: Write) -> None:
+    assert complaints(write("command:\n  - python\n  - 0.1\n")) == [
+        "job.yaml:3: command.1: must be text, got 0.1; put it in quotes"
+    ]
+
+
+def test_all_mistakes_of_a_file_come_at_once(write: Write) -> None:
+    text = """\
+name: a b
+nodes: two
+ranks_per_node: 0
+threads_per_rank: many
+env: {A: 1}
+setup: install
+nods: 3
+train:
+  model: {name: vgg12, d_modl: 3}
+  data: digts
+  mode: alreduce
+  batch_size: 2.5
+  optimzer: {lr: 1}
+  exact: on
+  optimizer:
+    name: sdg
+    lr: -1e-4
+    betas: [1]
+  log_every: ~
+"""
+    assert complaints(write(text)) == [
+        "job.yaml:1: name: must match ^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$, got 'a b'",
+        "job.yaml:2: nodes: must be a whole number, got 'two'",
+        "job.yaml:3: ranks_per_node: must be at least 1, got 0",
+        "job.yaml:4: threads_per_rank: must be a whole number or 'auto', got 'many'",
+        "job.yaml:5: env.A: must be text, got 1; put it in quotes",
+        "job.yaml:6: setup: must be a list, got 'install'",
+        "job.yaml:7: nods: unknown key; did you mean 'nodes'?",
+        "job.yaml:9: train.model.name: unknown model 'vgg12'; did you mean 'vgg19'? (valid: vgg11, vgg13, vgg16, "
+        "vgg19, gpt-nano, gpt-micro, gpt-small, gpt-medium, gpt-large, gpt-xl, gpt-2.7b)",
+        "job.yaml:9: train.model.d_modl: unknown key; did you mean 'd_model'?",
+        "job.yaml:10: train.data: unknown data 'digts'; did you mean 'digits'? "
+        "(valid: digits, cifar10, python-source, synthetic)",
+        "job.yaml:11: train.mode: unknown mode 'alreduce'; did you mean 'allreduce'? "
+        "(valid: single, gather_scatter, allreduce, ddp)",
+        "job.yaml:12: train.batch_size: must be a whole number, got 2.5",
+        "job.yaml:13: train.optimzer: unknown key; did you mean 'optimizer'?",
+        "job.yaml:14: train.exact: must be true or false, got 'on'; YAML 1.2 has only true and false",
+        "job.yaml:16: train.optimizer.name: must be 'sgd' or 'adamw', got 'sdg'; did you mean 'sgd'?",
+        "job.yaml:17: train.optimizer.lr: must be more than 0, got -0.0001",
+        "job.yaml:18: train.optimizer.betas: must have at least 2 items, got 1",
+        "job.yaml:19: train.log_every: must be a whole number, got nothing",
+    ]
+
+
+def test_a_misspelt_key_does_not_hide_what_contradicts_itself_elsewhere(write: Write) -> None:
+    text = "train:\n  model: vgg11\n  data: digits\n  epochs: 1\n  steps: 2\n  schedule: {warmup: 3}\n"
+    assert complaints(write(text)) == [
+        "job.yaml:1: train: give epochs or steps, not both",
+        "job.yaml:6: train.schedule.warmup: unknown key; did you mean 'warmup_steps'?",
+    ]
+
+
+def test_a_misspelt_needed_key_is_told_once(write: Write) -> None:
+    assert complaints(write("train:\n  model: {nmae: vgg11}\n  data: digits\n")) == [
+        "job.yaml:2: train.model.nmae: unknown key; did you mean 'name'?"
+    ]
+
+
+def test_a_missing_key_is_told_at_its_section(write: Write) -> None:
+    assert complaints(write("nodes: 1\ntrain:\n  model: vgg11\n")) == ["job.yaml:2: train.data: missing; add this key"]
+
+
+def test_an_unknown_key_with_no_near_name_lists_the_valid_ones(write: Write) -> None:
+    assert complaints(write("tryout: {sizes: [1], zzz: 2}")) == [
+        "job.yaml:1: tryout.zzz: unknown key; valid here: sizes, repeats"
+    ]
+
+
+def test_a_job_needs_a_section_that_says_what_to_run(write: Write) -> None:
+    assert complaints(write("nodes: 2")) == [
+        "job.yaml:1: no section says what to run; wanted exactly one of train, command, tryout"
+    ]
+
+
+def test_a_misspelt_section_is_told_once(write: Write) -> None:
+    assert complaints(write("trian: {}")) == ["job.yaml:1: trian: unknown key; did you mean 'train'?"]
+
+
+def test_two_sections_are_refused_and_both_are_checked(write: Write) -> None:
+    assert complaints(write("tryout: {sizes: 3}\ncommand: []\n")) == [
+        "job.yaml:1: tryout.sizes: must be a list, got 3",
+        "job.yaml:2: command: tryout and command are both given; wanted exactly one of train, command, tryout",
+        "job.yaml:2: command: must have at least 1 item, got 0",
+    ]
+
+
+@pytest.mark.parametrize("key", ["kind", "settings"])
+def test_what_the_section_says_cannot_be_said_again(write: Write, key: str) -> None:
+    assert complaints(write(f"{TRAIN}{key}: train\n"))[0].startswith(f"job.yaml:2: {key}: unknown key")
+
+
+@pytest.mark.parametrize(("text", "found"), [("", "is empty"), ("- a", "holds a list"), ("7", "holds 7")])
+def test_a_file_that_is_no_mapping_is_refused(write: Write, text: str, found: str) -> None:
+    assert complaints(write(text)) == [f"job.yaml:1: the file {found}; wanted lines of the form `key: value`"]
+
+
+def test_a_missing_file_is_named_with_the_one_that_was_meant(write: Write) -> None:
+    write(TRAIN)
+    assert complaints(Path("jobb.yaml")) == ["jobb.yaml: no such file; did you mean job.yaml?"]
+
+
+def test_a_missing_file_leads_to_the_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Write) -> None:
+    examples = tmp_path / "examples"
+    examples.mkdir()
+    (examples / "vgg11.yaml").write_text(TRAIN, encoding="utf-8")
+    monkeypatch.setattr(load, "EXAMPLES", examples)
+    assert complaints(Path("vgg11.yml")) == ["vgg11.yml: no such file; did you mean examples/vgg11.yaml?"]
+    assert complaints(Path("x.yml")) == ["x.yml: no such file; an example to start from: examples/vgg11.yaml"]
+
+
+def test_a_folder_and_bytes_are_no_job_file(write: Write) -> None:
+    assert complaints(Path()) == [".: cannot be read: is a directory"]
+    path = write("")
+    path.write_bytes(b"name: \xff\n")
+    assert complaints(path) == ["job.yaml: byte 6 is not UTF-8 text; wanted a YAML file"]
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("my job.yaml", "my-job"), ("_x.yaml", "x"), ("ä.yaml", "job"), ("v1.2.yaml", "v1.2")]
+)
+def test_a_nameless_job_has_the_name_of_its_file(tmp_path: Path, file: str, name: str) -> None:
+    path = tmp_path / file
+    path.write_text(TRAIN, encoding="utf-8")
+    assert load_job(path, KINDS).job.name == name
+
+
+def test_paths_are_taken_from_the_folder_of_the_job_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jobs").mkdir()
+    path = tmp_path / "jobs" / "job.yaml"
+    path.write_text("workdir: work\ntrain: {model: gpt-nano, data: {text: book.txt}}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    job = load_job(Path("jobs/job.yaml"), KINDS).job
+    assert job.workdir == str(tmp_path / "jobs" / "work")
+    assert isinstance(job.settings, TrainSettings)
+    assert job.settings.data.text == str(tmp_path / "jobs" / "book.txt")
+
+
+def test_overrides_are_yaml_values_and_make_what_is_missing(write: Write) -> None:
+    overrides = (
+        "train.optimizer.lr=1e-3",
+        "train.model=gpt-nano",
+        "train.model.context=32",
+        "train.data={text: /x.txt}",
+        "env.WHO='1'",
+        "setup=[a, b]",
+        "setup.0=c",
+        "setup.2=d=e",
+    )
+    job = load_job(write(TRAIN), KINDS, overrides).job
+    assert isinstance(job.settings, TrainSettings)
+    assert job.settings.optimizer.lr == 0.001
+    assert (job.settings.model.name, job.settings.model.context) == ("gpt-nano", 32)
+    assert job.settings.data.text == "/x.txt"
+    assert (job.env, job.setup) == ({"WHO": "1"}, ["c", "b", "d=e"])
+
+
+def test_a_mistake_of_an_override_is_told_as_its_own_after_those_of_the_file(write: Write) -> None:
+    overrides = ("train.optimzer.lr=0.1", "nodes.x=1", "train.steps=[", "setup.1=a", "grace_s=-1")
+    assert complaints(write("nodes: two\ngrace_s: one\nsetup: []\ntrain: {model: vgg, data: digits}"), *overrides) == [
+        "job.yaml:4: train.model: unknown model 'vgg'; did you mean 'vgg19'? (valid: vgg11, vgg13, vgg16, vgg19, "
+        "gpt-nano, gpt-micro, gpt-small, gpt-medium, gpt-large, gpt-xl, gpt-2.7b)",
+        "--set train.steps=[: train.steps: not YAML: expected the node content, but found '<stream end>' (column 2); "
+        "put the value in quotes, inside the shell's own",
+        "--set setup.1=a: setup.1: setup is a list of 0, counted from 0; wanted a number of it",
+        "--set train.optimzer.lr=0.1: train.optimzer: unknown key; did you mean 'optimizer'?",
+        "--set nodes.x=1: nodes: must be a whole number, got a mapping",
+        "--set grace_s=-1: grace_s: must be at least 0, got -1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        (TRAIN, "train.epochs=1", "job.yaml:1: train: give epochs or steps, not both"),
+        (
+            "train: {model: vgg11, data: digits, parallel: {data: 2}}",
+            "train.mode=ddp",
+            "job.yaml:1: train: give mode or parallel, not both",
+        ),
+    ],
+)
+def test_an_override_may_contradict_the_file(write: Write, text: str, override: str, message: str) -> None:
+    assert complaints(write(text), override) == [message]
+
+
+@pytest.mark.parametrize("override", ["nodes", "=1", "a..b=1", ".=1"])
+def test_an_override_of_another_form_is_a_wrong_command_line(write: Write, override: str) -> None:
+    with pytest.raises(UsageError, match="must be of the form"):
+        load_job(write(TRAIN), KINDS, [override])
+
+
+names = st.text(min_size=1, max_size=8)
+sections = st.one_of(
+    st.fixed_dictionaries({"command": st.lists(st.text(max_size=8), min_size=1, max_size=4)}),
+    st.fixed_dictionaries({"tryout": st.fixed_dictionaries({"sizes": st.lists(st.integers(), max_size=3)})}),
+    st.fixed_dictionaries(
+        {
+            "train": st.fixed_dictionaries(
+                {"model": st.sampled_from(["gpt-nano", "gpt-small"]), "data": st.just({"text": "t.txt"})},
+                optional={
+                    "steps": st.integers(1, 9),
+                    "optimizer": st.fixed_dictionaries({"lr": st.floats(1e-9, 10.0)}),
+                    "seed": st.integers(0, 2**63),
+                },
+            )
+        }
+    ),
+)
+around = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"),
+        "nodes": st.integers(1, 100),
+        "ranks_per_node": st.integers(1, 8) | st.just("slots"),
+        "env": st.dictionaries(names.filter(lambda name: name != "<<"), names, max_size=3),
+        "setup": st.lists(names, max_size=3),
+        "workdir": st.sampled_from(["w", "/w", "."]),
+        "grace_s": st.floats(0.0, 1e6),
+    },
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(around=around, section=sections)
+def test_the_text_of_a_job_loads_to_the_same_job_anywhere(tmp_path: Path, around: dict, section: dict) -> None:
+    first, second = tmp_path / "my.yaml", tmp_path / "elsewhere" / "job.yaml"
+    second.parent.mkdir(exist_ok=True)
+    first.write_text(yamlfile.dump({**around, **section}), encoding="utf-8")
+    loaded = load_job(first, KINDS, ["nodes=3"])
+    second.write_text(loaded.text, encoding="utf-8")
+    again = load_job(second, KINDS)
+    assert loaded.job.nodes == 3
+    assert again == loaded
+
+
+def test_every_key_of_a_job_can_stand_in_a_file() -> None:
+    assert set(load.job_keys(KINDS)) == {*Job.model_fields, "train", "command", "tryout"} - {"kind", "settings"}

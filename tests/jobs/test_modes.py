@@ -1,0 +1,54 @@
+"""Modes: what each row expands to, and what it promises."""
+
+import dataclasses
+
+import pytest
+
+from jobs.errors import RefusedError
+from jobs.modes import MODES, Parallel
+
+
+@pytest.mark.parametrize("name", [name for name in MODES if name != "single"])
+@pytest.mark.parametrize("world_size", [1, 2, 7])
+def test_every_mode_uses_every_rank(name: str, world_size: int) -> None:
+    assert MODES[name].expand(world_size).world_size == world_size
+
+
+@pytest.mark.parametrize("name", ["gather_scatter", "allreduce", "ddp"])
+def test_data_parallel_modes_differ_in_their_synchronization_alone(name: str) -> None:
+    assert MODES[name].expand(4) == Parallel(data=4, pipe=1, tensor=1, zero=0, sync=name)  # type: ignore[arg-type]
+
+
+def test_single_runs_on_one_rank_only() -> None:
+    assert MODES["single"].expand(1) == Parallel()
+    with pytest.raises(RefusedError, match="single runs on one rank, this job has 2; set nodes: 1"):
+        MODES["single"].expand(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "promises"),
+    #                  on 1       on 2       on 3 ranks
+    [
+        ("single", ["bitwise", "bitwise", "bitwise"]),
+        ("gather_scatter", ["bitwise", "bitwise", "bitwise"]),
+        ("allreduce", ["bitwise", "bitwise", "tight"]),
+        ("ddp", ["bitwise", "tight", "tight"]),
+    ],
+)
+def test_a_mode_promises_no_more_than_its_sums_allow(name: str, promises: list[str]) -> None:
+    assert [MODES[name].exactness(world_size) for world_size in (1, 2, 3)] == promises
+
+
+def test_only_modes_whose_sums_are_ours_can_be_exact() -> None:
+    assert [name for name, mode in MODES.items() if mode.can_be_exact] == ["gather_scatter", "allreduce"]
+
+
+def test_rows_are_named_as_their_keys() -> None:
+    assert all(mode.name == name and mode.phrase for name, mode in MODES.items())
+
+
+def test_a_split_is_frozen_and_multiplies_its_degrees() -> None:
+    split = Parallel(data=2, pipe=3, tensor=4)
+    assert split.world_size == 24
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        split.data = 1  # type: ignore[misc]

@@ -1,0 +1,136 @@
+"""Placement is compared with drawn tables; shares with what fairness means."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.errors import RefusedError, RunFolderError
+from jobs.placement import Host, NodePlacement, Placement, divide, pin, place
+from jobs.spec import CommandSettings, Job
+
+HOSTS = (Host("n01", "10.0.0.1", 4), Host("n02", "10.0.0.2", 2), Host("n03", "10.0.0.3"))
+
+
+def job(nodes: int, ranks_per_node: Any = 1) -> Job:
+    settings = CommandSettings(argv=["true"])
+    return Job(name="j", nodes=nodes, ranks_per_node=ranks_per_node, kind="command", settings=settings)
+
+
+def test_ranks_lie_in_blocks_in_the_order_of_the_hosts() -> None:
+    #   node  host  ranks        n03 is not needed
+    #   0     n01   0 1
+    #   1     n02   2 3
+    assert place(job(2, 2), HOSTS) == Placement(
+        nodes=(NodePlacement(0, "n01", "10.0.0.1", 0, 2), NodePlacement(1, "n02", "10.0.0.2", 2, 2)),
+        world_size=4,
+        master_addr="10.0.0.1",
+    )
+
+
+def test_slots_give_each_host_as_many_ranks_as_it_has_room_for() -> None:
+    placement = place(job(2, "slots"), HOSTS)
+    assert [list(node.rank_range) for node in placement.nodes] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_rank_is_told_where_it_stands() -> None:
+    placement = place(job(2, "slots"), HOSTS)
+    env = placement.rank_env(5, master_port=4000, attempt=2, run_id="r", run_dir="/r", agent_store=True)
+    assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (5, 6, 1, 2)
+    assert (env.node_rank, env.nodes, env.master_addr, env.master_port) == (1, 2, "10.0.0.1", 4000)
+    assert (env.attempt, env.run_id, env.run_dir, env.agent_store) == (2, "r", "/r", True)
+
+
+def test_there_is_no_rank_beyond_the_world() -> None:
+    with pytest.raises(ValueError, match="rank 6 is not one of 6"):
+        place(job(2, "slots"), HOSTS).node_of(6)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hosts", "message"),
+    [
+        (job(4), HOSTS, "job 'j' needs 4 hosts, got 3"),
+        (job(1), (), "job 'j' needs 1 hosts, got 0"),
+        (job(2, 3), HOSTS, "host n02: must have at least 3 slots for ranks_per_node, got 2"),
+        (job(3, "slots"), HOSTS, "host n03: has no slots"),
+        (job(1, "slots"), (Host("n", "10.0.0.1", 0),), "must have at least 1 slot, got 0"),
+        (job(2), (Host("a", "a.local"), HOSTS[1]), "the address 'a.local' is not numeric, and 2 nodes"),
+        (job(2), (Host("a", "127.0.1.1"), HOSTS[1]), "host n02 cannot reach the master address 127.0.1.1"),
+        (job(2), (Host("a", "0.0.0.0"), HOSTS[1]), "host n02 cannot reach the master address 0.0.0.0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(wanted: Job, hosts: tuple[Host, ...], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        place(wanted, hosts)
+
+
+def test_pretend_nodes_meet_on_the_loopback() -> None:
+    placement = place(job(3), [Host("here", "127.0.0.1")] * 3)
+    assert (placement.master_addr, placement.world_size) == ("127.0.0.1", 3)
+
+
+def test_one_node_with_a_name_for_an_address_meets_inside_itself() -> None:
+    assert place(job(1, 4), [Host("login", "login.local")]).master_addr == "127.0.0.1"
+
+
+def test_ipv6_is_numeric_too() -> None:
+    assert place(job(2), [Host("a", "fd00::1"), Host("b", "fd00::2")]).master_addr == "fd00::1"
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=20))
+def test_a_placement_survives_json_and_holds_every_rank_once(slots: list[int]) -> None:
+    hosts = [Host(f"n{index}", f"10.0.0.{index + 1}", count) for index, count in enumerate(slots)]
+    placement = place(job(len(hosts), "slots"), hosts)
+    assert Placement.from_json(json.loads(json.dumps(placement.to_json()))) == placement
+    assert [rank for node in placement.nodes for rank in node.rank_range] == list(range(sum(slots)))
+
+
+def _changed(**changes: Any) -> dict[str, Any]:
+    return {**place(job(2), HOSTS).to_json(), **changes}
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([], "version None"),
+        (_changed(version=2), "version 2 was found; this Muster reads version 1"),
+        (_changed(world_size=3), "do not hold ranks"),
+        (_changed(nodes=[{}]), "is damaged"),
+        (_changed(nodes=None), "is damaged"),
+        (_changed(nodes=[{**_changed()["nodes"][0], "ranks": "1"}]), "is damaged"),
+    ],
+)
+def test_a_placement_that_was_tampered_with_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(RunFolderError, match=message):
+        Placement.from_json(value)
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_pinning_is_fair_and_contiguous_and_covers_every_core(cores: int, ranks: int) -> None:
+    slices = pin(range(cores), ranks)
+    if ranks > cores:
+        assert slices == [tuple(range(cores))] * ranks
+        return
+    assert [core for part in slices for core in part] == list(range(cores))
+    sizes = [len(part) for part in slices]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@pytest.mark.parametrize(
+    ("items", "parts", "shares"),
+    [
+        ([0, 1, 2, 3, 4], 2, [(0, 1, 2), (3, 4)]),
+        ([0, 1], 5, [(0,), (1,), (0,), (1,), (0,)]),
+        ([0, 1], 2, [(0,), (1,)]),
+        ([], 3, [(), (), ()]),
+    ],
+)
+def test_pretend_nodes_divide_what_a_machine_has(items: list[int], parts: int, shares: list[tuple[int, ...]]) -> None:
+    assert divide(items, parts) == shares
+
+
+def test_no_known_cores_pin_nothing() -> None:
+    assert pin([], 2) == [(), ()]

@@ -1,0 +1,73 @@
+"""What a rank tells its keeper: lines on a pipe, which never hold the rank up."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from jobs.reports import Reporter
+
+Pipe = tuple[int, int]
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        try:
+            os.close(end)
+        except OSError:  # a test closed it
+            continue
+
+
+def told(reading: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in os.read(reading, 65536).decode().splitlines()]
+
+
+def test_reports_are_lines_of_json(pipe: Pipe) -> None:
+    reading, writing = pipe
+    reporter = Reporter({"MUSTER_STATUS_FD": str(writing)})
+    reporter.arrived()
+    reporter.joined()
+    reporter.progress(step=20, steps=196, loss=2.5, rate=812.0, unit="samples/s")
+    reporter.failed(ValueError("two\n  lines"), peer=True)
+    rows = told(reading)
+    assert rows[:3] == [
+        {"report": "arrived"},
+        {"report": "joined"},
+        {"report": "progress", "step": 20, "steps": 196, "loss": 2.5, "rate": 812.0, "unit": "samples/s"},
+    ]
+    assert {key: rows[3][key] for key in ("report", "kind", "message", "peer")} == {
+        "report": "failed",
+        "kind": "ValueError",
+        "message": "two lines",
+        "peer": True,
+    }
+
+
+def test_a_full_pipe_drops_whole_reports_and_does_not_block(pipe: Pipe) -> None:
+    reading, writing = pipe
+    reporter = Reporter({"MUSTER_STATUS_FD": str(writing)})
+    for _ in range(5000):
+        reporter.joined()
+    rows = told(reading)
+    assert 0 < len(rows) < 5000
+    assert all(row == {"report": "joined"} for row in rows)
+
+
+def test_a_keeper_that_is_gone_is_no_error_of_the_rank(pipe: Pipe) -> None:
+    reading, writing = pipe
+    reporter = Reporter({"MUSTER_STATUS_FD": str(writing)})
+    os.close(reading)
+    reporter.joined()
+    assert reporter.descriptor == writing
+
+
+@pytest.mark.parametrize("environ", [{}, {"MUSTER_STATUS_FD": ""}, {"MUSTER_STATUS_FD": "x"}])
+def test_without_a_keeper_reports_go_nowhere(environ: dict[str, str]) -> None:
+    reporter = Reporter(environ)
+    reporter.joined()
+    assert reporter.descriptor is None

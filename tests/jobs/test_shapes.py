@@ -1,0 +1,93 @@
+"""Parameter counts, compared with published ones: torch-free sums must equal what the models would hold."""
+
+from dataclasses import replace
+
+import pytest
+
+from jobs.errors import RefusedError
+from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape, context_of, resolve_shape
+from jobs.spec import ModelSettings
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # The usual CIFAR variants of Simonyan & Zisserman's A, B, D, E with batch norm and one linear layer.
+        ("vgg11", 9_231_114),
+        ("vgg13", 9_416_010),
+        ("vgg16", 14_728_266),
+        ("vgg19", 20_040_522),
+    ],
+)
+def test_vgg_has_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert VGG_SHAPES[name].parameter_count() == parameters
+
+
+@pytest.mark.parametrize("name", VGG_SHAPES)
+def test_vgg_has_as_many_weight_layers_as_its_name_says_and_ends_at_one_pixel(name: str) -> None:
+    shape = VGG_SHAPES[name]
+    convolutions = sum(width != POOL for width in shape.layers)
+    # Three linear layers in the paper, one in the variant for 32x32 images.
+    assert convolutions + 3 == int(name.removeprefix("vgg"))
+    assert 32 // 2 ** shape.layers.count(POOL) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # Stanford CS336 (2024), assignment 2: vocabulary 10,000, context 128, tied head, no biases.
+        ("gpt-small", 92_732_160),
+        ("gpt-medium", 312_411_136),
+        ("gpt-large", 720_846_080),
+        ("gpt-xl", 1_490_920_000),
+        ("gpt-2.7b", 2_542_676_480),
+    ],
+)
+def test_gpt_has_the_published_number_of_parameters(name: str, parameters: int) -> None:
+    assert replace(GPT_SHAPES[name], vocabulary=10_000, context=128).parameter_count() == parameters
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_gpt_parameters_counted_tensor_by_tensor(tied: bool, bias: bool, norm: str) -> None:
+    d, ff, layers, context, vocabulary = 8, 12, 3, 5, 7
+    shape = GptShape("x", d, ff, layers, 2, context, vocabulary, tied, bias, norm)  # type: ignore[arg-type]
+    block = [(d, d)] * 4 + [(d, ff), (ff, d)] + [(d,)] * (4 if norm == "layer" else 2)
+    block += [(d,)] * 4 + [(ff,), (d,)] if bias else []
+    tensors = block * layers + [(vocabulary, d), (context, d)] + [(d,)] * (2 if norm == "layer" else 1)
+    tensors += [] if tied else [(d, vocabulary)] + ([(vocabulary,)] if bias else [])
+    total = sum(size[0] * (size[1] if len(size) == 2 else 1) for size in tensors)
+    assert shape.parameter_count() == total
+
+
+def test_heads_divide_the_width_in_every_row() -> None:
+    assert all(shape.d_model % shape.heads == 0 for shape in GPT_SHAPES.values())
+
+
+def test_settings_choose_a_row_and_change_it() -> None:
+    shape = resolve_shape(ModelSettings(name="gpt-nano", context=32, norm="layer"), 256)
+    assert shape == replace(GPT_SHAPES["gpt-nano"], context=32, norm="layer")
+    assert resolve_shape(ModelSettings(name="vgg11"), 100) == replace(VGG_SHAPES["vgg11"], classes=100)
+    assert resolve_shape(ModelSettings(d_model=8, d_ff=16, layers=1, heads=2), 7) == GptShape(
+        "gpt", 8, 16, 1, 2, vocabulary=7
+    )
+
+
+def test_the_context_is_that_of_the_settings_else_of_the_row() -> None:
+    assert context_of(ModelSettings(name="gpt-nano", context=9)) == 9
+    assert context_of(ModelSettings(name="gpt-nano")) == GPT_SHAPES["gpt-nano"].context
+    assert context_of(ModelSettings(d_model=8, d_ff=16, layers=1, heads=2)) == GptShape.context
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (ModelSettings(name="vgg11", dropout=0.5), "train.model.dropout: vgg11 has no such setting"),
+        (ModelSettings(d_model=9, d_ff=9, layers=1, heads=2), "2 heads do not divide d_model 9"),
+        (ModelSettings(name="gpt-nano", vocabulary=3), "vocabulary: 3 is too small for data with 10 classes or tokens"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings: ModelSettings, message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        resolve_shape(settings, 10)

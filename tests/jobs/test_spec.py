@@ -1,0 +1,117 @@
+"""The typed job: what its sections refuse by themselves, and what only the world size shows."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from jobs.errors import RefusedError
+from jobs.modes import Parallel
+from jobs.spec import (
+    CommandSettings,
+    DataSettings,
+    Job,
+    ModelSettings,
+    OptimizerSettings,
+    TrainSettings,
+    unknown,
+)
+
+
+def train(**settings: Any) -> TrainSettings:
+    return TrainSettings.model_validate({"model": "vgg11", "data": "digits", **settings})
+
+
+def test_a_word_is_short_for_a_named_section() -> None:
+    assert train() == train(model={"name": "vgg11"}, data={"name": "digits"})
+    assert train(model="gpt-nano", data={"text": "/x"}).data.text == "/x"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "vgg12"}, "unknown model 'vgg12'; did you mean"),
+        ({"model": {}}, "a model needs a name or all four sizes; missing: d_model, d_ff, layers, heads"),
+        ({"model": {"d_model": 8, "heads": 2}}, "missing: d_ff, layers"),
+        ({"model": {"name": "gpt-nano", "layers": 3}}, "a named model has its sizes already; remove name or layers"),
+        ({"data": "digts"}, "unknown data 'digts'; did you mean 'digits'"),
+        ({"data": {"name": "digits", "text": "x"}}, "data is either a name or"),
+        ({"data": {}}, "data is either a name or"),
+        ({"mode": "dpp"}, "unknown mode 'dpp'; did you mean 'ddp'"),
+        ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
+        ({"mode": "ddp", "parallel": {"data": 2}}, "give mode or parallel, not both"),
+        ({"mode": "ddp", "exact": True}, "exact: true needs one of the modes gather_scatter, allreduce, got ddp"),
+        ({"virtual_ranks": 4}, "virtual_ranks needs exact: true"),
+        ({"model": "gpt-nano"}, "data digits is images, model gpt-nano reads tokens"),
+        ({"data": "python-source"}, "data python-source is tokens, model vgg11 reads images"),
+        ({"data": {"text": "x"}}, "data text is tokens, model vgg11 reads images"),
+        ({"optimizer": {"name": "sgd", "betas": [0.9, 0.9]}}, "sgd has no betas"),
+        ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "adamw has no momentum"),
+        ({"optimizer": {"lr": float("nan")}}, "greater than 0"),
+        ({"batch_size": "64"}, "valid integer"),
+        ({"batch_size": True}, "valid integer"),
+        ({"unknown_key": 1}, "Extra inputs"),
+    ],
+)
+def test_a_section_that_disagrees_with_itself_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        train(**settings)
+
+
+def test_a_job_survives_the_start_message() -> None:
+    job = Job(
+        name="j",
+        kind="train",
+        settings=train(mode="allreduce", exact=True, optimizer={"name": "sgd", "lr": 0.1}),
+    )
+    sent = job.model_dump(mode="json", exclude_unset=True)
+    assert TrainSettings.model_validate(sent["settings"]) == job.settings
+
+
+def test_a_job_cannot_be_changed() -> None:
+    job = Job(kind="command", settings=CommandSettings(argv=["true"]))
+    with pytest.raises(ValidationError, match="frozen"):
+        job.nodes = 2  # type: ignore[misc]
+
+
+def test_mode_and_parallel_expand_to_the_same_split() -> None:
+    assert train(mode="allreduce").split(4) == Parallel(data=4, sync="allreduce")
+    assert train(parallel={"data": 4, "sync": "allreduce"}).split(4) == Parallel(data=4, sync="allreduce")
+
+
+def test_a_written_split_must_fill_the_world() -> None:
+    with pytest.raises(RefusedError, match=r"train.parallel: data 2 makes 2 ranks, the job has 4"):
+        train(parallel={"data": 2}).check(4)
+
+
+def test_a_batch_holds_one_sample_for_every_rank_and_accumulation_step() -> None:
+    train(batch_size=4).check(4)
+    with pytest.raises(RefusedError, match="3 is less than one sample for each of 4 ranks; use at least 4"):
+        train(batch_size=3).check(4)
+    with pytest.raises(RefusedError, match="4 ranks x 2 accumulation steps; use at least 8"):
+        train(batch_size=7, grad_accumulation=2).check(4)
+
+
+def test_virtual_ranks_are_dealt_evenly() -> None:
+    exact = train(mode="allreduce", exact=True)
+    assert [exact.virtual_world_size(world_size) for world_size in (1, 2, 4)] == [4, 4, 4]
+    assert train().virtual_world_size(3) == 3
+    with pytest.raises(RefusedError, match="4 virtual ranks cannot be dealt evenly to 3 ranks"):
+        exact.check(3)
+
+
+def test_the_kind_of_model_follows_from_its_name() -> None:
+    assert ModelSettings(name="vgg11").is_vgg
+    assert not ModelSettings(name="gpt-nano").is_vgg
+    assert not ModelSettings(d_model=8, d_ff=8, layers=1, heads=2).is_vgg
+
+
+def test_each_optimizer_takes_its_own_settings() -> None:
+    assert OptimizerSettings(name="adamw", betas=[0.9, 0.99]).betas == [0.9, 0.99]
+    assert OptimizerSettings(momentum=0.9, nesterov=True).momentum == 0.9
+    assert DataSettings(text="x").name is None
+
+
+def test_an_unknown_name_gets_its_nearest_and_all_valid_ones() -> None:
+    assert unknown("mode", "dpp", ("ddp", "single")) == "unknown mode 'dpp'; did you mean 'ddp'? (valid: ddp, single)"
+    assert unknown("mode", "zzz", ("ddp",)) == "unknown mode 'zzz' (valid: ddp)"

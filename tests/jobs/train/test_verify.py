@@ -1,0 +1,175 @@
+"""Every mode against one process: real ranks, the reference of `muster verify`, and faults that it must find."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from ddp.all_reduce import AllReduce
+from ddp.base import DataParallel
+from ddp.gather_scatter import GatherScatter
+from jobs.shapes import POOL, VGG_SHAPES, VggShape
+from jobs.spec import Job, TrainSettings
+from jobs.train import verify as verification
+from jobs.train.world import World
+
+pytestmark = pytest.mark.ranks
+
+TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
+
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
+ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
+VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 50, "optimizer": SGD}
+GPT = {"model": {"name": "gpt-nano"}, "data": "synthetic", "batch_size": 10, "optimizer": ADAMW}
+
+
+def verify(world: World, train: dict, steps: int = 3, fault: str = "") -> dict | None:
+    VGG_SHAPES["vgg-tiny"] = TINY_VGG
+    if fault:
+        FAULTS[fault]()
+    job = Job(name="proof", kind="train", settings=TrainSettings.model_validate(train))
+    return verification.verify(verification.reproducible(job), world, steps)
+
+
+def check(on_ranks, world_size: int, **train) -> dict:
+    steps = train.pop("steps", 3)
+    record = on_ranks(world_size, verify, group=train["mode"] != "single", train=train, steps=steps)[0]
+    assert record["pass"], [row for row in record["rows"] if not row["ok"]] or record["differing_ranks"]
+    return record
+
+
+def not_bitwise(record: dict) -> list[str]:
+    return [row["name"] for row in record["rows"] if not row["bitwise"]]
+
+
+@pytest.mark.parametrize("train", [VGG, GPT], ids=["vgg", "gpt"])
+def test_single_is_bitwise_the_reference(on_ranks, train):
+    assert not_bitwise(check(on_ranks, 1, mode="single", **train)) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("train", [VGG, GPT], ids=["vgg", "gpt"])
+def test_gather_scatter_is_bitwise_one_process_on_any_world(on_ranks, train, world_size):
+    record = check(on_ranks, world_size, mode="gather_scatter", **train)
+    assert (record["class"], not_bitwise(record)) == ("bitwise", [])
+
+
+@pytest.mark.parametrize("train", [VGG, GPT], ids=["vgg", "gpt"])
+def test_allreduce_is_bitwise_one_process_on_two_ranks(on_ranks, train):
+    record = check(on_ranks, 2, mode="allreduce", **train)
+    assert (record["class"], not_bitwise(record)) == ("bitwise", [])
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("mode", ["allreduce", "ddp"])
+@pytest.mark.parametrize("train", [VGG, GPT], ids=["vgg", "gpt"])
+def test_modes_that_sum_in_another_order_stay_in_the_tight_class(on_ranks, train, mode, world_size):
+    record = check(on_ranks, world_size, mode=mode, **train)
+    assert record["class"] == "tight"
+
+
+def test_torch_ddp_on_two_ranks_matches_one_process(on_ranks):
+    check(on_ranks, 2, mode="ddp", **VGG)
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "ddp"])
+def test_in_double_precision_another_order_is_off_by_less_than_1e_12(on_ranks, mode):
+    record = check(on_ranks, 3, mode=mode, **{**VGG, "precision": "fp64"})
+    far = [row["name"] for row in record["rows"] if row["difference"] > 1e-12]
+    assert far == []
+
+
+@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce", "ddp"])
+def test_accumulation_clipping_and_a_schedule_change_nothing_about_equality(on_ranks, mode):
+    more = {"grad_accumulation": 3, "clip_norm": 0.5, "schedule": {"name": "cosine", "warmup_steps": 2}, "steps": 3}
+    check(on_ranks, 2, mode=mode, **{**VGG, "batch_size": 29}, **{k: v for k, v in more.items() if k != "steps"})
+
+
+@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce", "ddp"])
+def test_a_short_last_batch_with_an_empty_shard_matches_one_process(on_ranks, mode):
+    # 1437 samples = 3 x 478 + 3: the fourth step has three samples for four ranks, and the fifth begins an epoch
+    check(on_ranks, 4, mode=mode, steps=5, **{**VGG, "batch_size": 478, "epochs": 2})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce"])
+def test_exact_is_bitwise_one_process_on_every_world_that_divides(on_ranks, mode, world_size):
+    record = check(on_ranks, world_size, mode=mode, **VGG, exact=True, virtual_ranks=4)
+    assert (record["class"], not_bitwise(record)) == ("bitwise", [])
+
+
+def test_dropout_is_keyed_so_that_ranks_draw_what_one_process_draws(on_ranks):
+    model = {"name": "gpt-nano", "dropout": 0.2}
+    record = check(on_ranks, 2, mode="gather_scatter", **{**GPT, "model": model}, grad_accumulation=2)
+    assert not_bitwise(record) == []
+
+
+def _skip_the_division() -> None:
+    AllReduce._mean = lambda self, gradient: (dist.all_reduce(gradient, group=self.process_group), gradient)[1]
+
+
+def _skip_one_parameter() -> None:
+    trainable = DataParallel._trainable
+    DataParallel._trainable = lambda self: trainable(self)[1:]
+
+
+def _skip_the_broadcast_and_start_apart() -> None:
+    build = verification.build_trainer
+
+    def apart(settings, data, world):
+        trainer = build(settings, data, world)
+        if world.rank == 1:
+            with torch.no_grad():
+                next(trainer.engine.module.parameters()).mul_(1.001)
+        return trainer
+
+    verification.build_trainer = apart
+
+
+def _swap_two_shards() -> None:
+    ordered = GatherScatter._ordered_mean
+    GatherScatter._ordered_mean = lambda self, gradients: ordered(self, gradients[::-1])
+
+
+FAULTS = {
+    "division": _skip_the_division,
+    "parameter": _skip_one_parameter,
+    "broadcast": _skip_the_broadcast_and_start_apart,
+    "order": _swap_two_shards,
+}
+
+
+@pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("fault", "mode"), [("division", "allreduce"), ("parameter", "allreduce"), ("broadcast", "ddp")]
+)
+def test_a_broken_mode_fails_the_comparison(on_ranks, fault, mode, optimizer):
+    train = {**VGG, "optimizer": optimizer, "mode": mode}
+    for world_size in (2, 3):  # held to the bitwise and to the tight class
+        record = on_ranks(world_size, verify, train=train, fault=fault)[0]
+        assert not record["pass"]
+
+
+def test_exact_sums_in_another_order_fail_the_comparison(on_ranks):
+    train = {**VGG, "mode": "gather_scatter", "exact": True, "virtual_ranks": 4}
+    record = on_ranks(1, verify, train=train, fault="order")[0]
+    assert not record["pass"]
+
+
+def test_the_view_names_each_tensor_and_closes_with_the_verdict(on_ranks):
+    from launch.verify_view import render
+
+    good = check(on_ranks, 2, mode="gather_scatter", **VGG)
+    bad = on_ranks(2, verify, train={**VGG, "mode": "allreduce"}, fault="division")[0]
+    texts = []
+    for record in (good, bad):
+        stream = io.StringIO()
+        Console(file=stream, width=160).print(render(record))
+        texts.append(stream.getvalue())
+    assert all(row["name"] in texts[0] for row in good["rows"] if row["kind"] in ("parameter", "buffer"))
+    assert "bitwise equal" in texts[0]
+    assert "PASS  class bitwise" in texts[0]
+    assert "FAIL  class bitwise" in texts[1]
+    assert "must be bitwise equal" in texts[1]

@@ -1,0 +1,133 @@
+"""Runs functions of test files on real ranks: a process that has imported torch, run no operation, and forks.
+
+One JSON line in:  {"file": ..., "function": ..., "world_size": n, "arguments": {...}, "deadline_s": s, "group": bool}
+One JSON line out: {"results": [value or null, ...], "errors": [text or null, ...]}
+
+Each rank is a fork in a process group of its own; at the deadline all are killed. Ranks that are left when one fails
+are given a moment to fail too, then killed. Warnings are errors on ranks as they are in the tests.
+"""
+
+import importlib.util
+import json
+import os
+import selectors
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+import jobs.train.verify  # noqa: F401 - imported once here instead of once on every rank
+from jobs.train.world import World
+
+AFTER_FAILURE_S = 5.0
+
+
+def main() -> None:
+    """Serve requests until standard input closes."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what ranks print is talk
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    for line in sys.stdin:
+        answers.write(json.dumps(serve(json.loads(line))) + "\n")
+        answers.flush()
+
+
+def serve(request: dict[str, Any]) -> dict[str, Any]:
+    """Fork the ranks of one request; return what they returned."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, pids = {}, []
+        for rank in range(request["world_size"]):
+            reading, writing = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                os.close(reading)
+                become(rank, writing, request, folder)
+            os.close(writing)
+            pipes[reading] = rank
+            pids.append(pid)
+        try:
+            return collect(pipes, request["world_size"], request["deadline_s"])
+        finally:
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+
+def collect(pipes: dict[int, int], world_size: int, deadline_s: float) -> dict[str, Any]:
+    """Read every rank's answer until all have come or the deadline has."""
+    answers: list[dict[str, Any] | None] = [None] * world_size
+    unread = dict.fromkeys(pipes, b"")
+    deadline = time.monotonic() + deadline_s
+    with selectors.DefaultSelector() as selector:
+        for reading in pipes:
+            selector.register(reading, selectors.EVENT_READ)
+        while selector.get_map() and (remaining_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining_s):
+                chunk = os.read(key.fd, 1 << 16)
+                unread[key.fd] += chunk
+                if chunk:
+                    continue
+                selector.unregister(key.fd)
+                answer = json.loads(unread[key.fd]) if unread[key.fd] else {"error": "ended without an answer"}
+                answers[pipes[key.fd]] = answer
+                if "error" in answer:
+                    deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
+    for reading in pipes:
+        os.close(reading)
+    late = {"error": "was still running when its time was over"}
+    full = [answer or late for answer in answers]
+    return {"results": [each.get("result") for each in full], "errors": [each.get("error") for each in full]}
+
+
+def become(rank: int, writing: int, request: dict[str, Any], folder: str) -> NoReturn:
+    """Be one rank: call the function, write its answer, end."""
+    answer: dict[str, Any]
+    try:
+        warnings.simplefilter("error")
+        sys.stdin.close()
+        world = World(rank, request["world_size"], None, torch.device("cpu"))
+        if request["group"]:
+            world = meet(world, folder)
+        answer = {"result": load(Path(request["file"]), request["function"])(world, **request["arguments"])}
+        json.dumps(answer)
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    with os.fdopen(writing, "w") as pipe:
+        json.dump(answer, pipe)
+    os._exit(0)
+
+
+def meet(world: World, folder: str) -> World:
+    """Make the process group of a request."""
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(f"{folder}/store", world.size),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=30),
+    )
+    return World(world.rank, world.size, dist.group.WORLD, world.device)
+
+
+def load(path: Path, function: str) -> Any:
+    """Import a test file by its path and return one of its functions."""
+    spec = importlib.util.spec_from_file_location(f"on_rank_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return getattr(module, function)
+
+
+if __name__ == "__main__":
+    main()

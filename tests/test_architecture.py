@@ -1,0 +1,285 @@
+"""DESIGN.md's import table, held against the code; and the habits that no reviewer's memory holds for long."""
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(init.parent.name for init in REPOSITORY.glob("*/__init__.py"))
+FILE_LINES = 320  # DESIGN aims at 250
+FUNCTION_LINES = 60  # DESIGN aims at 40
+
+# What a row of DESIGN may ask of PyPI: the dependencies that pyproject.toml gives reasons for, by import name.
+LIBRARIES = {"pydantic", "pydantic_core", "yaml", "rich", "typing_extensions"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One file, by its dotted name."""
+
+    name: str
+    path: Path
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        """The top-level folder."""
+        return self.name.partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of DESIGN's table: the paths it speaks of, and what modules there may import."""
+
+    paths: tuple[str, ...]
+    torch: bool
+    whole: frozenset[str]
+    torch_free: frozenset[str]
+
+
+@cache
+def modules() -> dict[str, Module]:
+    """Parse every module of every package, by dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((REPOSITORY / package).rglob("*.py")):
+            name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
+            found[name] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
+    return found
+
+
+def imported(module: Module, *, functions: bool, typing: bool) -> set[str]:
+    """Name what a module imports: our modules by their full name, others as written.
+
+    `functions` adds imports inside functions, `typing` those under `if TYPE_CHECKING`.
+    """
+    names: set[str] = set()
+    for node in statements(module.tree, functions=functions, typing=typing):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in modules() else str(node.module) for name in full}
+    return names
+
+
+def statements(node: ast.AST, *, functions: bool, typing: bool) -> Iterator[ast.AST]:
+    """Walk a tree, leaving out function bodies and type-checking blocks on request."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and not functions:
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test) and not typing:
+            continue
+        yield child
+        yield from statements(child, functions=functions, typing=typing)
+
+
+def needs_torch() -> set[str]:
+    """Name the modules that import torch at any level, or import such a module, or live in a package that does."""
+    edges = {}
+    for name, module in modules().items():
+        direct = imported(module, functions=True, typing=False)
+        parents = {parent for each in direct for parent in ancestors(each)}
+        edges[name] = direct | parents | set(ancestors(name))
+    found = {name for name, targets in edges.items() if any(root(target) == "torch" for target in targets)}
+    while more := {name for name, targets in edges.items() if name not in found and targets & found}:
+        found |= more
+    return found
+
+
+def ancestors(name: str) -> list[str]:
+    """List the packages that Python imports before a module."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def root(name: str) -> str:
+    """Return the first part of a dotted name."""
+    return name.partition(".")[0]
+
+
+def design() -> str:
+    """Return DESIGN.md."""
+    return (REPOSITORY / "DESIGN.md").read_text(encoding="utf-8")
+
+
+def not_built() -> str:
+    """Return DESIGN.md's section on what is not built yet; empty when everything is."""
+    return design().partition("\n## Not built yet\n")[2].partition("\n## ")[0]
+
+
+@cache
+def table() -> list[Row]:
+    """Read the import table; refuse a cell that a reader would understand and this test would not."""
+    lines = design().partition("| folder | holds | may import |\n")[2].splitlines()
+    rows = []
+    for line in lines[1:]:
+        if not line.startswith("|"):
+            break
+        paths, _, allowed = (cell.strip() for cell in line.strip("|").split(" | "))
+        whole, torch_free, torch = set(), set(), False
+        for item in allowed.split(", "):
+            if item == "torch":
+                torch = True
+            elif item == "everything torch-free":
+                torch_free |= set(PACKAGES)
+            elif match := re.fullmatch(r"(torch-free )?`(\w+)`", item):
+                (torch_free if match[1] else whole).add(match[2])
+            else:
+                assert item == "nothing", f"DESIGN.md: {paths}: cannot read {item!r}"
+        names = tuple(path.rstrip("/") for path in re.findall(r"`([^`]+)`", paths))
+        rows.append(Row(names, torch, frozenset(whole), frozenset(torch_free)))
+    return rows
+
+
+def row_of(module: Module) -> Row:
+    """Return the row with the longest path that holds a module."""
+    path = module.path.relative_to(REPOSITORY)
+    fitting = [
+        (len(prefix), index)
+        for index, row in enumerate(table())
+        for prefix in row.paths
+        if path.is_relative_to(prefix) or path == Path(prefix)
+    ]
+    assert fitting, f"{path} has no row in DESIGN.md"
+    return table()[max(fitting)[1]]
+
+
+def test_the_table_of_design_has_a_row_for_every_package_and_no_row_for_what_is_gone() -> None:
+    rows = {path for row in table() for path in row.paths}
+    assert set(PACKAGES) <= rows
+    gone = {path for path in rows if not (REPOSITORY / path).exists()}
+    assert gone == {path for path in gone if f"`{path}/`" in not_built()}
+
+
+def test_every_import_is_allowed_by_the_table_of_design() -> None:
+    torchful, wrong = needs_torch(), []
+    for module in modules().values():
+        row = row_of(module)
+        for name in sorted(imported(module, functions=True, typing=True)):
+            top = root(name)
+            if top not in PACKAGES or top == module.package or top in row.whole:
+                continue
+            if top not in row.torch_free:
+                wrong.append(f"{module.name} imports {name}, which its row does not name")
+            elif name in torchful:
+                wrong.append(f"{module.name} imports {name}, which needs torch")
+    assert wrong == []
+
+
+def test_only_rows_that_say_so_reach_torch() -> None:
+    wrong = [name for name in sorted(needs_torch()) if not row_of(modules()[name]).torch]
+    assert wrong == []
+
+
+def test_libraries_are_those_that_pyproject_gives_reasons_for_and_ddp_needs_none() -> None:
+    wrong = []
+    for module in modules().values():
+        allowed = {"torch"} if module.package in ("ddp", "zero", "pipe") else LIBRARIES | {"torch"}
+        outside = {root(name) for name in imported(module, functions=True, typing=True)} - set(PACKAGES)
+        if extra := outside - set(sys.stdlib_module_names) - allowed:
+            wrong.append(f"{module.name} imports {', '.join(sorted(extra))}")
+    assert wrong == []
+
+
+def test_nobody_imports_launch() -> None:
+    wrong = [
+        name
+        for name, module in modules().items()
+        if module.package != "launch"
+        if any(root(target) == "launch" for target in imported(module, functions=True, typing=True))
+    ]
+    assert wrong == []
+
+
+def test_imports_are_absolute() -> None:
+    wrong = [
+        f"{module.name}:{node.lineno}"
+        for module in modules().values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert wrong == []
+
+
+def test_no_import_cycle_at_top_level() -> None:
+    graph = {
+        name: imported(module, functions=False, typing=False) & (modules().keys() - {name})
+        for name, module in modules().items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_submitting_side_imports_without_torch_in_a_fresh_interpreter() -> None:
+    submitting = sorted(modules().keys() - needs_torch())
+    assert "launch.cli" in submitting
+    assert {name for name in modules() if name.startswith("launch.commands.")} <= set(submitting)
+    script = """
+import importlib, importlib.abc, sys
+asked = set()
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            asked.add(name)
+            raise ModuleNotFoundError(f"{name} asked for by the submitting side", name=name)
+
+sys.meta_path.insert(0, Refuse())
+sys.path.insert(0, sys.argv[1])
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+sys.exit(f"asked for {asked}" if asked else 0)
+"""
+    command = [sys.executable, "-I", "-c", script, str(REPOSITORY), *submitting]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_files_and_functions_stay_small() -> None:
+    wrong = []
+    for module in modules().values():
+        lines = len(module.path.read_text(encoding="utf-8").splitlines())
+        if lines > FILE_LINES:
+            wrong.append(f"{module.path.relative_to(REPOSITORY)}: {lines} lines")
+        for node in ast.walk(module.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    wrong.append(f"{module.name}.{node.name}: {length} lines")
+    assert wrong == []
+
+
+def test_no_module_at_the_root_shadows_the_standard_library() -> None:
+    """A profile.py there would stand before the standard library's and break cProfile, and with it torch._dynamo."""
+    roots = {path.stem for path in REPOSITORY.glob("*.py")} | set(PACKAGES)
+    assert roots & set(sys.stdlib_module_names) == set()
+
+
+def test_design_names_no_file_that_is_gone_and_calls_none_unbuilt_that_is_there() -> None:
+    built = design().replace(not_built(), "")
+    named = re.compile(r"`((?:[\w.-]+/)+[\w.-]*\w)`")
+    gone = {path for path in named.findall(built) if not (REPOSITORY / path).exists()}
+    assert gone == set()
+    there = {path for path in named.findall(not_built()) if (REPOSITORY / path).exists()}
+    assert there == set()
+
+
+def test_packages_are_declared_once_and_all() -> None:
+    text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    found = re.search(r"\[tool\.setuptools\.packages\.find\]\ninclude = \[(.*)\]", text)
+    typed = re.search(r"\[tool\.mypy\](?:\n.*)*?\npackages = \[(.*)\]", text)
+    assert found is not None
+    assert typed is not None
+    assert sorted(name for name in re.findall(r'"([^"]+)"', found[1]) if "." not in name) == PACKAGES
+    assert sorted(re.findall(r'"([^"]+)"', typed[1])) == PACKAGES
