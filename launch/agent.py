@@ -61,6 +61,7 @@ class Agent:
         self.keeper = keeper
         self.listening: socket.socket | None = None
         self.start: Message = {}
+        self.followers: dict[int, dict[str, LineFollower]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.writer: asyncio.StreamWriter | None = None
 
@@ -94,8 +95,11 @@ class Agent:
         if self.listening is not None:
             self._give_store(message["store"])
         await self._order({"do": "start", "ranks": message["ranks"]})
-        for rank in message["console"]:
-            self._spawn(self._forward(rank, attempt))
+        self.followers = {
+            rank: {"out": LineFollower(attempt.out(rank)), "err": LineFollower(attempt.err(rank))}
+            for rank in message["console"]
+        }
+        self._spawn(self._forward())
 
     async def _set_up(self, message: Message, attempt: AttemptDir) -> None:
         """Run the job's setup lines once on this node, in one shell that stops at the first failure."""
@@ -162,6 +166,7 @@ class Agent:
                 await self.channel.send({"did": "started", "ranks": message["started"], "time": message["time"]})
             elif "exited" in message:
                 rank = message.pop("exited")
+                await self._forward_rank(rank, ended=True)
                 lines = self._last_lines(rank)
                 await self.channel.send({"did": "exited", "rank": rank, "last_lines": lines, **message})
             else:
@@ -182,14 +187,19 @@ class Agent:
         attempt = AttemptDir(Path(self.start["attempt_dir"]))
         return last_lines(attempt.err(rank)) or last_lines(attempt.out(rank))
 
-    async def _forward(self, rank: int, attempt: AttemptDir) -> None:
-        """Send what a rank prints to the supervisor's console, line by line."""
-        followers = {"out": LineFollower(attempt.out(rank)), "err": LineFollower(attempt.err(rank))}
+    async def _forward(self) -> None:
+        """Send what the console's ranks print to the supervisor, line by line."""
         while True:
-            for stream, follower in followers.items():
-                if lines := [line.decode(errors="replace") for line in follower.poll()]:
-                    await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": lines})
+            for rank in self.followers:
+                await self._forward_rank(rank)
             await asyncio.sleep(FOLLOW_S)
+
+    async def _forward_rank(self, rank: int, *, ended: bool = False) -> None:
+        for stream, follower in self.followers.get(rank, {}).items():
+            lines = [*follower.poll(), *(follower.flush() if ended else ())]
+            if lines:
+                text = [line.decode(errors="replace") for line in lines]
+                await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": text})
 
     async def _beat(self) -> None:
         while True:

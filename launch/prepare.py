@@ -5,6 +5,7 @@ Nothing is started and nothing is written, so that `muster plan` and `muster run
 
 import argparse
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from jobs.site import load_site
 from launch.kinds import BY_KEY, KINDS
 from launch.plan import Context, Machine
 
-LOCAL_HOST = "localhost"
 LOCAL_ADDRESS = "127.0.0.1"
 
 
@@ -40,7 +40,8 @@ def prepare(args: argparse.Namespace) -> Prepared:
     loaded = load_job(Path(args.job), KINDS, args.overrides)
     job = loaded.job if args.name is None else loaded.job.model_copy(update={"name": args.name})
     site = load_site(args.site)
-    host = Host(LOCAL_HOST, LOCAL_ADDRESS, slots=len(this_machine().gpus) or len(this_machine().cores))
+    machine = this_machine()
+    host = Host(machine.host, LOCAL_ADDRESS, slots=len(machine.gpus) or len(machine.cores))
     placement = place(job, [host] * job.nodes)
     BY_KEY[job.kind].check(job.settings, placement.world_size)
     run = RunDir(run_path(runs_root(args.runs or site.runs), job.name))
@@ -60,4 +61,4 @@ def this_machine() -> Machine:
     """Describe this machine as its agent would."""
     from launch.agent import visible_gpus
 
-    return Machine(LOCAL_HOST, tuple(sorted(os.sched_getaffinity(0))), tuple(visible_gpus()))
+    return Machine(socket.gethostname(), tuple(sorted(os.sched_getaffinity(0))), tuple(visible_gpus()))

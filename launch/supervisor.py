@@ -286,7 +286,8 @@ class Supervisor:
         if self.stop_deadline is None:
             self.stop = stop
             self._event("stopping", attempt=self.context.attempt, reason=reason)
-            self.console.say(f"stopping: {reason}")
+            if stop is not None or len(self.running) > 0:
+                self.console.say(f"stopping the ranks: {reason}")
         elif grace_s > 0:
             return
         self.stop_deadline = time.monotonic() + grace_s + SWEEP_S

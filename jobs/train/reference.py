@@ -4,10 +4,11 @@ Each step: for every virtual rank in order, forward and backward its micro-batch
 shards' gradients first to last; divide once by their number; clip; step. Batch norm keeps the running statistics of
 virtual rank 0.
 
-`reordered` runs the same arithmetic in another order: each gradient is divided first, then added last to first. The
-distance between the two is what another order of summation does to this very job: the yardstick of the tight class.
+It trains on its own, or follows a mode: it computes its gradients at every step, then steps with the mode's (see
+`compare.py`).
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from jobs.spec import TrainSettings
+from jobs.train.compare import gradient_bound
 from jobs.train.data import Data
 from jobs.train.keyed import key
 from jobs.train.loading import ShardInput, Steps, move
@@ -29,7 +31,7 @@ class Outcome:
     """What a way to train leaves behind; the reference and every mode fill in the same."""
 
     losses: list[float]  # of each step, over the global batch
-    gradients: dict[str, Tensor]  # of the first step: mean over the shards, clipped
+    gradients: list[dict[str, Tensor]]  # of each step: mean over the shards, clipped
     state: dict[str, Tensor]  # parameters and buffers after the last step
     output: Tensor  # on one test batch, in evaluation mode
 
@@ -54,46 +56,59 @@ class Setting:
 class Reference:
     """One process in place of all ranks."""
 
-    def __init__(self, setting: Setting, *, reordered: bool = False) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.reordered = reordered
         settings = setting.settings
         model = build_model(settings.model, vocabulary=setting.data.vocabulary, seed=settings.seed)
         self.model: nn.Module = model.to(setting.device, setting.dtype)
         self.names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.magnitude: dict[str, float] = {}  # largest mean over shards of |gradient|, in the first step
+        self.bounds: list[dict[str, float]] = []  # of each step: how far another order of summation may be off
         self.optimizer = build_optimizer(self.model.parameters(), settings.optimizer)
 
-    def run(self, test_inputs: Tensor) -> Outcome:
-        """Train all steps; return what is left."""
+    def run(self, test_inputs: Tensor, follow: Sequence[Mapping[str, Tensor]] | None = None) -> Outcome:
+        """Train all steps, with the gradients of `follow` if given; return what is left."""
         reader = Steps(self.setting.data, self.setting.plan, range(self.setting.plan.virtual_ranks))
-        losses, first_gradients = [], {}
+        losses, gradients = [], []
         for step in range(self.setting.steps):
             work = move(reader[step], self.setting.device, self.setting.dtype)
             set_learning_rate(self.optimizer, self.setting.lr(step))
-            losses.append(self._step(step, work.shards) / work.batch.samples)
-            if step == 0:
-                first_gradients = gradients_of(self.model)
+            losses.append(self._gradients(step, work.shards) / work.batch.samples)
+            gradients.append(gradients_of(self.model))
+            if follow is not None:
+                for name, parameter in self.names.items():
+                    parameter.grad = follow[step][name].clone()
+            self.optimizer.step()
         self.model.eval()
         with torch.no_grad():
             output = self.model(test_inputs)
-        return Outcome(losses, first_gradients, state_of(self.model), output)
+        return Outcome(losses, gradients, state_of(self.model), output)
 
-    def _step(self, step: int, shards: tuple[ShardInput, ...]) -> float:
-        """Train one step; return the sum of the losses of its samples."""
-        loss_sums, gradients = [], []
+    def _gradients(self, step: int, shards: tuple[ShardInput, ...]) -> float:
+        """Leave the gradients of a step in the parameters; return the sum of the losses of its samples."""
+        loss_sums, of_shards = [], []
         for shard in shards:
             loss_sums.append(self._shard(step, shard))
-            gradients.append([_gradient(parameter) for parameter in self.names.values()])
-        for index, (name, parameter) in enumerate(self.names.items()):
-            of_shards = [each[index] for each in gradients]
-            if step == 0:
-                self.magnitude[name] = float(sum(each.abs() for each in of_shards).max()) / len(shards)  # type: ignore[union-attr]
-            parameter.grad = self._mean(of_shards)
-        if self.setting.settings.clip_norm is not None:
-            clip(list(self.names.values()), self.setting.settings.clip_norm)
-        self.optimizer.step()
+            of_shards.append([_gradient(parameter) for parameter in self.names.values()])
+        means = [mean_of([each[index] for each in of_shards]) for index in range(len(self.names))]
+        for parameter, (mean, _) in zip(self.names.values(), means, strict=True):
+            parameter.grad = mean
+        relative = self._clip([magnitude for _, magnitude in means])
+        count, dtype = len(shards), self.setting.dtype
+        self.bounds.append(
+            {
+                name: gradient_bound(float(magnitude.max()) + relative * float(mean.abs().max()), count, dtype)
+                for name, (mean, magnitude) in zip(self.names, means, strict=True)
+            }
+        )
         return add_in_order(loss_sums)
+
+    def _clip(self, magnitudes: list[Tensor]) -> float:
+        """Clip if the job does; return by how much rounding in the norm weighs: |m|_2 / |g|_2, 0 without clipping."""
+        norm = self.setting.settings.clip_norm
+        if norm is None:
+            return 0.0
+        before = float(clip(list(self.names.values()), norm))
+        return float(torch.stack([each.norm() for each in magnitudes]).norm()) / max(before, 1e-30)
 
     def _shard(self, step: int, shard: ShardInput) -> float:
         """Leave one virtual rank's gradients in the parameters; return the sum of the losses of its samples."""
@@ -111,15 +126,15 @@ class Reference:
             loss_sum += float(loss.detach()) * micro.samples
         return loss_sum
 
-    def _mean(self, gradients: list[Tensor]) -> Tensor:
-        if len(gradients) == 1:
-            return gradients[0]
-        if self.reordered:
-            gradients = [gradient / len(gradients) for gradient in reversed(gradients)]
-        total = gradients[0]
-        for gradient in gradients[1:]:
-            total = total + gradient
-        return total if self.reordered else total / len(gradients)
+
+def mean_of(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Add gradients first to last and divide once; also return the mean of their magnitudes."""
+    total, magnitude = gradients[0], gradients[0].abs()
+    for gradient in gradients[1:]:
+        total, magnitude = total + gradient, magnitude + gradient.abs()
+    if len(gradients) == 1:
+        return total, magnitude
+    return total / len(gradients), magnitude / len(gradients)
 
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:

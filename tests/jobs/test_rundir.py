@@ -58,7 +58,7 @@ def test_the_folder_of_runs_is_the_given_one_then_the_variables_then_runs(
 
 def test_a_file_in_the_place_of_the_folder_is_told_with_a_way_out(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("", encoding="utf-8")
-    with pytest.raises(RunFolderError, match="cannot write here: .*; choose another folder with --runs DIR"):
+    with pytest.raises(RunFolderError, match=r"cannot write here: .*; choose another folder with --runs DIR"):
         rundir.new_run(tmp_path / "runs", "job")
 
 

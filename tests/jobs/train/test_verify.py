@@ -77,7 +77,7 @@ def test_torch_ddp_on_two_ranks_matches_one_process(on_ranks):
 @pytest.mark.parametrize("mode", ["allreduce", "ddp"])
 def test_in_double_precision_another_order_is_off_by_less_than_1e_12(on_ranks, mode):
     record = check(on_ranks, 3, mode=mode, **{**VGG, "precision": "fp64"})
-    far = [row["name"] for row in record["rows"] if row["difference"] > 1e-12]
+    far = [row["name"] for row in record["rows"] if max(row["difference"], row["drift"] or 0.0) > 1e-12]
     assert far == []
 
 
@@ -172,4 +172,4 @@ def test_the_view_names_each_tensor_and_closes_with_the_verdict(on_ranks):
     assert "bitwise equal" in texts[0]
     assert "PASS  class bitwise" in texts[0]
     assert "FAIL  class bitwise" in texts[1]
-    assert "must be bitwise equal" in texts[1]
+    assert "not bitwise equal" in texts[1]
