@@ -361,7 +361,7 @@ explain() {
   rm -f "$probe"
   # Only what the step at hand wrote: from its own "+" line on.
   last=$(tac "$log" 2>/dev/null | sed '/^+ /q' || true)
-  if grep -qE 'No space left on device|Disk quota exceeded' <<<"$last"; then
+  if grep -qE 'No space left on device|Disk quota exceeded|File too large' <<<"$last"; then
     fail $STORAGE "$what: a disk is full (see .venv/setup.log); free some space or set TMPDIR, then call again"
   fi
   if grep -qiE 'name resolution|Name or service not known|(establish a|NewConnection|Max retries|refused|unreachable|timed out|timeout|ProxyError|SSLError|Temporary failure|Could not resolve)' <<<"$last"; then

@@ -25,6 +25,7 @@ from jobs import linux
 from jobs.errors import MusterError, RefusedError
 from jobs.exits import UNREACHABLE
 from jobs.rundir import AttemptDir, write_json
+from launch import census
 from launch.channel import Channel, ChannelClosed, Message, dial, over_pipes
 from launch.follow import LineFollower, offset_of_last
 from launch.processes import start_ticks
@@ -61,6 +62,7 @@ class Agent:
         self.keeper = keeper
         self.listening: socket.socket | None = None
         self.start: Message = {}
+        self.unseen: dict[int, int] = {}  # {rank: pid} of programs that have not been seen at the store
         self.followers: dict[int, dict[str, LineFollower]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self.writer: asyncio.StreamWriter | None = None
@@ -166,6 +168,7 @@ class Agent:
                 await self.channel.send({"did": "started", "ranks": message["started"], "time": message["time"]})
             elif "exited" in message:
                 rank = message.pop("exited")
+                self.unseen.pop(rank, None)
                 await self._forward_rank(rank, ended=True)
                 lines = self._last_lines(rank)
                 await self.channel.send({"did": "exited", "rank": rank, "last_lines": lines, **message})
@@ -176,6 +179,8 @@ class Agent:
 
     def _note_started(self, message: Message) -> None:
         pids = dict(message["started"])
+        if "argv" in self.start["ranks"][0]:  # a program of the user's: it tells us nothing, so we look
+            self.unseen = dict(pids)
         ranks = [
             {"rank": start["rank"], "pid": pids[start["rank"]], "cores": start["cores"], "gpus": start["gpus"]}
             for start in self.start["ranks"]
@@ -205,6 +210,10 @@ class Agent:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             await self.channel.send({"did": "heartbeat", "time": time.time()})
+            if self.unseen:
+                for rank in census.connected(self.unseen, self.start["master_port"]):
+                    del self.unseen[rank]
+                    await self.channel.send({"did": "report", "rank": rank, "report": {"report": "arrived"}})
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self.tasks.add(asyncio.create_task(self._guard(work)))

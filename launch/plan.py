@@ -128,7 +128,7 @@ def plan_nodes(
     return plans
 
 
-def start_message(context: Context, plan: NodePlan, *, store: bool) -> dict[str, Any]:
+def start_message(context: Context, plan: NodePlan, *, store: bool, master_port: int) -> dict[str, Any]:
     """Spell one node's plan out as the agent's start message: data, never shell text."""
     attempt = context.run.attempt(context.attempt)
     what: dict[str, Any] = (
@@ -142,6 +142,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool) -> dict[str,
         "workdir": context.workdir,
         "setup": [*context.site.setup, *context.job.setup],
         "store": store,
+        "master_port": master_port,
         "warm": {"preload": preload(context), "env": {each.name: each.value for each in plan.warm_environment}},
         "console": [rank.rank for rank in plan.ranks if rank.rank == 0],
         "ranks": [

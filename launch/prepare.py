@@ -41,7 +41,9 @@ def prepare(args: argparse.Namespace) -> Prepared:
     job = loaded.job if args.name is None else loaded.job.model_copy(update={"name": args.name})
     site = load_site(args.site)
     machine = this_machine()
-    host = Host(machine.host, LOCAL_ADDRESS, slots=len(machine.gpus) or len(machine.cores))
+    # On one's own machine more ranks than cores are welcome: slots count only for a job that asks for them.
+    slots = len(machine.gpus) or len(machine.cores)
+    host = Host(machine.host, LOCAL_ADDRESS, slots=slots if job.ranks_per_node == "slots" else None)
     placement = place(job, [host] * job.nodes)
     BY_KEY[job.kind].check(job.settings, placement.world_size)
     run = RunDir(run_path(runs_root(args.runs or site.runs), job.name))

@@ -23,7 +23,7 @@ from launch import processes
 from launch.advice import next_step
 from launch.channel import Channel, ChannelClosed, Message
 from launch.console import Console
-from launch.plan import Context, Machine, NodePlan, plan_nodes, start_message
+from launch.plan import Context, Machine, plan_nodes, start_message
 from launch.verdict import Ending, Stop, Verdict, cause_of, judge
 
 SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
@@ -164,12 +164,9 @@ class Supervisor:
         self.deadline = time.monotonic() + self.context.job.start_timeout_s
         self.started_at = time.monotonic()
         for node, plan in enumerate(plans):
-            await self._start_node(node, plan, machines[0].torch)
-
-    async def _start_node(self, node: int, plan: NodePlan, store: bool) -> None:
-        message = start_message(self.context, plan, store=store)
-        write_json(self.run_dir.attempt(self.context.attempt).command(node), message)
-        await self._send(node, message)
+            start = start_message(self.context, plan, store=machines[0].torch, master_port=port)
+            write_json(attempt.command(node), start)
+            await self._send(node, start)
 
     async def _on_started(self, node_rank: int, message: Message) -> None:
         self.nodes[node_rank].started = True
@@ -266,12 +263,12 @@ class Supervisor:
         limit_s = f"{self.context.job.start_timeout_s:g} s (start_timeout_s)"
         if silent := [str(rank) for rank, node in enumerate(self.nodes) if not node.hello]:
             return f"node {', '.join(silent)}: the agent did not answer within {limit_s}"
-        if self.context.job.kind == "command":
-            return ""
-        if missing := sorted(self.running - self.arrived):
+        # A program of the user's need not meet anybody; but once one rank waits at the store, all others should come.
+        meets = self.context.entry is not None or bool(self.running & self.arrived)
+        if meets and (missing := sorted(self.running - self.arrived)):
             names = self._name(missing)
             return f"{names} did not reach the rendezvous within {limit_s}; see muster logs --rank {missing[0]}"
-        if now > self.deadline + MEET_S and (apart := sorted(self.running - self.joined)):
+        if self.context.entry is not None and now > self.deadline + MEET_S and (apart := sorted(self.running - self.joined)):
             return f"{self._name(apart)} did not meet the others within {limit_s}"
         return ""
 

@@ -1,0 +1,137 @@
+"""`python -m jobs.train` without an agent: by flags, under torchrun, and when a rank is missing or different."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[3]
+JOB = Path(__file__).parent / "direct.yaml"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def environment() -> dict[str, str]:
+    """Leave out what another launcher may have set around these tests."""
+    mine = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "SLURM_", "OMPI_", "PMI_", "MUSTER_", "TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def by_hand(folder: Path, ranks: range, world_size: int, *more: str, job: Path = JOB, port: int = 0) -> list:
+    port = port or free_port()
+    started = []
+    for rank in ranks:
+        where = ["--master-ip", "127.0.0.1", "--master-port", str(port), "--num-nodes", str(world_size)]
+        command = [sys.executable, "-m", "jobs.train", str(job), *where, "--rank", str(rank), "--runs", str(folder)]
+        started.append(
+            subprocess.Popen(
+                [*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+            )
+        )
+    return finish(started)
+
+
+def finish(started: list) -> list:
+    try:
+        return [(*process.communicate(timeout=50), process.returncode) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+def only_run(folder: Path) -> Path:
+    (run,) = folder.iterdir()
+    return run
+
+
+def losses(run: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(tmp_path):
+    (out, err, code), (silent, _, other_code) = by_hand(tmp_path / "hand", range(2), 2)
+    assert (code, other_code, silent) == (0, 0, ""), err
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("step")] == ["1/4", "3/4", "4/4"]
+    run = only_run(tmp_path / "hand")
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert [event["event"] for event in events] == ["submitted", "attempt", "ended"]
+    assert (events[0]["transport"], events[0]["world_size"], events[2]["code"]) == ("direct", 2, 0)
+    assert {path.name for path in run.iterdir()} >= {"job.yaml", "attempts.jsonl", "metrics.jsonl", "attempt-000"}
+    for rank in range(2):
+        assert len((run / "attempt-000" / f"metrics-{rank:05d}.jsonl").read_text().splitlines()) == 4
+
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command = [*torchrun, *port, "-m", "jobs.train", str(JOB), "--runs", str(tmp_path / "torchrun")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert losses(only_run(tmp_path / "torchrun")) == losses(run)
+
+
+def test_one_rank_needs_no_flags_and_no_port(tmp_path):
+    command = [sys.executable, "-m", "jobs.train", str(JOB), "--runs", str(tmp_path), "--set", "train.mode=single"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(only_run(tmp_path))) == 4
+
+
+def test_a_rank_that_never_arrives_is_named_within_the_start_time_out(tmp_path):
+    ((_, err, code),) = by_hand(tmp_path, range(1), 2, "--set", "start_timeout_s=2.0")
+    assert code == 124
+    assert "muster: rank 1 of 2 did not arrive at 127.0.0.1:" in err
+    assert "Traceback" not in err
+
+
+def test_without_a_master_the_others_say_where_they_looked(tmp_path):
+    ((_, err, code),) = by_hand(tmp_path, range(1, 2), 2, "--set", "start_timeout_s=2.0")
+    assert code == 124
+    assert "rank 1 found no master within 2 s" in err
+
+
+def test_a_taken_port_is_refused_with_what_to_do(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        ((_, err, code),) = by_hand(tmp_path, range(1), 2, port=taken.getsockname()[1])
+    assert code == 78
+    assert "choose another --master-port" in err
+    assert "Traceback" not in err
+
+
+def test_a_rank_with_another_job_file_is_refused_on_all_ranks_by_name(tmp_path):
+    other = tmp_path / "other.yaml"
+    other.write_text(JOB.read_text().replace("1e-3", "1e-2"))
+    port = free_port()
+    where = ["--master-ip", "127.0.0.1", "--master-port", str(port), "--num-nodes", "2", "--runs", str(tmp_path / "r")]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "jobs.train", str(job), *where, "--rank", str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+        for rank, job in enumerate((JOB, other))
+    ]
+    for _, err, code in finish(started):
+        assert code == 78
+        assert "muster: the job file of rank 1 differs from rank 0's; give every rank the same one" in err
+
+
+def test_a_folder_that_cannot_be_made_ends_every_rank_with_the_reason(tmp_path):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    for _, err, code in by_hand(blocker / "runs", range(2), 2):
+        assert code == 73
+        assert "choose another folder with --runs DIR" in err

@@ -1,0 +1,141 @@
+"""Whole trainings on real ranks: the same bits on any number of them, and what they write down."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs.reports import Reporter
+from jobs.shapes import POOL, VGG_SHAPES, VggShape
+from jobs.spec import TrainSettings
+from jobs.train.data import open_data
+from jobs.train.evaluate import BLOCK_SAMPLES, evaluate
+from jobs.train.loop import build_trainer, train
+from jobs.train.metrics import Files
+from jobs.train.verify import digest, state_of
+from jobs.train.world import World
+
+pytestmark = pytest.mark.ranks
+
+TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
+VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 478, "epochs": 2, "optimizer": SGD, "log_every": 3}
+ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
+GPT_MODEL = {"name": "gpt-nano", "dropout": 0.1}
+GPT = {"model": GPT_MODEL, "data": "synthetic", "batch_size": 10, "steps": 5, "optimizer": ADAMW, "evaluate": False}
+
+STEP_KEYS = {
+    *("step", "epoch", "attempt", "rank", "loss", "lr", "time", "step_s", "rate", "unit"),
+    *("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s"),
+}
+
+
+def run(world: World, folder: str, settings: dict) -> str:
+    """Train; return the sha256 of all parameters and buffers."""
+    VGG_SHAPES["vgg-tiny"] = TINY_VGG
+    job = TrainSettings.model_validate(settings)
+    trainer = build_trainer(job, open_data(job), world)
+    own = Path(folder) / f"metrics-{world.rank:05d}.jsonl"
+    files = Files(own, Path(folder) / "metrics.jsonl" if world.rank == 0 else None)
+    train(trainer, files, Reporter({}), attempt=0)
+    return hashlib.sha256(b"".join(digest(each) for each in state_of(trainer.engine.module).values())).hexdigest()
+
+
+def rows(path: Path, evaluation: bool = False) -> list[dict]:
+    read = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in read if row.get("evaluation", False) == evaluation]
+
+
+@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce"])
+@pytest.mark.parametrize("settings", [VGG, GPT], ids=["vgg", "gpt"])
+def test_exact_training_has_the_same_bits_and_losses_on_one_two_and_four_ranks(on_ranks, tmp_path, settings, mode):
+    # VGG: batch norm, momentum, 3 x 478 + 3 samples an epoch, so that a virtual rank is left empty. GPT: dropout, tied
+    exact = {**settings, "mode": mode, "exact": True, "virtual_ranks": 4}
+    hashes, losses, evaluations = set(), set(), set()
+    for world_size in (1, 2, 4):
+        folder = tmp_path / str(world_size)
+        folder.mkdir()
+        hashes |= set(on_ranks(world_size, run, folder=str(folder), settings=exact))
+        losses.add(tuple(row["loss"] for row in rows(folder / "metrics.jsonl")))
+        evaluations.add(tuple(row["loss"] for row in rows(folder / "metrics.jsonl", evaluation=True)))
+    assert (len(hashes), len(losses), len(evaluations)) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce", "ddp"])
+def test_every_step_has_a_whole_row_on_every_rank_and_in_the_run(on_ranks, tmp_path, mode):
+    on_ranks(2, run, folder=str(tmp_path), settings={**VGG, "mode": mode})
+    of_run = rows(tmp_path / "metrics.jsonl")
+    own = [rows(tmp_path / f"metrics-{rank:05d}.jsonl") for rank in range(2)]
+    for rank, each in enumerate(own):
+        assert [row["step"] for row in each] == [1, 2, 3, 4, 5, 6, 7, 8]
+        assert all(set(row) == {*STEP_KEYS, "samples"} and row["rank"] == rank for row in each)
+    assert [row["step"] for row in of_run] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["epoch"] for row in of_run] == [1, 1, 1, 1, 2, 2, 2, 2]
+    assert all(set(row) == STEP_KEYS for row in of_run)
+    for row, *ranks in zip(of_run, *own, strict=True):
+        counted = [each["samples"] for each in ranks]
+        assert sum(counted) == (3 if row["step"] % 4 == 0 else 478)
+        mean = sum(each["loss"] * n for each, n in zip(ranks, counted, strict=True)) / sum(counted)
+        assert row["loss"] == pytest.approx(mean, rel=1e-12)
+        for each in ranks:
+            phases = sum(each[key] for key in STEP_KEYS if key.endswith("_s") and key != "step_s")
+            assert phases == pytest.approx(each["step_s"], rel=1e-6)
+            assert each["communication_s"] > 0.0
+    evaluations = rows(tmp_path / "metrics.jsonl", evaluation=True)
+    assert [(row["step"], row["epoch"]) for row in evaluations] == [(4, 1), (8, 2)]
+    assert all(0.0 <= row["accuracy"] <= 1.0 for row in evaluations)
+
+
+def test_loader_processes_read_what_the_rank_itself_would_read(on_ranks, tmp_path):
+    ahead = {**GPT, "mode": "single", "loader_workers": 2}
+    here = {**GPT, "mode": "single"}
+    hashes = [on_ranks(1, run, group=False, folder=str(tmp_path), settings=each) for each in (ahead, here)]
+    assert hashes[0] == hashes[1]
+
+
+def test_a_training_that_learns_reaches_what_it_should(on_ranks, tmp_path):
+    settings = {**VGG, "mode": "ddp", "batch_size": 60, "epochs": 3}
+    on_ranks(2, run, folder=str(tmp_path), settings=settings)
+    evaluations = rows(tmp_path / "metrics.jsonl", evaluation=True)
+    assert evaluations[-1]["accuracy"] > 0.8  # ten classes; 0.1 is chance
+
+
+def measured(world: World) -> list:
+    """Evaluate a fixed model; also count by hand on all samples at once."""
+    import torch
+    from torch.nn import functional
+
+    VGG_SHAPES["vgg-tiny"] = TINY_VGG
+    settings = TrainSettings.model_validate({**VGG, "mode": "ddp" if world.size > 1 else "single"})
+    trainer = build_trainer(settings, open_data(settings), world)
+    result = evaluate(trainer.engine, trainer.data, world, trainer.dtype)
+    assert result is not None
+    inputs, targets = trainer.data.eval_batch(torch.arange(trainer.data.eval_samples))
+    outputs = trainer.engine.predict(inputs)
+    accuracy = float((outputs.argmax(-1) == targets).double().mean())
+    return [result.loss, result.value, float(functional.cross_entropy(outputs, targets)), accuracy]
+
+
+def test_an_evaluation_has_the_same_bits_on_any_world_and_is_the_mean_over_all_samples(on_ranks):
+    assert 360 % BLOCK_SAMPLES  # the last block is short
+    results = [tuple(on_ranks(size, measured, group=size > 1)[0][:2]) for size in (1, 2, 3)]
+    assert len(set(results)) == 1
+    loss, accuracy, by_hand, accuracy_by_hand = on_ranks(1, measured, group=False)[0]
+    assert loss == pytest.approx(by_hand, rel=1e-5)
+    assert accuracy == pytest.approx(accuracy_by_hand, abs=1e-12)
+
+
+def full_disk(world: World) -> str:
+    from jobs.errors import StorageError
+    from jobs.train.metrics import append_rows
+
+    try:
+        append_rows(Path("/dev/full"), [{"step": 1}])
+    except StorageError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_full_disk_is_a_storage_error_that_names_the_file(on_ranks):
+    assert on_ranks(1, full_disk, group=False)[0].startswith("/dev/full: No space left on device; free some space")

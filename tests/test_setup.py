@@ -1,0 +1,246 @@
+"""setup.sh in a copy of the repository: real virtual environments, the real package index, and every way to fail."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs import exits
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(init.parent.name for init in REPOSITORY.glob("*/__init__.py"))
+OLD = ("", ".10", ".11", ".12", ".13", ".14")  # the names that setup.sh looks for, behind python3
+Ended = subprocess.CompletedProcess[str]
+
+# Whoever runs the tests as root may write everywhere: without these two rights root is bound by permissions, too.
+BOUND = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+
+
+def copy_to(folder: Path) -> Path:
+    """Copy what setup.sh reads into a folder."""
+    folder.mkdir(parents=True)
+    for name in ("setup.sh", "pyproject.toml"):
+        shutil.copy2(REPOSITORY / name, folder / name)
+    for name in ("requirements", *PACKAGES):
+        shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def setup(folder: Path, *options: str, before: list[str] | None = None, environ: dict[str, str] | None = None) -> Ended:
+    """Run setup.sh, from another folder than its own."""
+    return subprocess.run(
+        [*(before or []), str(folder / "setup.sh"), *options],
+        cwd="/",
+        env={**os.environ, **(environ or {})},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=58,
+        check=False,
+    )
+
+
+def script(path: Path, text: str) -> Path:
+    """Write an executable."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def error_of(ended: Ended, code: int) -> str:
+    """Return the one line that a failed setup.sh says."""
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith("setup.sh: ")
+    return line
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, in a folder with a space in its name, that `setup.sh --launcher-only` has been run in."""
+    folder = copy_to(tmp_path_factory.mktemp("setup") / "a copy")
+    ended = setup(folder, "--launcher-only")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return folder
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A fresh copy."""
+    return copy_to(tmp_path / "copy")
+
+
+def test_a_second_call_does_nothing_within_5_s(installed: Path) -> None:
+    def trees() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (installed / ".venv").rglob("*") if path.suffix != ".pyc"}
+
+    before, started = trees(), time.monotonic()
+    ended = setup(installed, "--launcher-only")
+    assert time.monotonic() - started < 5
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "nothing to do" in ended.stdout
+    assert trees() == before
+
+
+def test_launcher_only_gives_a_muster_that_plans_without_torch(installed: Path, tmp_path: Path) -> None:
+    muster = installed / ".venv/bin/muster"
+    job = REPOSITORY / "jobs/examples/hello.yaml"
+    shown = subprocess.run([muster, "plan", job], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=50)
+    assert "4 ranks" in shown.stdout
+    torch = subprocess.run([installed / ".venv/bin/python", "-c", "import torch"], capture_output=True, check=False)
+    assert b"No module named 'torch'" in torch.stderr
+
+
+def test_a_users_own_jobs_folder_does_not_stand_before_ours(installed: Path, tmp_path: Path) -> None:
+    for name in PACKAGES:
+        script(tmp_path / name / "__init__.py", "raise SystemExit('the wrong one')")
+    version = subprocess.run(
+        [installed / ".venv/bin/muster", "--version"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert version.stdout.startswith("muster ")
+    where = subprocess.run(
+        [installed / ".venv/bin/python", "-I", "-c", "import jobs.exits; print(jobs.exits.__file__)"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert where.stdout.strip() == str(installed / "jobs/exits.py")
+
+
+def test_what_one_call_added_the_next_keeps(installed: Path) -> None:
+    pip = installed / ".venv/setup.log"
+    added = setup(installed, "--dev", "--launcher-only")
+    assert added.returncode == 0, added.stdout + added.stderr
+    assert "installing the launcher" not in added.stdout
+    log = pip.read_text()
+    kept = setup(installed, "--launcher-only")
+    assert (kept.returncode, pip.read_text()) == (0, log)
+    assert "test tools" in kept.stdout
+    assert (installed / ".venv/bin/pytest").exists()
+
+
+def test_a_half_made_venv_is_begun_anew_and_a_moved_one_too(copy: Path) -> None:
+    (copy / ".venv/bin").mkdir(parents=True)
+    (copy / ".venv/setup.state").touch()
+    script(copy / ".venv/bin/python", "#!/bin/sh\necho 'Python 3.11.0'\n")
+    first = setup(copy, "--launcher-only")
+    assert first.returncode == 0, first.stdout + first.stderr
+    moved = copy.rename(copy.with_name("moved"))
+    second = setup(moved, "--launcher-only")
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "making .venv" in second.stdout
+    subprocess.run([moved / ".venv/bin/muster", "--version"], check=True, capture_output=True)
+
+
+def test_someone_elses_venv_is_left_alone(copy: Path) -> None:
+    (copy / ".venv").mkdir()
+    (copy / ".venv/theirs").touch()
+    assert "was not made by setup.sh" in error_of(setup(copy), exits.REFUSED)
+    assert [path.name for path in (copy / ".venv").iterdir()] == ["theirs"]
+
+
+def test_torch_of_a_module_is_used_when_new_enough(copy: Path, tmp_path: Path) -> None:
+    module = tmp_path / "module"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", module], check=True)
+    (packages,) = module.glob("lib/python3*/site-packages")
+    script(packages / "torch/__init__.py", "__version__ = '2.11.0+cu130'")
+    script(packages / "numpy/__init__.py", "")
+    ended = setup(copy, "--system-site-packages", "--python", str(module / "bin/python"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert f"using torch 2.11.0+cu130 of {module}/bin/python" in ended.stdout
+    shown = subprocess.run(
+        [copy / ".venv/bin/python", "-I", "-c", "import torch; print(torch.__file__)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert shown.stdout.strip() == str(packages / "torch/__init__.py")
+    assert "nothing to do" in setup(copy).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(["--fast"], "unknown option --fast"), (["--python"], "--python needs"), (["--python", "/nowhere"], "no Python")],
+)
+def test_a_wrong_command_line_is_one_line_and_changes_nothing(copy: Path, options: list[str], said: str) -> None:
+    assert said in error_of(setup(copy, *options), exits.USAGE)
+    assert not (copy / ".venv").exists()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_old_python_is_refused_by_its_version(copy: Path, tmp_path: Path, named: bool) -> None:
+    old = [script(tmp_path / f"bin/python3{minor}", "#!/bin/sh\necho Python 3.8.10\n") for minor in OLD]
+    options = ["--python", str(old[0])] if named else []
+    ended = setup(copy, *options, environ={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    line = error_of(ended, exits.REFUSED)
+    assert "python3 is Python 3.8.10, Muster needs 3.10 or newer" in line
+    assert not (copy / ".venv").exists()
+
+
+def test_a_read_only_folder_is_said_to_be_one(copy: Path) -> None:
+    copy.chmod(0o555)
+    try:
+        assert "is read-only for user" in error_of(setup(copy, before=BOUND), exits.RUN_FOLDER)
+    finally:
+        copy.chmod(0o755)
+
+
+def test_a_disk_that_takes_no_more_is_said_to_be_full(copy: Path) -> None:
+    # No file over 100 KiB: a write that the disk does not take. Without the trap a signal would end the writer first.
+    limited = ["bash", "-c", 'trap \'\' XFSZ; ulimit -f 100; exec "$0" "$@"']
+    assert "full" in error_of(setup(copy, "--launcher-only", before=limited), exits.STORAGE)
+
+
+def test_without_a_network_it_says_so_and_a_later_call_goes_on(copy: Path) -> None:
+    dead = {
+        "PIP_CONFIG_FILE": os.devnull,
+        "PIP_FIND_LINKS": "",
+        "PIP_EXTRA_INDEX_URL": "",
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",  # the discard port: refused at once
+        "no_proxy": "*",
+    }
+    line = error_of(setup(copy, "--launcher-only", environ=dead), exits.UNREACHABLE)
+    assert "no network, or the package index does not answer" in line
+    later = setup(copy, "--launcher-only")
+    assert later.returncode == 0, later.stdout + later.stderr
+    assert "making .venv" not in later.stdout
+
+
+def test_help_names_every_option_that_is_parsed() -> None:
+    text = (REPOSITORY / "setup.sh").read_text()
+    parsed = {"--dev", "--cpu", "--launcher-only", "--python", "--system-site-packages", "--help"}
+    shown = setup(REPOSITORY, "--help")
+    assert shown.returncode == 0
+    assert {word for word in shown.stdout.split() if word.startswith("--")} == parsed
+    assert all(f"{option})" in text or f"{option} |" in text for option in parsed)
+
+
+def test_every_requirement_is_one_exact_version() -> None:
+    lines = [
+        line
+        for path in sorted((REPOSITORY / "requirements").glob("*.txt"))
+        for line in path.read_text().splitlines()
+        if line and not line.startswith("#")
+    ]
+    assert lines
+    assert [line for line in lines if "==" not in line.partition(";")[0] or "*" in line] == []
+
+
+def test_two_calls_at_once_take_turns(copy: Path) -> None:
+    command = [copy / "setup.sh", "--launcher-only"]
+    calls = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
+    ended = [(each.communicate(timeout=55)[0], each.returncode) for each in calls]
+    assert [code for _, code in ended] == [0, 0], ended
+    assert sum("making .venv" in said for said, _ in ended) == 1
