@@ -213,7 +213,7 @@ make_venv() {
   if ! { mkdir -p "$venv" && : >"$state_file"; } 2>/dev/null; then explain "cannot write $venv"; fi
   find "$venv/" -mindepth 1 ! -path "$state_file" -delete 2>/dev/null || explain "cannot empty $venv"
   : >"$log"
-  "$python" -I -c 'import ensurepip, venv' 2>>"$log" || install_venv_module
+  "$python" -I -c 'import venv; from ensurepip import bootstrap' 2>>"$log" || install_venv_module
   local flags=()
   if [[ $want_system_site == yes ]]; then flags+=(--system-site-packages); fi
   "$python" -I -m venv "${flags[@]}" "$venv" >>"$log" 2>&1 || explain "cannot make $venv"
@@ -241,7 +241,7 @@ install_venv_module() {
   # shellcheck disable=SC2086 # command is words of ours
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive $command >>"$log" 2>&1 </dev/null ||
     explain "could not install $package; run: sudo $command"
-  "$python" -I -c 'import ensurepip, venv' 2>>"$log" ||
+  "$python" -I -c 'import venv; from ensurepip import bootstrap' 2>>"$log" ||
     fail $REFUSED "$python has no venv module, and $package did not bring it; use another --python PATH"
 }
 

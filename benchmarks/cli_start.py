@@ -1,6 +1,6 @@
 """`muster --help` and `muster plan` against `torchrun --help`; and that neither imports torch.
 
-    .venv/bin/python benchmarks/cli_start.py [--repeats 15]
+.venv/bin/python benchmarks/cli_start.py [--repeats 15]
 """
 
 import argparse

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def interleaved(ours: Callable[[], float], theirs: Callable[[], float], repeats: int) -> tuple[list[float], list[float]]:
+def interleaved(
+    ours: Callable[[], float], theirs: Callable[[], float], repeats: int
+) -> tuple[list[float], list[float]]:
     """Measure both sides `repeats` times each, in the order A B B A, after one warm-up of each."""
     ours()
     theirs()
@@ -22,7 +24,9 @@ def interleaved(ours: Callable[[], float], theirs: Callable[[], float], repeats:
     return mine, others
 
 
-def report(name: str, mine: Sequence[float], others: Sequence[float], *, reach: float, unit: str = "s", **more: Any) -> bool:
+def report(
+    name: str, mine: Sequence[float], others: Sequence[float], *, reach: float, unit: str = "s", **more: Any
+) -> bool:
     """Print medians, the median of the paired ratios with its spread, and one JSON line; say whether it is in reach."""
     ratios = [a / b for a, b in zip(mine, others, strict=True)]
     ratio = statistics.median(ratios)
@@ -30,7 +34,17 @@ def report(name: str, mine: Sequence[float], others: Sequence[float], *, reach: 
     print(f"{name}")
     print(f"  ours    {statistics.median(mine):.4f} {unit}   (min {min(mine):.4f}, max {max(mine):.4f}, n {len(mine)})")
     print(f"  theirs  {statistics.median(others):.4f} {unit}   (min {min(others):.4f}, max {max(others):.4f})")
-    print(f"  ratio   {ratio:.3f}   (pairs {min(ratios):.3f} .. {max(ratios):.3f}); reach <= {reach}: {'yes' if reached else 'NO'}")
-    record = {"benchmark": name, "ratio": ratio, "reach": reach, "reached": reached, "ours": list(mine), "theirs": list(others)}
+    print(
+        f"  ratio   {ratio:.3f}   (pairs {min(ratios):.3f} .. {max(ratios):.3f}); "
+        f"reach <= {reach}: {'yes' if reached else 'NO'}"
+    )
+    record = {
+        "benchmark": name,
+        "ratio": ratio,
+        "reach": reach,
+        "reached": reached,
+        "ours": list(mine),
+        "theirs": list(others),
+    }
     print(json.dumps({**record, "unit": unit, "cores": os.cpu_count(), "python": platform.python_version(), **more}))
     return reached

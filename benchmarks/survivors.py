@@ -87,11 +87,16 @@ def main() -> int:
             name = list(JOBS)[time_number % len(JOBS)]
             before, left, gone_s = kill_once(folder / f"{name}.yaml", folder, moments.uniform(0.0, 4.0))
             rows.append({"job": name, "before": before, "left": left, "gone_s": round(gone_s, 3)})
-            print(f"{time_number + 1:>3}  {name:<9} {before:>3} processes, {left} left after {gone_s:.2f} s", flush=True)
+            print(
+                f"{time_number + 1:>3}  {name:<9} {before:>3} processes, {left} left after {gone_s:.2f} s", flush=True
+            )
     clean = sum(row["left"] == 0 for row in rows)
     slowest = max(row["gone_s"] for row in rows)
     median = statistics.median(row["gone_s"] for row in rows)
-    print(f"clean {clean} of {len(rows)}; all gone after {median:.2f} s (median), {slowest:.2f} s (slowest); reach: all within 5 s")
+    print(
+        f"clean {clean} of {len(rows)}; all gone after {median:.2f} s (median), {slowest:.2f} s (slowest); "
+        "reach: all within 5 s"
+    )
     print(json.dumps({"benchmark": "survivors of SIGKILL", "clean": clean, "times": len(rows), "rows": rows}))
     return 0 if clean == len(rows) else 1
 

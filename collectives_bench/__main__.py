@@ -1,4 +1,4 @@
-"""`python -m collectives_bench`: run one rank whose variables (RANK, WORLD_SIZE, MASTER_ADDR, ...) somebody else set."""
+"""`python -m collectives_bench`: run one rank whose variables (RANK, WORLD_SIZE, ...) somebody else set."""
 
 import argparse
 import sys

@@ -16,7 +16,6 @@ from jobs import ranks
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
 from jobs.spec import Job
-from jobs.spec import Job
 
 
 def run_rank(payload: dict[str, Any]) -> int:

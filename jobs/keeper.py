@@ -202,6 +202,7 @@ class Keeper:
     # Stopping -------------------------------------------------------------------------------------------------------
 
     def _stop(self, grace_s: float) -> None:
+        self._reap()  # a rank that has died by itself must not look stopped
         for rank in self.ranks.values():
             rank.sent = rank.sent or signal.SIGTERM
             linux.kill_quietly(rank.pid, signal.SIGTERM, group=True)

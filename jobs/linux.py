@@ -14,6 +14,7 @@ from typing import Final
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 PARENT_FIELD: Final = 1  # of /proc/PID/stat, counted after the name: state, parent, ...
+THREADS_FIELD: Final = 17
 
 
 def die_with_parent(parent: int) -> None:
@@ -35,11 +36,12 @@ def descendants(root: int, leave: Iterable[int] = ()) -> list[int]:
         if not entry.name.isdecimal():
             continue
         try:
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[: PARENT_FIELD + 1]
-        except (OSError, ValueError):  # it ended while we looked
+            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()  # a name may be any bytes
+        except OSError:  # it ended while we looked
             continue
-        if state not in ("Z", "X"):
-            children.setdefault(int(parent), []).append(int(entry.name))
+        # A main thread may end before the others: stat shows its zombie, the process lives on.
+        if fields[0] not in (b"Z", b"X") or int(fields[THREADS_FIELD]) > 1:
+            children.setdefault(int(fields[PARENT_FIELD]), []).append(int(entry.name))
     found: list[int] = []
     skip = set(leave)
     queue = [root]

@@ -14,6 +14,7 @@ A RankStart is a mapping of plain values, made in `launch/agent.py`:
 
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ def become(start: Mapping[str, Any], reports: int) -> NoReturn:
         if start["cores"]:
             os.sched_setaffinity(0, start["cores"])
         os.chdir(start["workdir"])
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL or "=" where the kernel takes none
         _say(f"rank {start['rank']} cannot start: {error}", error, reports)
         _flush_and_exit(exits.REFUSED)
     try:
@@ -62,6 +63,8 @@ def _call(start: Mapping[str, Any]) -> int:
 
 
 def _execute(argv: list[str], reports: int) -> NoReturn:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would hand that on
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, os.environ)
     except FileNotFoundError as error:
@@ -72,9 +75,10 @@ def _execute(argv: list[str], reports: int) -> NoReturn:
         _flush_and_exit(NOT_EXECUTABLE)
 
 
-def _say(message: str, error: OSError, reports: int) -> None:
+def _say(message: str, error: OSError | ValueError, reports: int) -> None:
     print(f"muster: {message}", file=sys.stderr)
-    Reporter({ranks.STATUS_FD: str(reports)}).failed(type(error)(message), peer=False)
+    said = type(error)(message) if isinstance(error, OSError) else ValueError(message)
+    Reporter({ranks.STATUS_FD: str(reports)}).failed(said, peer=False)
 
 
 def _redirect(out: str, err: str) -> None:

@@ -14,7 +14,7 @@ STORE_TIMEOUT_S = 300.0
 
 def serve(listening: socket.socket) -> None:
     """Serve a c10d TCPStore on a listening socket until this process is killed."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port = listening.getsockname()[1]
     store = TCPStore(

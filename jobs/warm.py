@@ -51,7 +51,7 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
     try:
         for module in modules:
             importlib.import_module(module)
-    except ImportError as error:
+    except Exception as error:  # a broken torch raises OSError or RuntimeError as well
         broken = f"{sys.executable}: {error}; run ./setup.sh, or name an interpreter that has it in the site file"
         for each in sockets:
             each.sendall((json.dumps({"broken": broken}) + "\n").encode())
@@ -61,12 +61,12 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
 
 
 def bury(keepers: set[int]) -> None:
-    """Wait for the keepers; whatever else becomes our child has lost its keeper and is killed."""
-    while keepers:
+    """Wait for the keepers; whatever else becomes our child has lost its keeper and is killed, to the last one."""
+    while keepers | (orphans := set(linux.descendants(os.getpid(), leave=keepers))):
+        for orphan in orphans:
+            linux.kill_quietly(orphan, signal.SIGKILL)
         pid, _ = os.wait()
         keepers.discard(pid)
-        for orphan in linux.descendants(os.getpid(), leave=keepers):
-            linux.kill_quietly(orphan, signal.SIGKILL)
 
 
 if __name__ == "__main__":

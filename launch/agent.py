@@ -32,12 +32,15 @@ from launch.processes import start_ticks
 
 HEARTBEAT_S: Final = 1.0
 FOLLOW_S: Final = 0.1
+CHUNK: Final = 1 << 16
 LAST_LINES: Final = 20
 LINE_LIMIT: Final = 1 << 24
 
 
-def start_warm(sockets: Sequence[socket.socket], *, python: str, preload: str, env: dict[str, str]) -> int:
-    """Start a warm process that serves one keeper per socket; return its pid.
+def start_warm(
+    sockets: Sequence[socket.socket], *, python: str, preload: str, env: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a warm process that serves one keeper per socket.
 
     It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks.
     """
@@ -50,7 +53,7 @@ def start_warm(sockets: Sequence[socket.socket], *, python: str, preload: str, e
         stdout=sys.stderr.fileno(),
         env=env,
         start_new_session=True,
-    ).pid
+    )
 
 
 class Agent:
@@ -62,6 +65,7 @@ class Agent:
         self.keeper = keeper
         self.listening: socket.socket | None = None
         self.start: Message = {}
+        self.warm: subprocess.Popen[bytes] | None = None
         self.unseen: dict[int, int] = {}  # {rank: pid} of programs that have not been seen at the store
         self.followers: dict[int, dict[str, LineFollower]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
@@ -74,7 +78,7 @@ class Agent:
         handlers = {"prepare": self._prepare, "start": self._start, "stop": self._stop}
         try:
             while (message := await self.channel.receive())["do"] != "bye":
-                await handlers[message["do"]](message)
+                await self._guard(handlers[message["do"]](message))
         except ChannelClosed:
             pass  # the supervisor has gone: the same farewell
         for task in self.tasks:
@@ -145,7 +149,7 @@ class Agent:
             self.keeper, theirs = socket.socketpair()
             warm = self.start["warm"]
             env = {**os.environ, **warm["env"]}
-            start_warm([theirs], python=sys.executable, preload=warm["preload"], env=env)
+            self.warm = start_warm([theirs], python=sys.executable, preload=warm["preload"], env=env)
             theirs.close()
         copy = self.keeper.dup()  # one for asyncio, one for passing descriptors
         reader, self.writer = await asyncio.open_unix_connection(sock=copy, limit=LINE_LIMIT)
@@ -157,8 +161,10 @@ class Agent:
         self.keeper.shutdown(socket.SHUT_WR)
         loop = asyncio.get_running_loop()
         os.set_blocking(self.keeper.fileno(), False)
-        while await loop.sock_recv(self.keeper, LAST_LINES):
+        while await loop.sock_recv(self.keeper, CHUNK):
             pass
+        if self.warm is not None:
+            self.warm.wait()
 
     async def _watch_keeper(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
@@ -219,7 +225,7 @@ class Agent:
         self.tasks.add(asyncio.create_task(self._guard(work)))
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await background work; a bug in it ends the node at once instead of leaving it half alive."""
+        """Await work; what goes wrong in it is told and ends the node, instead of leaving it half alive."""
         try:
             await work
         except ChannelClosed:

@@ -17,7 +17,9 @@ def connected(ranks: Mapping[int, int], port: int) -> set[int]:
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     if not sockets:
         return set()
-    return {rank for rank, pid in ranks.items() if any(_holds(each, sockets) for each in (pid, *linux.descendants(pid)))}
+    return {
+        rank for rank, pid in ranks.items() if any(_holds(each, sockets) for each in (pid, *linux.descendants(pid)))
+    }
 
 
 def _inodes(port: int) -> set[str]:

@@ -3,8 +3,9 @@
 Rank 0's standard output goes to standard output; everything of ours goes to standard error.
 """
 
+import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 from launch.plan import NodePlan
 from launch.verdict import Verdict
@@ -21,12 +22,8 @@ class Console:
 
     def say(self, text: str) -> None:
         """Say one thing of ours."""
-        if self.quiet:
-            return
-        if self._progress is not None:
-            self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        if not self.quiet:
+            self._print(text, sys.stderr)
 
     def plan(self, run_path: str, nodes: list[NodePlan], master: str) -> None:
         """Show which rank runs where."""
@@ -43,10 +40,7 @@ class Console:
         if self.quiet:
             return
         for line in lines:
-            if self._progress is not None:
-                self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
-            else:
-                print(line, file=sys.stdout if stream == "out" else sys.stderr, flush=True)
+            self._print(line, sys.stdout if stream == "out" else sys.stderr)
 
     def progress(self, report: dict[str, Any]) -> None:
         """Move the progress line to a step."""
@@ -56,6 +50,19 @@ class Console:
             self._start_progress(report["steps"])
         text = f"loss {report['loss']:.4f}  {report['rate']:,.0f} {report['unit']}"
         self._progress.update(self._task, completed=report["step"], total=report["steps"], text=text)
+
+    def _print(self, text: str, stream: TextIO) -> None:
+        """Print a line; a reader that has gone (`| head`) or a full disk must not end the run, whose logs are kept."""
+        try:
+            if self._progress is not None and stream.isatty():
+                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                print(text, file=stream, flush=True)
+        except OSError as error:
+            # The stream still holds the text, and would fail again at every flush.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if stream is sys.stdout:
+                self.say(f"muster: nobody reads standard output any more ({error.strerror}); the run goes on")
 
     def _start_progress(self, steps: int) -> None:
         from rich.console import Console as RichConsole
@@ -78,15 +85,17 @@ class Console:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+        hidden = self.quiet  # then nobody has seen what rank 0 printed
+        self.quiet = self.quiet and verdict.code == 0  # a failure is said, however quiet the run was to be
         if verdict.code == 0:
             self.say(f"done in {seconds:.1f} s: {verdict.message} · muster status {run_id}")
             return
-        if verdict.first is not None and verdict.first.rank != 0:
+        if verdict.first is not None and (verdict.first.rank != 0 or hidden):
             for line in verdict.first.last_lines:
                 self.say(f"  {line}")
         self.say(f"muster: {verdict.message}")
-        if verdict.victims:
-            ranks = ", ".join(str(each.rank) for each in verdict.victims if each.rank is not None)
+        ranks = ", ".join(str(each.rank) for each in verdict.victims if each.rank is not None)
+        if verdict.first is not None and ranks:
             self.say(f"  ended because of it: rank {ranks}")
         self.say(f"  {verdict.name}, exit code {verdict.code} after {seconds:.1f} s · muster why {run_id}")
         if next_step:

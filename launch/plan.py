@@ -10,13 +10,12 @@ from typing import Any, Final
 
 from jobs.errors import RefusedError
 from jobs.placement import NodePlacement, Placement, divide, pin
+from jobs.ranks import STATUS_FD, RankEnv
 from jobs.rundir import RunDir
 from jobs.site import Site
 from jobs.spec import Job
 
-RANK_VARIABLES: Final = frozenset(
-    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-)
+RANK_VARIABLES: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {STATUS_FD}
 PORT_ORIGIN: Final = "bound by node 0's agent when it starts"
 
 
@@ -83,7 +82,7 @@ def shared_environment(context: Context, environ: Mapping[str, str], threads: in
     """Return the variables of the warm process itself: run id, libraries, site, job; the later ones win.
 
     Raises:
-        RefusedError: the job file sets a rank variable.
+        RefusedError: a file sets a rank variable.
     """
     values = {"MUSTER_RUN_ID": EnvValue("MUSTER_RUN_ID", context.run.run_id, "the run")}
 
@@ -94,12 +93,11 @@ def shared_environment(context: Context, environ: Mapping[str, str], threads: in
     add("PYTHONUNBUFFERED", "1", "so that a killed rank's last lines are not lost")
     if context.one_host and "GLOO_SOCKET_IFNAME" not in environ:
         add("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine")
-    for name, value in context.site.env.items():
-        add(name, value, "site file: env")
-    for name, value in context.job.env.items():
-        if name in RANK_VARIABLES:
-            raise RefusedError(f"job file: env.{name}: this is Muster's to set for each rank; remove it")
-        add(name, value, "job file: env")
+    for file, env in (("site file", context.site.env), ("job file", context.job.env)):
+        for name, value in env.items():
+            if name in RANK_VARIABLES:
+                raise RefusedError(f"{file}: env.{name}: this is Muster's to set for each rank; remove it")
+            add(name, value, f"{file}: env")
     return tuple(values.values())
 
 
@@ -134,7 +132,10 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
     what: dict[str, Any] = (
         {"argv": context.job.settings.model_dump()["argv"]}
         if context.entry is None
-        else {"call": context.entry, "payload": {"job": context.job.model_dump(mode="json", exclude_unset=True), **context.options}}
+        else {
+            "call": context.entry,
+            "payload": {"job": context.job.model_dump(mode="json", exclude_unset=True), **context.options},
+        }
     )
     return {
         "do": "start",

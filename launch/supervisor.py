@@ -11,19 +11,19 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any, Final, Protocol
 
 from jobs import exits
-from jobs.rundir import append_line, write_json
+from jobs.rundir import write_json
 from launch import processes
-from launch.advice import next_step
 from launch.channel import Channel, ChannelClosed, Message
 from launch.console import Console
+from launch.eventlog import EventLog
 from launch.plan import Context, Machine, plan_nodes, start_message
+from launch.roster import Roster
 from launch.verdict import Ending, Stop, Verdict, cause_of, judge
 
 SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
@@ -46,18 +46,6 @@ class Transport(Protocol):
         ...
 
 
-@dataclass
-class Node:
-    """What is known of one node."""
-
-    channel: Channel | None = None
-    hello: Message = field(default_factory=dict)
-    heard: float = 0.0
-    started: bool = False
-    swept: bool = False
-    gone: bool = False
-
-
 class Supervisor:
     """One run, from its first agent to its verdict."""
 
@@ -66,17 +54,12 @@ class Supervisor:
         self.transport = transport
         self.console = console
         self.run_dir = context.run
+        self.log = EventLog(context.run)
         self.inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
-        self.nodes = [Node() for _ in context.placement.nodes]
-        self.node_of = {
-            rank: node.node_rank
-            for node in context.placement.nodes
-            for rank in range(node.first_rank, node.first_rank + node.ranks)
-        }
-        self.running = set(self.node_of)
-        self.arrived: set[int] = set()
-        self.joined: set[int] = set()
+        self.roster = Roster(context.placement, meets=context.entry is not None)
+        self.nodes = self.roster.nodes
         self.endings: list[Ending] = []
+        self.channels: list[Channel] = []
         self.stop: Stop | None = None
         self.stop_deadline: float | None = None
         self.deadline = time.monotonic() + context.job.start_timeout_s
@@ -86,23 +69,21 @@ class Supervisor:
     async def run(self) -> Verdict:
         """Run the attempt and record it; whatever happens, no process of the run is left."""
         began = time.time()
-        self._submitted()
+        self.log.submitted(self.context, self.transport.name)
         self._listen_for_signals()
         try:
             await self._attempt()
         finally:
             await self._farewell()
         verdict = judge(self.endings, self.stop)
-        advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
-        row = {"attempt": self.context.attempt, "started": began, "ended": time.time(), **verdict.record()}
-        append_line(self.run_dir.attempts, {**row, "next_step": advice})
-        self._event("ended", **{"attempt": 0, "code": verdict.code, "class": verdict.name, "message": verdict.message})
+        advice = self.log.ended(self.context.attempt, verdict, began)
         self.console.end(verdict, time.time() - began, self.run_dir.run_id, advice)
         return verdict
 
     async def _attempt(self) -> None:
         self._spawn(self._tick())
-        for channel in await self.transport.start():
+        self.channels = await self.transport.start()
+        for channel in self.channels:
             self._spawn(self._read(channel))
         while not self._finished():
             node_rank, message = await self.inbox.get()
@@ -110,7 +91,7 @@ class Supervisor:
 
     def _finished(self) -> bool:
         if self.stop_deadline is None:
-            return not self.running
+            return not self.roster.running
         if time.monotonic() > self.stop_deadline:
             return True
         return all(node.swept or node.gone or node.channel is None for node in self.nodes)
@@ -130,12 +111,11 @@ class Supervisor:
             "gone": self._on_gone,
             "stop": self._on_stop,
             "tick": self._on_tick,
-            "ready": self._on_nothing,
-            "heartbeat": self._on_nothing,
         }
         if node_rank >= 0:
             self.nodes[node_rank].heard = time.monotonic()
-        await handlers[message["did"]](node_rank, message)
+        if handler := handlers.get(message["did"]):  # a heartbeat needs no more than to be heard
+            await handler(node_rank, message)
 
     async def _on_hello(self, node_rank: int, message: Message) -> None:
         self.nodes[node_rank].hello = message
@@ -159,7 +139,7 @@ class Supervisor:
         attempt.commands.mkdir(mode=0o700)  # the environment in there may hold secrets
         write_json(attempt.placement, placement.to_json())
         master = {"master_addr": placement.master_addr, "master_port": port}
-        self._event("attempt", attempt=self.context.attempt, world_size=placement.world_size, **master)
+        self.log.event("attempt", attempt=self.context.attempt, world_size=placement.world_size, **master)
         self.console.plan(str(self.run_dir.path), plans, f"{placement.master_addr}:{port}")
         self.deadline = time.monotonic() + self.context.job.start_timeout_s
         self.started_at = time.monotonic()
@@ -169,20 +149,19 @@ class Supervisor:
             await self._send(node, start)
 
     async def _on_started(self, node_rank: int, message: Message) -> None:
-        self.nodes[node_rank].started = True
         host = self.nodes[node_rank].hello["host"]
-        self._event("started", attempt=self.context.attempt, node=node_rank, host=host, ranks=message["ranks"])
+        self.log.event("started", attempt=self.context.attempt, node=node_rank, host=host, ranks=message["ranks"])
 
     async def _on_report(self, node_rank: int, message: Message) -> None:
         report, rank = message["report"], message["rank"]
         if report["report"] == "arrived":
-            self.arrived.add(rank)
+            self.roster.arrived.add(rank)
         elif report["report"] == "joined":
-            self.joined.add(rank)
-            if len(self.joined) == len(self.node_of):
+            self.roster.joined.add(rank)
+            if len(self.roster.joined) == len(self.roster.node_of):
                 seconds = round(time.monotonic() - self.started_at, 3)
-                self._event("joined", attempt=self.context.attempt, seconds=seconds)
-                ranks = len(self.joined)
+                self.log.event("joined", attempt=self.context.attempt, seconds=seconds)
+                ranks = len(self.roster.joined)
                 self.console.say(f"{ranks} rank{'s' * (ranks != 1)} joined after {seconds:.1f} s")
         elif report["report"] == "progress":
             self.console.progress(report)
@@ -201,12 +180,12 @@ class Supervisor:
             message=text,
             last_lines=message["last_lines"],
         )
-        self.running.discard(message["rank"])
+        self.roster.running.discard(message["rank"])
         await self._record(ending)
 
     async def _record(self, ending: Ending) -> None:
         self.endings.append(ending)
-        self._event("exited", attempt=self.context.attempt, **asdict(ending))
+        self.log.event("exited", attempt=self.context.attempt, **asdict(ending))
         if ending.cause in ("own", "peer"):
             await self._stop_all(None, ending.sentence(), self.context.job.grace_s)
 
@@ -226,10 +205,10 @@ class Supervisor:
 
     async def _lose(self, node_rank: int, why: str, code: int) -> None:
         """Count a node's remaining ranks as ended with it."""
-        lost = {rank for rank in self.running if self.node_of[rank] == node_rank}
+        lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
         if not lost:
             return
-        self.running -= lost
+        self.roster.running -= lost
         host = self.context.placement.nodes[node_rank].host
         cause = "own" if self.stop_deadline is None else "stopped"
         await self._record(Ending(None, node_rank, host, code, None, time.time(), cause, why))  # type: ignore[arg-type]
@@ -238,9 +217,6 @@ class Supervisor:
         grace_s = 0.0 if self.stop_deadline is not None or message.get("now") else message.get("grace_s")
         grace_s = self.context.job.grace_s if grace_s is None else grace_s
         await self._stop_all(Stop(exits.STOPPED, f"stopped by {message['by']}"), message["by"], grace_s)
-
-    async def _on_nothing(self, node_rank: int, message: Message) -> None:
-        """Take note of the time only."""
 
     # Deadlines and stopping -----------------------------------------------------------------------------------------
 
@@ -255,35 +231,16 @@ class Supervisor:
             if node.hello and not node.gone and now - node.heard > SILENT_S:
                 node.gone = True
                 await self._lose(rank, f"its agent was silent for {SILENT_S:g} s", exits.UNREACHABLE)
-        if now > self.deadline and (late := self._late(now)):
+        late_s = now - self.deadline
+        if late_s > 0 and (late := self.roster.late(self.context.job.start_timeout_s, patient=late_s < MEET_S)):
             await self._stop_all(Stop(exits.TIMEOUT, late), late, self.context.job.grace_s)
-
-    def _late(self, now: float) -> str:
-        """Say who has not come in time; empty when everybody is where they should be."""
-        limit_s = f"{self.context.job.start_timeout_s:g} s (start_timeout_s)"
-        if silent := [str(rank) for rank, node in enumerate(self.nodes) if not node.hello]:
-            return f"node {', '.join(silent)}: the agent did not answer within {limit_s}"
-        # A program of the user's need not meet anybody; but once one rank waits at the store, all others should come.
-        meets = self.context.entry is not None or bool(self.running & self.arrived)
-        if meets and (missing := sorted(self.running - self.arrived)):
-            names = self._name(missing)
-            return f"{names} did not reach the rendezvous within {limit_s}; see muster logs --rank {missing[0]}"
-        if self.context.entry is not None and now > self.deadline + MEET_S and (apart := sorted(self.running - self.joined)):
-            return f"{self._name(apart)} did not meet the others within {limit_s}"
-        return ""
-
-    def _name(self, ranks: list[int]) -> str:
-        names = [f"rank {rank} on node {self.node_of[rank]}" for rank in ranks[:4]]
-        more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
-        host = self.nodes[self.node_of[ranks[0]]].hello.get("host", "?")
-        return ", ".join(names) + more + f" ({host})"
 
     async def _stop_all(self, stop: Stop | None, reason: str, grace_s: float) -> None:
         """Tell every node to stop its ranks; a second call only shortens the grace."""
         if self.stop_deadline is None:
             self.stop = stop
-            self._event("stopping", attempt=self.context.attempt, reason=reason)
-            if stop is not None or len(self.running) > 0:
+            self.log.event("stopping", attempt=self.context.attempt, reason=reason)
+            if stop is not None or len(self.roster.running) > 0:
                 self.console.say(f"stopping the ranks: {reason}")
         elif grace_s > 0:
             return
@@ -328,37 +285,17 @@ class Supervisor:
         """Let every agent go; then whatever still carries the run id is killed."""
         for task in self._tasks:
             task.cancel()
-        for node in self.nodes:
-            if node.channel is not None:
-                try:
-                    await node.channel.send({"do": "bye"})
-                except ChannelClosed:
-                    continue  # gone already: that is what bye asks for
-                finally:
-                    node.channel.close()
+        for channel in self.channels:
+            try:
+                await channel.send({"do": "bye"})
+            except ChannelClosed:
+                continue  # gone already: that is what bye asks for
+            finally:
+                channel.close()
         await self.transport.close()
         if left := processes.of_run(self.run_dir.run_id):
-            self._event("warning", text=f"{len(left)} processes outlived their keeper and were killed")
+            self.log.event("warning", text=f"{len(left)} processes outlived their keeper and were killed")
             processes.kill_run(self.run_dir.run_id, term_s=0.0)
-
-    def _submitted(self) -> None:
-        self._event(
-            "submitted",
-            run_id=self.run_dir.run_id,
-            name=self.context.job.name,
-            kind=self.context.job.kind,
-            nodes=len(self.nodes),
-            world_size=self.context.placement.world_size,
-            transport=self.transport.name,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            pid_start=processes.start_ticks(os.getpid()),
-            grace_s=self.context.job.grace_s,
-        )
-
-    def _event(self, event: str, /, **fields: Any) -> None:
-        append_line(self.run_dir.events, {"time": time.time(), "event": event, **fields})
 
     def _spawn(self, work: Any) -> None:
         self._tasks.add(asyncio.create_task(work))
-

@@ -14,12 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
 from jobs import exits, ranks
 from jobs.detect import Flags, detect
@@ -36,6 +37,7 @@ from jobs.train.world import World, connect, meet, open_world
 
 KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainSettings.check)
 RUN_FOLDER_KEY: Final = "run-folder"
+LAST_WORD_S: Final = 5.0
 ATTEMPT: Final = 0
 SIOCGIFADDR: Final = 0x8915  # ask for an interface's IPv4 address, <linux/sockios.h>
 START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
@@ -146,6 +148,7 @@ def share_folder(store: Store, loaded: LoadedJob, env: RankEnv, hosts: list[str]
     """
     if env.rank != 0:
         said = json.loads(store.get(RUN_FOLDER_KEY))  # waits as long as `connect` was allowed to
+        store.set(f"{RUN_FOLDER_KEY}/read/{env.rank}", "")
         if "error" in said:
             raise RunFolderError(f"rank 0: {said['error']}")
         return RunDir(Path(said["path"]))
@@ -153,6 +156,9 @@ def share_folder(store: Store, loaded: LoadedJob, env: RankEnv, hosts: list[str]
         run = make_folder(loaded, env, hosts, runs)
     except MusterError as error:
         store.set(RUN_FOLDER_KEY, json.dumps({"error": str(error)}))
+        readers = [f"{RUN_FOLDER_KEY}/read/{rank}" for rank in range(1, env.world_size)]
+        with suppress(DistStoreError):  # the store ends with this process: let the others read first
+            store.wait(readers, timedelta(seconds=LAST_WORD_S))
         raise
     store.set(RUN_FOLDER_KEY, json.dumps({"path": str(run.path)}))
     return run

@@ -5,6 +5,7 @@ A world of one rank that synchronizes nothing needs no process group; `group` is
 
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from jobs.ranks import RankEnv
 # A collective may wait for a rank that loads data or writes a checkpoint; a dead peer shows at once as a lost
 # connection, so this bound is for what hangs without dying. Torch's own default for gloo.
 COLLECTIVE_TIMEOUT_S: Final = 1800.0
+GLOO_KEY: Final = re.compile(r"wait timeout after .*/(\d+)\s*$")  # gloo asks the store for ".../<own rank>/<peer>"
 
 
 @dataclass(frozen=True)
@@ -122,17 +124,29 @@ def meet(store: Store, env: RankEnv, timeout_s: float) -> list[str]:
 
 
 def open_world(store: Store, env: RankEnv, device: torch.device, timeout_s: float) -> World:
-    """Make the process group on a store where all ranks have met."""
+    """Make the process group on a store where all ranks have met.
+
+    Raises:
+        StartTimeoutError: a rank that had arrived did not join in time.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", store),
-        rank=env.rank,
-        world_size=env.world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=env.rank,
+            world_size=env.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except dist.DistStoreError as error:
+        waited = GLOO_KEY.search(str(error))
+        whom = f"rank {waited[1]} had arrived but" if waited else "a rank that had arrived"
+        raise StartTimeoutError(
+            f"{whom} did not join the process group within {timeout_s:g} s (rank {env.rank} waited); "
+            "look at its output, or raise start_timeout_s"
+        ) from error
     group = dist.group.WORLD
     assert group is not None
     _set_pg_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S), group)

@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import os
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launch.options import add_job, add_json, add_runs
 
 if TYPE_CHECKING:
+    from jobs.placement import NodePlacement
     from launch.prepare import Prepared
 
 
@@ -46,28 +49,63 @@ def run(args: argparse.Namespace) -> int:
 
 
 def line(prepared: "Prepared", args: argparse.Namespace, node_rank: int) -> str:
-    """Return one shell line that starts all ranks of a node and ends when they have ended."""
-    node = prepared.context.placement.nodes[node_rank]
-    commands = [_rank(prepared, args, rank) for rank in range(node.first_rank, node.first_rank + node.ranks)]
-    go = f"cd {shlex.quote(prepared.context.workdir)} && "
-    if len(commands) == 1:
-        return go + commands[0]
-    return go + "{ " + " & ".join(commands) + " & wait; }"
+    """Return one shell line that starts all ranks of a node and ends when they have, with the code of one that failed.
 
-
-def _rank(prepared: "Prepared", args: argparse.Namespace, rank: int) -> str:
+    Its folder, setup lines, environment and run folder are those of `muster run`.
+    """
     context = prepared.context
-    if context.job.kind == "train":
-        argv = [sys.executable, "-m", "jobs.train", str(Path(args.job).absolute())]
+    node = context.placement.nodes[node_rank]
+    parts = [shlex.join(["cd", context.workdir])]
+    if setup := [*context.site.setup, *context.job.setup]:
+        parts.append(shlex.join(["bash", "-e", "-c", "\n".join(setup)]))
+    environment = _shared(prepared, args, node)
+    ranks = [shlex.join(_rank(prepared, args, node, rank, environment)) for rank in node.rank_range]
+    return " && ".join([*parts, ranks[0] if len(ranks) == 1 else _together(ranks)])
+
+
+def _together(commands: list[str]) -> str:
+    """Run commands side by side in a subshell that keeps their pids as its arguments and returns a failure's code.
+
+    A bare `wait` would return 0 whatever happened. The trap is there because a shell's background processes do not
+    hear Ctrl-C.
+    """
+    starts = " ".join(f'{command} & set -- "$@" $!;' for command in commands)
+    wait = 'code=0; for pid in "$@"; do wait $pid || code=$?; done; exit $code'
+    return f"(set --; {starts} trap 'kill \"$@\"' INT TERM; {wait})"
+
+
+def _shared(prepared: "Prepared", args: argparse.Namespace, node: "NodePlacement") -> dict[str, str]:
+    """Return what every rank's environment holds beside its rank; without the run id, for there is no run yet."""
+    from jobs.ranks import RUN_ID
+    from launch.plan import shared_environment
+    from launch.prepare import this_machine
+
+    context = replace(prepared.context, one_host=args.master_ip.startswith("127."))
+    threads = context.job.threads_per_rank
+    number = max(1, len(this_machine().cores) // node.ranks) if threads == "auto" else threads
+    return {each.name: each.value for each in shared_environment(context, os.environ, number) if each.name != RUN_ID}
+
+
+def _rank(
+    prepared: "Prepared", args: argparse.Namespace, node: "NodePlacement", rank: int, environment: dict[str, str]
+) -> list[str]:
+    context = prepared.context
+    # -I, as for agents: a `jobs` folder in workdir must not shadow ours.
+    python = [sys.executable, "-I", "-m"]
+    if context.job.kind == "train":  # it sets the job's environment and threads itself
+        site = [f"{name}={value}" for name, value in context.site.env.items()]
+        argv = [*(["env", *site] if site else []), *python, "jobs.train", str(Path(args.job).absolute())]
         argv += ["--master-ip", args.master_ip, "--master-port", str(args.master_port)]
         argv += ["--num-nodes", str(len(context.placement.nodes)), "--rank", str(rank)]
-        argv += [word for override in args.overrides for word in ("--set", override)]
-        argv += ["--runs", args.runs] if args.runs else []
-        return shlex.join(argv)
-    env = context.placement.rank_env(rank, master_port=args.master_port)
-    variables = {**env.variables(), "MASTER_ADDR": args.master_ip, **context.site.env, **context.job.env}
+        argv += ["--ranks-per-node", str(node.ranks)] if node.ranks > 1 else []
+        name = [] if args.name is None else [f"name={json.dumps(args.name)}"]
+        argv += [word for override in (*args.overrides, *name) for word in ("--set", override)]
+        return [*argv, "--runs", str(context.run.path.parent)]
+    rank_env = replace(context.placement, master_addr=args.master_ip).rank_env(rank, master_port=args.master_port)
+    variables = {**environment, **rank_env.variables()}
     argv = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    settings = context.job.settings.model_dump()
     if context.job.kind == "command":
-        return shlex.join([*argv, *context.job.settings.model_dump()["argv"]])
-    operation = context.job.settings.model_dump()["operation"]
-    return shlex.join([*argv, sys.executable, "-m", "collectives_bench", "--operation", operation])
+        return [*argv, *settings["argv"]]
+    bench = ["--operation", settings["operation"], "--start-timeout-s", f"{context.job.start_timeout_s:g}"]
+    return [*argv, *python, "collectives_bench", *bench]

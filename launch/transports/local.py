@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -32,13 +33,14 @@ class Local:
         self._listener = Listener() if tcp else None
         self._token_file = ""
         self._keepers: list[socket.socket] = []
+        self._warm: subprocess.Popen[bytes] | None = None
 
     def warm_up(self, preload: str, environment: Mapping[str, str]) -> None:
         """Start the warm process; call it as early as its environment is known."""
         pairs = [socket.socketpair() for _ in range(self.nodes)]
         self._keepers = [ours for ours, _ in pairs]
         theirs = [keepers for _, keepers in pairs]
-        start_warm(theirs, python=sys.executable, preload=preload, env={**os.environ, **environment})
+        self._warm = start_warm(theirs, python=sys.executable, preload=preload, env={**os.environ, **environment})
         for each in theirs:
             each.close()
 
@@ -83,13 +85,20 @@ class Local:
             self._listener.close()
         for keeper in self._keepers:
             keeper.close()
-        ends = [asyncio.ensure_future(agent.wait()) for agent in self.agents]
-        if not ends:
-            return
-        _, late = await asyncio.wait(ends, timeout=FAREWELL_S)
-        for agent in self.agents:
-            if agent.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    agent.kill()
-        if late:
-            await asyncio.wait(late)
+        await asyncio.gather(*(_end(agent) for agent in self.agents))
+        if self._warm is not None:
+            try:
+                await asyncio.to_thread(self._warm.wait, FAREWELL_S)  # it ends with its last keeper
+            except subprocess.TimeoutExpired:
+                self._warm.kill()
+                self._warm.wait()
+
+
+async def _end(agent: asyncio.subprocess.Process) -> None:
+    """Wait for an agent's own end, then kill it."""
+    try:
+        await asyncio.wait_for(agent.wait(), FAREWELL_S)
+    except asyncio.TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            agent.kill()
+        await agent.wait()

@@ -1,0 +1,52 @@
+"""The supervisor's two logs in the run folder: events as they happen, and one row per attempt with its verdict."""
+
+import os
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+from jobs.rundir import RunDir, append_line
+from launch.advice import next_step
+from launch.plan import Context
+from launch.processes import start_ticks
+from launch.verdict import Verdict
+
+
+class EventLog:
+    """The only writer of a run's events.jsonl and attempts.jsonl."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+
+    def event(self, event: str, /, **fields: Any) -> None:
+        """Append one event.
+
+        Raises:
+            RunFolderError, StorageError: it cannot be written.
+        """
+        append_line(self.run.events, {"time": time.time(), "event": event, **fields})
+
+    def submitted(self, context: Context, transport: str) -> None:
+        """Say what was asked for, and which process supervises it."""
+        self.event(
+            "submitted",
+            run_id=self.run.run_id,
+            name=context.job.name,
+            kind=context.job.kind,
+            nodes=len(context.placement.nodes),
+            world_size=context.placement.world_size,
+            transport=transport,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pid_start=start_ticks(os.getpid()),
+            grace_s=context.job.grace_s,
+        )
+
+    def ended(self, attempt: int, verdict: Verdict, began: float) -> str:
+        """Write the attempt's row and the last event; return the advice that went with them."""
+        advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
+        row = {"attempt": attempt, "started": began, "ended": time.time(), **verdict.record(), "next_step": advice}
+        append_line(self.run.attempts, row)
+        self.event("ended", attempt=attempt, code=verdict.code, **{"class": verdict.name}, message=verdict.message)
+        return advice

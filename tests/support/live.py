@@ -1,0 +1,82 @@
+"""A `muster run` in a process of its own, as a user starts it, for the tests that watch or hurt it."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from jobs.rundir import RunDir, read_lines
+from launch.processes import of_run
+
+DEADLINE_S = 40.0
+
+
+class LiveRun:
+    """One started `muster run`; `text` is the job file."""
+
+    def __init__(self, folder: Path, text: str, *arguments: str) -> None:
+        self.root = folder / "runs"
+        job = folder / "job.yaml"
+        job.write_text(text)
+        argv = [sys.executable, "-m", "launch", "run", str(job), "--runs", str(self.root), *arguments]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    @property
+    def run(self) -> RunDir:
+        """The run folder; waits for it."""
+        wait_until(lambda: self.root.is_dir() and any(self.root.iterdir()), "the run folder")
+        return RunDir(next(self.root.iterdir()))
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [row for row in read_lines(self.run.events) if row["event"] == name]
+
+    def wait_for(self, name: str, count: int = 1) -> list[dict[str, Any]]:
+        """Wait until an event has happened, on `count` nodes or times."""
+        wait_until(lambda: len(self.events(name)) >= count, f"{count} x {name}")
+        return self.events(name)
+
+    def wait_for_output(self, text: str, rank: int) -> None:
+        """Wait until a rank has written a text to its standard output."""
+        path = self.run.attempt(0).out(rank)
+        wait_until(lambda: path.is_file() and text in path.read_text(), f"{text!r} from rank {rank}")
+
+    def pid_of(self, rank: int) -> int:
+        """The process of a rank, once all nodes have started theirs."""
+        nodes = self.wait_for("submitted")[0]["nodes"]
+        pids = {int(each): int(pid) for row in self.wait_for("started", nodes) for each, pid in row["ranks"]}
+        return pids[rank]
+
+    def end(self) -> int:
+        """Wait for the end; return the exit code. Standard output and error are kept."""
+        self.out, self.err = self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode
+
+    def verdict(self) -> dict[str, Any]:
+        """The row of attempts.jsonl."""
+        (row,) = read_lines(self.run.attempts)
+        return row
+
+    def left(self) -> list[int]:
+        """Processes that still carry the run id."""
+        return of_run(self.run.run_id)
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    """Wait for a condition with a deadline."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(0.02)
+
+
+def argv(code: str) -> str:
+    """The `command:` section that runs a piece of Python."""
+    return f"command: {json.dumps([sys.executable, '-c', code])}\n"
