@@ -51,7 +51,7 @@ class Ours:
             files = Files(files.own, None)
         self.trainer = trainer
         units = Units(trainer.data.unit, trainer.data.units_per_sample)
-        self.metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=0)
+        self.metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=0, steps=1)
 
     def block(self, steps: int) -> None:
         """Train a block of steps, with its log points."""

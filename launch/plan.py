@@ -4,8 +4,10 @@ A node's start message holds one RankStart (`jobs/rank_start.py`) per rank. What
 whether torch is there - comes in as `Machine`; the master port as a number, or None where it is not bound yet.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 from jobs.errors import RefusedError
@@ -67,6 +69,7 @@ class Context:
     placement: Placement
     run: RunDir
     workdir: str
+    python: str  # the interpreter, absolute
     entry: str | None  # "module:function" that a forked rank calls; None: a program started fresh
     options: Mapping[str, Any] = field(default_factory=dict)  # for that function, beside the job
     attempt: int = 0
@@ -91,6 +94,8 @@ def shared_environment(context: Context, environ: Mapping[str, str], threads: in
 
     add("OMP_NUM_THREADS", str(threads), f"threads_per_rank: {context.job.threads_per_rank}")
     add("PYTHONUNBUFFERED", "1", "so that a killed rank's last lines are not lost")
+    path = os.pathsep.join(filter(None, (str(Path(context.python).parent), environ.get("PATH", ""))))
+    add("PATH", path, "the interpreter's folder first, so that python is Muster's own")
     if context.one_host and "GLOO_SOCKET_IFNAME" not in environ:
         add("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine")
     for file, env in (("site file", context.site.env), ("job file", context.job.env)):

@@ -6,6 +6,7 @@ Nothing is started and nothing is written, so that `muster plan` and `muster run
 import argparse
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
         placement=placement,
         run=run,
         workdir=job.workdir or str(Path.cwd()),
+        python=sys.executable,
         entry=BY_KEY[job.kind].entry,
     )
     site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)

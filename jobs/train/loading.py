@@ -78,7 +78,14 @@ def read_steps(steps: Steps, first: int, stop: int, *, workers: int) -> Iterator
     if workers == 0:
         yield from map(steps.__getitem__, range(first, stop))
         return
-    yield from DataLoader(steps, batch_size=None, sampler=range(first, stop), num_workers=workers, collate_fn=_as_it_is)
+    yield from DataLoader(
+        steps,
+        batch_size=None,
+        sampler=range(first, stop),
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        multiprocessing_context="fork",  # data sets hold mapped files, which no other way of starting hands on
+    )
 
 
 def move(step: StepInput, device: torch.device, dtype: torch.dtype) -> StepInput:

@@ -53,7 +53,7 @@ def train(trainer: Trainer, files: Files, reporter: Reporter, *, attempt: int) -
     """Train for as long as the job says; every rank calls this."""
     steps = total_steps(trainer.settings, trainer.plan)
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
-    metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt)
+    metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps)
     with Screen(trainer.world, reporter, steps) as screen:
         run_steps(trainer, metrics, screen, steps)
 

@@ -73,12 +73,13 @@ class Step:
 class Metrics:
     """Collects steps and writes their rows."""
 
-    def __init__(self, files: Files, world: World, clock: Clock, units: Units, *, attempt: int) -> None:
+    def __init__(self, files: Files, world: World, clock: Clock, units: Units, *, attempt: int, steps: int) -> None:
         self.files = files
         self.world = world
         self.clock = clock
         self.units = units
         self.common = {"attempt": attempt, "rank": world.rank}
+        self.steps = steps
         self._steps: list[Step] = []  # since the last log point
         self._times: list[StepTimes] = []  # of the first of them: those whose own rows are written
         self._flushed = time.monotonic()
@@ -129,6 +130,7 @@ class Metrics:
     def _row(self, step: Step, times: StepTimes, loss: float, samples: int) -> dict[str, Any]:
         return {
             "step": step.number,
+            "steps": self.steps,
             "epoch": step.batch.epoch + 1,
             **self.common,
             "loss": loss,

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -55,11 +54,12 @@ def line(prepared: "Prepared", args: argparse.Namespace, node_rank: int) -> str:
     """
     context = prepared.context
     node = context.placement.nodes[node_rank]
+    environment = _environment(prepared, args, node)
     parts = [shlex.join(["cd", context.workdir])]
     if setup := [*context.site.setup, *context.job.setup]:
-        parts.append(shlex.join(["bash", "-e", "-c", "\n".join(setup)]))
-    environment = _shared(prepared, args, node)
-    ranks = [shlex.join(_rank(prepared, args, node, rank, environment)) for rank in node.rank_range]
+        parts.append(f"{environment} bash -e -c " + shlex.quote("\n".join(setup)))
+    rank = _train_rank if context.job.kind == "train" else _rank
+    ranks = [f"{environment} {shlex.join(rank(prepared, args, node, number))}" for number in node.rank_range]
     return " && ".join([*parts, ranks[0] if len(ranks) == 1 else _together(ranks)])
 
 
@@ -74,8 +74,8 @@ def _together(commands: list[str]) -> str:
     return f"(set --; {starts} trap 'kill \"$@\"' INT TERM; {wait})"
 
 
-def _shared(prepared: "Prepared", args: argparse.Namespace, node: "NodePlacement") -> dict[str, str]:
-    """Return what every rank's environment holds beside its rank; without the run id, for there is no run yet."""
+def _environment(prepared: "Prepared", args: argparse.Namespace, node: "NodePlacement") -> str:
+    """Spell out what every rank's environment holds beside its rank; without the run id, for there is no run yet."""
     from jobs.ranks import RUN_ID
     from launch.plan import shared_environment
     from launch.prepare import this_machine
@@ -83,29 +83,33 @@ def _shared(prepared: "Prepared", args: argparse.Namespace, node: "NodePlacement
     context = replace(prepared.context, one_host=args.master_ip.startswith("127."))
     threads = context.job.threads_per_rank
     number = max(1, len(this_machine().cores) // node.ranks) if threads == "auto" else threads
-    return {each.name: each.value for each in shared_environment(context, os.environ, number) if each.name != RUN_ID}
+    values = {each.name: each.value for each in shared_environment(context, os.environ, number)}
+    # Where the line is pasted, PATH is another.
+    own_path = "PATH" not in {**context.site.env, **context.job.env}
+    path = [f'PATH={shlex.quote(str(Path(context.python).parent))}:"$PATH"'] if own_path else []
+    left_out = {RUN_ID, "PATH"} if own_path else {RUN_ID}
+    pairs = [shlex.quote(f"{name}={value}") for name, value in values.items() if name not in left_out]
+    return " ".join(["env", *path, *pairs])
 
 
-def _rank(
-    prepared: "Prepared", args: argparse.Namespace, node: "NodePlacement", rank: int, environment: dict[str, str]
-) -> list[str]:
+def _train_rank(prepared: "Prepared", args: argparse.Namespace, node: "NodePlacement", rank: int) -> list[str]:
     context = prepared.context
     # -I, as for agents: a `jobs` folder in workdir must not shadow ours.
-    python = [sys.executable, "-I", "-m"]
-    if context.job.kind == "train":  # it sets the job's environment and threads itself
-        site = [f"{name}={value}" for name, value in context.site.env.items()]
-        argv = [*(["env", *site] if site else []), *python, "jobs.train", str(Path(args.job).absolute())]
-        argv += ["--master-ip", args.master_ip, "--master-port", str(args.master_port)]
-        argv += ["--num-nodes", str(len(context.placement.nodes)), "--rank", str(rank)]
-        argv += ["--ranks-per-node", str(node.ranks)] if node.ranks > 1 else []
-        name = [] if args.name is None else [f"name={json.dumps(args.name)}"]
-        argv += [word for override in (*args.overrides, *name) for word in ("--set", override)]
-        return [*argv, "--runs", str(context.run.path.parent)]
+    argv = [context.python, "-I", "-m", "jobs.train", str(Path(args.job).absolute())]
+    argv += ["--master-ip", args.master_ip, "--master-port", str(args.master_port)]
+    argv += ["--num-nodes", str(len(context.placement.nodes)), "--rank", str(rank)]
+    argv += ["--ranks-per-node", str(node.ranks)] if node.ranks > 1 else []
+    name = [] if args.name is None else [f"name={json.dumps(args.name)}"]
+    argv += [word for override in (*args.overrides, *name) for word in ("--set", override)]
+    return [*argv, "--runs", str(context.run.path.parent)]
+
+
+def _rank(prepared: "Prepared", args: argparse.Namespace, node: "NodePlacement", rank: int) -> list[str]:
+    context = prepared.context
     rank_env = replace(context.placement, master_addr=args.master_ip).rank_env(rank, master_port=args.master_port)
-    variables = {**environment, **rank_env.variables()}
-    argv = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    variables = [f"{name}={value}" for name, value in rank_env.variables().items()]
     settings = context.job.settings.model_dump()
     if context.job.kind == "command":
-        return [*argv, *settings["argv"]]
+        return [*variables, *settings["argv"]]
     bench = ["--operation", settings["operation"], "--start-timeout-s", f"{context.job.start_timeout_s:g}"]
-    return [*argv, *python, "collectives_bench", *bench]
+    return [*variables, context.python, "-I", "-m", "collectives_bench", *bench]

@@ -1,0 +1,56 @@
+"""Every example of `jobs/examples/` runs as it is, through `muster run`, and writes what it should."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.datafiles import write_facts
+from jobs.load import EXAMPLES, load_job
+from jobs.rundir import RunDir, read_lines
+from jobs.spec import TrainSettings
+from launch.kinds import KINDS
+
+pytestmark = pytest.mark.ranks
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Lay out a prepared CIFAR-10 of 512 + 64 images: what `muster data cifar10` leaves, only smaller."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "cifar10").mkdir()
+    draw = random.Random(0)
+    for name, images in (("train", 512), ("test", 64)):
+        rows = b"".join(bytes([draw.randrange(10)]) + draw.randbytes(3072) for _ in range(images))
+        (root / "cifar10" / f"{name}.u8").write_bytes(rows)
+    write_facts(root / "cifar10" / "meta.json", {"source": "made for a test"})
+    return root
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example(name: str, tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUSTER_DATA", str(data_root))
+    argv = [sys.executable, "-m", "launch", "run", str(EXAMPLES / f"{name}.yaml"), "--runs", str(tmp_path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    run = RunDir(next(tmp_path.iterdir()))
+    (verdict,) = read_lines(run.attempts)
+    assert verdict["class"] == "done"
+    job = load_job(EXAMPLES / f"{name}.yaml", KINDS).job
+    assert isinstance(job.ranks_per_node, int)
+    outputs = [run.attempt(0).out(rank) for rank in range(job.nodes * job.ranks_per_node)]
+    assert all(path.is_file() for path in outputs)
+    if isinstance(job.settings, TrainSettings):
+        rows = [row for row in read_lines(run.metrics) if "evaluation" not in row]
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        assert all(math.isfinite(row["loss"]) for row in rows)
+        assert len(rows) < 5 or rows[-1]["loss"] < rows[0]["loss"]
+        assert any("evaluation" in row for row in read_lines(run.metrics))
+    else:
+        assert all(path.read_text().strip() for path in outputs)
+    assert json.loads(run.attempt(0).placement.read_text())
