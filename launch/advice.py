@@ -91,7 +91,7 @@ TABLE: Final[tuple[Advice, ...]] = (
     Advice("give the user that runs the ranks access to it, on every node", said=r"PermissionError|Permission denied"),
     # Deadlines and nodes.
     Advice(
-        "see what rank {1} did last: muster logs --rank {1}; check that every node reaches node 0 "
+        "see what was done there last: muster logs --rank {1}; check that every node reaches node 0 "
         "(firewall, address), or raise start_timeout_s",
         class_name="timeout",
         said=r"ranks? (\d[\d, -]*\d|\d)",

@@ -33,6 +33,7 @@ class Channel:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    source: asyncio.ReadTransport | None = None  # where reading and writing are two pipes
 
     async def send(self, message: Message) -> None:
         """Send one message.
@@ -66,17 +67,19 @@ class Channel:
     def close(self) -> None:
         """Close this end; the other sees it at once."""
         self.writer.close()
+        if self.source is not None:
+            self.source.close()
 
 
 async def over_pipes(source: int, sink: int) -> Channel:
     """Make the agent's end over two pipe descriptors."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=LINE_LIMIT)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb", 0))
+    reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb", 0))
     transport, protocol = await loop.connect_write_pipe(
         lambda: asyncio.streams.FlowControlMixin(loop=loop), os.fdopen(sink, "wb", 0)
     )
-    return Channel(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+    return Channel(reader, asyncio.StreamWriter(transport, protocol, reader, loop), reading)
 
 
 async def to_process(process: asyncio.subprocess.Process) -> Channel:

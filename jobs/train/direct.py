@@ -31,9 +31,9 @@ from jobs.ranks import RankEnv
 from jobs.reports import Reporter
 from jobs.rundir import RunDir, append_line, new_run, runs_root, write_json, write_text
 from jobs.spec import Job, JobKind, TrainSettings
-from jobs.train.main import FAILED, guarded, prepare_process, settings_of, train_in
+from jobs.train.main import FAILED, guarded, join_group, make_deterministic, settings_of, train_in
 from jobs.train.modes import needs_group
-from jobs.train.world import World, connect, meet, open_world
+from jobs.train.world import World, choose_device, connect, meet
 
 KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainSettings.check)
 RUN_FOLDER_KEY: Final = "run-folder"
@@ -80,16 +80,17 @@ def start(args: argparse.Namespace, reporter: Reporter) -> int:
     settings.check(env.world_size)
     os.environ.update(job.env)
     torch.set_num_threads(threads_of(job, env))
-    device = prepare_process(settings, env)
+    make_deterministic(settings)
     use_interface_towards(env.master_addr)
     store = connect(env, job.start_timeout_s)
-    hosts = meet(store, env, job.start_timeout_s)
-    run = share_folder(store, loaded, env, hosts, args.runs)
+    peers = meet(store, env, job.start_timeout_s)
+    run = share_folder(store, loaded, env, [peer.host for peer in peers], args.runs)
 
     def work() -> None:
-        world = World(env.rank, env.world_size, None, device)
         if needs_group(settings.split(env.world_size).sync, env.world_size):
-            world = open_world(store, env, device, job.start_timeout_s)
+            world = join_group(store, job, env, peers)
+        else:
+            world = World(0, 1, None, choose_device(settings.device, 0, peers))
         train_in(run, job, world, reporter, attempt=ATTEMPT)
 
     if env.rank == 0:

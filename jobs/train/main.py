@@ -8,12 +8,13 @@ import hashlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from jobs import ranks
 from jobs.errors import MusterError, RefusedError, StartTimeoutError
@@ -26,7 +27,7 @@ from jobs.train.failures import is_lost_connection
 from jobs.train.loop import build_trainer, train
 from jobs.train.metrics import Files
 from jobs.train.modes import needs_group
-from jobs.train.world import World, choose_device, connect, meet, open_world, require_equal
+from jobs.train.world import Peer, World, choose_device, connect, meet, open_world, require_equal, this_peer
 
 FAILED: Final = 1
 
@@ -89,23 +90,28 @@ def join(job: Job, env: RankEnv, reporter: Reporter) -> World:
     """Meet the other ranks within the job's start time-out."""
     settings = settings_of(job)
     settings.check(env.world_size)
-    device = prepare_process(settings, env)
+    make_deterministic(settings)
     reporter.arrived()
-    world = World(env.rank, env.world_size, None, device)
     if needs_group(settings.split(env.world_size).sync, env.world_size):
         store = connect(env, job.start_timeout_s)
-        meet(store, env, job.start_timeout_s)
-        world = open_world(store, env, device, job.start_timeout_s)
+        world = join_group(store, job, env, meet(store, env, job.start_timeout_s))
+    else:
+        world = World(0, 1, None, choose_device(settings.device, 0, [this_peer()]))
     reporter.joined()
     return world
 
 
-def prepare_process(settings: TrainSettings, env: RankEnv) -> torch.device:
-    """Set what holds for the whole process; return its device."""
+def join_group(store: Store, job: Job, env: RankEnv, peers: Sequence[Peer]) -> World:
+    """Make the process group of ranks that have met, on the devices that they see."""
+    device = choose_device(settings_of(job).device, env.rank, peers)
+    return open_world(store, env, device, job.start_timeout_s)
+
+
+def make_deterministic(settings: TrainSettings) -> None:
+    """Make this process's kernels deterministic when the job asks for it."""
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; the library asks for it
         torch.use_deterministic_algorithms(True)
-    return choose_device(settings.device, env)
 
 
 def open_same_data(job: Job, world: World) -> Data:

@@ -8,8 +8,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -46,25 +46,47 @@ class World:
         return gathered
 
 
-def choose_device(wanted: str, env: RankEnv) -> torch.device:
-    """Return the device of a rank: CUDA when asked for, or when there is one for each rank of the node.
+@dataclass(frozen=True)
+class Peer:
+    """Where a rank is and which CUDA devices it sees: ranks that are equal in this share those devices."""
+
+    host: str
+    visible: str | None  # CUDA_VISIBLE_DEVICES
+    devices: int
+
+
+def this_peer() -> Peer:
+    """Describe this process."""
+    return Peer(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count())
+
+
+def choose_device(wanted: str, rank: int, peers: Sequence[Peer]) -> torch.device:
+    """Return the device of a rank: CUDA when asked for, or when every rank can have one. Pure, the same on all ranks.
 
     Raises:
-        RefusedError: CUDA was asked for and there are too few devices.
+        RefusedError: CUDA was asked for, or chosen by some ranks, and others have none.
     """
     if wanted == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
-    if count >= env.local_world_size:
-        return torch.device("cuda", env.local_rank)
-    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):  # somebody bound one device to each rank
-        return torch.device("cuda", 0)
-    if wanted == "cuda":
+    devices = [_device_index(each, peers) for each in range(len(peers))]
+    without = [each for each, index in enumerate(devices) if index is None]
+    if without and (wanted == "cuda" or len(without) < len(peers)):
+        peer = peers[without[0]]
         raise RefusedError(
-            f"train.device: cuda needs {env.local_world_size} devices on this node, found {count}; "
-            "set device: cpu or fewer ranks_per_node"
+            f"train.device: {wanted}: {_ranks(without[:8])} of {len(peers)} cannot have a CUDA device of their own "
+            f"({peer.host} has {peer.devices}); set device: cpu, or fewer ranks_per_node"
         )
-    return torch.device("cpu")
+    index = devices[rank]
+    return torch.device("cpu") if index is None else torch.device("cuda", index)
+
+
+def _device_index(rank: int, peers: Sequence[Peer]) -> int | None:
+    peer = peers[rank]
+    sharing = [each for each, other in enumerate(peers) if other == peer]
+    if peer.devices >= len(sharing):
+        return sharing.index(rank)
+    # One device and a name for it: somebody, a cgroup of Slurm's perhaps, bound another one to each rank.
+    return 0 if peer.devices == 1 and peer.visible else None
 
 
 def connect(env: RankEnv, timeout_s: float) -> Store:
@@ -100,14 +122,14 @@ def connect(env: RankEnv, timeout_s: float) -> Store:
     return PrefixStore(prefix, store)
 
 
-def meet(store: Store, env: RankEnv, timeout_s: float) -> list[str]:
-    """Wait until every rank has arrived; return their host names in rank order.
+def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
+    """Wait until every rank has arrived; return them in rank order.
 
     Raises:
         StartTimeoutError: names the ranks that did not.
     """
     arrivals = PrefixStore("arrived", store)
-    arrivals.set(str(env.rank), json.dumps({"host": socket.gethostname()}))
+    arrivals.set(str(env.rank), json.dumps(asdict(this_peer())))
     deadline = time.monotonic() + timeout_s
     for rank in range(env.world_size):
         remaining_s = max(deadline - time.monotonic(), 0.001)
@@ -120,7 +142,7 @@ def meet(store: Store, env: RankEnv, timeout_s: float) -> list[str]:
                     f"{_ranks(missing)} of {env.world_size} did not arrive at {env.master_addr}:{env.master_port} "
                     f"within {timeout_s:g} s; look at their output, or raise start_timeout_s"
                 ) from error
-    return [str(json.loads(arrivals.get(str(rank)))["host"]) for rank in range(env.world_size)]
+    return [Peer(**json.loads(arrivals.get(str(rank)))) for rank in range(env.world_size)]
 
 
 def open_world(store: Store, env: RankEnv, device: torch.device, timeout_s: float) -> World:

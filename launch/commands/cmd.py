@@ -71,7 +71,7 @@ def _together(commands: list[str]) -> str:
     """
     starts = " ".join(f'{command} & set -- "$@" $!;' for command in commands)
     wait = 'code=0; for pid in "$@"; do wait $pid || code=$?; done; exit $code'
-    return f"(set --; {starts} trap 'kill \"$@\"' INT TERM; {wait})"
+    return f"(set --; trap 'kill \"$@\"' INT TERM; {starts} {wait})"
 
 
 def _environment(prepared: "Prepared", args: argparse.Namespace, node: "NodePlacement") -> str:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.live import wait_until
 
 from jobs.ranks import RankEnv
 from jobs.rundir import list_runs, read_lines
 from launch.commands.cmd import _together
-from support.live import wait_until
+from launch.processes import start_ticks
 
 DUMP = """
 import json, os, sys
@@ -25,7 +26,7 @@ record = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}
 with open(f"{os.environ['DUMPS']}/{os.environ['RANK']}.json", "w") as file:
     json.dump(record, file)
 """
-NASTY = ["two words", "it's", 'a "quote"', "$HOME `id` \\n", "line one\nline two", "größe ∑ 🚀", "", "*", "-x", "a=b", "#"]
+NASTY = ["two words", "it's", 'a "quote"', "$HOME `id` \\n", "line one\nline two", "größe ∑ 🚀", "", "*", "-x", "a=b"]
 TRAIN = """\
 name: tiny
 nodes: 2
@@ -67,7 +68,7 @@ def dumped(tmp_path: Path) -> Callable[[], list[dict[str, Any]]]:
     """Return a function that reads what each rank's program saw, in rank order."""
     folder = tmp_path / "dumps"
     folder.mkdir()
-    return lambda: [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(os.listdir(folder)))]
+    return lambda: [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(list(folder.iterdir())))]
 
 
 def dump_job(tmp_path: Path, **keys: Any) -> dict[str, Any]:
@@ -185,13 +186,14 @@ def test_the_shell_that_the_line_is_pasted_into_keeps_its_arguments_and_its_othe
 
 def test_ctrl_c_ends_all_ranks_of_the_line(tmp_path) -> None:
     """A shell's background processes ignore SIGINT, so the line must pass it on."""
-    program = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(50)"
+    program = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w').close(); time.sleep(50)"
     line = _together([shlex.join([sys.executable, "-c", program])] * 2)
     with subprocess.Popen(["bash", "-c", line], start_new_session=True) as shell:
-        wait_until(lambda: len(os.listdir(tmp_path)) == 2, "two ranks")
+        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "two ranks")
         os.killpg(shell.pid, signal.SIGINT)
         assert shell.wait(timeout=20) != 0
-    wait_until(lambda: not any(Path("/proc", pid).exists() for pid in os.listdir(tmp_path)), "the end of both ranks")
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    wait_until(lambda: not any(map(start_ticks, pids)), "the end of both ranks")
 
 
 def test_a_missing_folder_and_a_failing_setup_line_stop_the_line_before_any_rank(lines, tmp_path) -> None:

@@ -1,7 +1,6 @@
 """The plan of an attempt, as pure functions and as `muster plan` prints it: the whole text against a golden file."""
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,7 +136,7 @@ def test_without_torch_no_store_is_promised_and_without_a_port_none_is_made_up()
     assert values(node.ranks[0])["MASTER_PORT"] == ""
 
 
-NAMES = sorted(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) + ["MUSTER_STATUS_FD"]
+NAMES = [*RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables(), "MUSTER_STATUS_FD"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -324,7 +323,7 @@ def test_a_plan_writes_nothing_and_starts_nothing(muster_plan, tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MUSTER_RUNS", str(tmp_path / "runs"))
     assert muster_plan(COMMAND, "--runs", str(tmp_path / "runs"))[0] == 0
-    assert sorted(os.listdir(tmp_path)) == ["job.yaml", "site.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml", "site.yaml"]
 
 
 def test_a_plan_that_run_would_refuse_is_refused_with_the_same_code(muster_plan, capsys) -> None:

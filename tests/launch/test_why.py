@@ -180,7 +180,7 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("storage", {}, "disk"),
         ("failed", {"code": 127}, "not found"),
         ("failed", {"code": 126}, "not executable"),
-        ("timeout", {"message": "ranks 2-3, 7 never arrived within 60 s"}, "what 2-3,7 did last"),
+        ("timeout", {"message": "ranks 2-3, 7 never arrived within 60 s"}, "muster logs --rank 2-3,7"),
         ("timeout", {"message": "took too long"}, "start_timeout_s"),
         ("lost", {}, "supervisor is gone"),
         ("stopped", {"signal": "SIGKILL"}, "on purpose"),

@@ -26,7 +26,7 @@ GPT_MODEL = {"name": "gpt-nano", "dropout": 0.1}
 GPT = {"model": GPT_MODEL, "data": "synthetic", "batch_size": 10, "steps": 5, "optimizer": ADAMW, "evaluate": False}
 
 STEP_KEYS = {
-    *("step", "epoch", "attempt", "rank", "loss", "lr", "time", "step_s", "rate", "unit"),
+    *("step", "steps", "epoch", "attempt", "rank", "loss", "lr", "time", "step_s", "rate", "unit"),
     *("data_s", "forward_s", "backward_s", "communication_s", "optimizer_s"),
 }
 

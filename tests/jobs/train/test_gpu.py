@@ -1,0 +1,103 @@
+"""Training on CUDA devices, through `muster run`. `pytest -m gpu` on a machine that has at least two."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.live import LiveRun
+
+from jobs.rundir import RunDir, read_lines
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+
+JOB = """
+nodes: {nodes}
+ranks_per_node: {ranks}
+train:
+  model: {model}
+  data: {data}
+  mode: {mode}
+  batch_size: 64
+  steps: 8
+  log_every: 4
+  deterministic: true
+  device: {device}
+  optimizer: {{name: sgd, lr: 0.01, momentum: 0.9}}
+"""
+
+
+def job(
+    *,
+    nodes: int = 1,
+    ranks: int = 1,
+    mode: str = "ddp",
+    device: str = "cuda",
+    model: str = "vgg11",
+    data: str = "digits",
+) -> str:
+    return JOB.format(nodes=nodes, ranks=ranks, mode=mode, device=device, model=model, data=data)
+
+
+def train(folder: Path, text: str) -> tuple[RunDir, list[dict[str, Any]]]:
+    folder.mkdir()
+    live = LiveRun(folder, text)
+    assert live.end() == 0, live.err
+    return live.run, [row for row in read_lines(live.run.metrics) if "evaluation" not in row]
+
+
+def test_a_cuda_rank_forked_from_the_warm_process_trains_as_a_cpu_rank_does(tmp_path: Path) -> None:
+    run, on_gpu = train(tmp_path / "gpu", job(mode="single"))
+    _, on_cpu = train(tmp_path / "cpu", job(mode="single", device="cpu"))
+    assert "on cuda" in run.attempt(0).out(0).read_text()
+    assert [row["loss"] for row in on_gpu] == pytest.approx([row["loss"] for row in on_cpu], rel=2e-2)
+    assert all(row["forward_s"] > 0 and row["backward_s"] > 0 and row["optimizer_s"] > 0 for row in on_gpu)
+
+
+@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce", "ddp"])
+def test_two_gpus_over_nccl_train_as_one_does(tmp_path: Path, mode: str) -> None:
+    run, two = train(tmp_path / "two", job(ranks=2, mode=mode))
+    _, again = train(tmp_path / "again", job(nodes=2, mode=mode))
+    assert [row["loss"] for row in two] == [row["loss"] for row in again]
+    assert all(row["communication_s"] >= 0 for row in two)
+    assert run.attempt(0).metrics(1).is_file()
+
+
+def test_pretend_nodes_divide_the_gpus(tmp_path: Path) -> None:
+    code = "import os, torch; print(os.environ['CUDA_VISIBLE_DEVICES'], torch.cuda.device_count())"
+    live = LiveRun(tmp_path, f"nodes: 2\ncommand: {json.dumps([sys.executable, '-c', code])}\n")
+    assert live.end() == 0, live.err
+    seen = [live.run.attempt(0).out(rank).read_text().split() for rank in range(2)]
+    devices = [set(each[0].split(",")) for each in seen]
+    assert not devices[0] & devices[1]
+    assert [int(each[1]) for each in seen] == [len(each) for each in devices]
+
+
+def test_exact_on_one_and_two_gpus_has_the_same_bits(tmp_path: Path) -> None:
+    text = job(mode="allreduce") + "  exact: true\n"
+    _, one = train(tmp_path / "one", text)
+    _, two = train(tmp_path / "two", text.replace("ranks_per_node: 1", "ranks_per_node: 2"))
+    assert [row["loss"] for row in one] == [row["loss"] for row in two]
+
+
+@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce", "ddp"])
+def test_verify_passes_on_two_gpus(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(job(ranks=2, mode=mode))
+    argv = [sys.executable, "-m", "launch", "verify", str(path), "--steps", "2", "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS" in done.stdout
+
+
+def test_a_gpt_trains_on_two_gpus(tmp_path: Path) -> None:
+    _, rows = train(tmp_path / "gpt", job(ranks=2, model="gpt-micro", data="python-source"))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_more_cuda_ranks_than_devices_are_refused(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, job(ranks=64))
+    assert live.end() == 78
+    assert "train.device: cuda:" in live.err
