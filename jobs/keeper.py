@@ -11,6 +11,7 @@ its ranks (TERM, 1 s, KILL) and ends. Ranks die with their keeper (PR_SET_PDEATH
 the keeper's child (subreaper) and is killed. A keeper runs one attempt at a time.
 """
 
+import contextlib
 import json
 import os
 import selectors
@@ -121,6 +122,8 @@ class Keeper:
                 self._forget_parent(keeper)
                 os.close(reader)
                 rank_start.become(start, writer)
+            with contextlib.suppress(PermissionError, ProcessLookupError):  # it runs its program, or is dead already
+                os.setpgid(pid, pid)  # as it does itself: whoever is first, an order to stop finds the group
             os.close(writer)
             os.set_blocking(reader, False)
             rank = Rank(start["rank"], pid, reader)

@@ -90,6 +90,18 @@ class AttemptDir:
 
     path: Path
 
+    def make(self) -> None:
+        """Make the folder, the token of the attempt, and the commands' in it, which only the user may read.
+
+        Raises:
+            RunFolderError, StorageError: it cannot be made.
+        """
+        try:
+            self.path.mkdir()
+            self.commands.mkdir(mode=0o700)  # the environments in there may hold secrets
+        except OSError as error:
+            raise folder_error(self.path, error) from error
+
     @property
     def placement(self) -> Path:
         """Which rank runs where, and each value's origin."""

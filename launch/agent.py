@@ -33,6 +33,7 @@ from launch.processes import start_ticks
 HEARTBEAT_S: Final = 1.0
 FOLLOW_S: Final = 0.1
 CHUNK: Final = 1 << 16
+BACKLOG: Final = 4096  # ranks dial before the store serves
 LAST_LINES: Final = 20
 LINE_LIMIT: Final = 1 << 24
 
@@ -88,7 +89,7 @@ class Agent:
 
     async def _prepare(self, message: Message) -> None:
         """Bind the store's port, and keep it bound: the number is told only once it is ours."""
-        self.listening = socket.create_server(("", 0), backlog=4096)
+        self.listening = socket.create_server((message["bind"], 0), backlog=BACKLOG)
         await self.channel.send({"did": "prepared", "port": self.listening.getsockname()[1]})
 
     async def _start(self, message: Message) -> None:

@@ -29,6 +29,7 @@ from launch.verdict import Ending, Stop, Verdict, cause_of, judge
 SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
 MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first
 SILENT_S: Final = 5.0
+LOOPBACK: Final = "127.0.0.1"
 TICK_S: Final = 0.25
 
 
@@ -64,6 +65,7 @@ class Supervisor:
         self.stop_deadline: float | None = None
         self.deadline = time.monotonic() + context.job.start_timeout_s
         self.started_at = time.monotonic()
+        self.ticked = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> Verdict:
@@ -123,7 +125,8 @@ class Supervisor:
         if self.stop_deadline is not None:
             await self._send(node_rank, {"do": "stop", "grace_s": 0.0})
         elif all(node.hello for node in self.nodes):
-            await self._send(0, {"do": "prepare"})
+            # Ranks of one machine meet on loopback: nobody outside need see the store.
+            await self._send(0, {"do": "prepare", "bind": LOOPBACK if self.context.one_host else ""})
 
     async def _on_prepared(self, node_rank: int, message: Message) -> None:
         if self.stop_deadline is not None:
@@ -135,8 +138,7 @@ class Supervisor:
             for node in self.nodes
         ]
         plans = plan_nodes(self.context, machines, os.environ, port)
-        attempt.path.mkdir()
-        attempt.commands.mkdir(mode=0o700)  # the environment in there may hold secrets
+        attempt.make()
         write_json(attempt.placement, placement.to_json())
         master = {"master_addr": placement.master_addr, "master_port": port}
         self.log.event("attempt", attempt=self.context.attempt, world_size=placement.world_size, **master)
@@ -227,7 +229,11 @@ class Supervisor:
             await self._on_stop(-1, {**request, "by": "muster stop"})
         if self.stop_deadline is not None:
             return
+        frozen = now - self.ticked > SILENT_S / 2  # we ourselves were (Ctrl-Z, a sleeping laptop): nobody else is late
+        self.ticked = now
         for rank, node in enumerate(self.nodes):
+            if frozen:
+                node.heard = now
             if node.hello and not node.gone and now - node.heard > SILENT_S:
                 node.gone = True
                 await self._lose(rank, f"its agent was silent for {SILENT_S:g} s", exits.UNREACHABLE)

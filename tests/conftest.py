@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from support.live import LiveRun
+
 ROOT = Path(__file__).parent.parent
 OnRanks = Callable[..., list[Any]]
 
@@ -28,6 +30,13 @@ def rank_server() -> Iterator[subprocess.Popen[str]]:
         yield server
         assert server.stdin is not None
         server.stdin.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_run_outlives_its_test() -> Iterator[None]:
+    """Kill the supervisors that a failed test left running; their ranks end with them."""
+    yield
+    LiveRun.end_all()
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jobs.rundir import RunDir, read_lines
 from launch.processes import of_run
@@ -16,7 +16,9 @@ DEADLINE_S = 40.0
 
 
 class LiveRun:
-    """One started `muster run`; `text` is the job file."""
+    """One started `muster run`; `text` is the job file. Whatever a test does, `end_all` leaves none behind."""
+
+    started: ClassVar[list["LiveRun"]] = []
 
     def __init__(self, folder: Path, text: str, *arguments: str) -> None:
         self.root = folder / "runs"
@@ -24,6 +26,16 @@ class LiveRun:
         job.write_text(text)
         argv = [sys.executable, "-m", "launch", "run", str(job), "--runs", str(self.root), *arguments]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.started.append(self)
+
+    @classmethod
+    def end_all(cls) -> None:
+        """Kill what a failed test left running."""
+        while cls.started:
+            live = cls.started.pop()
+            if live.process.poll() is None:
+                live.process.kill()
+                live.process.communicate()
 
     @property
     def run(self) -> RunDir:
