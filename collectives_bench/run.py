@@ -16,6 +16,7 @@ from jobs import ranks
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
 from jobs.spec import Job
+from jobs.train.failures import is_lost_connection
 
 
 def run_rank(payload: dict[str, Any]) -> int:
@@ -30,9 +31,13 @@ def run_operation(settings: BenchSettings, start_timeout_s: float) -> int:
     env = ranks.read(os.environ)
     reporter = Reporter(os.environ)
     reporter.arrived()
-    dist.init_process_group("gloo", timeout=timedelta(seconds=start_timeout_s))
-    reporter.joined()
-    right = OPERATIONS[settings.operation](env)
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=start_timeout_s))
+        reporter.joined()
+        right = OPERATIONS[settings.operation](env)
+    except Exception as error:
+        reporter.failed(error, peer=is_lost_connection(error))  # a victim must not be taken for the culprit
+        raise
     dist.destroy_process_group()
     return 0 if right else 1
 

@@ -62,7 +62,7 @@ class Console:
             # The stream still holds the text, and would fail again at every flush.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             if stream is sys.stdout:
-                self.say(f"muster: nobody reads standard output any more ({error.strerror}); the run goes on")
+                self.say(f"muster: standard output is lost ({error.strerror}); the run goes on, and its logs are kept")
 
     def _start_progress(self, steps: int) -> None:
         from rich.console import Console as RichConsole

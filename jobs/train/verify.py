@@ -30,7 +30,7 @@ from jobs.train.sampling import total_steps
 from jobs.train.world import World
 
 LOSS: Final = "loss of each step"
-OUTPUT: Final = "output on a test batch"
+OUTPUT: Final = "output on test batch"
 
 
 def verify_rank(payload: Mapping[str, Any]) -> int:

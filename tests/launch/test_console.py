@@ -1,0 +1,187 @@
+"""What `muster run` shows: plain output word for word, and what happens when nobody reads it any more."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.placement import NodePlacement
+from launch.console import Console
+from launch.plan import NodePlan, RankPlan
+from launch.verdict import Ending, Verdict, judge
+
+REPOSITORY = Path(__file__).parents[2]
+PROGRESS = {"report": "progress", "step": 20, "steps": 196, "loss": 2.1, "rate": 812.0, "unit": "samples/s"}
+
+
+def ending(rank: int | None, cause: str = "own", **fields) -> Ending:
+    values = {"rank": rank, "node": 1, "host": "n1", "code": 7, "signal": None, "ended": 1.0, "cause": cause}
+    return Ending(**{**values, "message": "ValueError: bad", "last_lines": ["one", "two"], **fields})
+
+
+DONE = Verdict(0, "2 ranks ended with 0")
+
+
+def test_the_plan_names_every_rank_with_its_place(capsys) -> None:
+    nodes = [
+        NodePlan(NodePlacement(0, "n0", "10.0.0.1", 0, 1), (), (RankPlan(0, (0, 1), (), 1, ()),)),
+        NodePlan(NodePlacement(1, "n1", "10.0.0.2", 1, 1), (), (RankPlan(1, (0,), (), 1, ()),)),
+    ]
+    Console().plan("/runs/demo", nodes, "10.0.0.1:4242")
+    assert capsys.readouterr() == (
+        "",
+        "run /runs/demo\n"
+        "  rank  node  host                  cores\n"
+        "     0     0  n0                    0,1\n"
+        "     1     1  n1                    0\n"
+        "master 10.0.0.1:4242\n",
+    )
+
+
+def test_rank_0s_streams_stay_apart_and_are_passed_on_as_they_are(capsys) -> None:
+    console = Console()
+    console.lines("out", ["[bold]loss[/bold] 2.5", "größe 🚀"])
+    console.lines("err", ["a warning"])
+    console.say("of ours")
+    assert capsys.readouterr() == ("[bold]loss[/bold] 2.5\ngröße 🚀\n", "a warning\nof ours\n")
+
+
+def test_progress_is_not_drawn_where_there_is_no_terminal(capsys) -> None:
+    console = Console()
+    console.progress(PROGRESS)
+    console.end(DONE, 1.0, "demo-1", "")
+    assert capsys.readouterr() == ("", "done in 1.0 s: 2 ranks ended with 0 · muster status demo-1\n")
+
+
+def test_on_a_terminal_the_progress_line_shows_step_loss_and_rate_and_output_to_a_file_stays_there(
+    capsys, monkeypatch
+) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "100")
+    console = Console()
+    console.progress(PROGRESS)
+    console.lines("out", ["a line"])  # standard output is a file: `muster run ... > log`
+    console.progress({**PROGRESS, "step": 196})
+    console.end(DONE, 1.0, "demo-1", "")
+    shown = terminal.getvalue()
+    assert "196/196" in shown
+    assert "loss 2.1000  812 samples/s" in shown
+    assert shown.endswith("done in 1.0 s: 2 ranks ended with 0 · muster status demo-1\n")
+    assert "a line" not in shown
+    assert capsys.readouterr().out == "a line\n"
+
+
+def test_a_failing_rank_is_shown_with_its_last_lines_its_victims_and_the_next_step(capsys) -> None:
+    verdict = judge([ending(3), ending(0, "peer", ended=2.0), ending(2, "stopped", ended=3.0)], None)
+    Console().end(verdict, 12.34, "demo-1", "look there")
+    assert capsys.readouterr() == (
+        "",
+        "  one\n"
+        "  two\n"
+        "muster: rank 3 on node 1 (n1) exited with code 7: ValueError: bad\n"
+        "  ended because of it: rank 0, 2\n"
+        "  failed, exit code 7 after 12.3 s · muster why demo-1\n"
+        "  look there\n",
+    )
+
+
+def test_rank_0s_last_lines_are_not_repeated_below_themselves(capsys) -> None:
+    Console().end(judge([ending(0)], None), 1.0, "demo-1", "")
+    assert capsys.readouterr().err == (
+        "muster: rank 0 on node 1 (n1) exited with code 7: ValueError: bad\n"
+        "  failed, exit code 7 after 1.0 s · muster why demo-1\n"
+    )
+
+
+def test_a_lost_node_among_the_victims_is_no_rank(capsys) -> None:
+    verdict = judge([ending(3, last_lines=[]), ending(None, "stopped", ended=2.0)], None)
+    Console().end(verdict, 1.0, "demo-1", "")
+    assert "ended because of it" not in capsys.readouterr().err
+
+
+def test_quiet_prints_nothing_when_all_goes_well(capsys) -> None:
+    console = Console(quiet=True)
+    console.plan("/runs/demo", [], "10.0.0.1:4242")
+    console.lines("out", ["a line"])
+    console.lines("err", ["a line"])
+    console.progress(PROGRESS)
+    console.say("of ours")
+    console.end(DONE, 1.0, "demo-1", "")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_quiet_still_says_why_it_failed_with_the_last_lines_that_it_hid(capsys) -> None:
+    console = Console(quiet=True)
+    console.lines("err", ["one", "two"])
+    console.end(judge([ending(0)], None), 1.0, "demo-1", "look there")
+    assert capsys.readouterr() == (
+        "",
+        "  one\n"
+        "  two\n"
+        "muster: rank 0 on node 1 (n1) exited with code 7: ValueError: bad\n"
+        "  failed, exit code 7 after 1.0 s · muster why demo-1\n"
+        "  look there\n",
+    )
+
+
+# Nobody reads ---------------------------------------------------------------------------------------------------------
+
+TALK = """
+import sys
+from launch.console import Console
+from launch.verdict import Verdict
+console = Console()
+for number in range(3):
+    console.lines("out", [f"line {number}"])
+console.lines("err", ["to err"])
+console.end(Verdict(0, "1 rank ended with 0"), 1.0, "demo-1", "")
+sys.stdout.flush()
+sys.exit(5)
+"""
+
+
+def talk(stdout: int | None, stderr: int) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-c", TALK]
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(argv, stdout=stdout, stderr=stderr, env=env, text=True, timeout=30, check=False)
+
+
+@pytest.fixture
+def closed_pipe():
+    """The writing end of a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
+
+
+def test_a_reader_that_has_gone_ends_the_output_but_not_the_run(closed_pipe) -> None:
+    """`muster run job.yaml | head -1` must not end hours of training, whose logs are kept anyway."""
+    done = talk(closed_pipe, subprocess.PIPE)
+    assert done.returncode == 5
+    assert done.stderr == (
+        "muster: standard output is lost (Broken pipe); the run goes on, and its logs are kept\n"
+        "to err\n"
+        "done in 1.0 s: 1 rank ended with 0 · muster status demo-1\n"
+    )
+
+
+def test_when_nobody_reads_standard_error_standard_output_goes_on(closed_pipe) -> None:
+    done = talk(subprocess.PIPE, closed_pipe)
+    assert (done.returncode, done.stdout) == (5, "line 0\nline 1\nline 2\n")
+
+
+def test_when_nobody_reads_anything_the_run_goes_on_all_the_same(closed_pipe) -> None:
+    assert talk(closed_pipe, closed_pipe).returncode == 5
+
+
+def test_a_full_disk_behind_standard_output_does_not_end_the_run() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = talk(full.fileno(), subprocess.PIPE)
+    assert done.returncode == 5
+    assert done.stderr.startswith("muster: standard output is lost (No space left on device); ")
