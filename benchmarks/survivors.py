@@ -18,19 +18,6 @@ from pathlib import Path
 
 from launch.processes import of_run
 
-STUBBORN = """
-import os, signal, subprocess, sys, time
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
-subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        time.sleep(1000)
-    os._exit(0)
-time.sleep(1000)
-"""
 JOBS = {
     "training": """
 name: training
@@ -78,9 +65,8 @@ def main() -> int:
     rows = []
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        (folder / "stubborn.py").write_text(STUBBORN)
         for name, body in JOBS.items():
-            script = json.dumps(str(folder / "stubborn.py"))
+            script = json.dumps(str(Path(__file__).with_name("stubborn.py")))
             filled = body.replace("{python}", json.dumps(sys.executable)).replace("{script}", script)
             (folder / f"{name}.yaml").write_text(filled)
         for time_number in range(args.times):

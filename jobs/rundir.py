@@ -16,7 +16,7 @@ one `write`, so a reader sees whole lines or an unfinished last one.
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -219,12 +219,19 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one record as one line with one write.
+    """Append one record as one line; errors as `append_lines`."""
+    append_lines(path, [record])
+
+
+def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Append records as JSON lines with one write, so that a reader never sees half of one among whole ones.
 
     Raises:
-        RunFolderError, StorageError: as `folder_error` says.
+        RunFolderError, StorageError: as `folder_error` says; the lines before stay whole.
     """
-    data = (json.dumps(record, ensure_ascii=False) + "\n").encode()
+    if not records:
+        return
+    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

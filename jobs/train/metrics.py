@@ -8,8 +8,6 @@ the steps since the last; they are added in the order of virtual ranks, so the l
 transport, and in `exact` on every world size.
 """
 
-import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from jobs.errors import StorageError
-from jobs.rundir import folder_error
+from jobs.rundir import append_lines
 from jobs.train.clock import Clock, StepTimes
 from jobs.train.sampling import GlobalBatch
 from jobs.train.world import World, add_in_order
@@ -100,7 +97,7 @@ class Metrics:
         for step, times in zip(steps, new, strict=True):
             loss = add_in_order(float(each) for each in step.losses) / max(step.samples, 1)
             rows.append(self._row(step, times, loss, step.samples) | {"samples": step.samples})
-        append_rows(self.files.own, rows)
+        append_lines(self.files.own, rows)
 
     def report(self) -> Summary:
         """Write all rows up to now: a collective, at the same step on every rank."""
@@ -109,7 +106,7 @@ class Metrics:
         steps, times = self._steps, self._times
         self._steps, self._times = [], []
         if self.files.run is not None:
-            append_rows(
+            append_lines(
                 self.files.run,
                 [
                     self._row(step, each, loss, step.batch.samples)
@@ -125,7 +122,7 @@ class Metrics:
         """Write the row of an evaluation; only rank 0 has somewhere to write it."""
         if self.files.run is not None:
             row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
-            append_rows(self.files.run, [row | self.common | measured])
+            append_lines(self.files.run, [row | self.common | measured])
 
     def _row(self, step: Step, times: StepTimes, loss: float, samples: int) -> dict[str, Any]:
         return {
@@ -147,24 +144,3 @@ def global_losses(world: World, batches: list[GlobalBatch], losses: list[list[Te
     sums = torch.stack([torch.stack(each) for each in losses])  # (steps, virtual ranks of this rank)
     gathered = torch.cat(world.gather(sums), dim=1).tolist()  # (steps, virtual ranks)
     return [add_in_order(shards) / batch.samples for shards, batch in zip(gathered, batches, strict=True)]
-
-
-def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append rows as JSON lines with one write.
-
-    Raises:
-        RunFolderError, StorageError: the file cannot be written; the rows before stay whole.
-    """
-    if not rows:
-        return
-    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            written = os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise folder_error(path, error) from error
-    if written != len(data):
-        raise StorageError(f"{path}: the disk is full ({written} of {len(data)} bytes written); free some space")

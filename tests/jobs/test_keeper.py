@@ -222,6 +222,15 @@ def test_a_rank_that_had_died_by_itself_when_the_order_to_stop_came_does_not_loo
     assert (stopped["signal"], stopped["sent"]) == ("SIGTERM", "SIGTERM")
 
 
+def test_an_order_to_stop_right_behind_the_order_to_start_reaches_every_rank(warm: Warm) -> None:
+    """A rank made its group itself, and so the signal to a group that was not there yet was lost."""
+    starts = [warm.rank(rank, SLEEP) for rank in range(4)]
+    orders = [{"do": "start", "ranks": starts}, {"do": "stop", "grace_s": 1000.0}]
+    warm.agents[0].sendall("".join(json.dumps(order) + "\n" for order in orders).encode())
+    warm.next("started")
+    assert [(record["signal"], record["sent"]) for record in warm.end_of(0, 1, 2, 3)] == [("SIGTERM", "SIGTERM")] * 4
+
+
 def test_stopping_when_nothing_runs_is_answered(warm: Warm) -> None:
     warm.tell({"do": "stop", "grace_s": 5.0})
     assert warm.next("swept") == {"swept": 0}

@@ -15,20 +15,7 @@ from launch.start import start_local
 
 pytestmark = pytest.mark.ranks
 
-STUBBORN = """
-import os, signal, subprocess, sys, time
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)"
-subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        time.sleep(1000)
-    os._exit(0)
-print("ready")
-time.sleep(1000)
-"""
+STUBBORN = (Path(__file__).parents[2] / "benchmarks" / "stubborn.py").read_text()
 SLEEP = "import time; print('ready'); time.sleep(1000)"
 TRAINING = """
 nodes: 2

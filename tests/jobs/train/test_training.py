@@ -128,10 +128,10 @@ def test_an_evaluation_has_the_same_bits_on_any_world_and_is_the_mean_over_all_s
 
 def full_disk(world: World) -> str:
     from jobs.errors import StorageError
-    from jobs.train.metrics import append_rows
+    from jobs.rundir import append_lines
 
     try:
-        append_rows(Path("/dev/full"), [{"step": 1}])
+        append_lines(Path("/dev/full"), [{"step": 1}])
     except StorageError as error:
         return str(error)
     return "nothing was raised"
