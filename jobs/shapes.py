@@ -4,15 +4,8 @@ VGG: Simonyan & Zisserman 2014, table 1, columns A, B, D, E, in the usual varian
 after each convolution and one linear layer at the end. GPT: the size table of Stanford CS336 (2024), assignment 2.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal
-
-from jobs.errors import RefusedError
-
-if TYPE_CHECKING:  # jobs/spec.py reads the tables below
-    from jobs.spec import ModelSettings
+from dataclasses import dataclass
+from typing import Final, Literal
 
 POOL: Final = 0
 IMAGE_CHANNELS: Final = 3
@@ -93,65 +86,3 @@ GPT_SHAPES: Final[dict[str, GptShape]] = {
         GptShape("gpt-2.7b", 2560, 10240, 32, 32),
     )
 }
-
-
-def resolve_shape(settings: ModelSettings, vocabulary: int) -> VggShape | GptShape:
-    """Return the shape that a job's model settings stand for, on data with `vocabulary` classes or tokens.
-
-    Raises:
-        RefusedError: the settings do not fit the data, the model or each other.
-    """
-    wanted = settings.vocabulary or vocabulary
-    if wanted < vocabulary:
-        raise RefusedError(
-            f"train.model.vocabulary: {wanted} is too small for data with {vocabulary} classes or tokens; "
-            f"use at least {vocabulary}, or leave it out"
-        )
-    if settings.name in VGG_SHAPES:
-        return _resolve_vgg(settings, wanted)
-    return _resolve_gpt(settings, wanted)
-
-
-def context_of(settings: ModelSettings) -> int:
-    """Return the tokens that a GPT reads at once: the settings' own, else its row's."""
-    if settings.context is not None:
-        return settings.context
-    return GPT_SHAPES[settings.name].context if settings.name in GPT_SHAPES else GptShape.context
-
-
-def _resolve_vgg(settings: ModelSettings, classes: int) -> VggShape:
-    fields = type(settings).model_fields
-    foreign = [
-        field
-        for field in ("context", "tied", "bias", "norm", "dropout")
-        if getattr(settings, field) != fields[field].default
-    ]
-    if foreign:
-        raise RefusedError(f"train.model.{foreign[0]}: {settings.name} has no such setting; remove it, or choose a gpt")
-    assert settings.name is not None
-    return replace(VGG_SHAPES[settings.name], classes=classes)
-
-
-def _resolve_gpt(settings: ModelSettings, vocabulary: int) -> GptShape:
-    if settings.name is not None:
-        row = GPT_SHAPES[settings.name]
-    else:
-        d_model, d_ff, layers, heads = settings.d_model, settings.d_ff, settings.layers, settings.heads
-        assert d_model is not None
-        assert d_ff is not None
-        assert layers is not None
-        assert heads is not None
-        row = GptShape("gpt", d_model, d_ff, layers, heads)
-    if row.d_model % row.heads:
-        raise RefusedError(
-            f"train.model.heads: {row.heads} heads do not divide d_model {row.d_model}; choose a divisor of it"
-        )
-    return replace(
-        row,
-        context=context_of(settings),
-        vocabulary=vocabulary,
-        tied=settings.tied,
-        bias=settings.bias,
-        norm=settings.norm,
-        dropout=settings.dropout,
-    )

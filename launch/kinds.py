@@ -6,11 +6,13 @@
 from typing import Any, Final
 
 from collectives_bench.settings import BenchSettings
+from jobs.model_shape import resolve_shape
 from jobs.spec import CommandSettings, JobKind, TrainSettings
 
 
 def _check_train(settings: TrainSettings, world_size: int) -> None:
     settings.check(world_size)
+    resolve_shape(settings.model, 1)  # the data's own vocabulary is known to the ranks only
 
 
 def _anything(settings: Any, world_size: int) -> None:

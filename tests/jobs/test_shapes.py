@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jobs.errors import RefusedError
-from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape, context_of, resolve_shape
+from jobs.model_shape import context_of, resolve_shape
+from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
 from jobs.spec import ModelSettings
 
 

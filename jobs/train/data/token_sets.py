@@ -12,7 +12,8 @@ from torch import Tensor
 
 from jobs import datafiles
 from jobs.errors import RefusedError
-from jobs.shapes import GptShape, context_of
+from jobs.model_shape import context_of
+from jobs.shapes import GptShape
 from jobs.spec import TrainSettings
 from jobs.train.data.mapped import map_bytes
 from jobs.train.keyed import SYNTHETIC, key, uniform_ints

@@ -2,7 +2,8 @@
 
 from torch import nn
 
-from jobs.shapes import VggShape, resolve_shape
+from jobs.model_shape import resolve_shape
+from jobs.shapes import VggShape
 from jobs.spec import ModelSettings
 from jobs.train.models.gpt import build_gpt
 from jobs.train.models.vgg import build_vgg

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from jobs.errors import RefusedError
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, resolve_shape
+from jobs.model_shape import resolve_shape
+from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape
 from jobs.spec import ModelSettings
 from jobs.train.models import build_model
 from jobs.train.models.gpt import assemble_gpt, build_gpt
