@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from support.live import LiveRun
 
 ROOT = Path(__file__).parent.parent

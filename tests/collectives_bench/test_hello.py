@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.live import LiveRun
 
 from jobs.placement import Host, place
 from jobs.ranks import RankEnv
 from jobs.spec import CommandSettings, Job
 from launch import cli
+from support.live import LiveRun
 
 REPOSITORY = Path(__file__).parents[2]
 LINE = re.compile(r"rank (\d) of (\d) on node (\d) \((\S+), pid \d+\): the ranks sum to (\d+), in \d+\.\d\d ms")

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.live import wait_until
 
 from jobs import ranks
 from launch.processes import kill_all, of_run, start_ticks
+from support.live import wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -67,12 +67,17 @@ class Warm:
             ours.settimeout(DEADLINE_S)
             self.agents.append(ours)
         self.readers = [ours.makefile("rb") for ours in self.agents]
+        self.keepers: list[int] = []
 
     def next(self, key: str, keeper: int = 0) -> dict[str, Any]:
         """Return the next message, which must be of this kind."""
         message: dict[str, Any] = json.loads(self.readers[keeper].readline())
         assert key in message, message
         return message
+
+    def wait_for_keepers(self) -> "Warm":
+        self.keepers = [self.next("ready", keeper)["ready"] for keeper in range(len(self.agents))]
+        return self
 
     def tell(self, message: dict[str, Any], keeper: int = 0) -> None:
         self.agents[keeper].sendall((json.dumps(message) + "\n").encode())
@@ -120,6 +125,11 @@ class Warm:
         self.said.close()
 
 
+def state_of(pid: int) -> str:
+    """The letter of proc(5): S waits, T stands still."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 @pytest.fixture
 def make_warm(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
     """Return a function that starts a warm process which imports nothing."""
@@ -137,9 +147,7 @@ def make_warm(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
 @pytest.fixture
 def warm(make_warm: Callable[..., Warm]) -> Warm:
     """A warm process with one keeper that is ready."""
-    warm = make_warm()
-    warm.next("ready")
-    return warm
+    return make_warm().wait_for_keepers()
 
 
 # How ranks end --------------------------------------------------------------------------------------------------------
@@ -207,12 +215,16 @@ time.sleep(1000)
     assert (record["code"], record["signal"], record["sent"]) == (7, None, "SIGTERM")
 
 
-def test_a_rank_that_had_died_by_itself_when_the_order_to_stop_came_does_not_look_stopped(make_warm) -> None:
+def test_a_rank_that_had_died_by_itself_when_the_order_to_stop_came_does_not_look_stopped(warm: Warm) -> None:
     """Both waited for the keeper: the order was read first, and the signal of the dead rank counted as our own."""
-    warm = make_warm()
-    keeper = warm.next("ready")["ready"]
-    pids = warm.start(warm.rank(0, SLEEP), warm.rank(1, SLEEP))
+    code = "import time; print('ready'); time.sleep(1000)"
+    pids = warm.start(warm.rank(0, code=code), warm.rank(1, code=code))
+    warm.wait_for_output(0)
+    warm.wait_for_output(1)
+    (keeper,) = warm.keepers
+    wait_until(lambda: state_of(keeper) == "S", "the keeper to wait")
     os.kill(keeper, signal.SIGSTOP)
+    wait_until(lambda: state_of(keeper) == "T", "the keeper to stand still")
     os.kill(pids[0], signal.SIGTERM)
     wait_until(lambda: start_ticks(pids[0]) is None, "the end of rank 0")
     warm.tell({"do": "stop", "grace_s": 5.0})
@@ -224,6 +236,8 @@ def test_a_rank_that_had_died_by_itself_when_the_order_to_stop_came_does_not_loo
 
 def test_an_order_to_stop_right_behind_the_order_to_start_reaches_every_rank(warm: Warm) -> None:
     """A rank made its group itself, and so the signal to a group that was not there yet was lost."""
+    (core, *_) = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(warm.keepers[0], [core])  # so that it goes on while what it forks has to wait
     starts = [warm.rank(rank, SLEEP) for rank in range(4)]
     orders = [{"do": "start", "ranks": starts}, {"do": "stop", "grace_s": 1000.0}]
     warm.agents[0].sendall("".join(json.dumps(order) + "\n" for order in orders).encode())
@@ -278,8 +292,8 @@ def test_when_the_socket_closes_everything_ends_the_stubborn_too(how: str, warm:
 
 
 def test_a_killed_keeper_takes_its_ranks_along_and_the_warm_process_buries_what_they_left(make_warm) -> None:
-    warm = make_warm(keepers=2)
-    keepers = [warm.next("ready", keeper)["ready"] for keeper in (0, 1)]
+    warm = make_warm(keepers=2).wait_for_keepers()
+    keepers = warm.keepers
     first = warm.start(warm.rank(0, code=ESCAPES + "time.sleep(1000)"), warm.rank(1, SLEEP))
     second = warm.start(warm.rank(2, SLEEP), keeper=1)
     warm.wait_for_output(0)
@@ -291,6 +305,16 @@ def test_a_killed_keeper_takes_its_ranks_along_and_the_warm_process_buries_what_
     os.kill(keepers[1], signal.SIGKILL)
     assert warm.process.wait(timeout=DEADLINE_S) == 0
     assert warm.left() == []
+
+
+def test_ranks_die_with_their_keeper_even_where_no_warm_process_is_left_to_bury_them(warm: Warm) -> None:
+    pids = warm.start(warm.rank(0, code=STUBBORN + "print('ready')\ntime.sleep(1000)"), warm.rank(1, SLEEP))
+    warm.wait_for_output(0)
+    warm.process.kill()
+    warm.process.wait()
+    assert all(map(start_ticks, pids.values()))  # the keeper goes on without it
+    os.kill(warm.keepers[0], signal.SIGKILL)
+    wait_until(lambda: not any(map(start_ticks, pids.values())), "the end of the ranks")
 
 
 # What a rank is given -------------------------------------------------------------------------------------------------
@@ -355,8 +379,7 @@ print(os.getpgrp() == os.getpid())
 
 
 def test_a_rank_of_ours_is_a_fork_that_can_import_what_the_warm_process_has(make_warm) -> None:
-    warm = make_warm(preload="colorsys")
-    warm.next("ready")
+    warm = make_warm(preload="colorsys").wait_for_keepers()
     warm.start(warm.rank(0, code="import os, sys; print('colorsys' in sys.modules, os.environ['A'])", env={"A": "b"}))
     warm.end_of(0)
     assert warm.out(0).read_text() == "True b\n"

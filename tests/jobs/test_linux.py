@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.live import wait_until
 
 from jobs import linux
 from launch.processes import start_ticks
+from support.live import wait_until
 
 ROOT = str(Path(linux.__file__).parents[1])
 

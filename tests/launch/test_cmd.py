@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live import wait_until
 
 from jobs.ranks import RankEnv
 from jobs.rundir import list_runs, read_lines
 from launch.commands.cmd import _together
 from launch.processes import start_ticks
+from support.live import wait_until
 
 DUMP = """
 import json, os, sys

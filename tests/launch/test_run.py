@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.live import LiveRun, argv, wait_until
 
 from jobs.rundir import read_lines
 from launch.processes import of_run, start_ticks
 from launch.start import start_local
+from support.live import LiveRun, argv, wait_until
 
 pytestmark = pytest.mark.ranks
 

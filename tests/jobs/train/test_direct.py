@@ -5,9 +5,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from support.live import LiveRun
 
 pytestmark = pytest.mark.ranks
 
@@ -28,16 +31,17 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def by_hand(folder: Path, ranks: range, world_size: int, *more: str, job: Path = JOB, port: int = 0) -> list:
-    port = port or free_port()
+def by_hand(
+    folder: Path, ranks: range, world_size: int, *more: str, jobs: Sequence[Path] = (JOB,), port: int = 0
+) -> list:
+    """Start ranks as pasted lines do; rank r gets the r-th job file, or the last one."""
+    where = ["--master-ip", "127.0.0.1", "--master-port", str(port or free_port()), "--num-nodes", str(world_size)]
     started = []
     for rank in ranks:
-        where = ["--master-ip", "127.0.0.1", "--master-port", str(port), "--num-nodes", str(world_size)]
-        command = [sys.executable, "-m", "jobs.train", str(job), *where, "--rank", str(rank), "--runs", str(folder)]
+        job = str(jobs[min(rank, len(jobs) - 1)])
+        command = [sys.executable, "-m", "jobs.train", job, *where, "--rank", str(rank), "--runs", str(folder), *more]
         started.append(
-            subprocess.Popen(
-                [*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
-            )
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
         )
     return finish(started)
 
@@ -112,21 +116,29 @@ def test_a_taken_port_is_refused_with_what_to_do(tmp_path):
 def test_a_rank_with_another_job_file_is_refused_on_all_ranks_by_name(tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text(JOB.read_text().replace("1e-3", "1e-2"))
-    port = free_port()
-    where = ["--master-ip", "127.0.0.1", "--master-port", str(port), "--num-nodes", "2", "--runs", str(tmp_path / "r")]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "jobs.train", str(job), *where, "--rank", str(rank)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
-        )
-        for rank, job in enumerate((JOB, other))
-    ]
-    for _, err, code in finish(started):
+    for _, err, code in by_hand(tmp_path / "runs", range(2), 2, jobs=(JOB, other)):
         assert code == 78
         assert "muster: the job file of rank 1 differs from rank 0's; give every rank the same one" in err
+
+
+def test_nodes_that_read_different_data_are_refused_by_name(tmp_path):
+    jobs = []
+    for rank, letter in enumerate("ab"):
+        text = tmp_path / f"text-{rank}"
+        text.write_text(letter * 4096)
+        jobs.append(tmp_path / f"job-{rank}.yaml")
+        jobs[-1].write_text(JOB.read_text().replace("data: synthetic", f"data: {{text: {text}}}"))
+    for _, err, code in by_hand(tmp_path / "runs", range(2), 2, jobs=jobs):
+        assert code == 78
+        assert "of rank 1 differs from rank 0's; copy rank 0's files to those nodes" in err
+
+
+def test_the_losses_are_those_of_muster_run(tmp_path):
+    direct = by_hand(tmp_path / "direct", range(2), 2)
+    assert [code for _, _, code in direct] == [0, 0], direct
+    live = LiveRun(tmp_path, JOB.read_text())
+    assert live.end() == 0, live.err
+    assert losses(live.run.path) == losses(only_run(tmp_path / "direct"))
 
 
 def test_a_folder_that_cannot_be_made_ends_every_rank_with_the_reason(tmp_path):

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.live import LiveRun
 
 from jobs.rundir import RunDir, read_lines
+from support.live import LiveRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
