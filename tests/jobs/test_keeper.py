@@ -238,11 +238,12 @@ def test_an_order_to_stop_right_behind_the_order_to_start_reaches_every_rank(war
     """A rank made its group itself, and so the signal to a group that was not there yet was lost."""
     (core, *_) = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(warm.keepers[0], [core])  # so that it goes on while what it forks has to wait
-    starts = [warm.rank(rank, SLEEP) for rank in range(4)]
+    os.sched_setscheduler(warm.keepers[0], os.SCHED_BATCH, os.sched_param(0))
+    starts = [warm.rank(rank, SLEEP) for rank in range(16)]
     orders = [{"do": "start", "ranks": starts}, {"do": "stop", "grace_s": 1000.0}]
     warm.agents[0].sendall("".join(json.dumps(order) + "\n" for order in orders).encode())
     warm.next("started")
-    assert [(record["signal"], record["sent"]) for record in warm.end_of(0, 1, 2, 3)] == [("SIGTERM", "SIGTERM")] * 4
+    assert [(record["signal"], record["sent"]) for record in warm.end_of(*range(16))] == [("SIGTERM", "SIGTERM")] * 16
 
 
 def test_stopping_when_nothing_runs_is_answered(warm: Warm) -> None:
