@@ -31,6 +31,7 @@ DO_NOT_RESTART: Final = 93
 TIMEOUT: Final = 124
 STOPPED: Final = 130
 SIGNAL_BASE: Final = 128
+FAILED_CLASS: Final = "failed"
 
 TABLE: Final[tuple[Exit, ...]] = (
     Exit(DONE, "done", "every rank ended with 0"),
@@ -54,4 +55,4 @@ def class_of(code: int) -> str:
     for row in TABLE:
         if row.code == code:
             return row.name
-    return "signal" if SIGNAL_BASE < code < SIGNAL_BASE + 65 else "failed"
+    return "signal" if SIGNAL_BASE < code < SIGNAL_BASE + 65 else FAILED_CLASS

@@ -148,6 +148,8 @@ class Keeper:
     # Ranks ----------------------------------------------------------------------------------------------------------
 
     def _read_reports(self, rank: Rank) -> None:
+        if rank.pipe < 0:  # buried since the selector saw it
+            return
         try:
             data = os.read(rank.pipe, CHUNK)
         except BlockingIOError:
@@ -187,14 +189,15 @@ class Keeper:
         if rank.pipe in self.selector.get_map():
             self.selector.unregister(rank.pipe)
         os.close(rank.pipe)
+        rank.pipe = -1
         linux.kill_quietly(rank.pid, signal.SIGKILL, group=True)  # its data loaders and background children
         code = os.waitstatus_to_exitcode(status)
         self._tell(
             {
                 "exited": rank.rank,
                 "code": code if code >= 0 else None,
-                "signal": signal.Signals(-code).name if code < 0 else None,
-                "sent": signal.Signals(rank.sent).name if rank.sent else None,
+                "signal": linux.signal_name(-code) if code < 0 else None,
+                "sent": linux.signal_name(rank.sent) if rank.sent else None,
                 "ended": rank.failure.get("time", ended),
                 "failure": rank.failure,
             }

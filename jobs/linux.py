@@ -53,6 +53,20 @@ def descendants(root: int, leave: Iterable[int] = ()) -> list[int]:
     return found
 
 
+def signal_name(number: int) -> str:
+    """Name a signal; the real-time ones between the first and the last have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
+
+
+def signal_number(name: str) -> int:
+    """Return the number of a signal that `signal_name` named."""
+    base, _, offset = name.partition("+")
+    return signal.Signals[base] + int(offset or 0)
+
+
 def kill_quietly(pid: int, number: int, *, group: bool = False) -> None:
     """Signal a process or its group; one that is gone already is what was wanted."""
     try:

@@ -68,7 +68,8 @@ def _execute(argv: list[str], reports: int) -> NoReturn:
     try:
         os.execvpe(argv[0], argv, os.environ)
     except FileNotFoundError as error:
-        _say(f"command not found: {argv[0]!r}; give its full path, or set PATH in env:", error, reports)
+        hint = "write the command as a list of words" if " " in argv[0] else "give its full path, or set PATH under env"
+        _say(f"command not found: {argv[0]!r}; {hint}", error, reports)
         _flush_and_exit(NOT_FOUND)
     except OSError as error:
         _say(f"cannot run {argv[0]!r}: {error.strerror}", error, reports)

@@ -144,7 +144,8 @@ def runs_root(given: str | None) -> Path:
 
 def run_path(root: Path, name: str) -> Path:
     """Choose the path of a new run under `root`: name, time and a random part; nothing is made."""
-    return root / f"{name}-{datetime.now(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+    now = datetime.now(timezone.utc)
+    return root / f"{name}-{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z-{secrets.token_hex(3)}"
 
 
 def make_run(run: RunDir) -> None:

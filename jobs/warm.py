@@ -55,6 +55,10 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
         broken = f"{sys.executable}: {error}; run ./setup.sh, or name an interpreter that has it in the site file"
         for each in sockets:
             each.sendall((json.dumps({"broken": broken}) + "\n").encode())
+            each.shutdown(socket.SHUT_WR)
+        for each in sockets:
+            while each.recv(1 << 16):  # until the agent has heard: unread orders would reset the connection
+                pass
         sys.exit(exits.REFUSED)
     gc.collect()
     gc.freeze()  # what is imported stays shared between the forks

@@ -67,6 +67,10 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice("check the disk of that node (dmesg, df -h), then start again", class_name="storage"),
     # What the program lacks.
+    Advice("the program was not found: check its name, PATH, and workdir on that node", code=127),
+    Advice(
+        "the program cannot be run there: chmod +x it, name its interpreter first, or shorten its arguments", code=126
+    ),
     Advice(
         "install {1} for the interpreter that runs the ranks, on every node, or start it from the folder that holds it",
         said=r"(?:ModuleNotFoundError|ImportError): No module named '?([\w.]+)'?",
@@ -134,8 +138,6 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice("this build needs a processor that the node does not have; install one for it", signal="SIGILL"),
     Advice("somebody else ended it: a time limit, the scheduler, or a person", signal="SIGTERM"),
-    Advice("the program was not found: check its name, PATH, and workdir on that node", code=127),
-    Advice("the program is not executable there: chmod +x it, or name its interpreter first", code=126),
     Advice("its output tells more: muster logs --rank {rank}"),
 )
 

@@ -8,16 +8,15 @@ socket, whereupon the keeper stops the ranks (TERM, 1 s, KILL).
 import argparse
 import asyncio
 import importlib.util
-import json
 import os
 import platform
 import signal
 import socket
 import subprocess
-import sys
 import time
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,34 +26,16 @@ from jobs.exits import UNREACHABLE
 from jobs.rundir import AttemptDir, write_json
 from launch import census
 from launch.channel import Channel, ChannelClosed, Message, dial, over_pipes
-from launch.follow import LineFollower, offset_of_last
+from launch.follow import LineFollower, tail_lines
+from launch.keeper_link import KeeperLink
 from launch.processes import start_ticks
 
 HEARTBEAT_S: Final = 1.0
 FOLLOW_S: Final = 0.1
-CHUNK: Final = 1 << 16
 BACKLOG: Final = 4096  # ranks dial before the store serves
 LAST_LINES: Final = 20
-LINE_LIMIT: Final = 1 << 24
-
-
-def start_warm(
-    sockets: Sequence[socket.socket], *, python: str, preload: str, env: dict[str, str]
-) -> subprocess.Popen[bytes]:
-    """Start a warm process that serves one keeper per socket.
-
-    It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks.
-    """
-    descriptors = [each.fileno() for each in sockets]
-    argv = [python, "-I", "-m", "jobs.warm", "--fds", ",".join(map(str, descriptors)), "--preload", preload]
-    return subprocess.Popen(
-        argv,
-        pass_fds=descriptors,
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr.fileno(),
-        env=env,
-        start_new_session=True,
-    )
+LONGEST_LAST: Final = 1000  # characters
+BATCH_BYTES: Final = 1 << 18  # of a rank's output in one message
 
 
 class Agent:
@@ -63,29 +44,26 @@ class Agent:
     def __init__(self, node: int, channel: Channel, keeper: socket.socket | None) -> None:
         self.node = node
         self.channel = channel
-        self.keeper = keeper
+        self.keeper = KeeperLink(keeper)
         self.listening: socket.socket | None = None
         self.start: Message = {}
-        self.warm: subprocess.Popen[bytes] | None = None
         self.unseen: dict[int, int] = {}  # {rank: pid} of programs that have not been seen at the store
         self.followers: dict[int, dict[str, LineFollower]] = {}
         self.tasks: set[asyncio.Task[None]] = set()
-        self.writer: asyncio.StreamWriter | None = None
 
     async def run(self) -> None:
         """Serve until the supervisor says bye or the channel closes."""
-        await self.channel.send(hello(self.node))
-        self._spawn(self._beat())
         handlers = {"prepare": self._prepare, "start": self._start, "stop": self._stop}
         try:
+            await self.channel.send(hello(self.node))
+            self._spawn(self._beat())
             while (message := await self.channel.receive())["do"] != "bye":
                 await self._guard(handlers[message["do"]](message))
         except ChannelClosed:
             pass  # the supervisor has gone: the same farewell
         for task in self.tasks:
             task.cancel()
-        if self.writer is not None:
-            await self._leave_keeper()
+        await self.keeper.close()
 
     async def _prepare(self, message: Message) -> None:
         """Bind the store's port, and keep it bound: the number is told only once it is ours."""
@@ -97,11 +75,15 @@ class Agent:
         attempt = AttemptDir(Path(message["attempt_dir"]))
         if message["setup"]:
             await self._set_up(message, attempt)
-        if self.writer is None:
-            await self._meet_keeper()
+        if not self.keeper.is_open:
+            await self.keeper.open(**message["warm"])
+            self._spawn(self._watch_keeper())
         if self.listening is not None:
-            self._give_store(message["store"])
-        await self._order({"do": "start", "ranks": message["ranks"]})
+            if message["store"]:
+                self.keeper.give_store(self.listening)
+            self.listening.close()  # the keeper has it now, or rank 0 may bind it
+            self.listening = None
+        await self.keeper.order({"do": "start", "ranks": message["ranks"]})
         self.followers = {
             rank: {"out": LineFollower(attempt.out(rank)), "err": LineFollower(attempt.err(rank))}
             for rank in message["console"]
@@ -122,54 +104,16 @@ class Agent:
             )
             if code := await shell.wait():
                 last = (last_lines(log) or ["no output"])[-1]
-                raise RefusedError(f"node {self.node}: setup: ended with code {code}: {last}; see {log}")
-
-    def _give_store(self, hosted: bool) -> None:
-        """Hand the bound port to the keeper, which serves the store on it; or release it for rank 0 to bind."""
-        assert self.listening is not None
-        assert self.keeper is not None
-        if hosted:
-            # asyncio cannot pass descriptors: one direct send on the same socket, before anything is queued there.
-            socket.send_fds(self.keeper, [b'{"do": "store"}\n'], [self.listening.fileno()])
-        self.listening.close()
-        self.listening = None
-
-    async def _order(self, message: Message) -> None:
-        assert self.writer is not None
-        self.writer.write((json.dumps(message) + "\n").encode())
-        await self.writer.drain()
+                raise RefusedError(f"setup: ended with code {code}: {last}; see {log}")
 
     async def _stop(self, message: Message) -> None:
-        if self.writer is None:
+        if not self.keeper.is_open:
             await self.channel.send({"did": "swept", "swept": 0})
             return
-        await self._order({"do": "stop", "grace_s": message["grace_s"]})
+        await self.keeper.order({"do": "stop", "grace_s": message["grace_s"]})
 
-    async def _meet_keeper(self) -> None:
-        if self.keeper is None:
-            self.keeper, theirs = socket.socketpair()
-            warm = self.start["warm"]
-            env = {**os.environ, **warm["env"]}
-            self.warm = start_warm([theirs], python=sys.executable, preload=warm["preload"], env=env)
-            theirs.close()
-        copy = self.keeper.dup()  # one for asyncio, one for passing descriptors
-        reader, self.writer = await asyncio.open_unix_connection(sock=copy, limit=LINE_LIMIT)
-        self._spawn(self._watch_keeper(reader))
-
-    async def _leave_keeper(self) -> None:
-        """Shut the socket down in one direction, and wait until the keeper has ended everything and hung up."""
-        assert self.keeper is not None
-        self.keeper.shutdown(socket.SHUT_WR)
-        loop = asyncio.get_running_loop()
-        os.set_blocking(self.keeper.fileno(), False)
-        while await loop.sock_recv(self.keeper, CHUNK):
-            pass
-        if self.warm is not None:
-            self.warm.wait()
-
-    async def _watch_keeper(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            message = json.loads(line)
+    async def _watch_keeper(self) -> None:
+        async for message in self.keeper.messages():
             if "started" in message:
                 self._note_started(message)
                 await self.channel.send({"did": "started", "ranks": message["started"], "time": message["time"]})
@@ -182,7 +126,8 @@ class Agent:
             else:
                 did = next(key for key in ("ready", "report", "swept", "broken") if key in message)
                 await self.channel.send({"did": did, **message})
-        await self.channel.send({"did": "broken", "broken": "its warm process or keeper has gone", "code": UNREACHABLE})
+        what = "its warm process or keeper has gone"
+        await self.channel.send({"did": "broken", "broken": what, "code": UNREACHABLE, "gone": True})
 
     def _note_started(self, message: Message) -> None:
         pids = dict(message["started"])
@@ -208,10 +153,16 @@ class Agent:
 
     async def _forward_rank(self, rank: int, *, ended: bool = False) -> None:
         for stream, follower in self.followers.get(rank, {}).items():
-            lines = [*follower.poll(), *(follower.flush() if ended else ())]
-            if lines:
-                text = [line.decode(errors="replace") for line in lines]
-                await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": text})
+            batch: list[str] = []
+            room = BATCH_BYTES
+            for line in chain(follower.poll(), follower.flush() if ended else ()):
+                batch.append(line.decode(errors="replace"))
+                room -= len(line) + 1
+                if room < 0:
+                    await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": batch})
+                    batch, room = [], BATCH_BYTES
+            if batch:
+                await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": batch})
 
     async def _beat(self) -> None:
         while True:
@@ -239,9 +190,9 @@ class Agent:
 
 
 def last_lines(path: Path) -> list[str]:
-    """Return the last lines of a log as text."""
-    follower = LineFollower(path, offset=offset_of_last(path, LAST_LINES))
-    return [line.decode(errors="replace") for line in (*follower.poll(), *follower.flush())]
+    """Return the last lines of a log, long ones cut: a verdict is one row of a log."""
+    lines = tail_lines(path, LAST_LINES)
+    return [line if len(line) <= LONGEST_LAST else f"{line[:LONGEST_LAST]}… ({len(line)} characters)" for line in lines]
 
 
 def identity() -> dict[str, Any]:

@@ -34,6 +34,7 @@ class Channel:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     source: asyncio.ReadTransport | None = None  # where reading and writing are two pipes
+    node: int = -1  # whose channel this is, where that is known before its hello
 
     async def send(self, message: Message) -> None:
         """Send one message.

@@ -5,7 +5,9 @@ Only the chosen subcommand is imported: `muster --help` costs little more than P
 """
 
 import argparse
+import errno
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -47,10 +49,19 @@ GROUPS = (
 PHRASES = {name: phrase for _, commands in GROUPS for name, phrase in commands}
 INTERRUPTED = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+RUN_FOLDER = 73
+STORAGE = 74
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code (the table is `jobs/exits.py`)."""
+    _open_standard_streams()
+    try:
+        os.getcwd()  # noqa: PTH109 (pathlib costs 8 ms that --help does not have)
+    except FileNotFoundError:
+        print("muster: the current folder no longer exists; cd to another", file=sys.stderr)
+        return RUN_FOLDER
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]
@@ -63,6 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_stdout()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        _forget_stdout()
+        print(f"muster: standard output: {error.strerror}; free some space, or send it elsewhere", file=sys.stderr)
+        return STORAGE
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -127,10 +144,22 @@ def _unknown(name: str) -> int:
     return 2
 
 
-def _forget_stdout() -> None:
-    """Point standard output nowhere, so that Python's own flush at exit does not complain about the closed pipe."""
-    import os
+def _open_standard_streams() -> None:
+    """Put /dev/null where a standard stream was closed: else the next socket gets its number, and children lose it."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number is this one
+            os.set_inheritable(descriptor, True)
+            if descriptor == 1:
+                sys.stdout = os.fdopen(1, "w")
+            if descriptor == 2:
+                sys.stderr = os.fdopen(2, "w")
 
+
+def _forget_stdout() -> None:
+    """Point standard output nowhere, so that Python's own flush at exit does not complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

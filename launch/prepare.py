@@ -4,6 +4,7 @@ Nothing is started and nothing is written, so that `muster plan` and `muster run
 """
 
 import argparse
+import json
 import os
 import socket
 import sys
@@ -38,8 +39,9 @@ def prepare(args: argparse.Namespace) -> Prepared:
         JobFileError: the job or site file is wrong.
         RefusedError: job and machine do not fit together.
     """
-    loaded = load_job(Path(args.job), KINDS, args.overrides)
-    job = loaded.job if args.name is None else loaded.job.model_copy(update={"name": args.name})
+    name = [] if args.name is None else [f"name={json.dumps(args.name)}"]
+    loaded = load_job(Path(args.job), KINDS, [*args.overrides, *name])
+    job = loaded.job
     site = load_site(args.site)
     machine = this_machine()
     # On one's own machine more ranks than cores are welcome: slots count only for a job that asks for them.

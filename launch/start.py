@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+from importlib.util import find_spec
 
+from jobs.errors import RefusedError
 from jobs.rundir import make_run, write_text
 from launch.console import Console
 from launch.plan import preload, shared_environment
@@ -19,6 +21,8 @@ def start_local(prepared: Prepared, *, quiet: bool = False, tcp: bool = False) -
         RunFolderError, StorageError: the run folder cannot be written; nothing was started.
     """
     context = prepared.context
+    if context.entry is not None and find_spec("torch") is None:
+        raise RefusedError(f"{context.python}: has no torch, which a {context.job.kind}: job needs; run ./setup.sh")
     make_run(context.run)
     write_text(context.run.job, prepared.job_text)
     write_text(context.run.site, prepared.site_text)

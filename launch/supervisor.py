@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final, Protocol
 
-from jobs import exits
+from jobs import errors, exits
 from jobs.rundir import write_json
 from launch import processes
 from launch.channel import Channel, ChannelClosed, Message
@@ -170,7 +170,11 @@ class Supervisor:
 
     async def _on_exited(self, node_rank: int, message: Message) -> None:
         failure = message["failure"]
-        text = f"{failure['kind']}: {failure['message']}" if failure else ""
+        text = ""
+        if failure:  # an error of ours speaks for itself; of others the type is half of what they say
+            text = (
+                failure["message"] if hasattr(errors, failure["kind"]) else f"{failure['kind']}: {failure['message']}"
+            )
         ending = Ending(
             rank=message["rank"],
             node=node_rank,
@@ -181,6 +185,7 @@ class Supervisor:
             cause=cause_of(message["code"], message["signal"], message["sent"], failure),
             message=text,
             last_lines=message["last_lines"],
+            ours=self.context.entry is not None,
         )
         self.roster.running.discard(message["rank"])
         await self._record(ending)
@@ -189,7 +194,7 @@ class Supervisor:
         self.endings.append(ending)
         self.log.event("exited", attempt=self.context.attempt, **asdict(ending))
         if ending.cause in ("own", "peer"):
-            await self._stop_all(None, ending.sentence(), self.context.job.grace_s)
+            await self._stop_all(None, f"{ending.where()} has failed", self.context.job.grace_s)
 
     async def _on_swept(self, node_rank: int, message: Message) -> None:
         self.nodes[node_rank].swept = True
@@ -198,6 +203,7 @@ class Supervisor:
         self.console.lines(message["stream"], message["lines"])
 
     async def _on_broken(self, node_rank: int, message: Message) -> None:
+        self.nodes[node_rank].swept |= message.get("gone", False)
         await self._lose(node_rank, message["broken"], message.get("code", exits.REFUSED))
 
     async def _on_gone(self, node_rank: int, message: Message) -> None:
@@ -262,20 +268,20 @@ class Supervisor:
         assert channel is not None
         try:
             await channel.send(message)
-        except ChannelClosed as error:
-            self.inbox.put_nowait((node_rank, {"did": "gone", "why": f"its agent has gone: {error}"}))
+        except ChannelClosed:
+            self.inbox.put_nowait((node_rank, {"did": "gone", "why": "its agent has gone"}))
 
     async def _read(self, channel: Channel) -> None:
-        node_rank = -1
+        node_rank = channel.node
         try:
             hello = await channel.receive()
             node_rank = hello["node"]
             self.inbox.put_nowait((node_rank, {**hello, "channel": channel}))
             while True:
                 self.inbox.put_nowait((node_rank, await channel.receive()))
-        except ChannelClosed as error:
+        except ChannelClosed:
             if node_rank >= 0:
-                self.inbox.put_nowait((node_rank, {"did": "gone", "why": f"its agent has gone: {error}"}))
+                self.inbox.put_nowait((node_rank, {"did": "gone", "why": "its agent has gone"}))
 
     async def _tick(self) -> None:
         while True:

@@ -10,12 +10,12 @@ A rank that lost its connection is a victim if any rank failed for a reason of i
 the kernel closes a dying process's sockets before its parent can see that it died.
 """
 
-import signal as signals
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from jobs import exits
+from jobs.linux import signal_number
 
 Cause = Literal["done", "stopped", "peer", "own"]
 
@@ -33,12 +33,13 @@ class Ending:
     cause: Cause
     message: str = ""
     last_lines: list[str] = field(default_factory=list)
+    ours: bool = True  # the code is one of ours; a program of the user's may mean anything by it
 
     @property
     def exit_code(self) -> int:
         """Return what a shell would see."""
         if self.signal is not None:
-            return exits.SIGNAL_BASE + signals.Signals[self.signal].value
+            return exits.SIGNAL_BASE + signal_number(self.signal)
         return self.code or 0
 
     def where(self) -> str:
@@ -74,6 +75,8 @@ class Verdict:
     @property
     def name(self) -> str:
         """Name the class of the verdict."""
+        if self.first is not None and self.first.signal is None and not self.first.ours:
+            return exits.FAILED_CLASS
         return exits.class_of(self.code)
 
     def record(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
@@ -22,18 +22,19 @@ from typing import Any, Final, NoReturn
 import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from jobs import exits, ranks
-from jobs.detect import Flags, detect
-from jobs.errors import MusterError, RunFolderError
+from jobs import exits
+from jobs.detect import LOCAL, Detected, Flags, detect
+from jobs.errors import MusterError, RefusedError, RunFolderError
 from jobs.load import LoadedJob, load_job
 from jobs.placement import NodePlacement, Placement
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
 from jobs.rundir import RunDir, append_line, new_run, runs_root, write_json, write_text
 from jobs.spec import Job, JobKind, TrainSettings
-from jobs.train.main import FAILED, guarded, join_group, make_deterministic, settings_of, train_in
+from jobs.train.main import FAILED, complain, guarded, join_group, make_deterministic, settings_of, train_in
+from jobs.train.meeting import connect, meet
 from jobs.train.modes import needs_group
-from jobs.train.world import World, choose_device, connect, meet
+from jobs.train.world import GLOO_INTERFACES, World, choose_device
 
 KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainSettings.check)
 RUN_FOLDER_KEY: Final = "run-folder"
@@ -43,48 +44,39 @@ SIOCGIFADDR: Final = 0x8915  # ask for an interface's IPv4 address, <linux/socki
 START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 
 
-def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Train as one rank, then end without the interpreter's farewell, in which a broken group may change the code."""
-    args = parse(argv)
+def main(args: argparse.Namespace) -> NoReturn:
+    """Train as one rank (`args` are of `flags.parse`), then end without the interpreter's farewell, in which a broken group may change the code."""
     code = exits.STOPPED
     try:
         code = guarded(lambda reporter: start(args, reporter))
     except KeyboardInterrupt:
-        print("muster: stopped by the user", file=sys.stderr)
+        complain("muster: stopped by the user")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # on a full disk, or for a reader that has gone; the code is what counts now
+                stream.flush()
         os._exit(code)
-
-
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; flags that are left out are detected."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.train", description="Train as one rank, without an agent.")
-    parser.add_argument("job", metavar="JOB", help="the job file (YAML); it must hold a train: section")
-    parser.add_argument("--master-ip", metavar="ADDRESS", help="address of rank 0's node, as the others reach it")
-    parser.add_argument("--master-port", type=int, metavar="PORT", help=f"default: {ranks.DEFAULT_MASTER_PORT}")
-    parser.add_argument("--num-nodes", type=int, metavar="N")
-    parser.add_argument("--rank", type=int, metavar="R", help="rank of this process")
-    parser.add_argument("--local-rank", type=int, metavar="L", help="its number on this node")
-    parser.add_argument("--ranks-per-node", type=int, metavar="K")
-    parser.add_argument("--runs", metavar="DIR", help="folder of all runs (default: MUSTER_RUNS, else ./runs)")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides")
-    return parser.parse_args(argv)
 
 
 def start(args: argparse.Namespace, reporter: Reporter) -> int:
     """Find out which rank this is, meet the others, train."""
     loaded = load_job(Path(args.job), [KIND], args.overrides)
     job, settings = loaded.job, settings_of(loaded.job)
-    env = detect(os.environ, flags_of(args)).env
-    settings.check(env.world_size)
+    detected = detect(os.environ, flags_of(args))
+    env = detected.env
+    try:
+        settings.check(env.world_size)
+    except RefusedError as error:
+        raise RefusedError(f"{args.job}: {error}") from error
+    warn_of_one_rank(job, detected)
     os.environ.update(job.env)
     torch.set_num_threads(threads_of(job, env))
     make_deterministic(settings)
     use_interface_towards(env.master_addr)
     store = connect(env, job.start_timeout_s)
     peers = meet(store, env, job.start_timeout_s)
-    run = share_folder(store, loaded, env, [peer.host for peer in peers], args.runs)
+    hosts = [peer.host for peer in peers]
+    run = share_folder(store, lambda: make_folder(loaded, env, hosts, args), env)
 
     def work() -> None:
         if needs_group(settings.split(env.world_size).sync, env.world_size):
@@ -112,6 +104,16 @@ def flags_of(args: argparse.Namespace) -> Flags:
     )
 
 
+def warn_of_one_rank(job: Job, detected: Detected) -> None:
+    """Say that a job of several ranks was started as one, which nobody may have meant."""
+    wanted = job.nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
+    if detected.launcher == LOCAL and wanted > 1:
+        complain(
+            f"muster: the job asks for {wanted} ranks, this start has 1 (no rank variables found: see muster env); "
+            "--num-nodes and --rank start more"
+        )
+
+
 def threads_of(job: Job, env: RankEnv) -> int:
     """Return the threads of a rank; `auto` shares the cores that this process may use among the node's ranks."""
     if job.threads_per_rank != "auto":
@@ -121,7 +123,7 @@ def threads_of(job: Job, env: RankEnv) -> int:
 
 def use_interface_towards(address: str) -> None:
     """Name the network interface that reaches the master, unless somebody has: gloo goes by the host's name."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
+    if GLOO_INTERFACES in os.environ:
         return
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -136,12 +138,12 @@ def use_interface_towards(address: str) -> None:
             except OSError:  # an interface without an IPv4 address
                 continue
             if socket.inet_ntoa(reply[20:24]) == mine:
-                os.environ["GLOO_SOCKET_IFNAME"] = name
+                os.environ[GLOO_INTERFACES] = name
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
                 return
 
 
-def share_folder(store: Store, loaded: LoadedJob, env: RankEnv, hosts: list[str], runs: str | None) -> RunDir:
+def share_folder(store: Store, make: Callable[[], RunDir], env: RankEnv) -> RunDir:
     """Make the run folder on rank 0 and tell its path to all.
 
     Raises:
@@ -154,7 +156,7 @@ def share_folder(store: Store, loaded: LoadedJob, env: RankEnv, hosts: list[str]
             raise RunFolderError(f"rank 0: {said['error']}")
         return RunDir(Path(said["path"]))
     try:
-        run = make_folder(loaded, env, hosts, runs)
+        run = make()
     except MusterError as error:
         store.set(RUN_FOLDER_KEY, json.dumps({"error": str(error)}))
         readers = [f"{RUN_FOLDER_KEY}/read/{rank}" for rank in range(1, env.world_size)]
@@ -165,9 +167,9 @@ def share_folder(store: Store, loaded: LoadedJob, env: RankEnv, hosts: list[str]
     return run
 
 
-def make_folder(loaded: LoadedJob, env: RankEnv, hosts: list[str], runs: str | None) -> RunDir:
+def make_folder(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argparse.Namespace) -> RunDir:
     """Make the run folder with the job, its placement as far as the ranks know it, and the first events."""
-    run = new_run(runs_root(runs), loaded.job.name)
+    run = new_run(runs_root(args.runs), loaded.job.name)
     placement = placement_of(env, hosts)
     write_text(run.job, loaded.text)
     folder = run.attempt(ATTEMPT)
@@ -185,7 +187,8 @@ def make_folder(loaded: LoadedJob, env: RankEnv, hosts: list[str], runs: str | N
         "pid_start": pid_start(),
         "grace_s": loaded.job.grace_s,
     }
-    event(run, "submitted", submitted)
+    # The run began with this process, not when its ranks had met.
+    append_line(run.events, {"time": args.began, "event": "submitted", **submitted})
     where = {"world_size": env.world_size, "master_addr": env.master_addr, "master_port": env.master_port}
     event(run, "attempt", {"attempt": ATTEMPT, **where})
     print(f"run {run.path}", flush=True)
@@ -193,9 +196,11 @@ def make_folder(loaded: LoadedJob, env: RankEnv, hosts: list[str], runs: str | N
 
 
 def placement_of(env: RankEnv, hosts: list[str]) -> Placement:
-    """Return where the ranks run: a node is a row of ranks on one host."""
+    """Return where the ranks run: a node is a row of ranks on one host, and pretend nodes share theirs."""
+    each = env.local_world_size
+    even = env.nodes * each == env.world_size
     nodes: list[NodePlacement] = []
-    for host, group in groupby(range(env.world_size), key=hosts.__getitem__):
+    for (_, host), group in groupby(range(env.world_size), key=lambda rank: (rank // each if even else 0, hosts[rank])):
         block = list(group)
         address = env.master_addr if not nodes else host
         nodes.append(NodePlacement(len(nodes), host, address, block[0], len(block)))

@@ -4,11 +4,13 @@
 same calls when somebody else started the ranks.
 """
 
+import errno
 import hashlib
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from jobs import ranks
+from jobs import exits, ranks
 from jobs.errors import MusterError, RefusedError, StartTimeoutError
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
@@ -25,11 +27,14 @@ from jobs.spec import Job, TrainSettings
 from jobs.train.data import Data, open_data
 from jobs.train.failures import is_lost_connection
 from jobs.train.loop import build_trainer, train
+from jobs.train.meeting import connect, meet
 from jobs.train.metrics import Files
 from jobs.train.modes import needs_group
-from jobs.train.world import Peer, World, choose_device, connect, meet, open_world, require_equal, this_peer
+from jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
+from jobs.words import counted
 
 FAILED: Final = 1
+DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def run_rank(payload: Mapping[str, Any]) -> int:
@@ -51,15 +56,22 @@ def guarded(work: Callable[[Reporter], int]) -> int:
         code = work(reporter)
     except MusterError as error:
         reporter.failed(error, peer=isinstance(error, StartTimeoutError))
-        print(f"muster: {error}", file=sys.stderr, flush=True)
+        complain(f"muster: {error}")
         return error.exit_code
     except Exception as error:
+        full = isinstance(error, OSError) and error.errno in DISK_ERRORS  # a print met it before a row did
         reporter.failed(error, peer=is_lost_connection(error))
-        traceback.print_exc()
-        return FAILED
+        complain(traceback.format_exc().rstrip("\n"))
+        return exits.STORAGE if full else FAILED
     if dist.is_initialized():  # not after a failure: it may wait for a dead peer, and the process ends without it
         dist.destroy_process_group()
     return code
+
+
+def complain(text: str) -> None:
+    """Print on standard error, where that is possible."""
+    with suppress(OSError):  # it may lie on the very disk whose being full is to be told; the exit code still is
+        print(text, file=sys.stderr, flush=True)
 
 
 def job_of(dumped: Mapping[str, Any]) -> Job:
@@ -153,8 +165,8 @@ def describe(job: Job, data: Data, world: World) -> str:
     settings = settings_of(job)
     exact = f", exact over {settings.virtual_world_size(world.size)} virtual ranks" if settings.exact else ""
     mode = settings.mode if settings.parallel is None else f"data {settings.parallel.data} by {settings.parallel.sync}"
-    threads = "" if world.device.type == "cuda" else f" with {torch.get_num_threads()} thread(s) a rank"
+    threads = "" if world.device.type == "cuda" else f" with {counted(torch.get_num_threads(), 'thread')} a rank"
     return (
         f"{settings.model.name or 'gpt'} on {data.name}: {data.train_samples} samples, batch {settings.batch_size}, "
-        f"mode {mode}{exact}, {world.size} rank(s) on {world.device.type}{threads}"
+        f"mode {mode}{exact}, {counted(world.size, 'rank')} on {world.device.type}{threads}"
     )

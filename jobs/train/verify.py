@@ -28,6 +28,7 @@ from jobs.train.optim import set_learning_rate
 from jobs.train.reference import Outcome, Reference, Setting, gradients_of, state_of
 from jobs.train.sampling import total_steps
 from jobs.train.world import World
+from jobs.words import counted
 
 LOSS: Final = "loss of each step"
 OUTPUT: Final = "output on test batch"
@@ -160,7 +161,7 @@ def promise_of(settings: TrainSettings, world_size: int) -> tuple[Exactness, str
         if promise == "bitwise"
         else "the sum may take another order, so gradients may differ by rounding"
     )
-    return promise, f"{mode} on {world_size} rank(s): {reason}"
+    return promise, f"{mode} on {counted(world_size, 'rank')}: {reason}"
 
 
 def mode_of(settings: TrainSettings) -> str:

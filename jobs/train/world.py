@@ -1,22 +1,20 @@
-"""This rank's world: its device, how it meets the others, and the few small exchanges that training needs.
+"""This rank's world: its device, its process group, and the few small exchanges that training needs.
 
 A world of one rank that synchronizes nothing needs no process group; `group` is then None.
 """
 
-import json
 import os
 import re
 import socket
-import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from jobs.errors import RefusedError, StartTimeoutError
@@ -25,6 +23,7 @@ from jobs.ranks import RankEnv
 # A collective may wait for a rank that loads data or writes a checkpoint; a dead peer shows at once as a lost
 # connection, so this bound is for what hangs without dying. Torch's own default for gloo.
 COLLECTIVE_TIMEOUT_S: Final = 1800.0
+GLOO_INTERFACES: Final = "GLOO_SOCKET_IFNAME"
 GLOO_KEY: Final = re.compile(r"wait timeout after .*/(\d+)\s*$")  # gloo asks the store for ".../<own rank>/<peer>"
 
 
@@ -73,7 +72,7 @@ def choose_device(wanted: str, rank: int, peers: Sequence[Peer]) -> torch.device
     if without and (wanted == "cuda" or len(without) < len(peers)):
         peer = peers[without[0]]
         raise RefusedError(
-            f"train.device: {wanted}: {_ranks(without[:8])} of {len(peers)} cannot have a CUDA device of their own "
+            f"train.device: {wanted}: {spell_ranks(without[:8])} of {len(peers)} cannot have a CUDA device of their own "
             f"({peer.host} has {peer.devices}); set device: cpu, or fewer ranks_per_node"
         )
     index = devices[rank]
@@ -89,70 +88,17 @@ def _device_index(rank: int, peers: Sequence[Peer]) -> int | None:
     return 0 if peer.devices == 1 and peer.visible else None
 
 
-def connect(env: RankEnv, timeout_s: float) -> Store:
-    """Reach the store of the attempt; rank 0 serves it unless an agent does.
-
-    Raises:
-        RefusedError: the master port is taken.
-        StartTimeoutError: nothing answered at the master address in time.
-    """
-    prefix = f"muster/attempt-{env.attempt}"  # torchrun's store outlives its restarts, and holds keys of its own
-    if env.world_size == 1 and not env.agent_store:
-        return PrefixStore(prefix, HashStore())
-    serves = env.rank == 0 and not env.agent_store
-    where = f"{env.master_addr}:{env.master_port}"
-    try:
-        store = TCPStore(
-            env.master_addr,
-            env.master_port,
-            env.world_size,
-            is_master=serves,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
-    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
-        if serves:
-            raise RefusedError(
-                f"{where}: rank 0 cannot serve the store here: {_first_line(error)}; choose another --master-port"
-            ) from error
-        raise StartTimeoutError(
-            f"{where}: rank {env.rank} found no master within {timeout_s:g} s; start rank 0, or check the address "
-            "and the port"
-        ) from error
-    return PrefixStore(prefix, store)
-
-
-def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
-    """Wait until every rank has arrived; return them in rank order.
-
-    Raises:
-        StartTimeoutError: names the ranks that did not.
-    """
-    arrivals = PrefixStore("arrived", store)
-    arrivals.set(str(env.rank), json.dumps(asdict(this_peer())))
-    deadline = time.monotonic() + timeout_s
-    for rank in range(env.world_size):
-        remaining_s = max(deadline - time.monotonic(), 0.001)
-        try:
-            arrivals.wait([str(rank)], timedelta(seconds=remaining_s))
-        except dist.DistStoreError as error:
-            missing = [each for each in range(env.world_size) if not arrivals.check([str(each)])]
-            if missing:
-                raise StartTimeoutError(
-                    f"{_ranks(missing)} of {env.world_size} did not arrive at {env.master_addr}:{env.master_port} "
-                    f"within {timeout_s:g} s; look at their output, or raise start_timeout_s"
-                ) from error
-    return [Peer(**json.loads(arrivals.get(str(rank)))) for rank in range(env.world_size)]
-
-
 def open_world(store: Store, env: RankEnv, device: torch.device, timeout_s: float) -> World:
     """Make the process group on a store where all ranks have met.
 
     Raises:
+        RefusedError: the environment names a network interface that this machine does not have.
         StartTimeoutError: a rank that had arrived did not join in time.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        check_interfaces(os.environ.get(GLOO_INTERFACES, ""))
     backend = "nccl" if device.type == "cuda" else "gloo"
     try:
         dist.init_process_group(
@@ -175,6 +121,20 @@ def open_world(store: Store, env: RankEnv, device: torch.device, timeout_s: floa
     return World(env.rank, env.world_size, group, device)
 
 
+def check_interfaces(named: str) -> None:
+    """Check the interfaces that GLOO_SOCKET_IFNAME names, separated by commas.
+
+    Raises:
+        RefusedError: this machine has none of that name; gloo would say so with a stack of C++.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    if wrong := [name for name in named.split(",") if name and name not in here]:
+        raise RefusedError(
+            f"environment: {GLOO_INTERFACES}={named}: {socket.gethostname()} has no interface {wrong[0]!r}; "
+            f"unset it, or name one of {', '.join(here)}"
+        )
+
+
 def require_equal(world: World, what: str, digest: str, hint: str) -> None:
     """Compare a sha256 (hex) over the ranks.
 
@@ -184,7 +144,7 @@ def require_equal(world: World, what: str, digest: str, hint: str) -> None:
     mine = torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=world.device)  # (32,)
     theirs = [bytes(each.tolist()) for each in world.gather(mine)]
     if differing := [rank for rank, each in enumerate(theirs) if each != theirs[0]]:
-        raise RefusedError(f"{what} of {_ranks(differing)} differs from rank 0's; {hint}")
+        raise RefusedError(f"{what} of {spell_ranks(differing)} differs from rank 0's; {hint}")
 
 
 def add_in_order(values: Iterable[float]) -> float:
@@ -195,9 +155,6 @@ def add_in_order(values: Iterable[float]) -> float:
     return total
 
 
-def _ranks(ranks: list[int]) -> str:
+def spell_ranks(ranks: list[int]) -> str:
+    """Write rank numbers for a message."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

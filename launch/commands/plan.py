@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from launch.plan import NodePlan
     from launch.prepare import Prepared
 
+WIDEST = 48  # characters of a value: PATH would push its origin off the screen; --json has all of it
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
@@ -112,7 +114,10 @@ def _split(ranks: list[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]
 
 
 def _shown(value: str | None) -> str:
-    return "(at start)" if value is None else shlex.quote(value)
+    if value is None:
+        return "(at start)"
+    quoted = shlex.quote(value)
+    return quoted if len(quoted) <= WIDEST else f"{quoted[: WIDEST - 1]}…"
 
 
 def _columns(rows: list[list[str]]) -> list[str]:

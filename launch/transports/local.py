@@ -12,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from launch.agent import start_warm
 from launch.channel import LINE_LIMIT, Channel, Listener, to_process
+from launch.keeper_link import start_warm
 
 FAREWELL_S: Final = 5.0
 
@@ -57,7 +58,7 @@ class Local:
             keeper.close()
         if self._listener is not None:
             return [await self._listener.accept() for _ in range(self.nodes)]
-        return [await to_process(agent) for agent in self.agents]
+        return [replace(await to_process(agent), node=node) for node, agent in enumerate(self.agents)]
 
     async def _start_agent(self, node: int) -> asyncio.subprocess.Process:
         argv = [sys.executable, "-I", "-m", "launch.agent", "--node", str(node)]

@@ -1,0 +1,135 @@
+"""Where ranks meet: a store that rank 0 serves unless an agent does, and in it every rank's arrival."""
+
+import errno
+import ipaddress
+import json
+import socket
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from jobs.errors import RefusedError, StartTimeoutError
+from jobs.ranks import RankEnv
+from jobs.train.world import Peer, spell_ranks, this_peer
+
+POLL_S: Final = 0.1
+BACKLOG: Final = 4096  # ranks that dial before the store accepts; the kernel lowers it to its own limit
+LEAST_S: Final = 1.0  # for a master that answered in the last moment
+
+
+def connect(env: RankEnv, timeout_s: float) -> Store:
+    """Reach the store of the attempt; rank 0 serves it unless an agent does.
+
+    Raises:
+        RefusedError: the master port is taken.
+        StartTimeoutError: nothing answered at the master address in time.
+    """
+    prefix = f"muster/attempt-{env.attempt}"  # torchrun's store outlives its restarts, and holds keys of its own
+    if env.world_size == 1 and not env.agent_store:
+        return PrefixStore(prefix, HashStore())
+    deadline = time.monotonic() + timeout_s
+    serves = env.rank == 0 and not env.agent_store
+    late = StartTimeoutError(
+        f"{env.master_addr}:{env.master_port}: rank {env.rank} found no master within {timeout_s:g} s; start rank 0, "
+        "or check the address and the port"
+    )
+    # An agent has bound its port before it starts a rank; without one, torch would wait for rank 0 with much noise.
+    if not serves and not env.agent_store and not answers(env.master_addr, env.master_port, deadline):
+        raise late
+    listening = listen(env) if serves else None
+    try:
+        store = TCPStore(
+            env.master_addr,
+            env.master_port,
+            env.world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=max(deadline - time.monotonic(), LEAST_S)),
+            wait_for_workers=False,
+            master_listen_fd=None if listening is None else listening.detach(),
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        if serves:
+            raise RefusedError(
+                f"{env.master_addr}:{env.master_port}: rank 0 cannot serve the store here: {_first_line(error)}; "
+                "give the address of this machine, or another --master-port"
+            ) from error
+        raise late from error
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return PrefixStore(prefix, store)
+
+
+def listen(env: RankEnv) -> socket.socket:
+    """Bind the master port: on loopback when the ranks meet there, else on every address of this machine.
+
+    Raises:
+        RefusedError: it is taken, or this user may not bind it.
+    """
+    port = env.master_port
+    try:
+        if _is_loopback(env.master_addr):
+            family = socket.AF_INET6 if ":" in env.master_addr else socket.AF_INET
+            return socket.create_server((env.master_addr, port), family=family, backlog=BACKLOG)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+        return socket.create_server(("", port), backlog=BACKLOG)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise RefusedError(f"port {port} is taken on this machine; choose another --master-port") from error
+        reason = (error.strerror or str(error)).lower()
+        raise RefusedError(f"port {port} cannot be bound: {reason}; choose another --master-port") from error
+
+
+def answers(address: str, port: int, deadline: float) -> bool:
+    """Wait until a port accepts connections; False when it does not before `deadline` (monotonic seconds)."""
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((address, port), timeout=remaining_s) as probe:
+                # Dialled from the very port it dials, a socket reaches itself: no master.
+                if probe.getsockname() != probe.getpeername():
+                    return True
+        except OSError:  # not there yet, or not yet known by that name
+            time.sleep(min(POLL_S, max(deadline - time.monotonic(), 0.0)))
+    return False
+
+
+def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
+    """Wait until every rank has arrived; return them in rank order.
+
+    Raises:
+        RefusedError: another process has arrived as this rank.
+        StartTimeoutError: names the ranks that did not arrive.
+    """
+    if store.add(f"claim/{env.rank}", 1) > 1:
+        raise RefusedError(
+            f"rank {env.rank} was started twice, and the first one goes on; give each process a --rank of its own"
+        )
+    arrivals = PrefixStore("arrived", store)
+    arrivals.set(str(env.rank), json.dumps(asdict(this_peer())))
+    deadline = time.monotonic() + timeout_s
+    for rank in range(env.world_size):
+        remaining_s = max(deadline - time.monotonic(), 0.001)
+        try:
+            arrivals.wait([str(rank)], timedelta(seconds=remaining_s))
+        except dist.DistStoreError as error:
+            missing = [each for each in range(env.world_size) if not arrivals.check([str(each)])]
+            if missing:
+                raise StartTimeoutError(
+                    f"{spell_ranks(missing)} of {env.world_size} did not arrive at {env.master_addr}:{env.master_port} "
+                    f"within {timeout_s:g} s; look at their output, or raise start_timeout_s"
+                ) from error
+    return [Peer(**json.loads(arrivals.get(str(rank)))) for rank in range(env.world_size)]
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,111 @@
+"""The agent's end of the socket to its keeper: JSON lines, and once an attempt a descriptor; see `jobs/keeper.py`."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from typing import Final
+
+from jobs import linux
+from launch.channel import LINE_LIMIT, Message
+
+CHUNK: Final = 1 << 16
+END_S: Final = 5.0  # a keeper needs 1 s and a sweep to end
+
+
+def start_warm(
+    sockets: Sequence[socket.socket], *, python: str, preload: str, env: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a warm process that serves one keeper per socket.
+
+    It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks.
+    """
+    descriptors = [each.fileno() for each in sockets]
+    argv = [python, "-I", "-m", "jobs.warm", "--fds", ",".join(map(str, descriptors)), "--preload", preload]
+    return subprocess.Popen(
+        argv,
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr.fileno(),
+        env=env,
+        start_new_session=True,
+    )
+
+
+class KeeperLink:
+    """A keeper, by its socket; where none was inherited, the warm process is started when the link is opened."""
+
+    def __init__(self, keeper: socket.socket | None) -> None:
+        self.keeper = keeper
+        self._warm: subprocess.Popen[bytes] | None = None
+        self._pid = 0
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """True once the keeper has been spoken to."""
+        return self._writer is not None
+
+    async def open(self, *, preload: str, env: dict[str, str]) -> None:
+        """Meet the keeper; orders wait in the socket until it has imported what it needs."""
+        if self.keeper is None:
+            self.keeper, theirs = socket.socketpair()
+            self._warm = start_warm([theirs], python=sys.executable, preload=preload, env={**os.environ, **env})
+            theirs.close()
+        copy = self.keeper.dup()  # one for asyncio, one for passing descriptors
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=copy, limit=LINE_LIMIT)
+
+    def give_store(self, listening: socket.socket) -> None:
+        """Hand over the bound socket of the store: before any order, for asyncio's queue does not know of it."""
+        assert self.keeper is not None
+        socket.send_fds(self.keeper, [b'{"do": "store"}\n'], [listening.fileno()])
+
+    async def order(self, message: Message) -> None:
+        """Send an order; if the keeper has gone, `messages` ends."""
+        assert self._writer is not None
+        try:
+            self._writer.write((json.dumps(message) + "\n").encode())
+            await self._writer.drain()
+        except ConnectionError:
+            return
+
+    async def messages(self) -> AsyncIterator[Message]:
+        """Yield what the keeper tells until it hangs up."""
+        assert self._reader is not None
+        while True:
+            try:
+                line = await self._reader.readline()
+            except ConnectionError:
+                return
+            if not line:
+                return
+            message = json.loads(line)
+            self._pid = message.get("ready", self._pid)
+            yield message
+
+    async def close(self) -> None:
+        """Let the keeper go, and wait until it has ended everything; a frozen one is killed, and its ranks with it."""
+        if self.keeper is None or not self.is_open:
+            return
+        try:
+            self.keeper.shutdown(socket.SHUT_WR)
+            await asyncio.wait_for(self._hear_out(self.keeper), END_S)
+        except asyncio.TimeoutError:  # from Python 3.11 on this is an OSError, so it stands first
+            if self._pid:
+                linux.kill_quietly(self._pid, signal.SIGKILL)
+        except OSError:  # it has gone already
+            return
+        finally:
+            if self._warm is not None:
+                self._warm.wait()
+
+    async def _hear_out(self, keeper: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        os.set_blocking(keeper.fileno(), False)
+        while await loop.sock_recv(keeper, CHUNK):
+            pass
