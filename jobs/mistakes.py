@@ -5,7 +5,9 @@ train.optimzer: unknown key; did you mean 'optimizer'?
 """
 
 import copy
+import json
 import re
+import shlex
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,7 +16,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from jobs.yamlfile import Document, KeyPath, nearest, show
+from jobs.yamlfile import Document, KeyPath, nearest, show, spell
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -109,7 +111,7 @@ def _tell(
             owner = section_model(model, path[len(prefix) : -1])
             text = unknown_key(str(path[-1]), field_names(owner) if owner else [])
         else:
-            text = _in_our_words(group)
+            text = _in_our_words(group, _override(document, path))
         document.complain(path, text)
     return set(by_path)
 
@@ -135,7 +137,7 @@ def _locate(error: ErrorDetails, written: Any, prefix: KeyPath) -> KeyPath:
     return tuple(path)
 
 
-def _in_our_words(group: list[ErrorDetails]) -> str:
+def _in_our_words(group: list[ErrorDetails], override: tuple[str, str] | None) -> str:
     """Say what was found and wanted. Several errors at one key are the members of a union, none of which fitted."""
     error = next((item for item in group if item["type"] in LIMITS), group[0])
     kind, context, found = error["type"], error.get("ctx", {}), error["input"]
@@ -155,7 +157,7 @@ def _in_our_words(group: list[ErrorDetails]) -> str:
     wanted = list(dict.fromkeys(phrase for item in group if (phrase := _wanted(item))))
     if not wanted:
         return f"{error['msg'][:1].lower()}{error['msg'][1:]}, got {show(found)}"
-    return f"must be {' or '.join(wanted)}, got {show(found)}{_advice(group, found)}"
+    return f"must be {' or '.join(wanted)}, got {show(found)}{_advice(group, found, override)}"
 
 
 def _wanted(error: ErrorDetails) -> str | None:
@@ -164,10 +166,20 @@ def _wanted(error: ErrorDetails) -> str | None:
     return WANTED.get(error["type"])
 
 
-def _advice(group: list[ErrorDetails], found: Any) -> str:
+def _override(document: Document, path: KeyPath) -> tuple[str, str] | None:
+    """Return both sides of the `--set` that gave exactly this key."""
+    origin, equals, text = document.place(path).origin.partition("=")
+    return (spell(path), text) if equals and origin == f"--set {spell(path)}" else None
+
+
+def _advice(group: list[ErrorDetails], found: Any, override: tuple[str, str] | None) -> str:
     kinds = {error["type"] for error in group}
     if "string_type" in kinds and isinstance(found, (bool, int, float)):
-        return "; put it in quotes"
+        if override is None:
+            return "; put it in quotes"
+        # A shell eats quotes: the whole needs a pair of its own.
+        key, text = override
+        return f"; write --set {shlex.quote(f'{key}={json.dumps(text)}')}"
     if "bool_type" in kinds and str(found).lower() in ("yes", "no", "on", "off"):
         return "; YAML 1.2 has only true and false"
     if isinstance(found, str):

@@ -15,6 +15,7 @@ from typing import Any, Final, TypeVar
 from jobs.errors import RefusedError, RunFolderError
 from jobs.ranks import RankEnv
 from jobs.spec import Job
+from jobs.words import counted
 
 VERSION: Final = 1
 LOOPBACK: Final = "127.0.0.1"
@@ -133,7 +134,7 @@ def place(job: Job, hosts: Sequence[Host]) -> Placement:
     """
     if len(hosts) < job.nodes:
         raise RefusedError(
-            f"nodes: job {job.name!r} needs {job.nodes} hosts, got {len(hosts)}; add hosts or lower nodes"
+            f"nodes: job {job.name!r} needs {counted(job.nodes, 'host')}, got {len(hosts)}; add hosts or lower nodes"
         )
     chosen = hosts[: job.nodes]
     nodes: list[NodePlacement] = []
@@ -157,7 +158,7 @@ def _ranks_on(host: Host, job: Job) -> int:
         return host.slots
     if host.slots is not None and host.slots < job.ranks_per_node:
         raise RefusedError(
-            f"host {host.name}: must have at least {job.ranks_per_node} slots for ranks_per_node, got {host.slots}; "
+            f"host {host.name}: must have at least {counted(job.ranks_per_node, 'slot')} for ranks_per_node, got {host.slots}; "
             "lower ranks_per_node, or set it to slots"
         )
     return job.ranks_per_node

@@ -8,23 +8,49 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
 from typing_extensions import Self
 
 from jobs.errors import RefusedError
 from jobs.modes import MODES, Parallel
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from jobs.words import counted
 
+MAX_NODES: Final = 100_000
+MAX_RANKS_PER_NODE: Final = 1024
 DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 
 
+MAX_STRING_BYTES: Final = 131_072  # MAX_ARG_STRLEN of Linux: one argument, or NAME=value, with the zero at its end
+
+
+def _passable(text: str) -> str:
+    """Return a text that a program can be handed."""
+    if "\0" in text:
+        raise ValueError("must not hold a zero byte (\\0): no program can be handed one")
+    if (size := len(text.encode(errors="replace")) + 1) > MAX_STRING_BYTES:
+        raise ValueError(f"must be shorter than {MAX_STRING_BYTES} bytes, which is Linux's limit, got {size}")
+    return text
+
+
+def _is_variable(name: str) -> str:
+    """Return a name that an environment variable can have."""
+    if not name or "=" in name or "\0" in name:
+        raise ValueError(f"a variable's name must be text without = and zero bytes, got {name!r}; correct the name")
+    return name
+
+
+Passable = Annotated[str, AfterValidator(_passable)]
+Variable = Annotated[str, AfterValidator(_is_variable)]
+
+
 class Strict(BaseModel):
     """A frozen section of a file: unknown keys and wrong types are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelSettings(Strict):
@@ -185,7 +211,7 @@ class TrainSettings(Strict):
         parallel = Parallel(data=self.parallel.data, sync=self.parallel.sync)
         if parallel.world_size != world_size:
             raise RefusedError(
-                f"train.parallel: data {parallel.data} makes {parallel.world_size} ranks, the job has {world_size}; "
+                f"train.parallel: data {parallel.data} makes {counted(parallel.world_size, 'rank')}, the job has {world_size}; "
                 "set nodes and ranks_per_node to match"
             )
         return parallel
@@ -204,12 +230,12 @@ class TrainSettings(Strict):
         shards = self.virtual_world_size(world_size)
         if shards % world_size:
             raise RefusedError(
-                f"train.virtual_ranks: {shards} virtual ranks cannot be dealt evenly to {world_size} ranks; "
+                f"train.virtual_ranks: {counted(shards, 'virtual rank')} cannot be dealt evenly to {world_size} ranks; "
                 f"set virtual_ranks to a multiple of {world_size}"
             )
         if self.batch_size < shards * self.grad_accumulation:
             raise RefusedError(
-                f"train.batch_size: {self.batch_size} is less than one sample for each of {shards} ranks"
+                f"train.batch_size: {self.batch_size} is less than one sample for each of {counted(shards, 'rank')}"
                 + (f" x {self.grad_accumulation} accumulation steps" if self.grad_accumulation > 1 else "")
                 + f"; use at least {shards * self.grad_accumulation}"
             )
@@ -218,23 +244,39 @@ class TrainSettings(Strict):
 class CommandSettings(Strict):
     """`command:` - any program that reads torchrun's variables; started fresh on every rank."""
 
-    argv: Annotated[list[str], Field(min_length=1)]
+    argv: Annotated[list[Passable], Field(min_length=1)]
+
+    @field_validator("argv")
+    @classmethod
+    def _names_a_program(cls, argv: list[str]) -> list[str]:
+        if not argv[0]:
+            raise ValueError("the first item is the program to run, and it is empty; name one")
+        return argv
 
 
 class Job(Strict):
     """A whole job file. `kind` says which of `train`, `command`, `bench` the file gave; `settings` is that section."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "job"
-    nodes: Positive = 1
-    ranks_per_node: Positive | Literal["slots"] = 1
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
+    ranks_per_node: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_NODE)] | Literal["slots"] = 1
     threads_per_rank: Positive | Literal["auto"] = 1
-    env: dict[str, str] = {}
+    env: dict[Variable, Passable] = {}
     workdir: str | None = None
     setup: list[str] = []
     start_timeout_s: Annotated[float, Field(gt=0.0)] = 60.0
     grace_s: Annotated[float, Field(ge=0.0)] = 5.0
     kind: str
     settings: SerializeAsAny[BaseModel]
+
+    @field_validator("env")
+    @classmethod
+    def _fits_a_process(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if (size := len(f"{name}={value}".encode(errors="replace")) + 1) > MAX_STRING_BYTES:
+                limit = f"with its name and = it must be shorter than {MAX_STRING_BYTES} bytes, which is Linux's limit"
+                raise ValueError(f"{name}: {limit}, got {size}")
+        return env
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ they stand in /proc/PID/environ of every rank. It ends when its last keeper has 
 """
 
 import argparse
+import contextlib
 import gc
 import importlib
 import json
@@ -16,9 +17,12 @@ import os
 import signal
 import socket
 import sys
+from typing import Final
 
 from jobs import exits, linux
 from jobs.keeper import Keeper
+
+HEARD_S: Final = 1.0  # that an agent is given to read why there will be no keeper
 
 
 def main() -> None:
@@ -56,9 +60,11 @@ def preload(modules: list[str], sockets: list[socket.socket]) -> None:
         for each in sockets:
             each.sendall((json.dumps({"broken": broken}) + "\n").encode())
             each.shutdown(socket.SHUT_WR)
+            each.settimeout(HEARD_S)
         for each in sockets:
-            while each.recv(1 << 16):  # until the agent has heard: unread orders would reset the connection
-                pass
+            with contextlib.suppress(OSError):
+                while each.recv(1 << 16):  # until the agent has heard: unread orders would reset the connection
+                    pass
         sys.exit(exits.REFUSED)
     gc.collect()
     gc.freeze()  # what is imported stays shared between the forks

@@ -56,6 +56,7 @@ class Document:
     value: Any
     places: dict[KeyPath, Place] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
+    unreadable: set[KeyPath] = field(default_factory=set)
 
     def place(self, path: KeyPath) -> Place:
         """Return the place of a key, or of the nearest key above it."""
@@ -65,7 +66,9 @@ class Document:
         return Place(self.name, 1, 1)
 
     def complain(self, path: KeyPath, text: str) -> None:
-        """Add a mistake at a key."""
+        """Add a mistake at a key; what could not even be read has been told, and has no value to judge."""
+        if path in self.unreadable:
+            return
         self.mistakes.append(Mistake(self.place(path), path, text))
 
     def mapping(self) -> dict[str, Any]:
@@ -199,6 +202,10 @@ class _Builder:
         if self.values > MAX_VALUES or len(path) > MAX_DEPTH:
             limit = f"{MAX_VALUES:,} values" if self.values > MAX_VALUES else f"{MAX_DEPTH} levels"
             raise JobFileError(f"{self._place(node)}: more than {limit}, or an alias that holds itself")
+        if isinstance(node, yaml.CollectionNode):
+            usual = "map" if isinstance(node, yaml.MappingNode) else "seq"
+            if node.tag != f"{TAG}{usual}":
+                self._complain_of_tag(node, path)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -213,8 +220,8 @@ class _Builder:
             place, key = self._place(key_node), key_node.value
             if key_node.tag != f"{TAG}str":
                 self._complain(place, path, f"the key {self._source(key_node)} must be text; put it in quotes")
-                key = self._source(key_node)
-            elif key == MERGE_KEY:
+                continue  # no key of a job file: one mistake is enough
+            if key == MERGE_KEY:
                 self._complain(place, path, "YAML 1.2 has no merge key <<; write the keys out")
                 continue
             at = (*path, key)
@@ -231,21 +238,27 @@ class _Builder:
             return node.value
         pattern, convert = CONVERT.get(node.tag, (None, None))
         if pattern is None or convert is None:
-            self._complain(self._place(node), path, f"the tag {node.tag!r} is not known; remove it")
+            self._complain_of_tag(node, path)
             return node.value
         try:
             if pattern.match(node.value):
                 return convert(node.value)
         except ValueError:  # a number of thousands of digits
             pass
+        self.document.unreadable.add(path)
         self._complain(self._place(node), path, f"{show(node.value)} is not {node.tag.removeprefix(TAG)}")
         return node.value
 
     def _source(self, node: yaml.Node) -> str:
-        return node.value if isinstance(node, yaml.ScalarNode) else "that is not a word"
+        return node.value if isinstance(node, yaml.ScalarNode) else "that is a list or a mapping"
 
     def _complain(self, place: Place, path: KeyPath, text: str) -> None:
         self.document.mistakes.append(Mistake(place, path, text))
+
+    def _complain_of_tag(self, node: yaml.Node, path: KeyPath) -> None:
+        tag = node.tag.replace(TAG, "!!")
+        self.document.unreadable.add(path)
+        self._complain(self._place(node), path, f"the tag {tag} is not known; remove it")
 
     def _place(self, node: yaml.Node) -> Place:
         return Place(self.document.name, node.start_mark.line + 1, node.start_mark.column + 1)

@@ -7,6 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jobs.words import counted
+
 KINDS: Final = {
     "gradient": "gradients",
     "parameter": "parameters",
@@ -26,11 +28,12 @@ def render(record: Mapping[str, Any]) -> RenderableType:
 def heading(record: Mapping[str, Any]) -> Text:
     """Say what is compared with what."""
     exact = ", exact" if record["exact"] else ""
-    shards = f"{record['virtual_ranks']} shard(s)"
+    ranks, steps = counted(record["world_size"], "rank"), counted(record["steps"], "step")
+    shards = counted(record["virtual_ranks"], "shard")
     return Text.assemble(
         (record["job"], "bold"),
-        f": {record['mode']}{exact} on {record['world_size']} rank(s) against one process over the same {shards}; "
-        f"{record['steps']} step(s) of batch {record['batch_size']}, {record['precision']} on {record['device']}",
+        f": {record['mode']}{exact} on {ranks} against one process over the same {shards}; "
+        f"{steps} of batch {record['batch_size']}, {record['precision']} on {record['device']}",
     )
 
 
@@ -98,7 +101,8 @@ def faults(record: Mapping[str, Any]) -> list[str]:
             found.append(f"{len(wrong)} of the {phrase} outside the class: {_some(wrong)}")
     if differing := record["differing_ranks"]:
         ranks = sorted({rank for each in differing.values() for rank in each})
-        found.append(f"rank(s) {', '.join(map(str, ranks))} differ from rank 0 in {_some(list(differing))}")
+        verb = "rank {} differs" if len(ranks) == 1 else "ranks {} differ"
+        found.append(f"{verb.format(', '.join(map(str, ranks)))} from rank 0 in {_some(list(differing))}")
     return found
 
 

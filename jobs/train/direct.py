@@ -45,7 +45,10 @@ START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 
 
 def main(args: argparse.Namespace) -> NoReturn:
-    """Train as one rank (`args` are of `flags.parse`), then end without the interpreter's farewell, in which a broken group may change the code."""
+    """Train as one rank, with the arguments that `flags.parse` read.
+
+    It ends without the interpreter's farewell, in which a broken group may change the code.
+    """
     code = exits.STOPPED
     try:
         code = guarded(lambda reporter: start(args, reporter))

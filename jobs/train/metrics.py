@@ -8,6 +8,7 @@ the steps since the last; they are added in the order of virtual ranks, so the l
 transport, and in `exact` on every world size.
 """
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class Summary:
     loss: float
     rate: float  # units per second
     unit: str
+    broken: int | None  # the first step since the last log point whose loss is not finite
 
 
 @dataclass(frozen=True)
@@ -116,13 +118,16 @@ class Metrics:
         units = sum(step.batch.samples for step in steps) * self.units.per_sample
         rate = units / max(sum(each.step_s for each in times), 1e-9)
         last = steps[-1]
-        return Summary(last.number, last.batch.epoch + 1, losses[-1], rate, self.units.name)
+        broken = next((step.number for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)), None)
+        return Summary(last.number, last.batch.epoch + 1, losses[-1], rate, self.units.name, broken)
 
     def evaluation(self, step: int, epoch: int, measured: dict[str, float]) -> None:
         """Write the row of an evaluation; only rank 0 has somewhere to write it."""
         if self.files.run is not None:
             row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
-            append_lines(self.files.run, [row | self.common | measured])
+            append_lines(
+                self.files.run, [row | self.common | {name: finite(value) for name, value in measured.items()}]
+            )
 
     def _row(self, step: Step, times: StepTimes, loss: float, samples: int) -> dict[str, Any]:
         return {
@@ -130,13 +135,18 @@ class Metrics:
             "steps": self.steps,
             "epoch": step.batch.epoch + 1,
             **self.common,
-            "loss": loss,
+            "loss": finite(loss),
             "lr": step.lr,
             "time": round(step.time, 6),
             **times.row(),
             "rate": samples * self.units.per_sample / max(times.step_s, 1e-9),
             "unit": f"{self.units.name}/s",
         }
+
+
+def finite(value: float) -> float | None:
+    """Return a number as JSON can hold it: it has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
 
 
 def global_losses(world: World, batches: list[GlobalBatch], losses: list[list[Tensor]]) -> list[float]:

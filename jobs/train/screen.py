@@ -23,6 +23,7 @@ class Screen:
         self.speaks = world.rank == 0
         self.reporter = reporter
         self.steps = steps
+        self.warned = False  # once is enough: what follows is not a number either
         self.progress: Progress | None = None
         self.task: TaskID | None = None
 
@@ -47,6 +48,9 @@ class Screen:
         """Show a log point."""
         if not self.speaks:
             return
+        if summary.broken is not None and not self.warned:
+            self.warned = True
+            self.say(f"loss is not a number at step {summary.broken}: lower optimizer.lr, or set clip_norm")
         rate = f"{summary.rate:.0f}" if summary.rate >= 100 else f"{summary.rate:.3g}"
         width = len(str(self.steps))
         self.say(

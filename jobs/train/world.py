@@ -72,8 +72,8 @@ def choose_device(wanted: str, rank: int, peers: Sequence[Peer]) -> torch.device
     if without and (wanted == "cuda" or len(without) < len(peers)):
         peer = peers[without[0]]
         raise RefusedError(
-            f"train.device: {wanted}: {spell_ranks(without[:8])} of {len(peers)} cannot have a CUDA device of their own "
-            f"({peer.host} has {peer.devices}); set device: cpu, or fewer ranks_per_node"
+            f"train.device: {wanted}: {spell_ranks(without[:8])} of {len(peers)} cannot have a CUDA device of their "
+            f"own ({peer.host} has {peer.devices}); set device: cpu, or fewer ranks_per_node"
         )
     index = devices[rank]
     return torch.device("cpu") if index is None else torch.device("cuda", index)

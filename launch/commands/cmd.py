@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from jobs.errors import UsageError
     from launch.prepare import prepare
 
-    prepared = prepare(args)
+    prepared = prepare(args, here=False)  # the lines are for other machines
     count = len(prepared.context.placement.nodes)
     if args.node is not None and not 0 <= args.node < count:
         raise UsageError(f"--node: this job has nodes 0 to {count - 1}, got {args.node}")

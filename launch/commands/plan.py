@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from jobs.words import counted
 from launch.options import add_job, add_json, add_runs
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ def render(record: dict[str, Any]) -> str:
     """Lay the records out as text: nodes, ranks with what differs between them, what they share, commands."""
     ranks = [rank for node in record["nodes"] for rank in node["ranks"]]
     lines = [
-        f"job {record['name']}: {record['kind']}, {len(record['nodes'])} nodes, {record['world_size']} ranks, "
-        f"on {record['transport']}",
+        f"job {record['name']}: {record['kind']}, {counted(len(record['nodes']), 'node')}, "
+        f"{counted(record['world_size'], 'rank')}, on {record['transport']}",
         f"run folder: a new one under {record['runs']}",
         f"ranks run in: {record['workdir']}",
         "",

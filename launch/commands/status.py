@@ -7,6 +7,7 @@ import time
 from typing import Final
 
 from jobs.rundir import RunDir, find_run, runs_root
+from jobs.words import counted
 from launch import options, screen
 from launch.runstate import DIRECT, RunState, read_state
 
@@ -56,7 +57,9 @@ def render(state: RunState) -> str:
 
 
 def _job(state: RunState) -> str:
-    size = f"{state.world_size or '?'} ranks on {state.nodes or '?'} nodes"
+    ranks = counted(state.world_size, "rank") if state.world_size else "? ranks"
+    nodes = counted(state.nodes, "node") if state.nodes else "? nodes"
+    size = f"{ranks} on {nodes}"
     started = "started directly" if state.transport == DIRECT else f"over {state.transport}" if state.transport else ""
     return ", ".join(part for part in (state.kind, size, started) if part)
 

@@ -395,7 +395,7 @@ def test_a_rank_of_ours_is_a_fork_that_can_import_what_the_warm_process_has(make
         (
             ["no-such-program-at-all"],
             *(127, "FileNotFoundError"),
-            "command not found: 'no-such-program-at-all'; give its full path, or set PATH in env:",
+            "command not found: 'no-such-program-at-all'; give its full path, or set PATH under env",
         ),
         (["/etc/passwd"], 126, "PermissionError", "cannot run '/etc/passwd': Permission denied"),
         (["/"], 126, "PermissionError", "cannot run '/': Permission denied"),

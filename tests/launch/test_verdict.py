@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 import signal
 
 import pytest
@@ -115,9 +116,18 @@ def test_the_record_is_plain_values() -> None:
         "cause": "own",
         "message": "message of 1",
         "last_lines": ["a last line"],
+        "ours": True,
     }
     assert [victim["rank"] for victim in record["victims"]] == [0]
     assert judge([], None).record()["first"] is None
+
+
+def test_a_programs_own_code_has_no_class_of_ours() -> None:
+    own = replace(ending(0, 1.0, "own", code=130), ours=False)
+    assert judge([own], None).name == "failed"
+    assert judge([ending(0, 1.0, "own", code=78)], None).name == "refused"
+    killed = replace(ending(0, 1.0, "own", signal="SIGRTMIN+1"), ours=False)
+    assert (judge([killed], None).name, judge([killed], None).code) == ("signal", 128 + 35)
 
 
 CASES = st.tuples(

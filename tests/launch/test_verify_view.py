@@ -58,7 +58,7 @@ def test_what_is_outside_the_class_is_named_and_fails() -> None:
     assert "0.5: not bitwise equal" in " ".join(text.split()).replace("5.0e-01", "0.5")
     assert "FAIL" in text
     assert "1 of the gradients outside the class: norm.weight" in text
-    assert "rank(s) 2 differ from rank 0 in norm.weight" in text
+    assert "rank 2 differs from rank 0 in norm.weight" in text
 
 
 @pytest.mark.ranks

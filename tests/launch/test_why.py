@@ -179,7 +179,7 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("failed", {"message": "OSError: [Errno 28] No space left on device"}, "df -h"),
         ("storage", {}, "disk"),
         ("failed", {"code": 127}, "not found"),
-        ("failed", {"code": 126}, "not executable"),
+        ("failed", {"code": 126}, "cannot be run there"),
         ("timeout", {"message": "ranks 2-3, 7 never arrived within 60 s"}, "muster logs --rank 2-3,7"),
         ("timeout", {"message": "took too long"}, "start_timeout_s"),
         ("lost", {}, "supervisor is gone"),
