@@ -15,6 +15,7 @@ from jobs import ranks
 from jobs.errors import RefusedError, UsageError
 from jobs.launchers import MPI_HINTS, MPI_ROWS, SLURM_VARIABLES, Found, number, rank_env, read_mpi, read_step
 from jobs.ranks import DEFAULT_MASTER_PORT, RankEnv
+from jobs.words import counted
 
 LOOPBACK: Final = "127.0.0.1"
 LOCAL: Final = "local"
@@ -128,7 +129,7 @@ def _from_flags(flags: Flags) -> Found | None:
             raise UsageError(f"{flag}: must be at least 1, got {value}")
     world_size = flags.num_nodes * ranks_per_node
     if not 0 <= flags.rank < world_size:
-        product = f"{flags.num_nodes} nodes x {ranks_per_node} ranks per node"
+        product = f"{counted(flags.num_nodes, 'node')} x {counted(ranks_per_node, 'rank')} per node"
         raise UsageError(f"--rank: must be 0 to {world_size - 1} ({product}), got {flags.rank}")
     local_rank = flags.rank % ranks_per_node if flags.local_rank is None else flags.local_rank
     if not 0 <= local_rank < ranks_per_node:

@@ -39,8 +39,6 @@ def load_job(path: Path, kinds: Sequence[JobKind], overrides: Sequence[str] = ()
         JobFileError: the file is missing or wrong; one line per mistake.
         UsageError: an override is not of the form `a.b=c`.
     """
-    if path.is_dir():
-        raise JobFileError(f"{path}: is a folder; name a job file{_examples_hint(path / 'job')}")
     try:
         document = yamlfile.read(path)
     except FileNotFoundError as error:

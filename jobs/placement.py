@@ -158,8 +158,8 @@ def _ranks_on(host: Host, job: Job) -> int:
         return host.slots
     if host.slots is not None and host.slots < job.ranks_per_node:
         raise RefusedError(
-            f"host {host.name}: must have at least {counted(job.ranks_per_node, 'slot')} for ranks_per_node, got {host.slots}; "
-            "lower ranks_per_node, or set it to slots"
+            f"host {host.name}: must have at least {counted(job.ranks_per_node, 'slot')} for ranks_per_node, "
+            f"got {host.slots}; lower ranks_per_node, or set it to slots"
         )
     return job.ranks_per_node
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 
 from jobs import mistakes, yamlfile
 from jobs.errors import JobFileError
-from jobs.spec import Strict
+from jobs.spec import Passable, Strict, Variable
 
 SITE_VARIABLE: Final = "MUSTER_SITE"
 PATHS: Final = ("interpreter", "runs", "data")
@@ -22,7 +22,7 @@ class Site(Strict):
     interpreter: str | None = None
     runs: str | None = None
     data: str | None = None
-    env: dict[str, str] = Field(default_factory=dict)
+    env: dict[Variable, Passable] = Field(default_factory=dict)
     setup: list[str] = Field(default_factory=list)
 
     @field_validator("interpreter")

@@ -211,8 +211,8 @@ class TrainSettings(Strict):
         parallel = Parallel(data=self.parallel.data, sync=self.parallel.sync)
         if parallel.world_size != world_size:
             raise RefusedError(
-                f"train.parallel: data {parallel.data} makes {counted(parallel.world_size, 'rank')}, the job has {world_size}; "
-                "set nodes and ranks_per_node to match"
+                f"train.parallel: data {parallel.data} makes {counted(parallel.world_size, 'rank')}, "
+                f"the job has {world_size}; set nodes and ranks_per_node to match"
             )
         return parallel
 

@@ -258,7 +258,7 @@ class _Builder:
     def _complain_of_tag(self, node: yaml.Node, path: KeyPath) -> None:
         tag = node.tag.replace(TAG, "!!")
         self.document.unreadable.add(path)
-        self._complain(self._place(node), path, f"the tag {tag} is not known; remove it")
+        self._complain(self._place(node), path, f"the tag {tag!r} is not known; remove it")
 
     def _place(self, node: yaml.Node) -> Place:
         return Place(self.document.name, node.start_mark.line + 1, node.start_mark.column + 1)

@@ -101,7 +101,8 @@ def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
 
     Raises:
         RefusedError: another process has arrived as this rank.
-        StartTimeoutError: names the ranks that did not arrive.
+        StartTimeoutError: names the ranks that did not arrive; or rank 0, whose deadline is over, has gone with its
+            store.
     """
     if store.add(f"claim/{env.rank}", 1) > 1:
         raise RefusedError(
@@ -114,6 +115,11 @@ def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
         remaining_s = max(deadline - time.monotonic(), 0.001)
         try:
             arrivals.wait([str(rank)], timedelta(seconds=remaining_s))
+        except dist.DistNetworkError as error:
+            raise StartTimeoutError(
+                f"rank {env.rank} waited for the others, and the store at {env.master_addr}:{env.master_port} went "
+                "away: its process has ended; look at the output of rank 0"
+            ) from error
         except dist.DistStoreError as error:
             missing = [each for each in range(env.world_size) if not arrivals.check([str(each)])]
             if missing:

@@ -115,7 +115,7 @@ def test_every_rank_of_the_flags_has_its_own_place(nodes: int, ranks_per_node: i
         (Flags(num_nodes=2), "--num-nodes: given without --rank; give all of them or none"),
         (Flags(local_rank=0), "--local-rank: given without --rank and --num-nodes"),
         (Flags(master_ip="10.0.0.9"), "--master-ip: given without --rank and --num-nodes"),
-        (Flags(rank=2, num_nodes=2), r"--rank: must be 0 to 1 \(2 nodes x 1 ranks per node\), got 2"),
+        (Flags(rank=2, num_nodes=2), r"--rank: must be 0 to 1 \(2 nodes x 1 rank per node\), got 2"),
         (Flags(rank=-1, num_nodes=2), "--rank: must be 0 to 1"),
         (Flags(rank=0, num_nodes=0), "--num-nodes: must be at least 1, got 0"),
         (Flags(rank=0, num_nodes=1, ranks_per_node=0), "ranks_per_node: must be at least 1, got 0"),

@@ -1,5 +1,6 @@
 """The job file: all its mistakes at once, overrides, and a text that stands for the job."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -275,9 +276,11 @@ def test_an_override_of_another_form_is_a_wrong_command_line(write: Write, overr
         load_job(write(TRAIN), KINDS, [override])
 
 
-names = st.text(min_size=1, max_size=8)
+letters = st.characters(exclude_characters="\0", exclude_categories=["Cs"])  # what a process can be handed
+names = st.text(letters, min_size=1, max_size=8)
+arguments = st.lists(st.text(letters, max_size=8), max_size=3)
 sections = st.one_of(
-    st.fixed_dictionaries({"command": st.lists(st.text(max_size=8), min_size=1, max_size=4)}),
+    st.fixed_dictionaries({"command": st.builds(lambda program, rest: [program, *rest], names, arguments)}),
     st.fixed_dictionaries({"tryout": st.fixed_dictionaries({"sizes": st.lists(st.integers(), max_size=3)})}),
     st.fixed_dictionaries(
         {
@@ -298,7 +301,7 @@ around = st.fixed_dictionaries(
         "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"),
         "nodes": st.integers(1, 100),
         "ranks_per_node": st.integers(1, 8) | st.just("slots"),
-        "env": st.dictionaries(names.filter(lambda name: name != "<<"), names, max_size=3),
+        "env": st.dictionaries(names.filter(lambda name: name != "<<" and "=" not in name), names, max_size=3),
         "setup": st.lists(names, max_size=3),
         "workdir": st.sampled_from(["w", "/w", "."]),
         "grace_s": st.floats(0.0, 1e6),
@@ -321,3 +324,33 @@ def test_the_text_of_a_job_loads_to_the_same_job_anywhere(tmp_path: Path, around
 
 def test_every_key_of_a_job_can_stand_in_a_file() -> None:
     assert set(load.job_keys(KINDS)) == {*Job.model_fields, "train", "command", "tryout"} - {"kind", "settings"}
+
+
+def test_a_number_for_text_in_an_override_is_told_as_a_shell_takes_it(write: Write) -> None:
+    path = write(TRAIN)
+    (complaint,) = complaints(path, "env.B=5")
+    hint = "must be text, got 5; write --set 'env.B=\"5\"'"
+    assert complaint == f"--set env.B=5: env.B: {hint}"
+    assert load_job(path, KINDS, [shlex.split(hint)[-1]]).job.env == {"B": "5"}
+
+
+def test_a_key_that_is_no_text_is_told_once(write: Write) -> None:
+    assert complaints(write("5: a\n~: b\n? [c]\n: d\n" + TRAIN)) == [
+        "job.yaml:1: the key 5 must be text; put it in quotes",
+        "job.yaml:2: the key ~ must be text; put it in quotes",
+        "job.yaml:3: the key that is a list or a mapping must be text; put it in quotes",
+    ]
+
+
+def test_an_unknown_tag_is_told_once_wherever_it_stands(write: Write) -> None:
+    text = "nodes: !count 2\ncommand: !words [a]\nenv: !!python/object/apply:os.system {A: b}\n"
+    assert complaints(write(text)) == [
+        "job.yaml:1: nodes: the tag '!count' is not known; remove it",
+        "job.yaml:2: command: the tag '!words' is not known; remove it",
+        "job.yaml:3: env: the tag '!!python/object/apply:os.system' is not known; remove it",
+    ]
+
+
+def test_usual_tags_may_be_written_out(write: Write) -> None:
+    job = load_job(write("nodes: !!int 2\ncommand: !!seq [!!str 5]\nenv: !!map {A: b}\n"), KINDS).job
+    assert (job.nodes, job.settings, job.env) == (2, CommandSettings(argv=["5"]), {"A": "b"})

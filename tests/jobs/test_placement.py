@@ -52,7 +52,7 @@ def test_there_is_no_rank_beyond_the_world() -> None:
     ("wanted", "hosts", "message"),
     [
         (job(4), HOSTS, "job 'j' needs 4 hosts, got 3"),
-        (job(1), (), "job 'j' needs 1 hosts, got 0"),
+        (job(1), (), "job 'j' needs 1 host, got 0"),
         (job(2, 3), HOSTS, "host n02: must have at least 3 slots for ranks_per_node, got 2"),
         (job(3, "slots"), HOSTS, "host n03: has no slots"),
         (job(1, "slots"), (Host("n", "10.0.0.1", 0),), "must have at least 1 slot, got 0"),

@@ -1,5 +1,7 @@
 """The typed job: what its sections refuse by themselves, and what only the world size shows."""
 
+import shutil
+import subprocess
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from pydantic import ValidationError
 from jobs.errors import RefusedError
 from jobs.modes import Parallel
 from jobs.spec import (
+    MAX_STRING_BYTES,
     CommandSettings,
     DataSettings,
     Job,
@@ -47,7 +50,8 @@ def test_a_word_is_short_for_a_named_section() -> None:
         ({"data": {"text": "x"}}, "data text is tokens, model vgg11 reads images"),
         ({"optimizer": {"name": "sgd", "betas": [0.9, 0.9]}}, "sgd has no betas"),
         ({"optimizer": {"name": "adamw", "momentum": 0.9}}, "adamw has no momentum"),
-        ({"optimizer": {"lr": float("nan")}}, "greater than 0"),
+        ({"optimizer": {"lr": float("nan")}}, "finite number"),
+        ({"optimizer": {"lr": float("inf")}}, "finite number"),
         ({"batch_size": "64"}, "valid integer"),
         ({"batch_size": True}, "valid integer"),
         ({"unknown_key": 1}, "Extra inputs"),
@@ -115,3 +119,44 @@ def test_each_optimizer_takes_its_own_settings() -> None:
 def test_an_unknown_name_gets_its_nearest_and_all_valid_ones() -> None:
     assert unknown("mode", "dpp", ("ddp", "single")) == "unknown mode 'dpp'; did you mean 'ddp'? (valid: ddp, single)"
     assert unknown("mode", "zzz", ("ddp",)) == "unknown mode 'zzz' (valid: ddp)"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([""], "the first item is the program to run, and it is empty"),
+        (["true", "a\0b"], "must not hold a zero byte"),
+        (["true", "x" * MAX_STRING_BYTES], f"must be shorter than {MAX_STRING_BYTES} bytes"),
+    ],
+)
+def test_a_command_that_the_kernel_would_not_start_is_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        CommandSettings(argv=argv)
+    assert CommandSettings(argv=["true", "", "x" * (MAX_STRING_BYTES - 1)]).argv[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"env": {"": "a"}}, "a variable's name must be text without = and zero bytes, got ''"),
+        ({"env": {"A=B": "a"}}, "got 'A=B'"),
+        ({"env": {"A\0": "a"}}, "without = and zero bytes"),
+        ({"env": {"A": "a\0"}}, "must not hold a zero byte"),
+        ({"env": {"A": "x" * (MAX_STRING_BYTES - 2)}}, f"A: .* shorter than {MAX_STRING_BYTES} bytes"),
+        ({"nodes": 100_001}, "less than or equal to 100000"),
+        ({"ranks_per_node": 1025}, "less than or equal to 1024"),
+        ({"start_timeout_s": float("inf")}, "finite number"),
+        ({"grace_s": float("inf")}, "finite number"),
+    ],
+)
+def test_a_job_that_could_not_be_started_is_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Job(kind="command", settings=CommandSettings(argv=["true"]), **keys)
+
+
+def test_the_longest_value_that_passes_is_one_that_the_kernel_takes() -> None:
+    value = "x" * (MAX_STRING_BYTES - 3)  # A= before it and a zero after it
+    job = Job(kind="command", settings=CommandSettings(argv=["true"]), env={"A": value})
+    assert subprocess.run(["true"], env=job.env, executable=shutil.which("true"), check=False).returncode == 0
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(["true"], env={"A": value + "x"}, executable=shutil.which("true"), check=False)

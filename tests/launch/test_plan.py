@@ -265,6 +265,7 @@ def muster_plan(
 ) -> Callable[..., tuple[int, str]]:
     """Return a function that plans a job on a fixed machine: (exit code, standard output)."""
     monkeypatch.setattr("launch.prepare.this_machine", lambda: box(6, "0", "1", host="box"))
+    monkeypatch.setattr("launch.prepare.check_files", lambda job, environ: None)  # /srv/work is not there
     monkeypatch.setattr(sys, "executable", "/opt/muster/bin/python")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for name in ("GLOO_SOCKET_IFNAME", "MUSTER_SITE"):

@@ -2,8 +2,8 @@
 
 import itertools
 import random
-from dataclasses import replace
 import signal
+from dataclasses import replace
 
 import pytest
 from hypothesis import given

@@ -5,11 +5,16 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from jobs.ranks import RankEnv
+from jobs.rundir import RunDir
+from jobs.train.direct import placement_of
+from launch.runstate import read_state
 from support.live import LiveRun
 
 pytestmark = pytest.mark.ranks
@@ -100,7 +105,8 @@ def test_a_rank_that_never_arrives_is_named_within_the_start_time_out(tmp_path):
 def test_without_a_master_the_others_say_where_they_looked(tmp_path):
     ((_, err, code),) = by_hand(tmp_path, range(1, 2), 2, "--set", "start_timeout_s=2.0")
     assert code == 124
-    assert "rank 1 found no master within 2 s" in err
+    (line,) = err.splitlines()  # and no stack of C++ around it
+    assert "rank 1 found no master within 2 s" in line
 
 
 def test_a_taken_port_is_refused_with_what_to_do(tmp_path):
@@ -109,8 +115,8 @@ def test_a_taken_port_is_refused_with_what_to_do(tmp_path):
         taken.listen()
         ((_, err, code),) = by_hand(tmp_path, range(1), 2, port=taken.getsockname()[1])
     assert code == 78
-    assert "choose another --master-port" in err
-    assert "Traceback" not in err
+    (line,) = err.splitlines()
+    assert line.endswith("is taken on this machine; choose another --master-port")
 
 
 def test_a_rank_with_another_job_file_is_refused_on_all_ranks_by_name(tmp_path):
@@ -147,3 +153,52 @@ def test_a_folder_that_cannot_be_made_ends_every_rank_with_the_reason(tmp_path):
     for _, err, code in by_hand(blocker / "runs", range(2), 2):
         assert code == 73
         assert "choose another folder with --runs DIR" in err
+
+
+def test_pretend_nodes_by_hand_are_nodes_and_the_run_took_from_its_first_moment_to_its_last(tmp_path):
+    began = time.time()
+    results = by_hand(tmp_path, range(2), 2)
+    waited = time.time() - began
+    assert [code for _, _, code in results] == [0, 0], results
+    state = read_state(RunDir(only_run(tmp_path)))
+    assert (state.nodes, state.world_size) == (2, 2)
+    # Importing torch alone takes longer than four steps: the time before the ranks met is in it.
+    own = [json.loads(line)["step_s"] for line in (only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()]
+    assert state.seconds is not None
+    assert sum(own) < state.seconds < waited
+    assert began < state.started < began + waited / 2
+
+
+def test_a_job_of_two_ranks_that_is_started_as_one_says_so_and_goes_on(tmp_path):
+    command = [sys.executable, "-m", "jobs.train", str(JOB), "--runs", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
+    assert (done.returncode, done.stderr) == (
+        0,
+        "muster: the job asks for 2 ranks, this start has 1 (no rank variables found: see muster env); "
+        "--num-nodes and --rank start more\n",
+    )
+
+
+def test_help_does_not_wait_for_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "jobs.train", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
+    assert done.returncode == 0
+    assert "--master-ip" in done.stdout
+    assert "argparse" in done.stderr
+    assert "torch" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hosts", "nodes", "each", "blocks"),
+    [
+        ("aa", 2, 1, [(0, 1), (1, 1)]),  # pretend nodes
+        ("aabb", 2, 2, [(0, 2), (2, 2)]),
+        ("aaaa", 2, 2, [(0, 2), (2, 2)]),
+        ("abab", 2, 2, [(0, 1), (1, 1), (2, 1), (3, 1)]),  # a scheduler that deals ranks in turn
+        ("aab", 2, 2, [(0, 2), (2, 1)]),  # nodes of different sizes
+    ],
+)
+def test_a_node_is_what_the_start_called_one_as_far_as_the_hosts_agree(hosts, nodes, each, blocks):
+    env = RankEnv(0, len(hosts), 0, each, 0, nodes, "10.0.0.1", 29500)
+    placement = placement_of(env, list(hosts))
+    assert [(node.first_rank, node.ranks) for node in placement.nodes] == blocks

@@ -1,6 +1,8 @@
 """Whole trainings on real ranks: the same bits on any number of them, and what they write down."""
 
+import contextlib
 import hashlib
+import io
 import json
 from pathlib import Path
 
@@ -139,3 +141,36 @@ def full_disk(world: World) -> str:
 
 def test_a_full_disk_is_a_storage_error_that_names_the_file(on_ranks):
     assert on_ranks(1, full_disk, group=False)[0].startswith("/dev/full: No space left on device; free some space")
+
+
+def test_a_loss_that_is_no_number_is_said_once_and_leaves_the_rows_json(on_ranks, tmp_path):
+    broken = {**VGG, "mode": "ddp", "log_every": 1, "optimizer": {"name": "sgd", "lr": 1e30}}
+    said = on_ranks(2, run_and_listen, folder=str(tmp_path), settings=broken)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    for path in tmp_path.iterdir():
+        read = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+        steps = [row for row in read if not row.get("evaluation")]
+        assert [row["step"] for row in steps] == list(range(1, 9)), "training went on"
+        lost = [row["step"] for row in steps if row["loss"] is None]
+        assert lost
+        assert steps[0]["loss"] is not None
+    warnings = [[line for line in text.splitlines() if "not a number" in line] for text in said]
+    assert warnings == [[f"loss is not a number at step {first_lost(tmp_path)}: {ADVICE}"], []]
+
+
+ADVICE = "lower optimizer.lr, or set clip_norm"
+
+
+def first_lost(folder: Path) -> int:
+    return next(row["step"] for row in rows(folder / "metrics.jsonl") if row["loss"] is None)
+
+
+def run_and_listen(world: World, folder: str, settings: dict) -> str:
+    """Train; return what this rank printed."""
+    heard = io.StringIO()
+    with contextlib.redirect_stdout(heard):
+        run(world, folder, settings)
+    return heard.getvalue()
