@@ -15,7 +15,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 
 
 def test_env_says_each_value_and_where_it_came_from() -> None:
-    record, error = describe({**TORCHRUN, "HOME": "/root"})
+    record, error = describe({**TORCHRUN, "HOME": "/home/user"})
     assert error is None
     assert (record["launcher"], record["seen"]) == ("torchrun", TORCHRUN)
     assert {"name": "rank", "value": 1, "origin": "RANK"} in record["rank_environment"]

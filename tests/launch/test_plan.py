@@ -28,7 +28,7 @@ def make_context(*, site: Site | None = None, entry: str | None = None, one_host
     job = Job(**{"name": "demo", "kind": "command", "settings": settings, **keys})
     placement = place(job, [Host("box", "127.0.0.1")] * job.nodes)
     run = RunDir(Path("/runs/demo-20250101T000000Z-abc123"))
-    return Context(job, site or Site(), placement, run, "/work", "/opt/muster/bin/python", entry, one_host=one_host)
+    return Context(job, site or Site(), placement, run, "/srv/job", "/opt/muster/bin/python", entry, one_host=one_host)
 
 
 def box(cores: int, *gpus: str, host: str = "box") -> Machine:
@@ -192,7 +192,7 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
     assert message == {
         "do": "start",
         "attempt_dir": attempt,
-        "workdir": "/work",
+        "workdir": "/srv/job",
         "setup": ["umask 027", "module load x"],
         "store": True,
         "master_port": 4242,
@@ -213,7 +213,7 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
     assert (env["RANK"], env["LOCAL_RANK"], env["MASTER_PORT"]) == ("3", "1", "4242")
     assert ranks[1] == {
         "rank": 3,
-        "workdir": "/work",
+        "workdir": "/srv/job",
         "out": f"{attempt}/rank-00003.out",
         "err": f"{attempt}/rank-00003.err",
         "cores": [3],
