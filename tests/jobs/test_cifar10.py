@@ -64,6 +64,7 @@ def test_two_commands_at_once_do_not_disturb_each_other(tiny_cifar10, tmp_path: 
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_arrays_pickled_by_the_numpy_of_today_are_read(order: str, protocol: int, tiny_cifar10, tmp_path: Path):
     import numpy
+
     array = numpy.asarray(numpy.arange(4 * 3072).reshape(4, 3072) % 251, dtype=numpy.uint8, order=order)
     batch = pickle.dumps({b"labels": [3, 1, 4, 1], b"data": array}, protocol=protocol)
     tiny_cifar10.members["cifar-10-batches-py/test_batch"] = batch
@@ -132,6 +133,7 @@ def test_an_archive_without_a_batch_is_refused(tiny_cifar10, tmp_path: Path):
 
 def test_labels_and_images_must_belong_together(tiny_cifar10, tmp_path: Path):
     import numpy
+
     array = numpy.zeros((3, 3072), numpy.uint8)
     batch = pickle.dumps({b"labels": [0] * 4, b"data": array}, protocol=2)
     tiny_cifar10.members["cifar-10-batches-py/test_batch"] = batch
