@@ -98,6 +98,8 @@ def shared_environment(context: Context, environ: Mapping[str, str], threads: in
     add("PATH", path, "the interpreter's folder first, so that python is Muster's own")
     if context.one_host and "GLOO_SOCKET_IFNAME" not in environ:
         add("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine")
+    if context.site.data is not None:
+        add("MUSTER_DATA", context.site.data, "site file: data")
     for file, env in (("site file", context.site.env), ("job file", context.job.env)):
         for name, value in env.items():
             if name in RANK_VARIABLES:

@@ -19,7 +19,7 @@ from jobs.errors import RefusedError, UsageError
 from jobs.load import load_job
 from jobs.placement import Host, divide, place
 from jobs.rundir import RunDir, run_path, runs_root
-from jobs.site import load_site
+from jobs.site import Site, load_site
 from jobs.spec import Job, TrainSettings
 from launch.kinds import BY_KEY, KINDS
 from launch.plan import Context, Machine
@@ -58,7 +58,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True) -> Prepared:
         placement = place(job, pretend_nodes(job, this_machine()))
         BY_KEY[job.kind].check(job.settings, placement.world_size)
         if here:
-            check_files(job, {**os.environ, **site.env, **job.env})
+            check_files(job, {**os.environ, **data_of(site), **site.env, **job.env})
     except RefusedError as error:
         raise RefusedError(f"{args.job}: {error}") from error
     run = RunDir(run_path(runs_root(args.runs or site.runs), job.name))
@@ -68,7 +68,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True) -> Prepared:
         placement=placement,
         run=run,
         workdir=job.workdir or str(Path.cwd()),
-        python=sys.executable,
+        python=interpreter_of(site),
         entry=BY_KEY[job.kind].entry,
     )
     site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
@@ -84,6 +84,24 @@ def pretend_nodes(job: Job, machine: Machine) -> list[Host]:
         return [Host(machine.host, LOCAL_ADDRESS)] * job.nodes
     shares = divide(machine.gpus or machine.cores, job.nodes)
     return [Host(machine.host, LOCAL_ADDRESS, slots=len(share)) for share in shares]
+
+
+def data_of(site: Site) -> dict[str, str]:
+    """Return the variable that stands for the site's folder of data sets."""
+    return {} if site.data is None else {"MUSTER_DATA": site.data}
+
+
+def interpreter_of(site: Site) -> str:
+    """Return the Python that agents and ranks run: the site's, else this one.
+
+    Raises:
+        RefusedError: the site's cannot be run here.
+    """
+    if site.interpreter is None:
+        return sys.executable
+    if not os.access(site.interpreter, os.X_OK):
+        raise RefusedError(f"site file: interpreter: {site.interpreter}: cannot be run here; correct it, or remove it")
+    return site.interpreter
 
 
 def check_size(job: Job) -> None:

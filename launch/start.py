@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from importlib.util import find_spec
 
 from jobs.errors import RefusedError
@@ -21,7 +22,7 @@ def start_local(prepared: Prepared, *, quiet: bool = False, tcp: bool = False) -
         RunFolderError, StorageError: the run folder cannot be written; nothing was started.
     """
     context = prepared.context
-    if context.entry is not None and find_spec("torch") is None:
+    if context.entry is not None and context.python == sys.executable and find_spec("torch") is None:
         raise RefusedError(f"{context.python}: has no torch, which a {context.job.kind}: job needs; run ./setup.sh")
     make_run(context.run)
     write_text(context.run.job, prepared.job_text)
@@ -29,6 +30,6 @@ def start_local(prepared: Prepared, *, quiet: bool = False, tcp: bool = False) -
     threads = context.job.threads_per_rank
     number = max(1, len(this_machine().cores) // context.placement.world_size) if threads == "auto" else threads
     environment = {each.name: each.value for each in shared_environment(context, os.environ, number)}
-    transport = Local(len(context.placement.nodes), tcp=tcp)
+    transport = Local(len(context.placement.nodes), python=context.python, tcp=tcp)
     transport.warm_up(preload(context), environment)
     return asyncio.run(Supervisor(context, transport, Console(quiet=quiet)).run())

@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import shlex
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +52,7 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]") -> dict[str, Any]:
                 "node": plan.placement.node_rank,
                 "host": plan.placement.host,
                 "address": plan.placement.address,
-                "agent": [sys.executable, "-I", "-m", "launch.agent", "--node", str(plan.placement.node_rank)],
+                "agent": [context.python, "-I", "-m", "launch.agent", "--node", str(plan.placement.node_rank)],
                 "environment": [_value(value) for value in map(asdict, plan.warm_environment)],
                 "ranks": [
                     {**asdict(rank), "environment": [_value(value) for value in map(asdict, rank.environment)]}

@@ -9,7 +9,6 @@ import contextlib
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,8 +27,9 @@ class Local:
     name = "local"
     one_host = True
 
-    def __init__(self, nodes: int, *, tcp: bool = False) -> None:
+    def __init__(self, nodes: int, *, python: str, tcp: bool = False) -> None:
         self.nodes = nodes
+        self.python = python
         self.agents: list[asyncio.subprocess.Process] = []
         self._listener = Listener() if tcp else None
         self._token_file = ""
@@ -41,7 +41,7 @@ class Local:
         pairs = [socket.socketpair() for _ in range(self.nodes)]
         self._keepers = [ours for ours, _ in pairs]
         theirs = [keepers for _, keepers in pairs]
-        self._warm = start_warm(theirs, python=sys.executable, preload=preload, env={**os.environ, **environment})
+        self._warm = start_warm(theirs, python=self.python, preload=preload, env={**os.environ, **environment})
         for each in theirs:
             each.close()
 
@@ -61,7 +61,7 @@ class Local:
         return [replace(await to_process(agent), node=node) for node, agent in enumerate(self.agents)]
 
     async def _start_agent(self, node: int) -> asyncio.subprocess.Process:
-        argv = [sys.executable, "-I", "-m", "launch.agent", "--node", str(node)]
+        argv = [self.python, "-I", "-m", "launch.agent", "--node", str(node)]
         descriptors = []
         if self._keepers:
             descriptors = [self._keepers[node].fileno()]

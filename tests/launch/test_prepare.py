@@ -1,13 +1,14 @@
 """What is refused before anything is started, because it cannot work on this machine."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import pytest
 
 from jobs.errors import RefusedError, UsageError
 from launch import prepare as module
-from launch.plan import Machine
+from launch.plan import Machine, shared_environment
 from launch.prepare import Prepared, prepare
 
 COMMAND = "command: ['true']\n"
@@ -77,3 +78,22 @@ def test_pretend_nodes_share_the_slots_of_their_machine(
     monkeypatch.setattr(module, "this_machine", lambda: machine)
     placement = prepared(job, f"nodes: {nodes}\nranks_per_node: slots\n" + COMMAND).context.placement
     assert [node.ranks for node in placement.nodes] == ranks
+
+
+def with_site(job: Path, site_text: str) -> Prepared:
+    site = job.parent / "site.yaml"
+    site.write_text(site_text)
+    job.write_text(COMMAND)
+    return prepare(argparse.Namespace(job=str(job), overrides=[], name=None, site=str(site), runs=None))
+
+
+def test_the_site_files_interpreter_and_data_folder_are_those_of_the_ranks(job: Path) -> None:
+    context = with_site(job, f"interpreter: {sys.executable}\ndata: sets\n").context
+    assert context.python == sys.executable
+    values = {each.name: (each.value, each.origin) for each in shared_environment(context, {}, 1)}
+    assert values["MUSTER_DATA"] == (str(job.parent / "sets"), "site file: data")
+
+
+def test_a_site_interpreter_that_cannot_be_run_is_refused(job: Path) -> None:
+    with pytest.raises(RefusedError, match=r"site file: interpreter: .*no-python: cannot be run here"):
+        with_site(job, f"interpreter: {job.parent}/no-python\n")
