@@ -10,8 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from support.live import LiveRun
+
+# A continuous build tries the same examples every time; everywhere else new ones are drawn.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 ROOT = Path(__file__).parent.parent
 OnRanks = Callable[..., list[Any]]

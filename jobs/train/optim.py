@@ -62,7 +62,7 @@ def learning_rate(settings: ScheduleSettings, peak: float, step: int, steps: int
     span = steps - 1 - warmup
     done = min((step - warmup) / span, 1.0) if span > 0 else 0.0
     low = peak * settings.final
-    return low + (peak - low) * SHAPES[settings.name](done)
+    return min(peak, low + (peak - low) * SHAPES[settings.name](done))  # rounding may pass the peak by a bit
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
