@@ -11,6 +11,7 @@ A *virtual shard* is a slice of the batch whose gradient is kept apart, so that 
 whatever the number of ranks: shard s of rank r is number r * shards + s.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class DataParallel(nn.Module):
+class DataParallel(nn.Module, ABC):
     """Wrap a module so that its gradients can be averaged over the ranks of a group.
 
     Building one is a collective: parameters (frozen ones too) and buffers are broadcast from the group's rank 0.
@@ -74,13 +75,13 @@ class DataParallel(nn.Module):
         for index, parameter in enumerate(self._trainable()):
             parameter.grad = self._ordered_mean([shard[index] for shard in shards])
 
+    @abstractmethod
     def _mean(self, gradient: Tensor) -> Tensor:
         """Return the mean over ranks of one parameter's gradient."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ordered_mean(self, gradients: list[Tensor]) -> Tensor:
         """Return the mean over ranks and shards, summed in the order of shard numbers and divided once."""
-        raise NotImplementedError
 
     def _trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]

@@ -2,10 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -141,11 +141,13 @@ def test_a_name_given_outside_is_held_to_the_same_rule(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_second_are_listed_in_the_order_they_began(tmp_path: Path) -> None:
-    names = [RunDir(run_path(tmp_path, "job")) for _ in range(3) if not time.sleep(0.002)]
-    for run in names:
+    assert re.fullmatch(r"job-\d{8}T\d{6}\.\d{3}Z-[0-9a-f]{6}", run_path(tmp_path, "job").name)
+    names = [f"job-20260101T000000.{ms:03d}Z-{tail}" for ms, tail in ((1, "ffffff"), (2, "aaaaaa"), (10, "000000"))]
+    for name in reversed(names):
+        run = RunDir(tmp_path / name)
         make_run(run)
         run.events.touch()
-    assert [run.run_id for run in list_runs(tmp_path)] == [run.run_id for run in names]
+    assert [run.run_id for run in list_runs(tmp_path)] == names
 
 
 def test_a_missing_program_is_said_with_127(tmp_path: Path) -> None:
