@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from jobs.spec import Strict
+from jobs.strict import Strict
 
 
 class BenchSettings(Strict):

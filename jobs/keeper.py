@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
 from jobs import linux, rank_start
+from jobs.boot import module_argv
 
 ORPHAN_GRACE_S: Final = 1.0
 CHUNK: Final = 1 << 16
@@ -98,7 +99,7 @@ class Keeper:
         listening = socket.socket(fileno=self.passed.pop(0))
         if "torch" not in sys.modules:
             descriptor = listening.fileno()
-            argv = [sys.executable, "-I", "-m", "jobs.store", "--fd", str(descriptor), "--parent", str(os.getpid())]
+            argv = [*module_argv(sys.executable, "jobs.store"), "--fd", str(descriptor), "--parent", str(os.getpid())]
             self.store = subprocess.Popen(argv, pass_fds=[descriptor], stdin=subprocess.DEVNULL).pid
             listening.close()
             return

@@ -17,9 +17,9 @@ PARENT_FIELD: Final = 1  # of /proc/PID/stat, counted after the name: state, par
 THREADS_FIELD: Final = 17
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have the kernel kill this process when `parent`, which forked it, dies; also when it is dead already."""
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 

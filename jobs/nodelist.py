@@ -106,10 +106,10 @@ def _range(item: str, text: str) -> tuple[int, int, int]:
     if match is None or len(item) > 2 * MAX_DIGITS + 1:
         raise _bad(text, f"[{item}] is not a number or a range such as 08-11")
     first, last = match[1], match[2] or match[1]
-    if len(last) < len(first) or (last.startswith("0") and len(last) > len(first)):
-        raise _bad(text, f"[{item}] starts and ends with different widths")
     if int(last) < int(first):
         raise _bad(text, f"[{item}] runs backwards; write [{last}-{first}]")
+    if len(last) < len(first) or (last.startswith("0") and len(last) > len(first)):
+        raise _bad(text, f"[{item}] starts and ends with different widths; write [{first}-{last.zfill(len(first))}]")
     return int(first), int(last), len(first)
 
 

@@ -8,8 +8,9 @@ Node order is host order; each node holds one block of ranks.
 """
 
 import ipaddress
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar
 
 from jobs.errors import RefusedError, RunFolderError
@@ -24,12 +25,22 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Login:
+    """How ssh reaches a host, where its name alone does not say it."""
+
+    target: str  # what ssh is given: a name, an alias of ssh's own configuration, or an address
+    user: str | None = None
+    port: int | None = None
+
+
+@dataclass(frozen=True)
 class Host:
     """A machine that can hold a node: its name, the address its peers use, and how many ranks it has room for."""
 
     name: str
-    address: str
+    address: str  # numeric; "": learnt when its agent answers
     slots: int | None = None
+    login: Login | None = None  # None: ssh is given the name
 
 
 @dataclass(frozen=True)
@@ -54,14 +65,22 @@ class Placement:
 
     nodes: tuple[NodePlacement, ...]
     world_size: int
-    master_addr: str
+    master_addr: str  # "": learnt when node 0's agent answers
+
+    @property
+    def one_host(self) -> bool:
+        """True when the ranks meet on loopback: one node, or pretend nodes of one machine."""
+        return self.master_addr.startswith("127.") or self.master_addr == "::1"
 
     def node_of(self, rank: int) -> NodePlacement:
         """Return the node that holds a rank."""
-        for node in self.nodes:
-            if rank in node.rank_range:
-                return node
-        raise ValueError(f"rank {rank} is not one of {self.world_size}")
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not one of {self.world_size}")
+        return self.nodes[bisect_right(self.nodes, rank, key=lambda node: node.first_rank) - 1]
+
+    def meeting_at(self, master_addr: str) -> "Placement":
+        """Return this placement with the address where the ranks meet, now that it is known."""
+        return replace(self, master_addr=master_addr)
 
     def rank_env(
         self,
@@ -165,8 +184,10 @@ def _ranks_on(host: Host, job: Job) -> int:
 
 
 def _master(hosts: Sequence[Host]) -> str:
-    """Return the address of node 0, where all ranks meet."""
+    """Return the address of node 0, where all ranks meet; "" where only its agent can tell."""
     master = hosts[0]
+    if not master.address:
+        return LOOPBACK if len(hosts) == 1 else ""
     try:
         address = ipaddress.ip_address(master.address)
     except ValueError:

@@ -3,26 +3,28 @@
     runs/<name>-<utc>-<id>/
       job.yaml  site.yaml  attempts.jsonl  events.jsonl          supervisor only
       metrics.jsonl                                              rank 0 only
+      submission.json  lease.json                                supervisor, and who made the folder
+      token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   where a transport needs them
+      code/                                                      the code as it was submitted
       stop.json                                                  `muster stop` only
       attempt-000/   mkdir is the token of the attempt
         placement.json  commands/                                supervisor
         node-00.json  node-00.setup                              agent of that node
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
 
-Files are written under a temporary name and renamed; logs (`*.jsonl`, `*.out`, `*.err`) append. A JSON line is
-one `write`, so a reader sees whole lines or an unfinished last one.
+Files are written under a temporary name and renamed; logs (`*.jsonl`, `*.out`, `*.err`) append (`jobs/files.py`). A
+JSON line is one `write`, so a reader sees whole lines or an unfinished last one.
 """
 
-import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from jobs.errors import MusterError, RunFolderError, StorageError
+from jobs.errors import RunFolderError
+from jobs.files import folder_error
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"
@@ -68,6 +70,55 @@ class RunDir:
     def stop(self) -> Path:
         """A request to stop, written by `muster stop`, read by the supervisor."""
         return self.path / "stop.json"
+
+    @property
+    def submission(self) -> Path:
+        """How the run is started: transport, hosts, interpreter; what `launch.supervise` reads."""
+        return self.path / "submission.json"
+
+    @property
+    def lease(self) -> Path:
+        """The supervisor's sign of life, renewed every few seconds, for those who see the folder but not its host."""
+        return self.path / "lease.json"
+
+    @property
+    def token(self) -> Path:
+        """What agents that dial show to be let in; only the user may read it."""
+        return self.path / "token"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What a supervisor without a terminal says."""
+        return self.path / "supervisor.log"
+
+    @property
+    def code(self) -> Path:
+        """The code as it was submitted: later edits do not reach a run that waits in a queue."""
+        return self.path / "code"
+
+    @property
+    def sbatch(self) -> Path:
+        """The batch script as it was given to Slurm."""
+        return self.path / "sbatch.sh"
+
+    @property
+    def slurm(self) -> Path:
+        """What Slurm answered: its number for the job."""
+        return self.path / "slurm.json"
+
+    @property
+    def submitit(self) -> Path:
+        """The folder of submitit's own files: what it submitted, what its tasks printed and returned."""
+        return self.path / "submitit"
+
+    @property
+    def rendezvous(self) -> Path:
+        """Where submitit's first task tells the others how to reach the supervisor; only the user may read it."""
+        return self.path / "rendezvous.json"
+
+    def nonce(self, name: str) -> Path:
+        """A file that one node writes and the others read, to see whether this is one folder or several."""
+        return self.path / f".nonce-{name}"
 
     @property
     def verify(self) -> Path:
@@ -197,73 +248,3 @@ def list_runs(root: Path) -> list[RunDir]:
         return []
     runs = [RunDir(entry) for entry in root.iterdir() if (entry / "events.jsonl").is_file()]
     return sorted(runs, key=lambda run: (run.run_id.rsplit("-", 2)[-2:], run.run_id))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a whole file under a temporary name, then rename it into place.
-
-    Raises:
-        RunFolderError, StorageError: as `folder_error` says.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise folder_error(path, error) from error
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON, by rename."""
-    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one record as one line; errors as `append_lines`."""
-    append_lines(path, [record])
-
-
-def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Append records as JSON lines with one write, so that a reader never sees half of one among whole ones.
-
-    Raises:
-        RunFolderError, StorageError: as `folder_error` says; the lines before stay whole.
-    """
-    if not records:
-        return
-    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            written = os.write(descriptor, data)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        raise folder_error(path, error) from error
-    if written != len(data):
-        raise StorageError(f"{path}: the disk is full ({written} of {len(data)} bytes written); free some space")
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSON-lines file; an unfinished last line and a missing file yield nothing."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return
-    for line in data.split(b"\n")[:-1]:
-        try:
-            record = json.loads(line)
-        except ValueError:  # a line torn by a full disk: the lines around it still count
-            continue
-        if isinstance(record, dict):
-            yield record
-
-
-def folder_error(path: Path, error: OSError) -> MusterError:
-    """Turn a failed write into the error that says what to do."""
-    import errno
-
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-        return StorageError(f"{path}: {error.strerror}; free some space, or choose another folder with --runs DIR")
-    return RunFolderError(f"{path}: cannot write here: {error.strerror}; choose another folder with --runs DIR")

@@ -1,31 +1,61 @@
 """The site file: what belongs to a cluster and not to a job. Every key is optional, and so is the file."""
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field, field_validator
 
 from jobs import mistakes, yamlfile
 from jobs.errors import JobFileError
-from jobs.spec import Passable, Strict, Variable
+from jobs.slurm_settings import SlurmSettings
+from jobs.spec import Passable, Variable
+from jobs.strict import Strict
 
 SITE_VARIABLE: Final = "MUSTER_SITE"
-PATHS: Final = ("interpreter", "runs", "data")
+PATHS: Final = ("interpreter", "code", "runs", "data")
+BOX: Final = re.compile(r"box(:[\w.-]+)?")
+
+
+class SshSettings(Strict):
+    """How ssh reaches the hosts, beyond what the user's own ssh configuration says."""
+
+    user: str | None = None
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    jump: str | None = Field(None, description="a host to go through, as for ssh -J")
+    options: list[str] = Field(default_factory=list, description="as for ssh -o, such as IdentityFile=~/.ssh/cluster")
+    connect_timeout_s: Annotated[int, Field(ge=1)] = 8
+    cheap_kex: bool = Field(
+        False, description="curve25519 first: an eighth of the processor time of the post-quantum exchange, each node"
+    )
+
+    @field_validator("options")
+    @classmethod
+    def _are_options(cls, options: list[str]) -> list[str]:
+        for option in options:
+            if not re.fullmatch(r"[A-Za-z]+[ =].+", option):
+                raise ValueError(f"each must be Name=value, as for ssh -o, got {option!r}")
+        return options
 
 
 class Site(Strict):
-    """The settings of one cluster: where Python, runs and data sets are, and what every job there needs."""
+    """The settings of one cluster: where Python, runs and data sets are, how nodes are reached, and what jobs need."""
 
     interpreter: str | None = None
+    code: str | None = Field(None, description="Muster's folder on the nodes (default: the same path as here)")
     runs: str | None = None
     data: str | None = None
+    hosts: str | None = Field(None, description="a hosts file, box, or box:NAME; for the transports that need hosts")
+    iface: str | None = Field(None, description="the network of the ranks: an interface, or a CIDR (10.10.1.0/24)")
+    ssh: SshSettings = SshSettings()
+    slurm: SlurmSettings = SlurmSettings()
     env: dict[Variable, Passable] = Field(default_factory=dict)
     setup: list[str] = Field(default_factory=list)
 
-    @field_validator("interpreter")
+    @field_validator("interpreter", "code")
     @classmethod
     def _is_absolute(cls, path: str | None) -> str | None:
         if path is not None and not path.startswith("/"):
@@ -79,10 +109,13 @@ def load_site(given: str | None, environ: Mapping[str, str] = os.environ) -> Sit
 
 
 def _absolute(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Expand paths; a relative interpreter stays, to be refused."""
+    """Expand paths; a relative interpreter or code folder stays, to be refused."""
     for key in PATHS:
         value = raw.get(key)
         if isinstance(value, str) and value:
             path = Path(value).expanduser()
-            raw[key] = str(path if key == "interpreter" else folder / path)
+            raw[key] = str(path if key in ("interpreter", "code") else folder / path)
+    hosts = raw.get("hosts")
+    if isinstance(hosts, str) and hosts and not BOX.fullmatch(hosts):
+        raw["hosts"] = str(folder / Path(hosts).expanduser())
     return raw

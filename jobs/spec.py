@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, field_validator, model_validator
 from typing_extensions import Self
 
 from jobs.errors import RefusedError
 from jobs.modes import MODES, Parallel
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from jobs.slurm_settings import SlurmSettings
+from jobs.strict import Strict
 from jobs.words import counted
 
 MAX_NODES: Final = 100_000
@@ -45,12 +47,6 @@ def _is_variable(name: str) -> str:
 
 Passable = Annotated[str, AfterValidator(_passable)]
 Variable = Annotated[str, AfterValidator(_is_variable)]
-
-
-class Strict(BaseModel):
-    """A frozen section of a file: unknown keys and wrong types are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class ModelSettings(Strict):
@@ -115,7 +111,7 @@ class OptimizerSettings(Strict):
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     nesterov: bool = False
-    betas: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
     eps: Annotated[float, Field(gt=0.0)] = 1e-8
 
     @model_validator(mode="after")
@@ -261,11 +257,12 @@ class Job(Strict):
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
     ranks_per_node: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_NODE)] | Literal["slots"] = 1
     threads_per_rank: Positive | Literal["auto"] = 1
-    env: dict[Variable, Passable] = {}
+    env: dict[Variable, Passable] = Field(default_factory=dict)
     workdir: str | None = None
-    setup: list[str] = []
+    setup: list[str] = Field(default_factory=list)
     start_timeout_s: Annotated[float, Field(gt=0.0)] = 60.0
     grace_s: Annotated[float, Field(ge=0.0)] = 5.0
+    slurm: SlurmSettings = SlurmSettings()
     kind: str
     settings: SerializeAsAny[BaseModel]
 

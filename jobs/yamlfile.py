@@ -235,7 +235,7 @@ class _Builder:
 
     def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
         if node.tag == f"{TAG}str":
-            return node.value
+            return self._text(node, path)
         pattern, convert = CONVERT.get(node.tag, (None, None))
         if pattern is None or convert is None:
             self._complain_of_tag(node, path)
@@ -248,6 +248,15 @@ class _Builder:
         self.document.unreadable.add(path)
         self._complain(self._place(node), path, f"{show(node.value)} is not {node.tag.removeprefix(TAG)}")
         return node.value
+
+    def _text(self, node: yaml.Node, path: KeyPath) -> str:
+        """Join the two halves of a character that JSON writes as an escaped pair, which YAML does not know."""
+        try:
+            return str(node.value).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        except UnicodeDecodeError:
+            self._complain(self._place(node), path, "holds half of a pair of escapes (\\ud800 to \\udfff); write both")
+            self.document.unreadable.add(path)
+            return ""
 
     def _source(self, node: yaml.Node) -> str:
         return node.value if isinstance(node, yaml.ScalarNode) else "that is a list or a mapping"

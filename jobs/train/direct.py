@@ -5,11 +5,8 @@ status` and `why` read. Everybody's output stays where it is; metrics are the sa
 """
 
 import argparse
-import fcntl
 import json
 import os
-import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -22,14 +19,15 @@ from typing import Any, Final, NoReturn
 import torch
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from jobs import exits
+from jobs import exits, network
 from jobs.detect import LOCAL, Detected, Flags, detect
 from jobs.errors import MusterError, RefusedError, RunFolderError
+from jobs.files import append_line, write_json, write_text
 from jobs.load import LoadedJob, load_job
 from jobs.placement import NodePlacement, Placement
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
-from jobs.rundir import RunDir, append_line, new_run, runs_root, write_json, write_text
+from jobs.rundir import RunDir, new_run, runs_root
 from jobs.spec import Job, JobKind, TrainSettings
 from jobs.train.main import FAILED, complain, guarded, join_group, make_deterministic, settings_of, train_in
 from jobs.train.meeting import connect, meet
@@ -40,7 +38,6 @@ KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainS
 RUN_FOLDER_KEY: Final = "run-folder"
 LAST_WORD_S: Final = 5.0
 ATTEMPT: Final = 0
-SIOCGIFADDR: Final = 0x8915  # ask for an interface's IPv4 address, <linux/sockios.h>
 START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 
 
@@ -128,22 +125,9 @@ def use_interface_towards(address: str) -> None:
     """Name the network interface that reaches the master, unless somebody has: gloo goes by the host's name."""
     if GLOO_INTERFACES in os.environ:
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # a datagram socket sends nothing: this only asks for the route
-        except OSError:
-            return  # no such name, or not IPv4: the start itself will say
-        mine = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(reply[20:24]) == mine:
-                os.environ[GLOO_INTERFACES] = name
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
-                return
+    if route := network.route_to(address):  # else the start itself will say that there is no way
+        os.environ[GLOO_INTERFACES] = route[0]
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={route[0]}")
 
 
 def share_folder(store: Store, make: Callable[[], RunDir], env: RankEnv) -> RunDir:

@@ -20,9 +20,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from jobs import exits, ranks
 from jobs.errors import MusterError, RefusedError, StartTimeoutError
+from jobs.files import folder_error
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
-from jobs.rundir import RunDir, folder_error
+from jobs.rundir import RunDir
 from jobs.spec import Job, TrainSettings
 from jobs.train.data import Data, open_data
 from jobs.train.failures import is_lost_connection

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from jobs.rundir import append_lines
+from jobs.files import append_lines
 from jobs.train.clock import Clock, StepTimes
 from jobs.train.sampling import GlobalBatch
 from jobs.train.world import World, add_in_order

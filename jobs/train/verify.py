@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from jobs import ranks
+from jobs.files import write_json
 from jobs.modes import MODES, Exactness
 from jobs.reports import Reporter
-from jobs.rundir import write_json
 from jobs.spec import Job, TrainSettings
 from jobs.train.compare import Row, compare, max_difference
 from jobs.train.evaluate import block_indices

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from jobs import load, yamlfile
 from jobs.errors import JobFileError, UsageError
 from jobs.load import load_job
-from jobs.spec import CommandSettings, Job, JobKind, Strict, TrainSettings
+from jobs.spec import CommandSettings, Job, JobKind, TrainSettings
+from jobs.strict import Strict
 
 
 class TryoutSettings(Strict):

@@ -1,5 +1,7 @@
 """Node lists: Slurm's and pdsh's notation, there and back."""
 
+from itertools import product
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,9 @@ from jobs.nodelist import MAX_NAMES, expand, fold
         ("[1-2]", ["1", "2"]),
         ("n[0-1][0-1]", ["n00", "n01", "n10", "n11"]),
         ("n[01,1]", ["n01", "n1"]),
+        ("a[1-2]b[3,5-6]c,d", ["a1b3c", "a1b5c", "a1b6c", "a2b3c", "a2b5c", "a2b6c", "d"]),
+        ("[0-1]-[08-09]-x", ["0-08-x", "0-09-x", "1-08-x", "1-09-x"]),
+        ("alice@n[1-2]:4", ["alice@n1:4", "alice@n2:4"]),
     ],
 )
 def test_a_node_list_expands_in_order(text: str, names: list[str]) -> None:
@@ -65,6 +70,31 @@ def test_expanding_what_was_folded_gives_the_names_in_first_seen_order(names: li
     assert expand(fold(names)) == list(dict.fromkeys(names))
 
 
+numbers = st.integers(0, 30).flatmap(
+    lambda first: st.builds(
+        lambda more, width: (first, first + more, max(width, len(str(first)))), st.integers(0, 12), st.integers(1, 3)
+    )
+)
+brackets = st.lists(numbers, min_size=1, max_size=3)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["n", "r-", ""]), brackets), min_size=1, max_size=3), st.sampled_from(["", "x"])
+)
+def test_brackets_stand_for_all_their_combinations_the_last_counting_fastest(
+    parts: list[tuple[str, list[tuple[int, int, int]]]], suffix: str
+) -> None:
+    text, choices = "", []
+    for prefix, ranges in parts:
+        # Where the end is longer than the padding, the list must say so itself: [8-11] but [08-11].
+        fitting = [(first, last, width) for first, last, width in ranges if width == 1 or len(str(last)) <= width]
+        spelt = fitting or [(1, 2, 1)]
+        text += prefix + "[" + ",".join(f"{a:0{w}}-{max(a, b):0{w}}" for a, b, w in spelt) + "]"
+        choices.append([f"{prefix}{number:0{w}}" for a, b, w in spelt for number in range(a, max(a, b) + 1)])
+    names = ["".join(pieces) + suffix for pieces in product(*choices)]
+    assert expand(text + suffix) == list(dict.fromkeys(names))
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -73,8 +103,9 @@ def test_expanding_what_was_folded_gives_the_names_in_first_seen_order(names: li
         ("n1]", "the bracket at character 3 has no partner"),
         ("n[1,[2-3]]", "the bracket at character 2 has no partner, or stands inside another"),
         ("n[3-1]", r"\[3-1\] runs backwards; write \[1-3\]"),
+        ("n[10-9]", r"\[10-9\] runs backwards; write \[9-10\]"),
         ("n[1-03]", "different widths"),
-        ("n[001-3]", "different widths"),
+        ("n[001-3]", r"different widths; write \[001-003\]"),
         ("n[a-b]", "is not a number or a range"),
         ("n[]", "is not a number or a range"),
         ("n[1-2-3]", "is not a number or a range"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import RefusedError, RunFolderError
-from jobs.placement import Host, NodePlacement, Placement, divide, pin, place
+from jobs.placement import Host, Login, NodePlacement, Placement, divide, pin, place
 from jobs.spec import CommandSettings, Job
 
 HOSTS = (Host("n01", "10.0.0.1", 4), Host("n02", "10.0.0.2", 2), Host("n03", "10.0.0.3"))
@@ -73,6 +73,39 @@ def test_pretend_nodes_meet_on_the_loopback() -> None:
 
 def test_one_node_with_a_name_for_an_address_meets_inside_itself() -> None:
     assert place(job(1, 4), [Host("login", "login.local")]).master_addr == "127.0.0.1"
+
+
+def test_hosts_without_addresses_meet_where_node_0_will_say() -> None:
+    placement = place(job(2), [Host("a", ""), Host("b", "")])
+    assert (placement.master_addr, placement.one_host) == ("", False)
+    known = placement.meeting_at("10.0.0.1")
+    assert (known.master_addr, known.nodes, known.world_size) == ("10.0.0.1", placement.nodes, 2)
+    assert not known.one_host
+
+
+def test_one_node_without_an_address_meets_inside_itself() -> None:
+    placement = place(job(1, 4), [Host("a", "")])
+    assert (placement.master_addr, placement.one_host) == ("127.0.0.1", True)
+
+
+@pytest.mark.parametrize(
+    ("address", "one_host"),
+    [("127.0.0.1", True), ("127.0.1.1", True), ("::1", True), ("10.0.0.1", False), ("fd00::1", False), ("", False)],
+)
+def test_ranks_that_meet_on_loopback_are_on_one_host(address: str, one_host: bool) -> None:
+    assert place(job(1), [Host("a", "10.0.0.1")]).meeting_at(address).one_host == one_host
+
+
+def test_hosts_that_share_the_loopback_address_are_one_machine_by_several_names() -> None:
+    placement = place(job(2), [Host("a", "127.0.0.1"), Host("b", "127.0.0.1")])
+    assert placement.one_host
+    assert [node.host for node in placement.nodes] == ["a", "b"]
+
+
+def test_how_a_host_is_logged_in_to_does_not_matter_to_its_ranks() -> None:
+    plain = place(job(2, 2), HOSTS)
+    with_logins = [Host(host.name, host.address, host.slots, Login("gate", "alice", 2222)) for host in HOSTS]
+    assert place(job(2, 2), with_logins) == plain
 
 
 def test_ipv6_is_numeric_too() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import rundir
+from jobs import files, rundir
 from jobs.errors import RunFolderError, StorageError
 from jobs.rundir import RunDir
 
@@ -15,7 +15,7 @@ from jobs.rundir import RunDir
 def a_run(root: Path, run_id: str) -> RunDir:
     run = RunDir(root / run_id)
     run.path.mkdir(parents=True)
-    rundir.append_line(run.events, {"event": "submitted"})
+    files.append_line(run.events, {"event": "submitted"})
     return run
 
 
@@ -92,22 +92,22 @@ def test_attempts_are_listed_oldest_first_and_nothing_else_is(tmp_path: Path) ->
 
 def test_a_written_file_is_whole_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    rundir.write_json(path, {"name": "ä"})
-    rundir.write_json(path, {"name": "ö"})
+    files.write_json(path, {"name": "ä"})
+    files.write_json(path, {"name": "ö"})
     assert json.loads(path.read_text(encoding="utf-8")) == {"name": "ö"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.json"]
 
 
 def test_a_failed_write_leaves_the_old_file_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.txt"
-    rundir.write_text(path, "old")
+    files.write_text(path, "old")
 
     def full(self: Path, target: Path) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(StorageError, match="No space left on device; free some space"):
-        rundir.write_text(path, "new")
+        files.write_text(path, "new")
     assert path.read_text(encoding="utf-8") == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.txt"]
 
@@ -116,22 +116,22 @@ def test_lines_are_appended_whole_and_read_back(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     records = [{"text": "a\nb"}, {"text": "ä"}, {"step": 3}]
     for record in records:
-        rundir.append_line(path, record)
-    assert list(rundir.read_lines(path)) == records
+        files.append_line(path, record)
+    assert list(files.read_lines(path)) == records
 
 
 def test_unfinished_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(b'{"a": 1}\n{"b": \n[1]\n\xff\n{"c": 3}\n{"d": 4}')
-    assert list(rundir.read_lines(path)) == [{"a": 1}, {"c": 3}]
-    assert list(rundir.read_lines(tmp_path / "missing.jsonl")) == []
+    assert list(files.read_lines(path)) == [{"a": 1}, {"c": 3}]
+    assert list(files.read_lines(tmp_path / "missing.jsonl")) == []
 
 
 def test_a_line_on_a_full_disk_is_a_storage_error() -> None:
     with pytest.raises(StorageError, match="/dev/full: No space left on device"):
-        rundir.append_line(Path("/dev/full"), {"a": 1})
+        files.append_line(Path("/dev/full"), {"a": 1})
 
 
 def test_a_line_in_a_missing_folder_is_a_folder_error(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="No such file or directory"):
-        rundir.append_line(tmp_path / "no" / "x.jsonl", {"a": 1})
+        files.append_line(tmp_path / "no" / "x.jsonl", {"a": 1})

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs import yamlfile
 from jobs.errors import JobFileError
-from jobs.site import Site, load_site, site_path
+from jobs.site import Site, SshSettings, load_site, site_path
 
 
 def _write(path: Path, text: str) -> Path:
@@ -66,3 +67,66 @@ def test_its_mistakes_come_at_once_with_their_lines(tmp_path: Path, monkeypatch:
 
 def test_a_file_of_comments_alone_is_a_site(tmp_path: Path) -> None:
     assert load_site(str(_write(tmp_path / "site.yaml", "# nothing yet\n")), {}) == Site()
+
+
+# How nodes are reached ------------------------------------------------------------------------------------------------
+
+FULL = """\
+interpreter: /opt/muster/bin/python
+code: /opt/muster
+hosts: cluster/hosts
+iface: 10.10.1.0/24
+ssh: {user: alice, port: 2222, jump: gate, options: [IdentityFile=~/.ssh/id, "Compression yes"], connect_timeout_s: 3}
+slurm: {partition: gpu}
+"""
+
+
+def test_a_site_says_how_its_nodes_are_reached(tmp_path: Path) -> None:
+    site = load_site(str(_write(tmp_path / "site.yaml", FULL)), {})
+    assert site.hosts == str(tmp_path / "cluster" / "hosts")
+    assert (site.code, site.iface, site.slurm.partition) == ("/opt/muster", "10.10.1.0/24", "gpu")
+    assert site.ssh == SshSettings(
+        user="alice",
+        port=2222,
+        jump="gate",
+        options=["IdentityFile=~/.ssh/id", "Compression yes"],
+        connect_timeout_s=3,
+        cheap_kex=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["box", "box:four", "box:a.b-c"])
+def test_a_box_is_a_word_and_no_file_of_the_folder(tmp_path: Path, name: str) -> None:
+    assert load_site(str(_write(tmp_path / "site.yaml", f"hosts: {name}\n")), {}).hosts == name
+
+
+@pytest.mark.parametrize("name", ["boxes", "box/hosts", "./box", "~/hosts"])
+def test_anything_else_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    found = load_site(str(_write(tmp_path / "site.yaml", f"hosts: {name}\n")), {}).hosts
+    assert found == str(tmp_path / "home" / "hosts" if name.startswith("~") else tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("code: muster", "code: must be an absolute path, got 'muster'"),
+        ("ssh: {port: 0}", "ssh.port: must be at least 1"),
+        ("ssh: {port: 65536}", "ssh.port: must be at most 65535"),
+        ("ssh: {options: [Compression]}", "ssh.options: each must be Name=value, as for ssh -o, got 'Compression'"),
+        ("ssh: {options: [-v]}", "ssh.options: each must be Name=value, as for ssh -o, got '-v'"),
+        ("ssh: {users: a}", "ssh.users: unknown key; did you mean 'user'?"),
+        ("ssh: {connect_timeout_s: 0}", "ssh.connect_timeout_s: must be at least 1"),
+    ],
+)
+def test_what_it_says_of_ssh_is_checked(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(JobFileError) as caught:
+        load_site(str(_write(tmp_path / "site.yaml", text + "\n")), {})
+    assert f"site.yaml:1: {message}" in str(caught.value)
+
+
+def test_the_file_in_a_run_folder_reads_back_as_the_same_site(tmp_path: Path) -> None:
+    """Whoever resumes a run takes it from there."""
+    site = load_site(str(_write(tmp_path / "site.yaml", FULL)), {})
+    kept = _write(tmp_path / "run" / "site.yaml", yamlfile.dump(site.model_dump(mode="json")))
+    assert load_site(str(kept), {}) == site

@@ -1,5 +1,6 @@
 """YAML 1.2's core rules (section 10.3.2 of its specification), places, and the way back."""
 
+import json
 import math
 
 import pytest
@@ -120,3 +121,10 @@ def test_aliases_cannot_multiply_without_end() -> None:
 def test_swapped_letters_are_the_nearest_name() -> None:
     assert yamlfile.nearest("modle", ["mode", "model"]) == "; did you mean 'model'?"
     assert yamlfile.nearest("zzz", ["mode", "model"]) == ""
+
+
+def test_a_pair_of_escapes_as_json_writes_it_is_one_character_and_half_of_one_is_a_mistake() -> None:
+    assert yamlfile.parse(json.dumps({"a": "🚀𐀀"}), "job.yaml").mapping() == {"a": "🚀𐀀"}
+    document = yamlfile.parse('{"a": "\\ud83d"}', "job.yaml")
+    with pytest.raises(JobFileError, match=r"job\.yaml:1: a: holds half of a pair of escapes"):
+        document.raise_mistakes()

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jobs.rundir import RunDir, read_lines
+from jobs.files import read_lines
+from jobs.rundir import RunDir
 from support.live import LiveRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]

@@ -130,7 +130,7 @@ def test_an_evaluation_has_the_same_bits_on_any_world_and_is_the_mean_over_all_s
 
 def full_disk(world: World) -> str:
     from jobs.errors import StorageError
-    from jobs.rundir import append_lines
+    from jobs.files import append_lines
 
     try:
         append_lines(Path("/dev/full"), [{"step": 1}])

@@ -1,0 +1,96 @@
+"""How files of a run are written and read: whole ones by rename, logs by appending whole lines.
+
+What is read may be half written, torn by a full disk, or not there yet: none of that is an error to a reader.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs.errors import MusterError, RunFolderError, StorageError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file under a temporary name, then rename it into place.
+
+    Raises:
+        RunFolderError, StorageError: as `folder_error` says.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise folder_error(path, error) from error
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a file that only this user may read.
+
+    Raises:
+        RunFolderError, StorageError: as `folder_error` says.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise folder_error(path, error) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON, by rename."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one record as one line; errors as `append_lines`."""
+    append_lines(path, [record])
+
+
+def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Append records as JSON lines with one write, so that a reader never sees half of one among whole ones.
+
+    Raises:
+        RunFolderError, StorageError: as `folder_error` says; the lines before stay whole.
+    """
+    if not records:
+        return
+    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            written = os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise folder_error(path, error) from error
+    if written != len(data):
+        raise StorageError(f"{path}: the disk is full ({written} of {len(data)} bytes written); free some space")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a JSON-lines file; an unfinished last line and a missing file yield nothing."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    for line in data.split(b"\n")[:-1]:
+        try:
+            record = json.loads(line)
+        except ValueError:  # a line torn by a full disk: the lines around it still count
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def folder_error(path: Path, error: OSError) -> MusterError:
+    """Turn a failed write into the error that says what to do."""
+    import errno
+
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return StorageError(f"{path}: {error.strerror}; free some space, or choose another folder with --runs DIR")
+    return RunFolderError(f"{path}: cannot write here: {error.strerror}; choose another folder with --runs DIR")

@@ -1,0 +1,309 @@
+"""Where a job runs, as the user says it: hosts files, node lists, and which of the hosts are wanted.
+
+A hosts file has one host a line, or several alike; these are all understood, and may be mixed:
+
+    worker-0 slots=4                    DeepSpeed's
+    node0 slots=2 max_slots=4           Open MPI's
+    node1:4                             MPICH's: four slots; ssh's port is port=
+    n[01-16] slots=8                    a node list
+    alice@node2                         who logs in
+    node3 address=10.10.1.4 ssh=pc7.example.org port=2222 user=alice       ours
+
+`address` is the number its peers reach it by, `ssh` the name ssh is given where that is another one. What stands
+behind a # is a comment. A host stands there once: one that would repeat it for more slots says slots=N.
+"""
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Final
+
+from jobs.errors import JobFileError, UsageError
+from jobs.nodelist import expand, fold
+from jobs.placement import Host, Login
+
+KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
+MAX_BARE_SLOTS: Final = 1024  # behind a colon more than that is somebody's ssh port
+MAX_PORT: Final = 65535
+MAX_MISTAKES: Final = 10
+
+_NAME: Final = re.compile(r"\w[\w.-]*")
+_NUMBERS: Final = re.compile(r"[0-9]+(\.[0-9]+)+")
+_USER: Final = re.compile(r"[^\s@:#,'\"\[\]=-][^\s@:#,'\"\[\]=]*")
+_COMMENT: Final = re.compile(r"(?:^|\s)#.*")
+
+
+@dataclass(frozen=True)
+class HostSet:
+    """The hosts of one command, where they came from, and what the commands that reach them need."""
+
+    hosts: tuple[Host, ...]
+    origin: str  # for messages: "hostfile hosts.txt", "-w n[1-4]", "manifest m.xml", "box four"
+    ssh_options: tuple[str, ...] = ()  # such as ("-F", "/.../ssh_config")
+    environment: Mapping[str, str] = field(default_factory=dict)  # for client commands here, such as SLURM_CONF
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Read a hosts file.
+
+    Raises:
+        JobFileError: it cannot be read, is empty, or has wrong lines; one line of the message for each.
+    """
+    return parse_hostfile(read_text(path, "a hosts file"), str(path))
+
+
+def parse_hostfile(text: str, name: str) -> list[Host]:
+    """Read the text of a hosts file; `name` is what messages call it.
+
+    Raises:
+        JobFileError: it is empty, or has wrong lines; one line of the message for each.
+    """
+    hosts: list[Host] = []
+    mistakes: list[str] = []
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = re.sub(r"\s*=\s*", "=", _COMMENT.sub("", line)).split()
+        if not words:
+            continue
+        try:
+            found = _hosts_of_line(words)
+            twice = next((host.name for host in found if host.name in lines), None)
+            if twice is not None:
+                raise UsageError(
+                    f"{twice} stands in line {lines[twice]} already; name it once, with slots=N for several ranks"
+                )
+        except UsageError as error:
+            mistakes.append(f"{name}:{number}: {error}")
+            continue
+        hosts += found
+        lines |= dict.fromkeys((host.name for host in found), number)
+    if mistakes:
+        raise JobFileError(_listed(mistakes, text, name))
+    if not hosts:
+        raise JobFileError(f"{name}: names no host; wanted one a line, such as: node0 slots=4")
+    return hosts
+
+
+def _listed(mistakes: Sequence[str], text: str, name: str) -> str:
+    """Write the first mistakes; a file that is wrong all over is another kind of file."""
+    if text.lstrip().startswith("<"):
+        return f"{name}: is XML, wanted a hosts file; a CloudLab manifest is given with --manifest"
+    more = len(mistakes) - MAX_MISTAKES
+    return "\n".join([*mistakes[:MAX_MISTAKES], *([f"{name}: and {more} more wrong lines"] if more > 0 else [])])
+
+
+def hostfile_text(hosts: Iterable[Host]) -> str:
+    """Write hosts as a hosts file that reads back as the same hosts."""
+    return "".join(f"{_line_of(host)}\n" for host in hosts)
+
+
+def from_nodelist(text: str) -> list[Host]:
+    """Return the hosts of a node list such as `n[01-16],alice@login`.
+
+    Raises:
+        UsageError: it is no node list, or a name in it is no host name or comes twice.
+    """
+    hosts = [_host(*_user_name_slots(word)) for word in expand(text)]
+    seen: set[str] = set()
+    for host in hosts:
+        if host.name in seen:  # the list itself has no repeats: n1,alice@n1
+            raise UsageError(f"node list {text!r}: {host.name} comes twice, in two spellings; name it once")
+        seen.add(host.name)
+    return hosts
+
+
+def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
+    """Return the hosts that are wanted, in their own order; first `include` chooses, then `exclude` leaves out.
+
+    Both are node lists; DeepSpeed's `host1@host2` is understood.
+
+    Raises:
+        UsageError: one names a host that is not there, or none is left.
+    """
+    chosen = list(hosts)
+    if include is not None:
+        wanted = _among(hosts, include, "--include")
+        chosen = [host for host in chosen if host.name in wanted]
+    if exclude is not None:
+        unwanted = _among(hosts, exclude, "--exclude")
+        chosen = [host for host in chosen if host.name not in unwanted]
+    if not chosen and hosts:
+        given = " and ".join(name for name, value in (("--include", include), ("--exclude", exclude)) if value)
+        raise UsageError(f"{given}: no host is left of {_short(hosts)}; leave out fewer")
+    return chosen
+
+
+def read_text(path: Path, wanted: str) -> str:
+    """Return the text of a file of the user's.
+
+    Raises:
+        JobFileError: it is not there, cannot be read, or is not text; `wanted` says what it should be.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise JobFileError(f"{path}: no such file; wanted {wanted}") from error
+    except OSError as error:
+        reason = (error.strerror or "unknown reason").lower()
+        raise JobFileError(f"{path}: cannot be read: {reason}; wanted {wanted}") from error
+    except UnicodeDecodeError as error:
+        raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted {wanted}") from error
+
+
+def is_numeric(name: str) -> bool:
+    """True for an IPv4 or IPv6 address."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def check_name(name: str) -> str:
+    """Return a host name that ssh, Slurm and a hosts file can all carry.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if is_numeric(name):
+        return name
+    if _NUMBERS.fullmatch(name):
+        raise UsageError(f"{name!r} is no address; wanted four numbers of at most 255, such as 10.10.1.1")
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no host name; wanted letters, digits, dots, - and _, such as node0")
+    return name
+
+
+def check_user(user: str) -> str:
+    """Return a user name that can stand before an @.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if not _USER.fullmatch(user):
+        raise UsageError(f"{user!r} is no user name; wanted one such as alice")
+    return user
+
+
+def _hosts_of_line(words: Sequence[str]) -> list[Host]:
+    values = _values(words[1:])
+    named = [_user_name_slots(word) for word in expand(words[0])]
+    if len(named) > 1 and (only := next((key for key in ("address", "ssh") if key in values), None)):
+        raise UsageError(f"{only}= belongs to one host, and {words[0]} names {len(named)}; give each its own line")
+    slots = _number(values, "slots")
+    most = _number(values, "max_slots")
+    if slots is not None and most is not None and most < slots:
+        raise UsageError(f"max_slots must be at least slots ({slots}), got {most}")
+    port = _number(values, "port", most=MAX_PORT)
+    if (address := values.get("address", "")) and not is_numeric(address):
+        raise UsageError(f"address must be a number such as 10.10.1.1, got {address!r}; names go to ssh=")
+    hosts = []
+    for user, name, bare in named:
+        if bare is not None and slots is not None:
+            raise UsageError(f"slots are given twice: :{bare} and slots={slots}; keep one")
+        if user is not None and "user" in values:
+            raise UsageError(f"the user is given twice: {user}@ and user={values['user']}; keep one")
+        user = check_user(values["user"]) if "user" in values else user
+        hosts.append(_host(user, name, slots or bare, address, values.get("ssh"), port))
+    return hosts
+
+
+def _host(
+    user: str | None,
+    name: str,
+    slots: int | None,
+    address: str = "",
+    target: str | None = None,
+    port: int | None = None,
+) -> Host:
+    login = None
+    if (user, target, port) != (None, None, None):
+        login = Login(name if target is None else check_name(target), user, port)
+    return Host(name, address or (name if is_numeric(name) else ""), slots, login)
+
+
+def _user_name_slots(word: str) -> tuple[str | None, str, int | None]:
+    """Take `alice@node0:4` apart."""
+    user, at, rest = word.rpartition("@")
+    if at:
+        check_user(user)
+    if is_numeric(rest):  # an IPv6 address has colons of its own
+        return user or None, rest, None
+    name, colon, count = rest.partition(":")
+    check_name(name)
+    if not colon:
+        return user or None, name, None
+    if not count.isdecimal() or not count.isascii() or int(count) < 1:
+        raise UsageError(f"{word!r}: behind the colon must be a number of slots, as in node0:4, got {count!r}")
+    if int(count) > MAX_BARE_SLOTS:
+        raise UsageError(
+            f"{word!r}: {count} behind the colon would be slots; for ssh's port write port={count}, else slots={count}"
+        )
+    return user or None, name, int(count)
+
+
+def _values(words: Sequence[str]) -> dict[str, str]:
+    """Read `key=value` words."""
+    values: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.replace("-", "_")
+        if not equals:
+            raise UsageError(f"{word!r} is not key=value; wanted one host a line, then any of {'=, '.join(KEYS)}=")
+        if key not in KEYS:
+            near = get_close_matches(key, KEYS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid here: {', '.join(KEYS)}"
+            raise UsageError(f"{key}: unknown key; {hint}")
+        if key in values:
+            raise UsageError(f"{key} is given twice; keep one")
+        if not value:
+            raise UsageError(f"{key}= has no value; remove it, or give it one")
+        values[key] = value
+    return values
+
+
+def _number(values: Mapping[str, str], key: str, most: int = 10**6) -> int | None:
+    if key not in values:
+        return None
+    text = values[key]
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= number <= most:
+        raise UsageError(f"{key} must be a number from 1 to {most}, got {text!r}")
+    return number
+
+
+def _line_of(host: Host) -> str:
+    words = [host.name]
+    if host.address and host.address != host.name:
+        words.append(f"address={host.address}")
+    if login := host.login:
+        if login.target != host.name or (login.user is None and login.port is None):
+            words.append(f"ssh={login.target}")
+        words += [f"port={login.port}"] if login.port is not None else []
+        words += [f"user={login.user}"] if login.user is not None else []
+    words += [f"slots={host.slots}"] if host.slots is not None else []
+    return " ".join(words)
+
+
+def _among(hosts: Sequence[Host], text: str, option: str) -> set[str]:
+    """Return the names of a node list, all of which must be hosts."""
+    names = [host.name for host in hosts]
+    found: set[str] = set()
+    for part in text.split("@"):
+        name, colon, _ = part.partition(":")
+        if colon and not is_numeric(part):
+            raise UsageError(f"{option}: {part!r} picks slots of a host; Muster takes whole hosts, so write {name}")
+        found |= set(expand(part))
+    if unknown := sorted(found - set(names)):
+        near = get_close_matches(unknown[0], names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"{option}: {unknown[0]!r} is none of the hosts; {hint}they are {_short(hosts)}")
+    return found
+
+
+def _short(hosts: Sequence[Host]) -> str:
+    text = fold(host.name for host in hosts)
+    return text if len(text) <= 60 else f"{text[:57]}..."
