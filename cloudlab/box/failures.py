@@ -1,0 +1,152 @@
+"""Nodes fail, in the ways that machines do, and are healed.
+
+power    the link is cut first, then everything is killed: peers see silence
+kill     everything is killed: peers see their connections end
+unplug   the link is cut, the node runs on: silence in both directions
+freeze   all its processes are stopped; its kernel still answers
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Final
+
+from cloudlab.box import machine, network, nodes, slurm
+from cloudlab.box.paths import NETNS
+from cloudlab.box.processes import Identity, beside, in_network, is_listening, kill, wait_until
+from cloudlab.box.remove import remove_links
+from cloudlab.box.spec import HEAD
+from cloudlab.box.state import BoxState
+from cloudlab.box.tools import Tools
+from jobs.errors import RefusedError
+
+FREEZE_S: Final = 10.0
+
+
+def fail(state: BoxState, node: str, how: str, tools: Tools) -> None:
+    """Let a node fail in one of the ways of `WAYS`; one that has failed so already is left as it is.
+
+    Raises:
+        RefusedError: it cannot fail like that now.
+    """
+    WAYS[how](state, state.spec.check_node(node), tools)
+
+
+def heal(state: BoxState, node: str, tools: Tools) -> None:
+    """Bring a node back: its processes go on, or it starts anew; then its link is plugged in again.
+
+    Raises:
+        RefusedError: it does not come back in time.
+    """
+    spec = state.spec
+    init = nodes.identity_of(state, spec.check_node(node))
+    if init is None:
+        _start_again(state, node, tools)
+    else:
+        _signal_all(beside(init), signal.SIGCONT)
+        plug(state, node, tools, plugged=True)
+    if spec.slurm and is_controlled(state):
+        watched = spec.compute if node == HEAD else [node]
+        watched = [each for each in watched if node == each or is_well(state, each)]
+        nodes.await_idle(state, watched, nodes.slurm_tools(state, tools.lock), state_is=is_in_service)
+
+
+def is_controlled(state: BoxState) -> bool:
+    """Say whether Slurm's controller can be asked."""
+    head = nodes.identity_of(state, HEAD)
+    return head is not None and is_well(state, HEAD) and is_listening(head.pid, slurm.CTLD_PORT)
+
+
+def is_well(state: BoxState, node: str) -> bool:
+    """Say whether a node runs, is not frozen, and is plugged in."""
+    init = nodes.identity_of(state, node)
+    return init is not None and not init.is_stopped and is_plugged(state, node)
+
+
+def is_plugged(state: BoxState, node: str) -> bool:
+    """Say whether a node's link is plugged in."""
+    try:
+        text = (machine.LINKS / state.spec.veth(node) / "brport" / "state").read_text(encoding="ascii")
+    except FileNotFoundError:
+        return False
+    return int(text) == network.PORT_FORWARDING
+
+
+def is_in_service(slurm_state: str) -> bool:
+    """Say whether Slurm counts on a node: it is not down, and a `*` says that it is silent."""
+    return bool(slurm_state) and not slurm_state.startswith(("down", "unk")) and not slurm_state.endswith("*")
+
+
+def plug(state: BoxState, node: str, tools: Tools, *, plugged: bool) -> None:
+    """Plug a node's link in or out.
+
+    Raises:
+        RefusedError: bridge failed.
+    """
+    tools.batches([(["bridge"], [network.port_line(state.spec, node, plugged=plugged)])])
+
+
+def _power(state: BoxState, node: str, tools: Tools) -> None:
+    _unplug(state, node, tools)
+    _kill(state, node, tools)
+
+
+def _kill(state: BoxState, node: str, tools: Tools) -> None:
+    del tools
+    init = nodes.identity_of(state, node)
+    kill([init] if init is not None else [])
+
+
+def _unplug(state: BoxState, node: str, tools: Tools) -> None:
+    plug(state, node, tools, plugged=False)
+
+
+def _freeze(state: BoxState, node: str, tools: Tools) -> None:
+    del tools
+    init = nodes.living(state, node)
+
+    def all_stopped() -> bool:  # some may be about to fork: look again until there is nothing left to stop
+        running = [each for each in beside(init) if each.is_alive and not each.is_stopped]
+        _signal_all(running, signal.SIGSTOP)
+        return not running
+
+    if not wait_until(all_stopped, FREEZE_S):
+        raise RefusedError(
+            f"{node}: not all its processes could be stopped within {FREEZE_S:.0f} s; see ps for state D"
+        )
+
+
+# the ways a node can fail, by the word that --how takes
+WAYS: Final[dict[str, Callable[[BoxState, str, Tools], None]]] = {
+    "power": _power,
+    "kill": _kill,
+    "unplug": _unplug,
+    "freeze": _freeze,
+}
+
+
+def _start_again(state: BoxState, node: str, tools: Tools) -> None:
+    """Start a dead node as a machine starts: nothing is left of its network, its disk is as it was."""
+    spec = state.spec
+    netns = NETNS / spec.netns(node)
+    kill(in_network(netns))
+    link = [spec.veth(node)] if (machine.LINKS / spec.veth(node)).exists() else []
+    remove_links(link, [netns.name] if netns.exists() else [], tools)
+    nodes.make_folders(state, [node], tools)
+    nodes.make_links(state, [node], tools, bridge=False)
+    nodes.start_nodes(state, [node], tools, anew=False)
+
+
+def _signal_all(processes: list[Identity], number: signal.Signals) -> None:
+    for each in processes:
+        try:
+            descriptor = os.pidfd_open(each.pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if each.is_alive:
+                signal.pidfd_send_signal(descriptor, number)
+        except ProcessLookupError:
+            pass  # it ended just now
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,53 @@
+"""A box as hosts to run a job on."""
+
+from cloudlab.box.paths import BoxPaths
+from cloudlab.box.spec import DEFAULT_NAME
+from cloudlab.box.state import BoxState, box_names, read_state
+from jobs.errors import RefusedError, UsageError
+from jobs.hosts import HostSet
+from jobs.placement import Host, Login
+
+
+def box_hosts(name: str | None) -> HostSet:
+    """Return the nodes of a box, and how they are reached; without a name, of the only one or the one called box.
+
+    Raises:
+        UsageError: there is no such box, or it is not clear which.
+        RefusedError: it is not whole.
+    """
+    state = find_box(name)
+    spec, paths = state.spec, BoxPaths.of(state.spec.name)
+    if not state.complete or state.is_stale:
+        raise RefusedError(
+            f"box {spec.name} {'is of an earlier start of this machine' if state.is_stale else 'is only half made'}; "
+            f"sudo muster box down{name_flag(spec.name)}, then up"
+        )
+    return HostSet(
+        hosts=tuple(Host(node, spec.address(node), login=Login(node)) for node in spec.compute),
+        origin=f"box {spec.name}",
+        ssh_options=("-F", str(paths.ssh_config)),
+        environment={"SLURM_CONF": str(paths.slurm_conf)} if spec.slurm else {},
+    )
+
+
+def find_box(name: str | None) -> BoxState:
+    """Return the state of the box that was named; without a name, of the only one or the one called box.
+
+    Raises:
+        UsageError: there is no such box, or it is not clear which.
+    """
+    names = box_names()
+    if name is None:
+        if len(names) > 1 and DEFAULT_NAME not in names:
+            raise UsageError(f"there are {len(names)} boxes: {', '.join(names)}; say which one")
+        name = names[0] if len(names) == 1 else DEFAULT_NAME
+    state = read_state(name)
+    if state is None:
+        there = f"there is {', '.join(names)}" if names else "there is none"
+        raise UsageError(f"no box {name}: {there}; make one: sudo muster box up{name_flag(name)}")
+    return state
+
+
+def name_flag(name: str) -> str:
+    """Return what a command line needs to mean this box."""
+    return "" if name == DEFAULT_NAME else f" --name {name}"

@@ -1,0 +1,127 @@
+"""The first process of a node: makes its namespaces, starts its daemons, reaps what ends. It restarts nothing.
+
+    muster box  --starts-->  this, outside  --fork-->  this, process 1 of the node  --> sshd, slurmd, ...
+
+When process 1 dies, the kernel kills every process of the node. Until `muster box` has answered "go", process 1 dies
+with it: a box that was killed half-way up leaves no process that nobody knows.
+
+    python -I ROOT/launch/boot.py cloudlab.box.init PLAN [LOCK]
+
+LOCK is an open descriptor that holds the lock of the box: as long as nobody has answered, `muster box down` waits.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+from cloudlab.box import kernel
+from cloudlab.box.plan import NodePlan, Service
+
+GO: Final = b"go\n"
+READY: Final = b"ready\n"
+FAILED: Final = 1
+DETACH_S: Final = 20.0
+START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
+
+
+def main() -> int:
+    """Become a node, outside and inside."""
+    plan = NodePlan.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    kernel.enter_network(Path(plan.netns))
+    kernel.leave(kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWPID)
+    if os.fork():
+        return 0
+    return _inside(plan, held=[int(word) for word in sys.argv[2:]])
+
+
+def _inside(plan: NodePlan, held: list[int]) -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    _say_who_we_are(Path(plan.identity))  # while /proc is still the host's
+    socket.sethostname(plan.node)
+    _mount(plan)
+    os.write(1, READY)
+    if os.read(0, len(GO)) != GO:
+        return FAILED  # muster box died: nobody knows this node
+    for descriptor in held:
+        os.close(descriptor)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    for service in plan.services:
+        pid = _start(service)
+        if service.detaches:
+            _await_end(pid, service)
+    while True:
+        _reap()
+        signal.sigwait([signal.SIGCHLD])
+
+
+def _say_who_we_are(path: Path) -> None:
+    """Write the process id that the host knows us by, and our start time: the two together are never another's."""
+    pid = int(os.readlink("/proc/self"))  # noqa: PTH115 (pathlib would make a path of it)
+    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps({"pid": pid, "start": int(fields[START_FIELD])}) + "\n", encoding="utf-8")
+    fresh.rename(path)
+
+
+def _mount(plan: NodePlan) -> None:
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_SLAVE)  # what the host unmounts goes here too
+    kernel.mount("run", "/run", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755")
+    kernel.mount("shm", "/dev/shm", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=1777")
+    kernel.mount("proc", "/proc", "proc", kernel.SAFE)
+    Path("/run/sshd").mkdir(mode=0o755)
+    # Its own links in /sys/class/net; and where cgroups would be, nothing: slurmd does not start without the mount.
+    kernel.mount("sysfs", "/sys", "sysfs", kernel.SAFE)
+    kernel.mount("cgroup", "/sys/fs/cgroup", "tmpfs", kernel.SAFE, "mode=755,size=1m")
+    for source, target in plan.binds:
+        kernel.mount(source, target, None, kernel.MS_BIND)
+
+
+def _start(service: Service) -> int:
+    log = os.open(service.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    actions = [(os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
+    try:
+        return os.posix_spawn(
+            service.argv[0],
+            service.argv,
+            dict(service.environment),
+            file_actions=actions,
+            setsid=True,
+            setsigmask=[],
+        )
+    finally:
+        os.close(log)
+
+
+def _await_end(pid: int, service: Service) -> None:
+    deadline = time.monotonic() + DETACH_S
+    while (left := deadline - time.monotonic()) > 0:
+        if (status := _reap(pid)) is None:
+            signal.sigtimedwait([signal.SIGCHLD], left)
+            continue
+        if status == 0:
+            return
+        raise SystemExit(f"{service.name} ended with status {status}; see {service.log}")
+    raise SystemExit(f"{service.name} was not ready within {DETACH_S:.0f} s; see {service.log}")
+
+
+def _reap(wanted: int = 0) -> int | None:
+    """Collect all processes that have ended; return the wanted one's exit code if it was among them."""
+    found = None
+    try:
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == wanted:
+                found = os.waitstatus_to_exitcode(ended[1])
+    except ChildProcessError:
+        return found
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""Nodes are started: links, files, first process, and the wait until their services answer."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cloudlab.box import kernel, network, slurm, texts
+from cloudlab.box.machine import filters_bridges
+from cloudlab.box.paths import NETNS, BoxPaths
+from cloudlab.box.plan import node_plan
+from cloudlab.box.processes import Identity, is_listening, read_identity, wait_until
+from cloudlab.box.spec import HEAD
+from cloudlab.box.state import BoxState
+from cloudlab.box.tools import Tools, wait_all
+from jobs.boot import module_argv
+from jobs.errors import RefusedError
+
+READY: Final = b"ready\n"
+GO: Final = b"go\n"
+START_S: Final = 30.0
+SLURM_S: Final = 60.0
+SLURM_POLL_S: Final = 0.05
+SSH_PORT: Final = 22
+REACH_S: Final = 5.0
+LAST_LINES: Final = 3
+
+
+@dataclass(frozen=True)
+class Starting:
+    """A node whose first process waits for our answer."""
+
+    node: str
+    process: subprocess.Popen[bytes]
+
+
+def make_links(state: BoxState, nodes: Sequence[str], tools: Tools, *, bridge: bool) -> None:
+    """Make the namespaces and links of nodes, shaped; and before them the bridge.
+
+    Raises:
+        RefusedError: a program failed.
+    """
+    spec = state.spec
+    lines = network.bridge_lines(spec) if bridge else []
+    lines += [line for node in nodes for line in network.node_lines(spec, node)]
+    tools.batches([(["ip"], lines)])
+    tools.batches([(["ip", "-n", spec.netns(node)], network.inner_lines(spec, node)) for node in nodes])
+    shape(state, nodes, tools)
+
+
+def shape(state: BoxState, nodes: Sequence[str], tools: Tools) -> None:
+    """Give links the speed that the state says.
+
+    Raises:
+        RefusedError: tc failed.
+    """
+    spec, rates = state.spec, state.rates
+    work: list[tuple[Sequence[str], Sequence[str]]] = [(["tc"], network.host_shaping(spec, nodes, rates))]
+    work += [(["tc", "-n", spec.netns(node)], network.node_shaping(spec, node, rates)) for node in nodes]
+    tools.batches(work)
+
+
+def make_folders(state: BoxState, nodes: Iterable[str], tools: Tools) -> None:
+    """Make the nodes' folders, with what is in them before they start; host keys are kept when they are there.
+
+    Raises:
+        RefusedError: ssh-keygen failed.
+    """
+    spec, paths = state.spec, BoxPaths.of(state.spec.name)
+    users = Path("/etc/passwd").read_text(encoding="utf-8", errors="surrogateescape")
+    keys = []
+    for node in nodes:
+        own = paths.node(node)
+        for folder in (own.spool, own.runs, own.home / ".ssh"):
+            folder.mkdir(parents=True, exist_ok=True)
+        own.home.chmod(0o700)
+        config = own.home / ".ssh" / "config"
+        config.write_text(texts.ssh_config(spec, paths), encoding="utf-8")
+        config.chmod(0o600)
+        own.passwd.write_text(texts.passwd(users, str(own.home)), encoding="utf-8", errors="surrogateescape")
+        if not own.host_key.exists():
+            keys.append(tools.start(texts.keygen_argv("ssh-keygen", str(own.host_key), node)))
+    wait_all(keys)
+
+
+def start_nodes(state: BoxState, nodes: Sequence[str], tools: Tools, *, anew: bool) -> None:
+    """Start the first processes of nodes and wait until their sshd and Slurm daemons answer.
+
+    Raises:
+        RefusedError: one did not start in time; with the last lines of its log.
+    """
+    starting = [_start(state, node, tools, anew=anew) for node in nodes]
+    try:
+        deadline = time.monotonic() + START_S
+        for each in starting:
+            _await_ready(each, state, deadline)
+        # The controller first: a slurmd that does not find it waits a second before it asks again.
+        for each in starting:
+            if each.node == HEAD:
+                _answer(each)
+                await_listening(state, [HEAD], slurm.CTLD_PORT)
+        for each in starting:
+            if each.node != HEAD:
+                _answer(each)
+    finally:
+        for each in starting:
+            _forget(each)
+    await_listening(state, nodes, SSH_PORT)
+
+
+def await_listening(state: BoxState, nodes: Iterable[str], port: int, timeout_s: float = START_S) -> None:
+    """Wait until somebody listens on a port in each of the nodes.
+
+    Raises:
+        RefusedError: nobody does in time, or a node ended.
+    """
+    deadline = time.monotonic() + timeout_s
+    for node in nodes:
+        init = living(state, node)
+
+        def answers(node: str = node, init: Identity = init) -> bool:
+            if not init.is_alive:
+                raise _died(state, node)
+            return is_listening(init.pid, port)
+
+        if not wait_until(answers, deadline - time.monotonic()):
+            service = "sshd" if port == SSH_PORT else "slurmctld"
+            raise RefusedError(
+                f"{node}: {service} does not listen after {timeout_s:.0f} s{_told(state, node, service)}"
+            )
+
+
+def check_reach(state: BoxState) -> None:
+    """Connect from the first node to the last: the two ends of all that the bridge must pass on.
+
+    Raises:
+        RefusedError: nothing came back; a firewall of the host's may be in between.
+    """
+    first, last = state.spec.members[0], state.spec.members[-1]
+
+    def connect() -> None:
+        kernel.enter_network(NETNS / state.spec.netns(first))  # of this thread only
+        socket.create_connection((state.spec.address(last), SSH_PORT), timeout=REACH_S).close()
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        error = pool.submit(connect).exception()
+    if error is not None:
+        hint = "; its firewall looks at bridges, turn that off: sysctl net.bridge.bridge-nf-call-iptables=0"
+        raise RefusedError(
+            f"{first} does not reach {last} over this machine's bridge ({error}){hint if filters_bridges() else ''}"
+        )
+
+
+def await_idle(state: BoxState, nodes: Sequence[str], tools: Tools, *, state_is: Callable[[str], bool]) -> None:
+    """Wait until Slurm says of all nodes what it should.
+
+    Raises:
+        RefusedError: it does not in time.
+    """
+    seen: dict[str, str] = {}
+
+    def good() -> bool:
+        seen.clear()
+        seen.update(slurm_states(tools))
+        return all(state_is(seen.get(node, "")) for node in nodes)
+
+    if not wait_until(good, SLURM_S, SLURM_POLL_S):
+        wrong = [node for node in nodes if not state_is(seen.get(node, ""))]
+        bad = ", ".join(f"{node} is {seen.get(node, 'unknown')}" for node in wrong)
+        raise RefusedError(f"Slurm is not ready after {SLURM_S:.0f} s: {bad}{_told(state, wrong[0], 'slurmd')}")
+
+
+def slurm_states(tools: Tools) -> dict[str, str]:
+    """Ask Slurm's controller for the states of its nodes, such as idle, idle* (silent), mixed, down.
+
+    Raises:
+        RefusedError: it does not answer.
+    """
+    lines = tools.run(["sinfo", "--noheader", "--Node", "--format=%N %T"]).splitlines()
+    return {fields[0]: fields[1] for line in lines if len(fields := line.split()) == 2}
+
+
+def slurm_tools(state: BoxState, lock: int = -1) -> Tools:
+    """Return the tools with which Slurm's commands find the box's controller."""
+    return Tools(state.programs, lock, {"SLURM_CONF": str(BoxPaths.of(state.spec.name).slurm_conf)})
+
+
+def living(state: BoxState, node: str) -> Identity:
+    """Return the first process of a node.
+
+    Raises:
+        RefusedError: it is not there.
+    """
+    found = identity_of(state, node)
+    if found is None:
+        raise _died(state, node)
+    return found
+
+
+def identity_of(state: BoxState, node: str) -> Identity | None:
+    """Return the first process of a node if it is there."""
+    found = read_identity(BoxPaths.of(state.spec.name).node(node).init)
+    return found if found is not None and not state.is_stale and found.is_alive else None
+
+
+def _start(state: BoxState, node: str, tools: Tools, *, anew: bool) -> Starting:
+    spec, paths = state.spec, BoxPaths.of(state.spec.name)
+    own = paths.node(node)
+    own.init.unlink(missing_ok=True)
+    plan = node_plan(spec, paths, node, state.programs, anew=anew, faketime=state.faketime)
+    own.plan.write_text(plan.to_json(), encoding="utf-8")
+    argv = [*module_argv(sys.executable, "cloudlab.box.init"), str(own.plan), *map(str, tools.held)]
+    with own.log("init").open("ab") as log:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd="/",
+            start_new_session=True,
+            pass_fds=tools.held,
+        )
+    return Starting(node, process)
+
+
+def _await_ready(starting: Starting, state: BoxState, deadline: float) -> None:
+    stdout = starting.process.stdout
+    assert stdout is not None
+    left = max(0.0, deadline - time.monotonic())
+    said = os.read(stdout.fileno(), len(READY)) if select.select([stdout], [], [], left)[0] else b""
+    if said != READY:
+        raise RefusedError(f"{starting.node} did not start{_told(state, starting.node, 'init')}")
+
+
+def _answer(starting: Starting) -> None:
+    assert starting.process.stdin is not None
+    os.write(starting.process.stdin.fileno(), GO)
+
+
+def _forget(starting: Starting) -> None:
+    """Close our ends: a node that was answered lives on, one that was not ends."""
+    for pipe in (starting.process.stdin, starting.process.stdout):
+        assert pipe is not None
+        pipe.close()
+    starting.process.wait(START_S)
+
+
+def _died(state: BoxState, node: str) -> RefusedError:
+    return RefusedError(f"{node} of the box {state.spec.name} is not running{_told(state, node, 'init')}")
+
+
+def _told(state: BoxState, node: str, service: str) -> str:
+    """Return the last lines of a log, for the end of a message."""
+    path = BoxPaths.of(state.spec.name).node(node).log(service)
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+    except FileNotFoundError:
+        return ""
+    return f"; its {service} says: {' / '.join(lines)}" if lines else ""

@@ -1,0 +1,93 @@
+"""What the first process of a node does: mounts, then services. Decided here, done by `cloudlab.box.init`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from cloudlab.box import slurm, texts
+from cloudlab.box.paths import NETNS, BoxPaths
+from cloudlab.box.spec import HEAD, BoxSpec
+
+PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+@dataclass(frozen=True)
+class Service:
+    """A daemon of a node."""
+
+    name: str
+    argv: tuple[str, ...]
+    log: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    detaches: bool = False  # its first process ends when it is ready
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """All that the first process of a node needs to know."""
+
+    node: str
+    netns: str
+    identity: str  # the file that says which process it is
+    binds: tuple[tuple[str, str], ...]  # source, target
+    services: tuple[Service, ...]
+
+    def to_json(self) -> str:
+        """Write the plan."""
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> "NodePlan":
+        """Read what `to_json` wrote."""
+        raw: dict[str, Any] = json.loads(text)
+        services = tuple(Service(**{**each, "argv": tuple(each["argv"])}) for each in raw.pop("services"))
+        binds = tuple((source, target) for source, target in raw.pop("binds"))
+        return NodePlan(**raw, binds=binds, services=services)
+
+
+def node_plan(
+    spec: BoxSpec, paths: BoxPaths, node: str, programs: Mapping[str, str], *, anew: bool, faketime: str = ""
+) -> NodePlan:
+    """Return the plan of one node; `programs` maps names to paths, `anew` says that the box is just being made."""
+    own = paths.node(node)
+    binds = [(str(paths.hosts), "/etc/hosts"), (str(own.passwd), "/etc/passwd")]
+    if spec.private_runs is not None and node != HEAD:
+        binds.append((str(own.runs), spec.private_runs))
+    return NodePlan(
+        node=node,
+        netns=str(NETNS / spec.netns(node)),
+        identity=str(own.init),
+        binds=tuple(binds),
+        services=tuple(_services(spec, paths, node, programs, anew=anew, faketime=faketime)),
+    )
+
+
+def session_environment(spec: BoxSpec, paths: BoxPaths, node: str, faketime: str = "") -> dict[str, str]:
+    """Return what logins and commands in a node find in their environment beside the usual."""
+    found = {"SLURM_CONF": str(paths.slurm_conf)} if spec.slurm else {}
+    if node in spec.clocks:
+        found |= texts.faketime(faketime, spec.clocks[node])
+    return found
+
+
+def _services(
+    spec: BoxSpec, paths: BoxPaths, node: str, programs: Mapping[str, str], *, anew: bool, faketime: str
+) -> list[Service]:
+    own = paths.node(node)
+    plain = {"PATH": PATH, "LANG": "C.UTF-8", "HOME": str(own.home)}
+    session = session_environment(spec, paths, node, faketime)
+    argv = texts.sshd_argv(programs["sshd"], paths, own, session)
+    services = [Service("sshd", tuple(argv), str(own.log("sshd")), plain)]
+    if not spec.slurm:
+        return services
+    plain = plain | {"SLURM_CONF": str(paths.slurm_conf)}
+    if node == HEAD:
+        munged = slurm.munged_argv(programs["munged"], paths)
+        services.append(Service("munged", tuple(munged), str(own.log("munged")), plain, detaches=True))
+        name, argv = "slurmctld", slurm.slurmctld_argv(programs["slurmctld"], anew=anew)
+    else:
+        name, argv = "slurmd", slurm.slurmd_argv(programs["slurmd"], node)
+    # It writes its log itself; what it says before it has read where to goes to another file.
+    services.append(Service(name, tuple(argv), str(own.log(f"{name}-start")), plain))
+    return services

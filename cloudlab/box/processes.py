@@ -1,0 +1,155 @@
+"""Processes of a node, seen from the host: by process id and start time, and by namespace. Never by name."""
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from jobs.errors import RefusedError
+
+START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
+STATE_FIELD: Final = 0
+LISTENING: Final = "0A"  # of /proc/PID/net/tcp
+KILL_S: Final = 20.0
+POLL_S: Final = 0.01
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process, for as long as this machine runs."""
+
+    pid: int
+    start: int  # clock ticks after the machine's own start
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs, or is stopped; a zombie does not."""
+        fields = _stat(self.pid)
+        return fields is not None and int(fields[START_FIELD]) == self.start and fields[STATE_FIELD] not in (b"Z", b"X")
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it is there and stopped."""
+        fields = _stat(self.pid)
+        return fields is not None and int(fields[START_FIELD]) == self.start and fields[STATE_FIELD] == b"T"
+
+
+def read_identity(path: Path) -> Identity | None:
+    """Read what the first process of a node wrote about itself; None when it wrote nothing yet."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        return Identity(int(raw["pid"]), int(raw["start"]))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, KeyError, TypeError):
+        return None  # cut off by a full disk; the namespace still says which processes are the node's
+
+
+def kill(identities: Iterable[Identity]) -> None:
+    """Kill processes and wait until they are gone.
+
+    Raises:
+        RefusedError: one does not go.
+    """
+    descriptors = []
+    try:
+        for each in identities:
+            try:
+                descriptor = os.pidfd_open(each.pid)
+            except ProcessLookupError:
+                continue
+            descriptors.append(descriptor)
+            if each.is_alive:  # looked at after the descriptor was opened: it cannot become another process any more
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            else:
+                os.close(descriptors.pop())
+        _wait_gone(descriptors)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def in_network(namespace: Path) -> list[Identity]:
+    """List the processes in a network namespace that has a name."""
+    try:
+        wanted = namespace.stat().st_ino
+    except FileNotFoundError:
+        return []
+    return [found for pid in _pids() if _namespace(pid, "net") == wanted and (found := identity(pid))]
+
+
+def beside(init: Identity) -> list[Identity]:
+    """List all processes of the PID namespace of a node's first process, itself included."""
+    wanted = _namespace(init.pid, "pid")
+    if wanted is None or not init.is_alive:
+        return []
+    return [found for pid in _pids() if _namespace(pid, "pid") == wanted and (found := identity(pid))]
+
+
+def identity(pid: int) -> Identity | None:
+    """Return the identity of a process that is there now."""
+    fields = _stat(pid)
+    return None if fields is None else Identity(pid, int(fields[START_FIELD]))
+
+
+def is_listening(pid: int, port: int) -> bool:
+    """Say whether somebody listens on a TCP port in the network of a process; nobody there notices the question."""
+    try:
+        lines = Path(f"/proc/{pid}/net/tcp").read_text(encoding="ascii").splitlines()[1:]
+    except OSError:
+        return False
+    return any(
+        fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port
+        for fields in (line.split() for line in lines)
+    )
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> bool:
+    """Wait for a condition; say whether it came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
+def _wait_gone(descriptors: list[int]) -> None:
+    """Wait for the end of processes; of a node's first one, that is the end of all its others."""
+    deadline = time.monotonic() + KILL_S
+    left = set(descriptors)
+    poll = select.poll()
+    for descriptor in left:
+        poll.register(descriptor, select.POLLIN)
+    while left:
+        remaining_ms = 1000 * (deadline - time.monotonic())
+        if remaining_ms <= 0:
+            raise RefusedError(f"{len(left)} killed processes are still there after {KILL_S:.0f} s; see ps for state D")
+        for descriptor, _ in poll.poll(remaining_ms):
+            poll.unregister(descriptor)
+            left.discard(descriptor)
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # a name may be any bytes
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _namespace(pid: int, kind: str) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}/ns/{kind}").st_ino  # noqa: PTH116 (called for every process of the machine)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):  # one that even root may not look into is not ours
+        return None
+
+
+def _pids() -> Iterator[int]:
+    for entry in os.listdir("/proc"):  # noqa: PTH208 (the same)
+        if entry.isdecimal():
+            yield int(entry)

@@ -1,0 +1,92 @@
+"""A box is removed, whole or half made: processes first, then links and namespaces, then files."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Final
+
+from cloudlab.box import machine
+from cloudlab.box.paths import NETNS, BoxPaths
+from cloudlab.box.processes import in_network, kill, read_identity
+from cloudlab.box.spec import bridge_alias, netns_pattern
+from cloudlab.box.state import BoxState, locked_folder, read_state, root_lock
+from cloudlab.box.tools import Tools
+
+ROUNDS: Final = 50
+
+
+def take_down(name: str) -> bool:
+    """Remove all that there is of a box; say whether there was anything.
+
+    Raises:
+        RefusedError: this is not root, or something does not go.
+    """
+    machine.need_root("muster box down")
+    paths = BoxPaths.of(name)
+    found = paths.folder.exists() or bool(_namespaces(name)) or bool(_links(name, None))
+    if found:
+        programs = machine.find_programs(with_slurm=False)
+        with locked_folder(paths.folder):  # gives nothing where only namespaces are left
+            remove(name, read_state(name), Tools(programs))
+    with root_lock():
+        return found
+
+
+def remove(name: str, state: BoxState | None, tools: Tools) -> None:
+    """Remove a box; whoever calls holds its lock.
+
+    Raises:
+        RefusedError: something does not go.
+    """
+    paths = BoxPaths.of(name)
+    nodes = list(paths.nodes.iterdir()) if paths.nodes.is_dir() else []
+    if state is not None and not state.is_stale:
+        inits = (read_identity(paths.node(node.name).init) for node in nodes)
+        kill(each for each in inits if each is not None)
+    namespaces = _namespaces(name)
+    _empty(namespaces)
+    remove_links(_links(name, state), [path.name for path in namespaces], tools)
+    shutil.rmtree(paths.folder, ignore_errors=False) if paths.folder.exists() else None
+    for folder in reversed(state.made_folders if state is not None else ()):
+        if Path(folder).is_dir() and not any(Path(folder).iterdir()):
+            Path(folder).rmdir()
+
+
+def remove_links(links: list[str], namespaces: list[str], tools: Tools) -> None:
+    """Remove links of the host's, and network namespaces.
+
+    Raises:
+        RefusedError: one does not go.
+    """
+    lines = [f"link del {link}" for link in links] + [f"netns del {name}" for name in namespaces]
+    tools.batches([(["ip"], lines)])
+
+
+def _empty(namespaces: list[Path]) -> None:
+    """Kill what is in the namespaces of nodes and was started by none of their first processes."""
+    for _ in range(ROUNDS):
+        left = [process for path in namespaces for process in in_network(path)]
+        if not left:
+            return
+        kill(left)
+
+
+def _namespaces(name: str) -> list[Path]:
+    if not NETNS.is_dir():
+        return []
+    return [path for path in sorted(NETNS.iterdir()) if netns_pattern(name).fullmatch(path.name)]
+
+
+def _links(name: str, state: BoxState | None) -> list[str]:
+    """List the links of a box that are there, the bridge last."""
+    there = sorted(path.name for path in machine.LINKS.iterdir())
+    bridges = {link for link in there if _alias(link) == bridge_alias(name)}
+    bridges |= {state.spec.bridge} if state is not None else set()
+    return [link for link in reversed(there) for bridge in bridges if re.fullmatch(rf"{bridge}(n\d+|h)?", link)]
+
+
+def _alias(link: str) -> str:
+    try:
+        return (machine.LINKS / link / "ifalias").read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):  # it went away, or is no link (bonding_masters)
+        return ""

@@ -1,0 +1,220 @@
+"""What a box is: its name, size, speed, addresses, and what everything in it is called. Pure.
+
+A box has number K, and with it the network 10.10.K.0/24. Node k is `nodek` with address 10.10.K.(k+1); with Slurm there
+is one more, `head`, where the controller runs and people log in. The host is in that network too, as 10.10.K.254, the
+address of the bridge. Names of links have at most 15 characters, so they carry the number and not the name of the box.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from jobs.errors import UsageError
+
+DEFAULT_NAME: Final = "box"
+DEFAULT_NUMBER: Final = 1
+MAX_NODES: Final = 250
+MAX_NUMBER: Final = 250
+HEAD: Final = "head"
+HEAD_HOST: Final = 253  # the last byte of its address
+BRIDGE_HOST: Final = 254
+LINK: Final = "eth1"  # what a node calls its link; the control network of CloudLab would be eth0
+
+_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]{0,31}")
+_RATE: Final = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>[kmg]?)bit(?:/s|ps)?", re.IGNORECASE)
+_OFFSET: Final = re.compile(r"[+-]\d+(?:\.\d+)?[smhd]?")
+_UNITS: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+_SLOWEST: Final = 8_000  # bits a second; below it a packet takes seconds, and tc's numbers run out
+_FASTEST: Final = 400 * 10**9
+
+
+@dataclass(frozen=True)
+class BoxSpec:
+    """All that is decided about a box before anything is made."""
+
+    name: str = DEFAULT_NAME
+    nodes: int = 4
+    rate: int | None = 10**9  # bits a second of every link, each way; None: as fast as the kernel is
+    slurm: bool = False
+    number: int = 0  # K; 0 as long as it is not chosen
+    private_runs: str | None = None  # the run root that each node has a folder of its own behind
+    clocks: Mapping[str, str] = field(default_factory=dict)  # node -> offset, such as +180s
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            UsageError: a value is out of its range.
+        """
+        check_name(self.name)
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise UsageError(f"box {self.name}: nodes must be from 1 to {MAX_NODES}, got {self.nodes}")
+        for node, offset in self.clocks.items():
+            self.check_node(node)
+            if not _OFFSET.fullmatch(offset):
+                raise UsageError(f"box {self.name}: clock of {node}: wanted an offset such as +180s, got {offset!r}")
+
+    @property
+    def compute(self) -> tuple[str, ...]:
+        """The names of the nodes that jobs run on."""
+        return tuple(f"node{k}" for k in range(self.nodes))
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of all nodes; the head, where there is one, comes first."""
+        return (HEAD, *self.compute) if self.slurm else self.compute
+
+    @property
+    def network(self) -> str:
+        """The network of the box, as a CIDR."""
+        return f"10.10.{self.number}.0/24"
+
+    @property
+    def bridge(self) -> str:
+        """The name of the bridge."""
+        return f"mb{self.number}"
+
+    @property
+    def alias(self) -> str:
+        """What the bridge says whose it is."""
+        return bridge_alias(self.name)
+
+    @property
+    def bridge_address(self) -> str:
+        """The address of the host in the box's network."""
+        return f"10.10.{self.number}.{BRIDGE_HOST}"
+
+    def host_number(self, node: str) -> int:
+        """Return the last byte of a node's address."""
+        return HEAD_HOST if node == HEAD else int(node.removeprefix("node")) + 1
+
+    def address(self, node: str) -> str:
+        """Return the address of a node."""
+        return f"10.10.{self.number}.{self.host_number(node)}"
+
+    def mac(self, host_number: int) -> str:
+        """Return a hardware address: the same after a node was made anew, so that its peers find it at once."""
+        return f"02:00:0a:0a:{self.number:02x}:{host_number:02x}"
+
+    def veth(self, node: str) -> str:
+        """Return the name of the host's end of a node's link."""
+        return f"{self.bridge}{'h' if node == HEAD else 'n' + node.removeprefix('node')}"
+
+    def netns(self, node: str) -> str:
+        """Return the name of a node's network namespace."""
+        return f"muster-{self.name}-{node}"
+
+    def check_node(self, node: str) -> str:
+        """Return the name of a node that is in the box.
+
+        Raises:
+            UsageError: there is none such.
+        """
+        if node not in self.members:
+            last = self.compute[-1]
+            known = "node0" if self.nodes == 1 else f"node0 to {last}"
+            raise UsageError(f"box {self.name} has no {node!r}; it has {known}{' and head' if self.slurm else ''}")
+        return node
+
+    def check_link(self, node: str) -> str:
+        """Return the name of a node whose link is shaped.
+
+        Raises:
+            UsageError: there is none such.
+        """
+        if self.check_node(node) == HEAD:
+            raise UsageError(
+                f"box {self.name}: the link of {HEAD} is not shaped; name two of node0 to {self.compute[-1]}"
+            )
+        return node
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast links are: all of them, and the slow pairs; bits a second, each way."""
+
+    every: int | None = None
+    pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (a, b) with a < b, both ways
+
+    def slow_peers(self, node: str) -> dict[str, int]:
+        """Return the peers that a node reaches at a rate of its own."""
+        found = {}
+        for (one, other), rate in self.pairs.items():
+            if node in (one, other):
+                found[other if node == one else one] = rate
+        return found
+
+    def with_every(self, rate: int | None) -> "Rates":
+        """Return these rates with another one for all links; slow pairs are forgotten."""
+        return Rates(rate)
+
+    def with_pair(self, one: str, other: str, rate: int | None) -> "Rates":
+        """Return these rates with another one between two nodes; None: as all others."""
+        pairs = {pair: old for pair, old in self.pairs.items() if pair != _pair(one, other)}
+        if rate is not None:
+            pairs[_pair(one, other)] = rate
+        return Rates(self.every, pairs)
+
+
+def check_name(name: str) -> str:
+    """Return a name that a box can have.
+
+    Raises:
+        UsageError: it cannot.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot name a box; wanted up to 32 letters, digits, dots, - and _")
+    return name
+
+
+def bridge_alias(name: str) -> str:
+    """Return what the bridge of a box says whose it is, for one whose number nobody remembers."""
+    return f"muster-box-{name}"
+
+
+def netns_pattern(name: str) -> re.Pattern[str]:
+    """Return what the network namespaces of a box are called, for one whose size nobody remembers."""
+    return re.compile(rf"muster-{re.escape(name)}-(?:node\d+|{HEAD})")
+
+
+def parse_rate(text: str) -> int | None:
+    """Read a rate such as 1gbit or 2.5mbit; None for `none`.
+
+    Raises:
+        UsageError: it is no rate.
+    """
+    if text == "none":
+        return None
+    match = _RATE.fullmatch(text)
+    rate = round(float(match["number"]) * _UNITS[match["unit"].lower()]) if match else 0
+    if not _SLOWEST <= rate <= _FASTEST:
+        raise UsageError(f"{text!r} is no rate; wanted one from 8kbit to 400gbit, such as 100mbit, or none")
+    return rate
+
+
+def rate_text(rate: int | None) -> str:
+    """Write a rate as a person would, so that it reads back the same."""
+    if rate is None:
+        return "none"
+    unit = next((unit for unit in ("g", "m", "k") if rate % _UNITS[unit] == 0), "")
+    return f"{rate // _UNITS[unit]}{unit}bit"
+
+
+def parse_clocks(texts: list[str]) -> dict[str, str]:
+    """Read `node2=+180s` words.
+
+    Raises:
+        UsageError: one is not of that form.
+    """
+    clocks = {}
+    for text in texts:
+        node, equals, offset = text.partition("=")
+        if not equals:
+            raise UsageError(f"--clock {text}: wanted NODE=OFFSET, such as node2=+180s")
+        clocks[node] = offset
+    return clocks
+
+
+def _pair(one: str, other: str) -> tuple[str, str]:
+    return (one, other) if one < other else (other, one)

@@ -1,0 +1,184 @@
+"""What is known about a box: one JSON file, written before anything is made, and a lock for whoever changes it."""
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from cloudlab.box import paths as places
+from cloudlab.box.paths import BoxPaths
+from cloudlab.box.spec import BoxSpec, Rates
+from jobs.errors import RefusedError
+
+VERSION: Final = 1
+PREFIX: Final = "box-"
+LOCK_S: Final = 120.0
+POLL_S: Final = 0.02
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class BoxState:
+    """A box as it was last written."""
+
+    spec: BoxSpec
+    rates: Rates
+    boot: str  # of the machine's start that its processes belong to
+    complete: bool = False  # False: being made, or left half-way
+    made_folders: tuple[str, ...] = ()  # outside the box's own folder, by us
+    faketime: str = ""
+    programs: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the machine was started anew since: its processes and links are gone."""
+        return self.boot != boot_id()
+
+
+def boot_id() -> str:
+    """Return what this start of the machine is called."""
+    return BOOT_ID.read_text(encoding="ascii").strip()
+
+
+def write_state(state: BoxState) -> None:
+    """Write the state of a box, at once or not at all."""
+    path = BoxPaths.of(state.spec.name).state
+    fresh = path.with_suffix(".new")
+    with fresh.open("w", encoding="utf-8") as file:
+        file.write(_to_json(state))
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(path)
+
+
+def read_state(name: str) -> BoxState | None:
+    """Return the state of a box; None where there is none, or the making of it ended before the first write.
+
+    Raises:
+        RefusedError: it cannot be read.
+    """
+    path = BoxPaths.of(name).state
+    try:
+        return _from_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        raise RefusedError(f"{path}: not readable for you; a box belongs to root: use sudo") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise RefusedError(f"{path}: cannot be understood ({error}); remove it, then: muster box down") from error
+
+
+def box_names() -> list[str]:
+    """List the boxes that there is anything of."""
+    try:
+        found = [entry.name for entry in places.ROOT.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(name.removeprefix(PREFIX) for name in found if name.startswith(PREFIX))
+
+
+@contextmanager
+def root_lock() -> Iterator[None]:
+    """Hold the lock of all boxes, for as long as a number is chosen; makes the root folder, removes it when empty."""
+    while True:
+        places.ROOT.mkdir(mode=0o755, parents=True, exist_ok=True)
+        with locked_folder(places.ROOT) as lock:
+            if lock is None:
+                continue
+            yield
+            if not any(places.ROOT.iterdir()):
+                places.ROOT.rmdir()
+            return
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[int | None]:
+    """Hold the lock of a folder; gives its descriptor, or None when the folder is gone by the time that we have it.
+
+    Raises:
+        RefusedError: another command holds it for too long.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        _lock(descriptor, folder)
+        yield descriptor if _is_same(descriptor, folder) else None
+    finally:
+        os.close(descriptor)
+
+
+def with_rates(state: BoxState, rates: Rates) -> BoxState:
+    """Return the state with other rates."""
+    return replace(state, rates=rates)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    deadline = time.monotonic() + LOCK_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise RefusedError(f"{folder}: another muster box command works on it since {LOCK_S:.0f} s") from None
+            time.sleep(POLL_S)
+
+
+def _is_same(descriptor: int, folder: Path) -> bool:
+    try:
+        return folder.stat().st_ino == os.fstat(descriptor).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _to_json(state: BoxState) -> str:
+    spec, rates = state.spec, state.rates
+    data: dict[str, Any] = {
+        "version": VERSION,
+        "name": spec.name,
+        "number": spec.number,
+        "nodes": spec.nodes,
+        "rate": spec.rate,
+        "slurm": spec.slurm,
+        "private_runs": spec.private_runs,
+        "clocks": dict(spec.clocks),
+        "rates": {"every": rates.every, "pairs": [[*pair, rate] for pair, rate in rates.pairs.items()]},
+        "boot": state.boot,
+        "complete": state.complete,
+        "made_folders": list(state.made_folders),
+        "faketime": state.faketime,
+        "programs": state.programs,
+    }
+    return json.dumps(data, indent=1) + "\n"
+
+
+def _from_json(text: str) -> BoxState:
+    raw = json.loads(text)
+    if raw["version"] != VERSION:
+        raise ValueError(f"version {raw['version']}, wanted {VERSION}")
+    spec = BoxSpec(
+        name=raw["name"],
+        nodes=raw["nodes"],
+        rate=raw["rate"],
+        slurm=raw["slurm"],
+        number=raw["number"],
+        private_runs=raw["private_runs"],
+        clocks=raw["clocks"],
+    )
+    pairs = {(one, other): rate for one, other, rate in raw["rates"]["pairs"]}
+    return BoxState(
+        spec=spec,
+        rates=Rates(raw["rates"]["every"], pairs),
+        boot=raw["boot"],
+        complete=raw["complete"],
+        made_folders=tuple(raw["made_folders"]),
+        faketime=raw["faketime"],
+        programs=raw["programs"],
+    )

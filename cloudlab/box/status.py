@@ -1,0 +1,96 @@
+"""How a box is now: asked of the kernel and of Slurm, not of what was once written."""
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from cloudlab.box import nodes
+from cloudlab.box.failures import is_controlled, is_plugged
+from cloudlab.box.paths import BoxPaths
+from cloudlab.box.processes import beside, is_listening
+from cloudlab.box.spec import HEAD, rate_text
+from cloudlab.box.state import BoxState
+from jobs.errors import MusterError
+
+UP: Final = "up"
+DOWN: Final = "down"
+UNPLUGGED: Final = "unplugged"
+FROZEN: Final = "frozen"
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One node."""
+
+    node: str
+    address: str
+    state: str  # up, down, unplugged, frozen; or several, with + between
+    sshd: bool
+    slurm: str | None  # as sinfo says it; None: no Slurm, or nobody to ask
+    pid: int | None  # of its first process, on the host
+    processes: int | None  # None: only root can count them
+
+
+@dataclass(frozen=True)
+class BoxStatus:
+    """A whole box."""
+
+    name: str
+    state: str  # up, half-made, stale
+    network: str
+    rate: str
+    slow_pairs: tuple[tuple[str, str, str], ...]
+    slurm: bool
+    private_runs: str | None
+    folder: str
+    ssh_config: str
+    slurm_conf: str | None
+    nodes: tuple[NodeStatus, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def look(state: BoxState) -> BoxStatus:
+    """Return how a box is."""
+    spec, paths = state.spec, BoxPaths.of(state.spec.name)
+    told = _slurm_states(state)
+    return BoxStatus(
+        name=spec.name,
+        state="stale" if state.is_stale else "up" if state.complete else "half-made",
+        network=spec.network,
+        rate=rate_text(state.rates.every),
+        slow_pairs=tuple((one, other, rate_text(rate)) for (one, other), rate in state.rates.pairs.items()),
+        slurm=spec.slurm,
+        private_runs=spec.private_runs,
+        folder=str(paths.folder),
+        ssh_config=str(paths.ssh_config),
+        slurm_conf=str(paths.slurm_conf) if spec.slurm else None,
+        nodes=tuple(_node(state, node, told.get(node)) for node in spec.members),
+    )
+
+
+def _node(state: BoxState, node: str, slurm_state: str | None) -> NodeStatus:
+    init = nodes.identity_of(state, node)
+    words = [] if init is not None else [DOWN]
+    words += [FROZEN] if init is not None and init.is_stopped else []
+    words += [] if is_plugged(state, node) else [UNPLUGGED]
+    return NodeStatus(
+        node=node,
+        address=state.spec.address(node),
+        state="+".join(words) or UP,
+        sshd=init is not None and is_listening(init.pid, nodes.SSH_PORT),
+        slurm=slurm_state,
+        pid=init.pid if init is not None else None,
+        processes=(len(beside(init)) if init is not None else 0) if os.geteuid() == 0 else None,
+    )
+
+
+def _slurm_states(state: BoxState) -> dict[str, str]:
+    if not state.spec.slurm or not is_controlled(state):
+        return {}
+    try:
+        return {**nodes.slurm_states(nodes.slurm_tools(state)), HEAD: "controller"}
+    except MusterError:
+        return {HEAD: "does not answer"}

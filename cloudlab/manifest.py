@@ -1,0 +1,203 @@
+"""A CloudLab (GENI) manifest: which nodes there are, how ssh reaches them, and their addresses on the experiment's LAN.
+
+<node client_id="node0">              the host's name
+  <interface client_id="node0:if1">   joined to a LAN by the <link> that refers to it
+    <ip address="10.10.1.1"/>         where its peers reach it
+  <services> <login .../>             one per member of the project: ssh goes there, over the control network
+"""
+
+import ipaddress
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Final
+
+from cloudlab import manifest_xml
+from cloudlab.manifest_xml import Interface, Lan, Node
+from jobs.errors import JobFileError, UsageError
+from jobs.hosts import check_user, read_text
+from jobs.placement import Host, Login
+from jobs.words import counted
+
+# Nodes that are there for the others: a remote data set, and what shapes or joins links.
+HELPERS: Final = {"emulab-blockstore": "holds a data set", "delay": "shapes a link"}
+
+
+@dataclass(frozen=True)
+class ManifestNode:
+    """One node that can hold ranks; `mac` (1a:2b:...) finds its interface, whatever the kernel calls that."""
+
+    name: str
+    address: str
+    mac: str
+    login: Login
+    control_address: str
+
+    @property
+    def host(self) -> Host:
+        """The node as a host of a run."""
+        return Host(self.name, self.address, None, self.login)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a run needs of a manifest: its nodes on one LAN, and in `warnings` what was left out and why."""
+
+    nodes: tuple[ManifestNode, ...]
+    lan: str  # "": a single node without a LAN
+    network: str  # such as 10.10.1.0/24; "" where the netmasks do not tell
+    warnings: tuple[str, ...]
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The nodes as hosts, in the manifest's order."""
+        return [node.host for node in self.nodes]
+
+
+def read_manifest(path: Path, *, user: str | None = None, lan: str | None = None) -> list[Host]:
+    """Return the hosts of a manifest; `survey_manifest` also says what was left out.
+
+    Raises:
+        JobFileError, UsageError: as `survey_manifest`.
+    """
+    return survey_manifest(path, user=user, lan=lan).hosts
+
+
+def survey_manifest(
+    path: Path, *, user: str | None = None, lan: str | None = None, environ: Mapping[str, str] = os.environ
+) -> Manifest:
+    """Read a manifest, for one user's logins and the addresses of one LAN.
+
+    Without `user` it is USER of the environment if that one has logins, else the only one who has. Without `lan` it is
+    the LAN that joins all nodes, the fastest if there are several.
+
+    Raises:
+        JobFileError: it cannot be read, or is no manifest.
+        UsageError: it leaves open which user or LAN is meant, or has no LAN of that name.
+    """
+    nodes, lans = manifest_xml.parse(read_text(path, f"a manifest; {manifest_xml.WHERE}"), str(path))
+    try:
+        return survey(nodes, lans, user=user, lan=lan, environ=environ)
+    except (UsageError, JobFileError) as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def survey(
+    nodes: Sequence[Node], lans: Sequence[Lan], *, user: str | None, lan: str | None, environ: Mapping[str, str]
+) -> Manifest:
+    """Choose nodes, logins and addresses of a manifest that has been read. Pure.
+
+    Raises:
+        JobFileError: no node can hold ranks.
+        UsageError: it leaves open which user or LAN is meant, or has no LAN of that name.
+    """
+    computers, warnings = _computers(nodes)
+    login_user = _user(computers, environ) if user is None else check_user(user)
+    chosen = _choose_lan(computers, lans, lan)
+    found = []
+    for node in computers:
+        at = chosen.members.get(node.name) if chosen else Interface("", "", "")
+        if chosen and at is None:
+            warnings.append(f"{node.name} is left out: it has no address on LAN {chosen.name}")
+        if at is not None:
+            found.append(ManifestNode(node.name, at.address, at.mac, _login_of(node, login_user), node.control_address))
+    strangers = [node.name for node in computers if all(login.user != login_user for login in node.logins)]
+    if strangers:
+        warnings.append(
+            f"{login_user} has no login on {', '.join(strangers)} in the manifest; it is tried all the same"
+        )
+    network = _network(chosen.members.values()) if chosen else ""
+    return Manifest(tuple(found), chosen.name if chosen else "", network, tuple(warnings))
+
+
+def _computers(nodes: Sequence[Node]) -> tuple[list[Node], list[str]]:
+    """Divide the nodes that can hold ranks from those that serve them."""
+    able = [node for node in nodes if node.kind not in HELPERS and node.logins]
+    computers = [node for node in able if not node.serves_storage] or able
+    kept = {node.name for node in computers}
+    warnings = []
+    for node in nodes:
+        if node.name not in kept:
+            reason = HELPERS.get(node.kind) or (
+                "serves the shared folder" if node.logins else "has no login by ssh key"
+            )
+            warnings.append(f"{node.name} is left out: it {reason}")
+    if not computers:
+        raise JobFileError(f"has no node that can hold ranks: {'; '.join(warnings)}")
+    return computers, warnings
+
+
+def _user(nodes: Sequence[Node], environ: Mapping[str, str]) -> str:
+    users = list(dict.fromkeys(login.user or "" for node in nodes for login in node.logins))
+    own = environ.get("USER") or environ.get("LOGNAME") or ""
+    if own in users:
+        return own
+    if len(users) == 1:
+        return users[0]
+    listed = ", ".join(users[:20]) + (", ..." if len(users) > 20 else "")
+    whose = f"none of them is {own}" if own else "none is chosen"
+    raise UsageError(f"has logins of {len(users)} users, and {whose}: {listed}; name yours with --login USER")
+
+
+def _login_of(node: Node, user: str) -> Login:
+    """Return a user's login on a node; who joined the project later is not in the manifest, and may log in."""
+    own = next((login for login in node.logins if login.user == user), node.logins[0])
+    return Login(own.target, user, own.port)
+
+
+def _choose_lan(nodes: Sequence[Node], lans: Sequence[Lan], wanted: str | None) -> Lan | None:
+    """Return the LAN that was asked for, or the one that joins all nodes; None for one node without any."""
+    names = {node.name for node in nodes}
+    lans = [lan for lan in lans if names & set(lan.members)]
+    if wanted is not None:
+        return _named(lans, wanted)
+    joining = [lan for lan in lans if names <= set(lan.members)]
+    if len(joining) > 1:
+        return _fastest(joining)
+    if joining or len(lans) == 1:
+        return (joining or lans)[0]
+    if lans:
+        raise UsageError(f"no LAN joins all {len(names)} nodes; choose one of {_spell(lans)} with --lan NAME")
+    if len(names) > 1:
+        raise UsageError(
+            f"no LAN joins its {len(names)} nodes, and CloudLab forbids such traffic on the control network; "
+            "add a LAN to the profile"
+        )
+    return None
+
+
+def _named(lans: Sequence[Lan], wanted: str) -> Lan:
+    names = [lan.name for lan in lans]
+    if wanted in names:
+        return lans[names.index(wanted)]
+    near = get_close_matches(wanted, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are: {_spell(lans)}"
+    raise UsageError(f"--lan: no LAN {wanted!r} joins nodes by address; {hint}")
+
+
+def _fastest(lans: Sequence[Lan]) -> Lan:
+    # Without a limit a LAN is as fast as its hardware, which the manifest does not tell.
+    speeds = [lan.kbit_per_s or 0 for lan in lans]
+    if 0 in speeds or speeds.count(max(speeds)) > 1:
+        raise UsageError(f"{len(lans)} LANs join all nodes: {_spell(lans)}; choose one with --lan NAME")
+    return lans[speeds.index(max(speeds))]
+
+
+def _spell(lans: Sequence[Lan]) -> str:
+    def speed(lan: Lan) -> str:
+        return "" if lan.kbit_per_s is None else f", {lan.kbit_per_s / 1e6:g} Gbit/s"
+
+    return ", ".join(f"{lan.name} ({counted(len(lan.members), 'node')}{speed(lan)})" for lan in lans) or "none"
+
+
+def _network(interfaces: Iterable[Interface]) -> str:
+    """Return the one network that all interfaces are in, as 10.10.1.0/24."""
+    found = set()
+    for each in interfaces:
+        try:
+            found.add(str(ipaddress.ip_network(f"{each.address}/{each.netmask}", strict=False)))
+        except ValueError:
+            return ""
+    return found.pop() if len(found) == 1 else ""
