@@ -1,0 +1,143 @@
+"""What Slurm tells a process of its job: the nodes it was given, until when, and which of them this is.
+
+An allocation is seen by the batch script and by everything below it; a node's index only by a task of a step, for
+the batch script sees zeros there.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from jobs.errors import RefusedError
+from jobs.launchers import PASS_FLAGS, in_step, number, tasks_per_node
+from jobs.nodelist import expand
+from jobs.placement import Host
+from jobs.ranks import STATUS_FD, RankEnv
+
+JOB_ID: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
+NODELIST: Final = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+NUM_NODES: Final = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+
+# What a job that submits a job must not hand on.
+_OF_AN_MPI: Final = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "HYDI_")
+_OF_THE_JOB: Final = ("SLURM", "SRUN_", "SBATCH_MEM_BIND", "TORCHELASTIC_", *_OF_AN_MPI)
+_OF_THE_CLUSTER: Final = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+_OF_THE_RANK: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {STATUS_FD}
+_OF_THE_GPUS: Final = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"})
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a job, in Slurm's order, with the cores that it has of each; `end_time` is unix seconds."""
+
+    job_id: str
+    nodes: tuple[str, ...]
+    cpus: tuple[int, ...]
+    end_time: float | None = None
+    restarts: int = 0
+    array_job_id: str | None = None
+    array_task_id: int | None = None
+    gpus_per_node: str | None = None
+
+    @property
+    def cpus_per_task(self) -> int:
+        """The cores that one agent per node can ask for on every node."""
+        return min(self.cpus)
+
+    @property
+    def requeue_id(self) -> str:
+        """How scontrol calls this job when it is to be queued again: an array's element by both numbers."""
+        return self.job_id if self.array_job_id is None else f"{self.array_job_id}_{self.array_task_id}"
+
+    def hosts(self) -> tuple[Host, ...]:
+        """Return the nodes as hosts, whose addresses their agents will tell; a slot is a core."""
+        return tuple(Host(name, "", slots=cpus) for name, cpus in zip(self.nodes, self.cpus, strict=True))
+
+
+def inside_allocation(environ: Mapping[str, str]) -> bool:
+    """Tell whether this process belongs to a job that has nodes."""
+    return _first(environ, JOB_ID) in environ and _first(environ, NODELIST) in environ
+
+
+def inside_task(environ: Mapping[str, str]) -> bool:
+    """Tell whether srun made this process."""
+    return in_step(environ)
+
+
+def step_node(environ: Mapping[str, str]) -> int:
+    """Return the index of this node in its step.
+
+    Raises:
+        RefusedError: this is no task of a step, where the variable means something else.
+    """
+    if not inside_task(environ):
+        raise RefusedError(
+            "environment: SLURM_NODEID counts only in a process that srun started (in the batch script it is 0 "
+            "everywhere); start one task per node with srun"
+        )
+    return number(environ, "SLURM_NODEID")
+
+
+def read_allocation(environ: Mapping[str, str]) -> Allocation:
+    """Read the allocation that this process is in.
+
+    Raises:
+        RefusedError: there is none, or its variables contradict one another.
+    """
+    if not inside_allocation(environ):
+        raise RefusedError(
+            "environment: no Slurm allocation here (SLURM_JOB_ID and SLURM_JOB_NODELIST are not set); "
+            "run this in a job: sbatch, salloc, or muster submit --on slurm"
+        )
+    nodelist = _first(environ, NODELIST)
+    nodes = tuple(expand(environ[nodelist]))
+    count = _first(environ, NUM_NODES)
+    if count in environ and number(environ, count) != len(nodes):
+        raise RefusedError(
+            f"environment: {nodelist}={environ[nodelist]} is {len(nodes)} nodes, {count} says {environ[count]}; "
+            "one of them is not this job's: unset it, or start in a fresh job"
+        )
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    return Allocation(
+        job_id=environ[_first(environ, JOB_ID)],
+        nodes=nodes,
+        cpus=_cpus(environ, len(nodes)),
+        end_time=float(number(environ, "SLURM_JOB_END_TIME")) if "SLURM_JOB_END_TIME" in environ else None,
+        restarts=number(environ, "SLURM_RESTART_COUNT") if "SLURM_RESTART_COUNT" in environ else 0,
+        array_job_id=array,
+        array_task_id=number(environ, "SLURM_ARRAY_TASK_ID") if array is not None else None,
+        gpus_per_node=environ.get("SLURM_GPUS_PER_NODE"),
+    )
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what a job may be submitted with: no rank, no job around it; the user's own SBATCH_* stay.
+
+    A rank's variables would make the ranks of the new job think that they are that rank.
+    """
+    drop_gpus = any(name in environ for name in ("SLURM_JOB_GPUS", "SLURM_STEP_GPUS"))
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in _OF_THE_CLUSTER
+        or not (name.startswith(_OF_THE_JOB) or name in _OF_THE_RANK or (drop_gpus and name in _OF_THE_GPUS))
+    }
+
+
+def _cpus(environ: Mapping[str, str], nodes: int) -> tuple[int, ...]:
+    """Return the cores per node; where only this node's number is known, it is taken for all."""
+    if "SLURM_JOB_CPUS_PER_NODE" in environ:
+        cpus = tasks_per_node(environ["SLURM_JOB_CPUS_PER_NODE"])
+        if len(cpus) == nodes:
+            return tuple(cpus)
+        raise RefusedError(
+            f"environment: SLURM_JOB_CPUS_PER_NODE={environ['SLURM_JOB_CPUS_PER_NODE']} tells of {len(cpus)} nodes, "
+            f"the job has {nodes}; {PASS_FLAGS}"
+        )
+    if "SLURM_CPUS_ON_NODE" in environ:
+        return (number(environ, "SLURM_CPUS_ON_NODE"),) * nodes
+    return (1,) * nodes
+
+
+def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((name for name in names if name in environ), names[0])

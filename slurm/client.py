@@ -1,0 +1,253 @@
+"""Slurm's own commands, called with deadlines: submit, query, cancel. What their words mean stands in other files.
+
+A state is asked of squeue first, one call for any number of jobs; of scontrol for how a job ended, as long as the
+controller remembers it (MinJobAge, 300 s); and of sacct where accounting is kept.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from jobs import exits
+from jobs.errors import MusterError, RefusedError, UnreachableError
+from slurm.refusals import NOT_SET_UP, essence, not_set_up
+from slurm.states import JobState
+
+SUBMIT_S: Final = 60.0  # a busy controller makes sbatch wait and try again
+QUERY_S: Final = 30.0  # squeue itself gives up on a controller that is not there after 18 s
+LIST_S: Final = 5.0
+_SQUEUE: Final = "%i|%T|%j|%N|%e|%B|%r"
+_SACCT: Final = "JobID,State,JobName,NodeList,End,ExitCode,Reason"
+_PARTITION: Final = "%R (%D nodes of %c cores and %m MB, limit %l)"
+_UNKNOWN: Final = "(?i)invalid job id|job id invalid|not found"
+_GONE: Final = _UNKNOWN + "|already completing or completed|already finished"
+_AMBIGUOUS: Final = "(?i)timed out|Zero Bytes|Message receive failure|receive failure"
+# Of the user's profile: these would change what squeue and sacct print.
+_CHANGING: Final = ("SQUEUE_", "SACCT_", "SLURM_TIME_FORMAT", "SLURM_BITSTR_LEN", "SINFO_", "SCONTROL_")
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """The answer of sbatch: the job's number, its cluster where there are several, and what else sbatch said."""
+
+    job_id: str
+    cluster: str | None = None
+    notes: str = ""
+
+
+class SubmissionRefusedError(MusterError):
+    """sbatch submitted nothing; the message is its own text, for `slurm.refusals` to explain."""
+
+    exit_code = exits.REFUSED
+
+
+@dataclass(frozen=True)
+class Client:
+    """The commands of one cluster; `environment` is what they are started with."""
+
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    cluster: str | None = None
+
+    def submit(self, script: Path, *, name: str, environment: Mapping[str, str] | None = None) -> Submitted:
+        """Submit a batch script; `name` is the job's, unique, by which it is found when sbatch's answer is lost.
+
+        `environment` is the job's own, where it differs from that of the other commands.
+
+        Raises:
+            SubmissionRefusedError: sbatch refused.
+            RefusedError: Slurm is not on this machine.
+            UnreachableError: sbatch did not answer, and no such job is there.
+        """
+        argv = ["sbatch", "--parsable", *self._clusters(), str(script)]
+        try:
+            code, out, said = self._call(argv, SUBMIT_S, environment=environment)
+        except UnreachableError:
+            return self._found(name) or self._fail()
+        if code == 0 and (match := re.fullmatch(r"(\d+)(?:;(\S+))?", out.strip().rpartition("\n")[2])):
+            return Submitted(match[1], match[2] or self.cluster, said.strip())
+        if re.search(NOT_SET_UP, said):
+            raise not_set_up(said)
+        if re.search(_AMBIGUOUS, said) and (found := self._found(name)):
+            return found
+        raise SubmissionRefusedError(said.strip() or out.strip())
+
+    def query(self, job_ids: Iterable[str]) -> dict[str, JobState]:
+        """Return the states of jobs; one that nobody knows (any more) is left out.
+
+        Raises:
+            RefusedError: Slurm is not on this machine.
+            UnreachableError: the controller does not answer.
+        """
+        wanted = list(dict.fromkeys(job_ids))
+        states = {state.job_id: state for state in self._squeue(wanted) if state.job_id in wanted}
+        for job_id in wanted:
+            state = states.get(job_id)
+            if (state is None or state.phase == "over") and (told := self._scontrol(job_id) or self._sacct(job_id)):
+                states[job_id] = told
+        return states
+
+    def cancel(self, job_id: str) -> None:
+        """Cancel a job, waiting or running; one that is over already is no error.
+
+        Raises:
+            RefusedError: it is somebody else's, or Slurm is not on this machine.
+            UnreachableError: the controller does not answer.
+        """
+        code, _, said = self._call(["scancel", *self._clusters(), job_id], QUERY_S)
+        if code == 0 or re.search(_GONE, said):
+            return
+        if "denied" in said:
+            raise RefusedError(f"slurm job {job_id}: scancel says: {essence(said)}; only its owner can cancel it")
+        raise UnreachableError(f"slurm job {job_id}: scancel says: {essence(said)}; try again, or see scontrol ping")
+
+    def partitions(self) -> str:
+        """Describe the partitions in one line, for a message; empty where sinfo does not answer soon."""
+        try:
+            code, out, _ = self._call(["sinfo", *self._clusters(), "--noheader", f"--format={_PARTITION}"], LIST_S)
+        except MusterError:
+            return ""
+        return ", ".join(dict.fromkeys(line.strip() for line in out.splitlines() if line.strip())) if code == 0 else ""
+
+    def _squeue(self, job_ids: Sequence[str]) -> list[JobState]:
+        if not job_ids:
+            return []
+        argv = ["squeue", *self._clusters(), "--noheader", "--array", "--states=all", f"--format={_SQUEUE}"]
+        code, out, said = self._call([*argv, f"--jobs={','.join(job_ids)}"], QUERY_S)
+        if code and not re.search(_UNKNOWN, said):
+            raise self._unreachable("squeue", said)
+        return [state for line in out.splitlines() if (state := from_squeue(line)) is not None]
+
+    def _scontrol(self, job_id: str) -> JobState | None:
+        code, out, said = self._call(["scontrol", *self._clusters(), "--oneliner", "show", "job", job_id], QUERY_S)
+        if code and not re.search(_UNKNOWN, said + out):
+            raise self._unreachable("scontrol", said or out)
+        return None if code else from_scontrol(out, job_id)
+
+    def _sacct(self, job_id: str) -> JobState | None:
+        """Ask the accounting; that there is none, or that it is down, only means that it cannot tell."""
+        argv = ["sacct", *self._clusters(), "--noheader", "--parsable2", "--allocations", f"--format={_SACCT}"]
+        if shutil.which("sacct", path=self.environment.get("PATH")) is None:
+            return None
+        code, out, _ = self._call([*argv, f"--jobs={job_id}"], QUERY_S)
+        found = [state for line in out.splitlines() if (state := from_sacct(line)) is not None]
+        return next((state for state in found if state.job_id == job_id), None) if code == 0 else None
+
+    def _found(self, name: str) -> Submitted | None:
+        """Find a job by its name, after sbatch's answer was lost."""
+        argv = ["squeue", *self._clusters(), "--noheader", f"--name={name}", "--format=%i"]
+        code, out, _ = self._call(argv, QUERY_S)
+        ids = [line.strip().partition("_")[0] for line in out.splitlines() if line.strip()]
+        return (
+            Submitted(ids[0], self.cluster, "sbatch's answer was lost; the job is there") if not code and ids else None
+        )
+
+    def _fail(self) -> Submitted:
+        raise UnreachableError(
+            f"slurm: sbatch has not answered within {SUBMIT_S:g} s, and there is no such job; see scontrol ping"
+        )
+
+    def _clusters(self) -> list[str]:
+        return [] if self.cluster is None else [f"--clusters={self.cluster}"]
+
+    def _unreachable(self, program: str, said: str) -> MusterError:
+        if re.search(NOT_SET_UP, said):
+            return not_set_up(said)
+        return UnreachableError(f"slurm: {program} says: {essence(said)}; try again, or see scontrol ping")
+
+    def _call(
+        self, argv: Sequence[str], timeout_s: float, *, environment: Mapping[str, str] | None = None
+    ) -> tuple[int, str, str]:
+        base = self.environment if environment is None else environment
+        env = {name: value for name, value in base.items() if not name.startswith(_CHANGING)}
+        program = shutil.which(argv[0], path=env.get("PATH"))
+        if program is None:
+            raise RefusedError(
+                f"slurm: {argv[0]} is not on PATH here; run this on the cluster's login node, or choose another --on"
+            )
+        if (conf := env.get("SLURM_CONF")) and not Path(conf).exists():  # Slurm itself would wait a minute for it
+            raise RefusedError(f"slurm: SLURM_CONF={conf}: no such file; correct the variable, or unset it")
+        try:
+            done = subprocess.run(
+                [program, *argv[1:]],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=timeout_s,
+                check=False,
+                start_new_session=True,  # out of reach of the terminal's Ctrl-C
+            )
+        except subprocess.TimeoutExpired as error:
+            raise UnreachableError(
+                f"slurm: {argv[0]} has not answered within {timeout_s:g} s; try again, or see scontrol ping"
+            ) from error
+        return done.returncode, done.stdout, done.stderr
+
+
+def from_squeue(line: str) -> JobState | None:
+    """Read one line of squeue, or None when it is of another form."""
+    fields = line.split("|", 6)
+    if len(fields) != 7:
+        return None
+    job_id, state, name, nodes, end, host, reason = (each.strip() for each in fields)
+    return JobState(job_id, name, state, reason, nodes, end_time=unix_s(end), batch_host="" if host == "n/a" else host)
+
+
+def from_scontrol(text: str, job_id: str) -> JobState | None:
+    """Read what `scontrol --oneliner show job` says of one job; of a requeued one the newest record is the first."""
+
+    def value(key: str, default: str = "") -> str:
+        match = re.search(rf"(?:^|\s){key}=(\S*)", text)
+        return match[1] if match and match[1] not in ("(null)", "None") else default
+
+    if not (state := value("JobState")):
+        return None
+    code, _, signal = value("ExitCode", "0:0").partition(":")
+    restarts = value("Restarts", "0")
+    return JobState(
+        job_id,
+        value("JobName"),
+        state,
+        value("Reason"),
+        value("NodeList"),
+        exit_code=int(code) if code.isdecimal() else 0,
+        signal=int(signal) if signal.isdecimal() else 0,
+        restarts=int(restarts) if restarts.isdecimal() else 0,
+        end_time=unix_s(value("EndTime")),
+        batch_host=value("BatchHost"),
+    )
+
+
+def from_sacct(line: str) -> JobState | None:
+    """Read one line of sacct, or None when it is of another form. `CANCELLED by 1000` is the state CANCELLED."""
+    fields = line.split("|", 6)
+    if len(fields) != 7:
+        return None
+    job_id, state, name, nodes, end, exit_code, reason = (each.strip() for each in fields)
+    code, _, signal = exit_code.partition(":")
+    return JobState(
+        job_id,
+        name,
+        state.partition(" ")[0].rstrip("+"),
+        reason,
+        "" if nodes == "None assigned" else nodes,
+        exit_code=int(code) if code.isdecimal() else 0,
+        signal=int(signal) if signal.isdecimal() else 0,
+        end_time=unix_s(end),
+    )
+
+
+def unix_s(text: str) -> float | None:
+    """Read a time as Slurm writes it, in this machine's time zone; None for `Unknown` and the like."""
+    try:
+        return time.mktime(datetime.fromisoformat(text).timetuple())
+    except ValueError:
+        return None

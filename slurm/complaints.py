@@ -1,0 +1,53 @@
+"""Why Slurm ended a step or a job, as it says in their output: pure. For a supervisor whose agents went all at once.
+
+Slurm signals everything in a job at the same time: the supervisor sees its agents go before it hears itself why. The
+lines are those of slurmstepd, in the output of the batch script and on srun's standard error.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from jobs import exits
+from slurm.states import FAILED, OUT_OF_MEMORY
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """What Slurm did, with the exit code of a run that ended by it."""
+
+    code: int
+    message: str
+
+
+# In order of weight: a row is the cause of those below it, where several are found.
+COMPLAINTS: Final = (
+    (
+        OUT_OF_MEMORY,
+        Complaint(FAILED, "Slurm killed it, for it ran out of memory; raise slurm.mem, or put fewer ranks on a node"),
+    ),
+    (
+        r"CANCELLED AT .* DUE TO TIME LIMIT",
+        Complaint(exits.TIMEOUT, "it reached its time limit; raise slurm.time"),
+    ),
+    (
+        r"CANCELLED AT .* DUE TO JOB REQUEUE",
+        Complaint(exits.STOPPED, "stopped by Slurm, which queues the job again"),
+    ),
+    (
+        r"CANCELLED AT .* DUE TO PREEMPTION",
+        Complaint(exits.INFRASTRUCTURE, "stopped by Slurm, which gives its nodes to another job"),
+    ),
+    (
+        r"CANCELLED AT .* DUE TO NODE FAILURE|srun: error: Node failure on",
+        Complaint(exits.UNREACHABLE, "a node of it failed, says Slurm"),
+    ),
+    (r"\*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT", Complaint(exits.STOPPED, "stopped by scancel")),
+)
+
+
+def complaint(lines: Iterable[str]) -> Complaint | None:
+    """Return why Slurm ended what printed these lines, or None when it did not say."""
+    found = [index for line in lines for index, (said, _) in enumerate(COMPLAINTS) if re.search(said, line)]
+    return COMPLAINTS[min(found)][1] if found else None

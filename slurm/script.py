@@ -1,0 +1,162 @@
+"""The batch script of a run, or of an array of runs: pure text. Nothing of the user's is in it but options of sbatch.
+
+    #SBATCH lines   what Slurm is asked for, one option each
+    exec python -I .../boot.py launch.supervise RUN_FOLDER     the shell is gone before anything runs
+
+Signals that Slurm sends to the batch script (`B:`) reach the supervisor itself, for it takes the shell's place.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from jobs.errors import RefusedError
+from jobs.exits import REFUSED
+from jobs.slurm_settings import SlurmSettings, split_option
+
+OUTPUT: Final = "slurm-%j.out"
+ARRAY_OUTPUT: Final = "slurm-%A_%a.out"
+
+# sbatch's variables win over a script's lines: these would make the script say what is not so.
+_VARIABLES: Final = {
+    "account": ("SBATCH_ACCOUNT",),
+    "constraint": ("SBATCH_CONSTRAINT",),
+    "exclusive": ("SBATCH_EXCLUSIVE",),
+    "gpus-per-node": ("SBATCH_GPUS_PER_NODE",),
+    "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
+    "partition": ("SBATCH_PARTITION",),
+    "qos": ("SBATCH_QOS",),
+    "reservation": ("SBATCH_RESERVATION",),
+    "time": ("SBATCH_TIMELIMIT",),
+}
+_NEVER: Final = (
+    *("SBATCH_ARRAY_INX", "SBATCH_JOB_NAME", "SBATCH_NO_KILL", "SBATCH_NO_REQUEUE", "SBATCH_REQUEUE", "SBATCH_SIGNAL"),
+    *("SBATCH_OPEN_MODE", "SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_INPUT", "SBATCH_EXPORT", "SBATCH_WAIT"),
+    *("SBATCH_GPUS", "SBATCH_GPUS_PER_TASK"),
+)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of sbatch; the value is None for a flag."""
+
+    name: str
+    value: str | None = None
+
+    def line(self) -> str:
+        """Spell it as a line of a batch script."""
+        return f"#SBATCH --{self.name}" + ("" if self.value is None else f"={quoted(self.value)}")
+
+
+@dataclass(frozen=True)
+class Array:
+    """Many runs as one job: element k runs the folder in line k of a file, from 0; at most `limit` at a time."""
+
+    points: Path
+    count: int
+    limit: int | None = None
+
+
+def sbatch_text(
+    *,
+    name: str,
+    folder: Path,
+    nodes: int,
+    argv: Sequence[str],
+    settings: SlurmSettings,
+    cpus_per_task: int | None = None,
+    array: Array | None = None,
+) -> str:
+    """Write a batch script.
+
+    `name` is the run's id, `folder` where Slurm puts the output, `argv` what supervises the run (of an array without
+    its last word, the run folder). `cpus_per_task` is for settings that name none.
+
+    Raises:
+        RefusedError: the folder's name cannot stand in a line of a script.
+    """
+    options = options_of(
+        name=name, folder=folder, nodes=nodes, settings=settings, cpus_per_task=cpus_per_task, array=array
+    )
+    body = f"exec {shlex.join(argv)}" if array is None else _array_body(argv, array.points)
+    return "\n".join(["#!/bin/sh", *(option.line() for option in options), "", body, ""])
+
+
+def options_of(
+    *,
+    name: str,
+    folder: Path,
+    nodes: int,
+    settings: SlurmSettings,
+    cpus_per_task: int | None = None,
+    array: Array | None = None,
+) -> list[Option]:
+    """List what sbatch is asked for, as `sbatch_text` writes it.
+
+    Raises:
+        RefusedError: the folder's name cannot stand in a line of a script.
+    """
+    # With a backslash in it Slurm takes a path as it stands, and %j would be no number.
+    if not str(folder).isprintable() or "\\" in str(folder):
+        raise RefusedError(
+            f"run folder: {str(folder)!r}: Slurm needs a name on one line, without backslashes; choose another with "
+            "--runs DIR"
+        )
+    asked = {
+        "job-name": name,
+        "chdir": str(folder),
+        # Slurm replaces %x in the whole path, also where a relative one begins.
+        "output": f"{folder}/".replace("%", "%%") + (OUTPUT if array is None else ARRAY_OUTPUT),
+        "open-mode": "append",
+        "nodes": nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": settings.cpus_per_task or (None if settings.exclusive else cpus_per_task),
+        "mem": settings.mem,
+        "gpus-per-node": settings.gpus_per_node,
+        "time": settings.time,
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "constraint": settings.constraint,
+        "reservation": settings.reservation,
+        "nodelist": settings.nodelist,
+        "exclude": settings.exclude,
+        "comment": settings.comment,
+        "signal": f"B:USR2@{settings.signal_s}",
+        "array": None if array is None else f"0-{array.count - 1}" + (f"%{array.limit}" if array.limit else ""),
+    }
+    options = [Option(option, str(value)) for option, value in asked.items() if value is not None]
+    options += [Option("exclusive")] * settings.exclusive
+    options += [Option("no-kill"), Option("requeue" if settings.requeue else "no-requeue")]
+    return options + [Option(*split_option(extra)) for extra in settings.extra]
+
+
+def overriding_variables(options: Sequence[Option]) -> frozenset[str]:
+    """Name the variables that would make sbatch do other than what the script says."""
+    written = {option.name for option in options}
+    return frozenset(_NEVER).union(*(names for option, names in _VARIABLES.items() if option in written))
+
+
+def quoted(value: str) -> str:
+    """Quote a value for an #SBATCH line. Other than in a shell, a backslash counts within any quotes."""
+    if re.fullmatch(r"[\w@%+=:,./*&|()\[\]-]+", value, re.ASCII):
+        word = value
+    else:
+        word = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    # sbatch blanks out the word packjob, wherever it stands in the line; newer ones look for hetjob.
+    return re.sub(r"(?i)(pack|het)(job)", r"\1\\\2", word)
+
+
+def _array_body(argv: Sequence[str], points: Path) -> str:
+    file = shlex.quote(str(points))
+    missing = shlex.quote(f"muster: {points}: has no run folder for this element of the array")
+    return "\n".join(
+        [
+            f'run=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {file})',
+            f'if [ -z "$run" ]; then printf "%s\\n" {missing} >&2; exit {REFUSED}; fi',
+            f'exec {shlex.join(argv)} "$run"',
+        ]
+    )

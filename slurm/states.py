@@ -1,0 +1,220 @@
+"""What Slurm's words mean to us: the states of a job, why it waits, and how it ended. Tables, read by pure functions.
+
+The words are those of squeue(1) and scontrol(1); newer versions add some, which are then shown as they are.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from jobs import exits
+from jobs.nodelist import expand
+
+Phase = Literal["pending", "running", "over"]
+
+FAILED: Final = 1
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm says of a job at one moment; times are unix seconds, `nodes` is a node list or empty."""
+
+    job_id: str
+    name: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    exit_code: int = 0
+    signal: int = 0
+    restarts: int = 0
+    end_time: float | None = None
+    batch_host: str = ""
+
+    @property
+    def phase(self) -> Phase:
+        """Return our word for the state; an unknown one is taken for running, for it is neither queued nor over."""
+        row = STATES.get(self.state)
+        return row.phase if row is not None else "running"
+
+
+@dataclass(frozen=True)
+class StateRow:
+    """One of Slurm's states: our phase, the exit code of a run that ends so without a verdict, and a sentence."""
+
+    phase: Phase
+    code: int | None
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, as far as Slurm tells."""
+
+    code: int
+    message: str
+
+
+@dataclass(frozen=True)
+class ReasonRow:
+    """Why a job waits: the words of Slurm's that it fits, a sentence, and whether waiting is of any use."""
+
+    words: str
+    sentence: str
+    never: bool = False
+
+
+STATES: Final[dict[str, StateRow]] = {
+    "PENDING": StateRow("pending", None, "it waits in the queue"),
+    "REQUEUED": StateRow("pending", None, "it is being queued again"),
+    "REQUEUE_FED": StateRow("pending", None, "it is being queued again"),
+    "REQUEUE_HOLD": StateRow("pending", None, "it was queued again and is held; release it: scontrol release {id}"),
+    "SPECIAL_EXIT": StateRow("pending", None, "it was queued again and is held; release it: scontrol release {id}"),
+    "RESV_DEL_HOLD": StateRow("pending", None, "it is held, for its reservation was deleted: scontrol release {id}"),
+    "CONFIGURING": StateRow("pending", None, "its nodes are being made ready"),
+    "RUNNING": StateRow("running", None, "it runs"),
+    "SUSPENDED": StateRow("running", None, "it is suspended"),
+    "STOPPED": StateRow("running", None, "it is stopped"),
+    "SIGNALING": StateRow("running", None, "it is being signalled"),
+    "RESIZING": StateRow("running", None, "it changes its size"),
+    "STAGE_OUT": StateRow("running", None, "its files are being copied"),
+    "COMPLETING": StateRow("running", None, "it is ending"),
+    "COMPLETED": StateRow("over", FAILED, "it ended with 0, but its supervisor left no verdict"),
+    "FAILED": StateRow("over", None, "it failed"),
+    "CANCELLED": StateRow("over", exits.STOPPED, "it was cancelled"),
+    "TIMEOUT": StateRow("over", exits.TIMEOUT, "it reached its time limit; raise slurm.time"),
+    "DEADLINE": StateRow("over", exits.TIMEOUT, "it reached its deadline (--deadline)"),
+    "OUT_OF_MEMORY": StateRow("over", FAILED, "it ran out of memory; raise slurm.mem, or put fewer ranks on a node"),
+    "NODE_FAIL": StateRow("over", exits.UNREACHABLE, "a node of it failed"),
+    "BOOT_FAIL": StateRow("over", exits.UNREACHABLE, "a node of it could not be started"),
+    "LAUNCH_FAILED": StateRow("over", exits.UNREACHABLE, "it could not be launched on its node"),
+    "RECONFIG_FAIL": StateRow("over", exits.UNREACHABLE, "a node of it could not be set up"),
+    "PREEMPTED": StateRow("over", exits.INFRASTRUCTURE, "another job took its nodes"),
+    "REVOKED": StateRow("over", exits.INFRASTRUCTURE, "another cluster of the federation started it"),
+}
+
+_HELD: Final = "release it: scontrol release {id}"
+REASONS: Final[tuple[ReasonRow, ...]] = (
+    ReasonRow("None|WaitingForScheduling|SchedDefer", "the scheduler has not looked at it yet"),
+    ReasonRow("Resources", "it waits for nodes to become free"),
+    ReasonRow("Priority", "jobs of higher priority come first"),
+    ReasonRow("BeginTime", "its begin time has not come (after a failure Slurm lets two minutes pass)"),
+    ReasonRow("Cleaning", "it is being queued again, and its last try is still being cleaned up"),
+    ReasonRow("DependencyNeverSatisfied", "it depends on a job that ended otherwise: it will never start", never=True),
+    ReasonRow("Dependency", "it waits for the job that it depends on"),
+    ReasonRow("JobHeldUser|job.requeued.in.held.state", f"it is held by its user; {_HELD}"),
+    ReasonRow("JobHeldAdmin", "it is held by an administrator: ask them to release it"),
+    ReasonRow("JobHoldMaxRequeue", f"it is held, for it was queued again too often; {_HELD}", never=True),
+    ReasonRow(
+        "(?i)(launch_failed_requeued_held|launch failed requeued held|JobLaunchFailure)",
+        f"it could not be started on its node, and is held; see slurmd's log there, then {_HELD}",
+        never=True,
+    ),
+    ReasonRow(
+        "PartitionNodeLimit",
+        "the partition has fewer nodes than the job wants, or allows fewer: lower nodes, or change slurm.partition",
+        never=True,
+    ),
+    ReasonRow(
+        "PartitionConfig",  # before the scheduler has looked closer; and for good, where one node is asked for too much
+        "the partition has no such nodes: lower nodes, slurm.cpus_per_task or mem, or change slurm.partition",
+        never=True,
+    ),
+    ReasonRow(
+        "PartitionTimeLimit",
+        "the partition allows less time: lower slurm.time, or change slurm.partition",
+        never=True,
+    ),
+    ReasonRow("PartitionDown|PartitionInactive", "the partition is closed: change slurm.partition, or wait"),
+    ReasonRow("BadConstraints", "no node is as the job wants it: change slurm.constraint, mem or cpus", never=True),
+    ReasonRow(
+        "InvalidAccount|AccountNotAllowed",
+        "the account may not run here: correct slurm.account",
+        never=True,
+    ),
+    ReasonRow("InvalidQOS|QOSNotAllowed", "the quality of service may not be used here: correct slurm.qos", never=True),
+    ReasonRow(
+        "(?:Assoc|QOS)Max.*PerJob.*|QOSMin.*",
+        "one job of this account or qos may not be so large (or so small): change nodes, slurm.time, mem or cpus",
+        never=True,
+    ),
+    ReasonRow("(?:Assoc|QOS)Grp.*Minutes.*", "the budget of this account or qos is used up for now"),
+    ReasonRow("(?:Assoc|QOS).*|MaxCpuPerAccount|MaxBB.*", "this account or qos has as much as it may have for now"),
+    ReasonRow("JobArrayTaskLimit", "as many elements of the array run as may"),
+    ReasonRow("Licenses", "it waits for a licence"),
+    ReasonRow("ReservationDeleted", "its reservation was deleted: correct slurm.reservation", never=True),
+    ReasonRow("Reservation", "it waits for its reservation to begin"),
+    ReasonRow(
+        "ReqNodeNotAvail.*|Nodes.required.for.job.are.DOWN.*",
+        "nodes that it needs are down, drained, reserved or in use",
+    ),
+    ReasonRow("NodeDown|FrontEndDown|PowerNotAvail.*", "a node that it needs is down"),
+    ReasonRow("SystemFailure", "Slurm itself had a failure"),
+    ReasonRow("DeadLine", "it cannot end before its deadline", never=True),
+)
+# What Slurm gives as the signal of a job that it could not start at all, from its own list of errors.
+CANNOT_OPEN_OUTPUT: Final = 53
+OUT_OF_MEMORY: Final = r"(?i)exceeded (?:job )?memory limit|oom[-_ ]kill|task \d+: out of memory|out of memory handler"
+_BY_EXIT_CODE: Final = {
+    126: "the interpreter cannot be run on the node; correct interpreter in the site file",
+    127: "the interpreter is not on the node; correct interpreter in the site file",
+}
+
+
+def waiting(job: JobState) -> str:
+    """Say in one line why a job waits."""
+    row, state = _reason_row(job), STATES.get(job.state)
+    if job.state != "PENDING" and state is not None:
+        return state.sentence.replace("{id}", job.job_id)
+    if row is None:
+        return f"it waits in the queue ({job.reason})" if job.reason else "it waits in the queue"
+    sentence = row.sentence.replace("{id}", job.job_id)
+    return sentence if job.reason in ("", "None") else f"{sentence} ({job.reason.replace('_', ' ')})"
+
+
+def is_hopeless(job: JobState) -> bool:
+    """Tell whether a waiting job will never start, as far as Slurm can say now: nodes that come back may change it."""
+    row = _reason_row(job)
+    return job.phase == "pending" and row is not None and row.never
+
+
+def is_orphan(job: JobState) -> bool:
+    """Tell whether a job runs on without the node of its batch script.
+
+    With --no-kill Slurm takes a failed node out of the job and goes on, even when it is the one with the supervisor:
+    the other nodes would be held for nothing until the time limit.
+    """
+    # Of a job that is COMPLETING, only the nodes that are not done yet are listed.
+    running = job.state in ("RUNNING", "SUSPENDED") and job.batch_host and job.nodes
+    return bool(running) and job.batch_host not in expand(job.nodes)
+
+
+def outcome(job: JobState, said: str = "") -> Outcome:
+    """Say how a job ended that left no verdict of ours, and with which exit code; `said` is the end of its output."""
+    if is_orphan(job):
+        return Outcome(
+            exits.UNREACHABLE, f"Slurm job {job.job_id}: {job.batch_host}, the node of its supervisor, failed"
+        )
+    row = STATES.get(job.state, STATES["FAILED"])
+    if row.code is None and re.search(
+        OUT_OF_MEMORY, said
+    ):  # Slurm has several ways of killing, and one calls it failed
+        row = STATES["OUT_OF_MEMORY"]
+    where = f"Slurm job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
+    if row.code is not None:
+        return Outcome(row.code, f"{where}: {row.sentence} ({job.state})")
+    if job.signal == CANNOT_OPEN_OUTPUT:
+        return Outcome(
+            exits.RUN_FOLDER,
+            f"{where}: Slurm cannot write into the run folder there; put --runs on storage that all nodes share",
+        )
+    if job.signal:
+        return Outcome(exits.SIGNAL_BASE + job.signal, f"{where}: its supervisor was killed by signal {job.signal}")
+    code = job.exit_code or FAILED
+    sentence = _BY_EXIT_CODE.get(job.exit_code, "its supervisor left no verdict")
+    reason = f", {job.reason}" if job.reason not in ("", "None", "NonZeroExitCode") else ""
+    return Outcome(code, f"{where}: failed with code {job.exit_code}: {sentence} ({job.state}{reason})")
+
+
+def _reason_row(job: JobState) -> ReasonRow | None:
+    # scontrol writes spaces as underscores, and squeue adds the nodes behind a comma.
+    return next((row for row in REASONS if re.fullmatch(row.words, job.reason or "None")), None)

@@ -1,0 +1,52 @@
+"""The step that holds the agents: srun's argv, pure. One agent per node, which starts that node's ranks.
+
+A dead agent or a dead node ends nothing by itself (--kill-on-bad-exit=0, --wait=0, --no-kill): the supervisor
+judges. Nothing of the user's stands in --export; it comes over the channel.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+# What an enclosing srun or the user's profile may hold, and what it would do to the agents' own step.
+_CHANGING: Final = (
+    *("SLURM_CPU_BIND", "SLURM_MEM_BIND", "SLURM_DISTRIBUTION", "SLURM_DIST_", "SLURM_HOSTFILE", "SLURM_ARBITRARY"),
+    *("SLURM_LABELIO", "SLURM_MULTI", "SLURM_UNBUFFEREDIO", "SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE"),
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_IMMEDIATE", "SLURM_TIMELIMIT"),
+    *("SLURM_GPUS_PER_TASK", "SLURM_OPEN_MODE", "SLURM_REMOTE_CWD", "SLURM_STEP_", "SLURM_STEPID", "SLURM_THREADS"),
+    *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_TASK_PROLOG", "SLURM_TASK_EPILOG"),
+)
+
+
+def srun_argv(
+    *,
+    nodes: int,
+    argv: Sequence[str],
+    cpus_per_task: int | None = None,
+    gpus_per_node: int | str | None = None,
+    hosts: Sequence[str] = (),
+) -> list[str]:
+    """Return the command that starts one agent on each of `nodes` nodes of the allocation.
+
+    `cpus_per_task` is said again, for srun does not take it from the job: without it an agent would have one core.
+    `hosts` names the nodes where only a part of the allocation is used.
+    """
+    optional = {"cpus-per-task": cpus_per_task, "gpus-per-node": gpus_per_node, "nodelist": ",".join(hosts) or None}
+    return [
+        "srun",
+        f"--nodes={nodes}",
+        f"--ntasks={nodes}",
+        "--ntasks-per-node=1",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--overlap",
+        "--input=none",
+        "--export=ALL",
+        *(f"--{name}={value}" for name, value in optional.items() if value is not None),
+        *argv,
+    ]
+
+
+def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what srun is started with: the environment without what would change the agents' step."""
+    return {name: value for name, value in environ.items() if not name.startswith(_CHANGING)}

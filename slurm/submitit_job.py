@@ -1,0 +1,181 @@
+"""What submitit runs: one task per node, which is data and three short waits. Started by `launch/submitit_run.py`.
+
+    task 0   the supervisor as a child, with node 0's agent      told the others how to reach it: rendezvous.json
+    task k   node k's agent as a child, as soon as that file is there
+
+Which task this is, the task itself asks. Before the time limit, or when another job takes the nodes, submitit calls
+`checkpoint` in task 0: the attempt is brought to an end, and the requeued task makes the next one in the same run.
+
+submitit's own entry would take the user's folder first on its path, and the code of the day. So its command is ours
+(`main`), below `launch/boot.py`.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from jobs import exits
+from jobs.files import write_json, write_secret
+from jobs.linux import die_with_parent
+from jobs.rundir import RunDir
+
+WAIT_S: Final = 120.0  # for the rendezvous: a file server may show a new file a minute late
+POLL_S: Final = 0.1
+DRAIN_S: Final = 25.0  # submitit's local executor sends its signal 30 s before the end
+END_S: Final = 10.0  # of a child that was sent TERM
+REQUEUE_TEXT: Final = "submitit queues the job again"
+
+
+@dataclass
+class Task:
+    """What is pickled: two commands, and the run folder. `agent` lacks its node and where the supervisor is."""
+
+    supervise: list[str]
+    agent: list[str]
+    run: str
+    _pidfd: int = field(default=-1, repr=False, compare=False)
+
+    def __call__(self) -> int:
+        """Do this task's part; return its exit code, which of task 0 is the verdict's."""
+        import submitit
+
+        rank = submitit.JobEnvironment().global_rank
+        return self._agent(rank) if rank else self._supervisor()
+
+    def checkpoint(self) -> Any:
+        """End the attempt and return what the requeued task will do; None where there is nothing to do again.
+
+        submitit calls this in task 0, from a signal handler that interrupts `__call__`.
+        """
+        from submitit.helpers import DelayedSubmission
+
+        if self._drain() != exits.REQUEUE:
+            return None  # it had ended by itself, or somebody wants it to
+        return DelayedSubmission(Task(self.supervise, self.agent, self.run))
+
+    def _supervisor(self) -> int:
+        run = RunDir(Path(self.run))
+        code = self._child(self.supervise, {})
+        publish(run, {"over": code})  # a task that still waits for its agent's call need not
+        return code
+
+    def _agent(self, node: int) -> int:
+        told = await_rendezvous(RunDir(Path(self.run)))
+        if "over" in told:
+            return int(told["over"])
+        return self._child([*self.agent, "--node", str(node), *told["arguments"]], told["environment"])
+
+    def _child(self, argv: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Run a child to its end, also to that of this process."""
+        child = subprocess.Popen(
+            argv,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=partial(_begin, os.getpid()),
+        )
+        self._pidfd = os.pidfd_open(child.pid)
+        try:
+            select.select([self._pidfd], [], [])
+            code = child.wait()
+            return code if code >= 0 else exits.SIGNAL_BASE - code
+        finally:
+            if not _has_ended(self._pidfd, 0.0):
+                child.terminate()
+                if not _has_ended(self._pidfd, END_S):
+                    child.kill()
+            child.wait()
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def _drain(self) -> int | None:
+        """Ask the supervisor to end the attempt; return its exit code, None where it did not end or has not begun.
+
+        Popen's own wait would not do: it is under way, and holds its lock.
+        """
+        run = RunDir(Path(self.run))
+        if self._pidfd < 0 or _has_ended(self._pidfd, 0.0) or run.stop.exists():
+            return None
+        write_json(run.stop, {"time": time.time(), "now": False, "code": exits.REQUEUE, "text": REQUEUE_TEXT})
+        try:
+            if not _has_ended(self._pidfd, DRAIN_S):
+                return exits.REQUEUE  # the end of this process is its end
+        finally:
+            run.stop.unlink(missing_ok=True)  # or the next attempt would end too
+        ended = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOWAIT)
+        return ended.si_status if ended is not None else None
+
+
+def start_key(environ: Mapping[str, str]) -> str:
+    """Name this start of the job, so that what an earlier start has left is not taken for its own."""
+    job = environ.get("SLURM_JOB_ID") or environ.get("SUBMITIT_LOCAL_JOB_ID", "")
+    return f"{job}.{environ.get('SLURM_RESTART_COUNT') or 0}"
+
+
+def publish(run: RunDir, told: Mapping[str, Any]) -> None:
+    """Tell the other tasks of this start; a whole file at once, readable by the user only.
+
+    Raises:
+        RunFolderError, StorageError: it cannot be written.
+    """
+    temporary = run.rendezvous.with_name(f".{run.rendezvous.name}.{os.getpid()}.tmp")
+    write_secret(temporary, json.dumps({"start": start_key(os.environ), **told}) + "\n")
+    temporary.replace(run.rendezvous)
+
+
+def await_rendezvous(run: RunDir, wait_s: float = WAIT_S) -> dict[str, Any]:
+    """Wait until task 0 of this start has told how to reach the supervisor.
+
+    Raises:
+        TimeoutError: it has not.
+    """
+    key, deadline = start_key(os.environ), time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        os.listdir(run.path)  # noqa: PTH208 (a file server's client then looks for new files)
+        try:
+            told: dict[str, Any] = json.loads(run.rendezvous.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            told = {}
+        if told.get("start") == key:
+            return told
+        time.sleep(POLL_S)
+    raise TimeoutError(f"{run.rendezvous}: task 0 has not told within {wait_s:g} s where the supervisor is")
+
+
+def main() -> int:
+    """Be submitit's own entry; the folder is the last word. The exit code is that of the task."""
+    try:
+        from submitit.core.job_environment import JobEnvironment
+        from submitit.core.submission import process_job
+        from submitit.core.utils import pickle_load
+    except ModuleNotFoundError as error:
+        print(f"muster: {sys.executable} on {os.uname().nodename} has no {error.name}; run ./setup.sh", file=sys.stderr)
+        return exits.REFUSED
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # submitit's own way to cancel; a shell may ignore it
+    die_with_parent(os.getppid(), signal.SIGINT)
+    process_job(sys.argv[-1])
+    outcome, code = pickle_load(JobEnvironment().paths.result_pickle)
+    return int(code) if outcome == "success" else 1
+
+
+def _begin(parent: int) -> None:
+    """Prepare a child. Slurm's signal before the end goes to every process of the step; only the task answers it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+    die_with_parent(parent, signal.SIGTERM)
+
+
+def _has_ended(pidfd: int, wait_s: float) -> bool:
+    return bool(select.select([pidfd], [], [], wait_s)[0])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Call submitit in a process of its own: its import, its threads and its children stay out of ours. It reads an order.
+
+    standard input    {"executor", "folder", "constructor", "parameters", "tasks", "dry_run"}, as JSON
+    standard output   {"job_ids": [...]} or {"refused": "what sbatch said"} or {"text": the batch script}
+
+submitit's local executor starts its jobs itself: then this process stays until they have ended.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs import exits
+from slurm.submitit_job import Task
+
+if TYPE_CHECKING:
+    import submitit
+
+LOOK_S: Final = 0.05
+QUERY_S: Final = 30.0
+YEAR_MINUTES: Final = 525_600
+LIMITS: Final = "%P|%L|%l"  # of sinfo: the partition (a star marks the default one), its default limit, its limit
+
+
+def main() -> int:
+    """Submit what standard input orders."""
+    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what anybody prints must not reach who reads the answer
+    order = json.load(sys.stdin)
+    try:
+        import submitit
+        from submitit.core.utils import FailedJobError
+    except ModuleNotFoundError as error:
+        print(missing(str(error.name)), file=sys.stderr)
+        return exits.REFUSED
+    executor = submitit.AutoExecutor(order["folder"], cluster=order["executor"], **order["constructor"])
+    executor.update_parameters(**limited(order["executor"], order["parameters"]))
+    tasks = [Task(**each) for each in order["tasks"]]
+    try:
+        jobs = [] if order["dry_run"] else executor.submit_array(tasks)
+        told: dict[str, Any] = {"job_ids": [job.job_id for job in jobs]}
+    except FailedJobError as error:
+        jobs, told = [], {"refused": str(error)}
+    if order["dry_run"]:
+        told = {"text": script(executor)}
+    with answer:
+        answer.write(json.dumps(told) + "\n")
+    while order["executor"] == "local" and not all(job.done() for job in jobs):
+        time.sleep(LOOK_S)
+    return 0
+
+
+def missing(module: str) -> str:
+    """Say that submitit, or what it needs, is not installed."""
+    return f"muster: --on submitit: {sys.executable} has no {module}; run ./setup.sh, or pip install submitit"
+
+
+def script(executor: "submitit.AutoExecutor") -> str:
+    """Return the batch script as submitit would write it."""
+    inner: Any = executor._executor
+    return str(inner._make_submission_file_text(inner._submitit_command_str, ""))
+
+
+def limited(executor: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Fill in the time limit where none is given: the partition's own, not submitit's five minutes."""
+    if executor != "slurm" or "slurm_time" in parameters:
+        return parameters
+    argv = ["sinfo", "--noheader", f"--format={LIMITS}"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=QUERY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return parameters  # sbatch will say more about it
+    minutes = default_minutes(done.stdout, parameters.get("slurm_partition"))
+    return {**parameters, "slurm_time": minutes}
+
+
+def default_minutes(text: str, partition: str | None) -> int:
+    """Read from sinfo's lines how long a job may take that does not say it: minutes, a year where there is no limit."""
+    wanted = partition.split(",") if partition else []
+    for line in text.splitlines():
+        name, default, limit = (each.strip() for each in [*line.split("|"), "", ""][:3])
+        if name.rstrip("*") in wanted or (not wanted and name.endswith("*")):
+            return minutes_of(default) or minutes_of(limit) or YEAR_MINUTES
+    return YEAR_MINUTES
+
+
+def minutes_of(text: str) -> int:
+    """Read a limit as sinfo prints it (1-00:00:00, 1:00:00, 30:00), rounded up; 0 for none (infinite, n/a)."""
+    days, dash, clock = text.rpartition("-")
+    parts = clock.split(":")
+    if not all(part.isdecimal() for part in parts) or (dash and not days.isdecimal()):
+        return 0
+    seconds = 0
+    for part in parts:
+        seconds = 60 * seconds + int(part)
+    return math.ceil((86_400 * int(days or 0) + seconds) / 60)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""What Slurm prints when it ends a job, recorded from a real one (22.05) or from the texts in its slurmstepd."""
+
+import pytest
+
+from slurm.complaints import complaint
+
+AT = "CANCELLED AT 2026-11-21T10:25:38"
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "message"),
+    [
+        ([f"slurmstepd-node0: error: *** JOB 9 ON node0 {AT} ***"], 130, "stopped by scancel"),
+        ([f"slurmstepd: error: *** STEP 9.0 ON node0 {AT} ***"], 130, "stopped by scancel"),
+        ([f"slurmstepd-node0: error: *** JOB 13 ON node0 {AT} DUE TO JOB REQUEUE ***"], 130, "queues the job again"),
+        ([f"slurmstepd: error: *** JOB 9 ON n1 {AT} DUE TO TIME LIMIT ***"], 124, "raise slurm.time"),
+        ([f"slurmstepd: error: *** JOB 9 ON n1 {AT} DUE TO PREEMPTION ***"], 76, "to another job"),
+        ([f"slurmstepd: error: *** STEP 9.0 ON n1 {AT} DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***"], 69, "node of it"),
+        (["srun: error: Node failure on node1"], 69, "a node of it failed"),
+        (
+            ["slurmstepd-sd0: error: StepId=18.0 exceeded memory limit (454541312 > 209715200), being killed"],
+            1,
+            "slurm.mem",
+        ),
+        (["slurmstepd: error: Detected 1 oom_kill event in StepId=5.0."], 1, "slurm.mem"),
+        (["srun: error: n2: task 1: Out Of Memory"], 1, "slurm.mem"),
+        # The memory is the cause, the cancelled job its consequence.
+        (["error: Exceeded job memory limit", f"*** JOB 17 ON sd0 {AT} ***", "rank 0: done"], 1, "slurm.mem"),
+    ],
+)
+def test_slurms_last_words_tell_why(lines: list[str], code: int, message: str) -> None:
+    found = complaint(lines)
+    assert found is not None
+    assert found.code == code
+    assert message in found.message
+
+
+def test_output_of_a_program_is_no_complaint() -> None:
+    assert complaint([]) is None
+    assert complaint(["srun: error: node1: task 1: Killed", "Traceback (most recent call last):", "CANCELLED"]) is None
