@@ -66,6 +66,14 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"(?i)too many open files",
     ),
     Advice("check the disk of that node (dmesg, df -h), then start again", class_name="storage"),
+    Advice(
+        "name the nodes' Python in the site file (interpreter:), or run ./setup.sh there; muster check shows each",
+        said=r"the interpreter (?:is not there|cannot be run)|its Python (?:lacks|is too old)",
+    ),
+    Advice(
+        "give an address of node 0 that all nodes reach (--master-addr, --iface); muster check shows every node's way",
+        said=r"cannot reach the master at|its way to the master",
+    ),
     # What the program lacks.
     Advice("the program was not found: check its name, PATH, and workdir on that node", code=127),
     Advice(
@@ -94,6 +102,7 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice("give the user that runs the ranks access to it, on every node", said=r"PermissionError|Permission denied"),
     # Deadlines and nodes.
+    Advice("give it more time: raise slurm.time, or lower the work", class_name="timeout", said="time limit"),
     Advice(
         "see what was done there last: muster logs --rank {1}; check that every node reaches node 0 "
         "(firewall, address), or raise start_timeout_s",

@@ -1,217 +1,174 @@
-"""The agent: one per node. It starts that node's ranks through a keeper, watches them, and stops them.
+"""The agent's first breath: one per node, it greets the supervisor before it imports what the rest of it needs.
 
-It is started as `python -I -m launch.agent`, so that a user's own `jobs/` cannot shadow ours, and told everything
-over its channel: nothing of the user's stands on its command line. When the channel closes, it closes the keeper's
-socket, whereupon the keeper stops the ranks (TERM, 1 s, KILL).
+Started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours, and told
+everything over its channel: nothing of the user's stands on its command line. The carrier is its standard input and
+output, or, with --connect, a TCP connection that it dials and shows a token on. Then `launch/node.py` takes over.
+
+Of 64 nodes that are started from one machine the last has greeted when the sum of all starts is done. So nothing is
+imported up to the greeting that Python has not imported already (json costs 5 ms, socket 4, where all of this costs 1),
+and what comes after it, 40 ms, waits until the supervisor says a word: it does when everybody has greeted.
 """
 
-import argparse
-import asyncio
-import importlib.util
 import os
-import platform
-import signal
-import socket
-import subprocess
+import select
+import sys
 import time
-import traceback
-from collections.abc import Coroutine
-from itertools import chain
-from pathlib import Path
-from typing import Any, Final
 
-from jobs import linux
-from jobs.errors import MusterError, RefusedError
-from jobs.exits import UNREACHABLE
-from jobs.rundir import AttemptDir, write_json
-from launch import census
-from launch.channel import Channel, ChannelClosed, Message, dial, over_pipes
-from launch.follow import LineFollower, tail_lines
-from launch.keeper_link import KeeperLink
-from launch.processes import start_ticks
+DIAL_PAUSE_S = 0.2
+DIAL_EACH_S = 3.0  # one of several addresses of the supervisor may swallow packets
+DIAL_TIMEOUT_S = 60.0
+START_TICKS_FIELD = 19  # of /proc/PID/stat, counted after the name
+UNREACHABLE, REFUSED = 69, 78  # of jobs/exits.py, whose dataclass costs as much as all else here
+TOKEN = "MUSTER_TOKEN"
+WORD_S = 600.0  # for the supervisor's first word: until the slowest node has greeted, or has failed
+ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
+PASSED_ON = ("PATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what a plan for this node depends on
 
-HEARTBEAT_S: Final = 1.0
-FOLLOW_S: Final = 0.1
-BACKLOG: Final = 4096  # ranks dial before the store serves
-LAST_LINES: Final = 20
-LONGEST_LAST: Final = 1000  # characters
-BATCH_BYTES: Final = 1 << 18  # of a rank's output in one message
+TYPE_CHECKING = False  # typing's own costs 5 ms
+if TYPE_CHECKING:
+    import socket
+
+Options = dict[str, str]
 
 
-class Agent:
-    """One node's end of a run."""
+def main() -> None:
+    """Greet, then serve."""
+    options = parse(sys.argv[1:])
+    try:
+        carrier = greet(options)
+    except ConnectionError:
+        sys.exit(UNREACHABLE)  # the supervisor has gone meanwhile, and nobody is left to hear of it
+    select.select([max(carrier, 0)], [], [], WORD_S)
+    from launch.node import serve
 
-    def __init__(self, node: int, channel: Channel, keeper: socket.socket | None) -> None:
-        self.node = node
-        self.channel = channel
-        self.keeper = KeeperLink(keeper)
-        self.listening: socket.socket | None = None
-        self.start: Message = {}
-        self.unseen: dict[int, int] = {}  # {rank: pid} of programs that have not been seen at the store
-        self.followers: dict[int, dict[str, LineFollower]] = {}
-        self.tasks: set[asyncio.Task[None]] = set()
-
-    async def run(self) -> None:
-        """Serve until the supervisor says bye or the channel closes."""
-        handlers = {"prepare": self._prepare, "start": self._start, "stop": self._stop}
-        try:
-            await self.channel.send(hello(self.node))
-            self._spawn(self._beat())
-            while (message := await self.channel.receive())["do"] != "bye":
-                await self._guard(handlers[message["do"]](message))
-        except ChannelClosed:
-            pass  # the supervisor has gone: the same farewell
-        for task in self.tasks:
-            task.cancel()
-        await self.keeper.close()
-
-    async def _prepare(self, message: Message) -> None:
-        """Bind the store's port, and keep it bound: the number is told only once it is ours."""
-        self.listening = socket.create_server((message["bind"], 0), backlog=BACKLOG)
-        await self.channel.send({"did": "prepared", "port": self.listening.getsockname()[1]})
-
-    async def _start(self, message: Message) -> None:
-        self.start = message
-        attempt = AttemptDir(Path(message["attempt_dir"]))
-        if message["setup"]:
-            await self._set_up(message, attempt)
-        if not self.keeper.is_open:
-            await self.keeper.open(**message["warm"])
-            self._spawn(self._watch_keeper())
-        if self.listening is not None:
-            if message["store"]:
-                self.keeper.give_store(self.listening)
-            self.listening.close()  # the keeper has it now, or rank 0 may bind it
-            self.listening = None
-        await self.keeper.order({"do": "start", "ranks": message["ranks"]})
-        self.followers = {
-            rank: {"out": LineFollower(attempt.out(rank)), "err": LineFollower(attempt.err(rank))}
-            for rank in message["console"]
-        }
-        self._spawn(self._forward())
-
-    async def _set_up(self, message: Message, attempt: AttemptDir) -> None:
-        """Run the job's setup lines once on this node, in one shell that stops at the first failure."""
-        log = attempt.setup(self.node)
-        with log.open("wb") as output:
-            shell = await asyncio.create_subprocess_exec(
-                *("bash", "-e", "-c", "\n".join(message["setup"])),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=message["workdir"],
-                env={**os.environ, **message["warm"]["env"]},
-            )
-            if code := await shell.wait():
-                last = (last_lines(log) or ["no output"])[-1]
-                raise RefusedError(f"setup: ended with code {code}: {last}; see {log}")
-
-    async def _stop(self, message: Message) -> None:
-        if not self.keeper.is_open:
-            await self.channel.send({"did": "swept", "swept": 0})
-            return
-        await self.keeper.order({"do": "stop", "grace_s": message["grace_s"]})
-
-    async def _watch_keeper(self) -> None:
-        async for message in self.keeper.messages():
-            if "started" in message:
-                self._note_started(message)
-                await self.channel.send({"did": "started", "ranks": message["started"], "time": message["time"]})
-            elif "exited" in message:
-                rank = message.pop("exited")
-                self.unseen.pop(rank, None)
-                await self._forward_rank(rank, ended=True)
-                lines = self._last_lines(rank)
-                await self.channel.send({"did": "exited", "rank": rank, "last_lines": lines, **message})
-            else:
-                did = next(key for key in ("ready", "report", "swept", "broken") if key in message)
-                await self.channel.send({"did": did, **message})
-        what = "its warm process or keeper has gone"
-        await self.channel.send({"did": "broken", "broken": what, "code": UNREACHABLE, "gone": True})
-
-    def _note_started(self, message: Message) -> None:
-        pids = dict(message["started"])
-        if "argv" in self.start["ranks"][0]:  # a program of the user's: it tells us nothing, so we look
-            self.unseen = dict(pids)
-        ranks = [
-            {"rank": start["rank"], "pid": pids[start["rank"]], "cores": start["cores"], "gpus": start["gpus"]}
-            for start in self.start["ranks"]
-        ]
-        record = {**identity(), "node": self.node, "ranks": ranks}
-        write_json(AttemptDir(Path(self.start["attempt_dir"])).node(self.node), record)
-
-    def _last_lines(self, rank: int) -> list[str]:
-        attempt = AttemptDir(Path(self.start["attempt_dir"]))
-        return last_lines(attempt.err(rank)) or last_lines(attempt.out(rank))
-
-    async def _forward(self) -> None:
-        """Send what the console's ranks print to the supervisor, line by line."""
-        while True:
-            for rank in self.followers:
-                await self._forward_rank(rank)
-            await asyncio.sleep(FOLLOW_S)
-
-    async def _forward_rank(self, rank: int, *, ended: bool = False) -> None:
-        for stream, follower in self.followers.get(rank, {}).items():
-            batch: list[str] = []
-            room = BATCH_BYTES
-            for line in chain(follower.poll(), follower.flush() if ended else ()):
-                batch.append(line.decode(errors="replace"))
-                room -= len(line) + 1
-                if room < 0:
-                    await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": batch})
-                    batch, room = [], BATCH_BYTES
-            if batch:
-                await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": batch})
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            await self.channel.send({"did": "heartbeat", "time": time.time()})
-            if self.unseen:
-                for rank in census.connected(self.unseen, self.start["master_port"]):
-                    del self.unseen[rank]
-                    await self.channel.send({"did": "report", "rank": rank, "report": {"report": "arrived"}})
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        self.tasks.add(asyncio.create_task(self._guard(work)))
-
-    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await work; what goes wrong in it is told and ends the node, instead of leaving it half alive."""
-        try:
-            await work
-        except ChannelClosed:
-            return  # the main loop sees it too, and ends the node
-        except Exception as error:
-            if not isinstance(error, MusterError):
-                traceback.print_exc()
-            what = str(error) or type(error).__name__
-            await self.channel.send({"did": "broken", "broken": what, "code": getattr(error, "exit_code", 1)})
+    keeper = int(options["keeper-fd"]) if "keeper-fd" in options else None
+    lease_s = float(options.get("lease-s", 0))
+    code = serve(node_of(options["node"]), carrier, keeper, lease_s, options.get("alone", ""))
+    if options.get("end-as") == "run":  # somebody started this by hand, and looks at how it ends
+        sys.exit(code)
 
 
-def last_lines(path: Path) -> list[str]:
-    """Return the last lines of a log, long ones cut: a verdict is one row of a log."""
-    lines = tail_lines(path, LAST_LINES)
-    return [line if len(line) <= LONGEST_LAST else f"{line[:LONGEST_LAST]}… ({len(line)} characters)" for line in lines]
+def greet(options: Options) -> int:
+    """Say hello over the carrier; return its socket's descriptor, or -1 for the standard streams."""
+    node = node_of(options["node"])
+    token = options.get("token") or os.environ.pop(TOKEN, "")
+    if "connect" not in options:
+        os.write(1, line(hello(node, "")))
+        return -1
+    import socket
+
+    if "token-file" in options:
+        token = read_token(options["token-file"])
+    connection = dial(options["connect"].split(","), float(options.get("dial-timeout-s", DIAL_TIMEOUT_S)))
+    greeting = hello(node, connection.getsockname()[0])
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(line({"token": token}) + line(greeting))
+    return connection.detach()
 
 
-def identity() -> dict[str, Any]:
-    """Say which process on which host this is."""
-    return {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": start_ticks(os.getpid())}
+def parse(words: list[str]) -> Options:
+    """Read `--name value` pairs; a transport of ours wrote them."""
+    return {name.removeprefix("--"): value for name, value in zip(words[::2], words[1::2], strict=True)}
 
 
-def hello(node: int) -> Message:
-    """Say which node this is and what it has; looks for torch without importing it."""
+def node_of(text: str) -> int:
+    """Return the node's number; `slurm` stands for the one that Slurm gave this task."""
+    return int(os.environ["SLURM_NODEID"] if text == "slurm" else text)
+
+
+def line(message: "dict[str, object]") -> bytes:
+    """Spell a message as the channel does."""
+    return (spell(message) + "\n").encode(errors="replace")
+
+
+def spell(value: object) -> str:
+    """Write plain values as JSON (RFC 8259)."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{spell(str(name))}: {spell(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(spell, value)) + "]"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value.translate(ESCAPES)}"' if isinstance(value, str) else repr(value)
+
+
+def read_token(path: str) -> str:
+    """Read the token, or end with what to do."""
+    try:
+        with open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib costs 8 ms)
+            return file.read().strip()
+    except OSError as error:
+        host = os.uname().nodename
+        raise gave_up(
+            REFUSED,
+            f"{host}: cannot read {path}: {error.strerror}; over this transport the run folder must be on storage that "
+            "every node sees: choose one with --runs DIR, or use --on ssh",
+        ) from error
+
+
+def dial(addresses: list[str], timeout_s: float) -> "socket.socket":
+    """Dial the supervisor at any of its addresses until one answers, or end."""
+    import socket
+
+    deadline = time.monotonic() + timeout_s
+    why = ""
+    while time.monotonic() < deadline:
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            try:
+                connection = socket.create_connection((host, int(port)), timeout=min(timeout_s, DIAL_EACH_S))
+                if connection.getsockname() == connection.getpeername():
+                    raise OSError("it reached itself")  # dialled from the very port it dials
+                connection.settimeout(None)
+                return connection
+            except OSError as error:
+                why = error.strerror or str(error)
+        if is_abandoned():
+            sys.exit(UNREACHABLE)
+        time.sleep(DIAL_PAUSE_S)
+    where = " or ".join(addresses)
+    raise gave_up(UNREACHABLE, f"{os.uname().nodename}: no supervisor at {where} within {timeout_s:g} s: {why}")
+
+
+def is_abandoned() -> bool:
+    """True when nobody can read our standard error any more: the pdsh or srun that started us has been ended."""
+    watch = select.poll()
+    watch.register(2, 0)
+    return bool(watch.poll(0))
+
+
+def gave_up(code: int, text: str) -> SystemExit:
+    """Say why on standard error, which every transport brings home; return the end to raise."""
+    print(f"muster agent on {text}", file=sys.stderr)
+    return SystemExit(code)
+
+
+def hello(node: int, address: str) -> dict[str, object]:
+    """Say which node this is and what it has; looks for torch without importing it.
+
+    `address` is the one that the supervisor reached this node by; ssh tells it in its own variable.
+    """
+    over_ssh = os.environ.get("SSH_CONNECTION", "").split()
     return {
         "did": "hello",
         "node": node,
         **identity(),
-        "python": platform.python_version(),
-        "torch": importlib.util.find_spec("torch") is not None,
+        "slurm_name": os.environ.get("SLURMD_NODENAME", ""),
+        "address": address or (over_ssh[2] if len(over_ssh) == 4 else ""),
+        "python": "{}.{}.{}".format(*sys.version_info[:3]),
+        "torch": any(finder.find_spec("torch", None) for finder in sys.meta_path),
         "cores": sorted(os.sched_getaffinity(0)),
         "gpus": visible_gpus(),
+        "environ": {name: os.environ[name] for name in PASSED_ON if name in os.environ},
         "time": time.time(),
     }
+
+
+def identity() -> dict[str, object]:
+    """Say which process on which host this is."""
+    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123
+        fields = file.read().rpartition(")")[2].split()
+    return {"host": os.uname().nodename, "pid": os.getpid(), "pid_start": int(fields[START_TICKS_FIELD])}
 
 
 def visible_gpus() -> list[str]:
@@ -219,34 +176,8 @@ def visible_gpus() -> list[str]:
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is not None:
         return [name for name in given.split(",") if name]
-    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
-
-
-async def _serve(args: argparse.Namespace) -> None:
-    keeper = socket.socket(fileno=args.keeper_fd) if args.keeper_fd is not None else None
-    if args.connect:
-        address, _, port = args.connect.rpartition(":")
-        token = Path(args.token_file).read_text().strip()
-        channel = await dial(address, int(port), token, timeout_s=args.dial_timeout_s)
-    else:
-        channel = await over_pipes(os.dup(0), os.dup(1))
-        os.dup2(2, 1)  # what anybody prints must not reach the channel
-    await Agent(args.node, channel, keeper).run()
-
-
-def main() -> None:
-    """Open the channel, then serve."""
-    parser = argparse.ArgumentParser(description="internal: started by a transport")
-    parser.add_argument("--node", type=int, required=True)
-    parser.add_argument("--keeper-fd", type=int, help="inherited socket of a keeper; else this agent starts its own")
-    parser.add_argument("--connect", help="ADDRESS:PORT of the supervisor; else standard input and output")
-    parser.add_argument("--token-file")
-    parser.add_argument("--dial-timeout-s", type=float, default=60.0)
-    args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    linux.adopt_orphans()
-    asyncio.run(_serve(args))
+    files = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()]  # noqa: PTH208
+    return [str(number) for number, _ in enumerate(files)]
 
 
 if __name__ == "__main__":

@@ -3,28 +3,37 @@
 Pipe: the standard input and output of the agent's process, for transports that keep them (local, ssh).
 TCP: the agent dials back and shows a token, for transports that do not (pdsh, srun, a pasted line).
 
-To the agent      welcome, prepare, start, stop, bye
-To the supervisor hello, prepared, started, report, exited, swept, log, heartbeat, broken
+To the agent      beat, inspect, prepare, reach, start, stop, bye
+To the supervisor hello, heartbeat, inspected, prepared, reached, started, report, exited, swept, log, file, told,
+                  broken
 """
 
 import asyncio
 import hmac
 import json
-import os
 import secrets
+import socket
 import sys
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import IO, Any, Final
+
+from jobs import ports
+from jobs.errors import RefusedError
 
 LINE_LIMIT: Final = 1 << 24  # a start message holds argv and environment of all ranks of a node
-DIAL_PAUSE_S: Final = 0.2
 HELLO_TIMEOUT_S: Final = 10.0
+CHATTER_LINES: Final = 1000
+BACKLOG: Final = 4096  # all agents of a large run dial at once
 
 Message = dict[str, Any]
 
 
 class ChannelClosed(Exception):
     """The other end has gone."""
+
+
+class NotAMessage(ChannelClosed):
+    """The other end does not speak our protocol."""
 
 
 @dataclass
@@ -35,6 +44,7 @@ class Channel:
     writer: asyncio.StreamWriter
     source: asyncio.ReadTransport | None = None  # where reading and writing are two pipes
     node: int = -1  # whose channel this is, where that is known before its hello
+    first: Message | None = None  # received, and still to be given out
 
     async def send(self, message: Message) -> None:
         """Send one message.
@@ -48,22 +58,58 @@ class Channel:
         except (ConnectionError, RuntimeError) as error:
             raise ChannelClosed(str(error)) from error
 
+    def post(self, message: Message) -> None:
+        """Send one message without waiting until the other end takes it.
+
+        Raises:
+            ChannelClosed: the other end is known to have gone.
+        """
+        if self.writer.is_closing():
+            raise ChannelClosed("the connection ended")
+        self.writer.write((json.dumps(message) + "\n").encode())
+
+    async def wait_for_hello(self) -> None:
+        """Wait for the agent's first word; what a shell's start files printed before it is passed over.
+
+        Raises:
+            ChannelClosed: the other end has gone, or says too much that is no hello.
+        """
+        for _ in range(CHATTER_LINES):
+            try:
+                self.first = await self.receive()
+                return
+            except NotAMessage:
+                continue
+        raise ChannelClosed("no hello among what it said")
+
     async def receive(self) -> Message:
         """Return the next message.
 
         Raises:
             ChannelClosed: the other end has gone, or does not speak our protocol.
         """
+        if self.first is not None:
+            message, self.first = self.first, None
+            return message
         try:
             line = await self.reader.readline()
-            if not line.endswith(b"\n"):
-                raise ChannelClosed("the connection ended")
-            message = json.loads(line)
         except (ConnectionError, ValueError) as error:
             raise ChannelClosed(str(error)) from error
-        if not isinstance(message, dict):
-            raise ChannelClosed(f"not a message: {line[:80]!r}")
-        return message
+        if not line.endswith(b"\n"):
+            raise ChannelClosed("the connection ended")
+        try:
+            received = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise NotAMessage(str(error)) from error
+        if not isinstance(received, dict):
+            raise NotAMessage(f"not a message: {line[:80]!r}")
+        return received
+
+    def abort(self) -> None:
+        """Close this end without waiting for what is still to be sent: the other end does not take it."""
+        self.writer.transport.abort()
+        if self.source is not None:
+            self.source.close()
 
     def close(self) -> None:
         """Close this end; the other sees it at once."""
@@ -72,60 +118,46 @@ class Channel:
             self.source.close()
 
 
-async def over_pipes(source: int, sink: int) -> Channel:
-    """Make the agent's end over two pipe descriptors."""
+async def over_pipes(source: IO[bytes], sink: IO[bytes]) -> Channel:
+    """Make an end over two pipes."""
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=LINE_LIMIT)
-    reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(source, "rb", 0))
-    transport, protocol = await loop.connect_write_pipe(
-        lambda: asyncio.streams.FlowControlMixin(loop=loop), os.fdopen(sink, "wb", 0)
-    )
+    reading, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), source)
+    transport, protocol = await loop.connect_write_pipe(lambda: asyncio.streams.FlowControlMixin(loop=loop), sink)
     return Channel(reader, asyncio.StreamWriter(transport, protocol, reader, loop), reading)
 
 
-async def to_process(process: asyncio.subprocess.Process) -> Channel:
-    """Make the supervisor's end over the pipes of an agent's process."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    return Channel(process.stdout, process.stdin)
-
-
-async def dial(address: str, port: int, token: str, *, timeout_s: float) -> Channel:
-    """Dial the supervisor until it answers, and show the token.
-
-    Raises:
-        ChannelClosed: nobody answered in time.
-    """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while True:
-        try:
-            reader, writer = await asyncio.wait_for(
-                asyncio.open_connection(address, port, limit=LINE_LIMIT), max(0.1, deadline - loop.time())
-            )
-        except (OSError, asyncio.TimeoutError) as error:
-            if loop.time() >= deadline:
-                raise ChannelClosed(f"{address}:{port} did not answer within {timeout_s:g} s") from error
-            await asyncio.sleep(DIAL_PAUSE_S)
-            continue
-        channel = Channel(reader, writer)
-        await channel.send({"token": token})
-        return channel
+async def over_socket(connection: socket.socket) -> Channel:
+    """Make the agent's end over a connection that has shown its token."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LINE_LIMIT)
+    return Channel(reader, writer)
 
 
 class Listener:
     """The supervisor's end of the TCP carrier: a port that accepts whoever shows the token."""
 
-    def __init__(self) -> None:
-        self.token = secrets.token_urlsafe(24)
+    def __init__(self, token: str = "") -> None:
+        self.token = token or secrets.token_urlsafe(24)
         self.port = 0
         self._server: asyncio.Server | None = None
         self._accepted: asyncio.Queue[Channel] = asyncio.Queue()
 
-    async def open(self, address: str) -> None:
-        """Bind a free port on `address`."""
-        self._server = await asyncio.start_server(self._admit, address, 0, limit=LINE_LIMIT)
-        self.port = self._server.sockets[0].getsockname()[1]
+    async def open(self, address: str, port: int = 0) -> None:
+        """Listen at `address` ("": every address of this host), on the given port or on one of our choice.
+
+        Raises:
+            RefusedError: the given port is taken or may not be bound.
+        """
+        if port:
+            try:
+                listening = socket.create_server((address, port), backlog=BACKLOG)
+            except OSError as error:
+                reason = error.strerror or error
+                raise RefusedError(f"port {port}: cannot be bound here: {reason}; choose another --port") from error
+        else:
+            listening = ports.bind(address, backlog=BACKLOG)
+        self.port = listening.getsockname()[1]
+        self._server = await asyncio.start_server(self._admit, sock=listening, limit=LINE_LIMIT, backlog=BACKLOG)
 
     async def accept(self) -> Channel:
         """Return the next channel whose token was right; the caller sets the deadline."""
@@ -138,6 +170,7 @@ class Listener:
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
+        writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             shown = str((await asyncio.wait_for(channel.receive(), HELLO_TIMEOUT_S)).get("token", ""))
         except (ChannelClosed, asyncio.TimeoutError):

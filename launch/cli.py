@@ -17,8 +17,10 @@ GROUPS = (
         "start",
         (
             ("run", "start the ranks of a job, watch them, and say how it went"),
+            ("submit", "start a run and leave: in the background, or in Slurm's queue"),
+            ("sweep", "run every point of a grid of settings, and compare them"),
             ("plan", "show what run would do: hosts, ranks, environment, commands"),
-            ("cmd", "print the line to paste on one node, to start by hand"),
+            ("cmd", "print the line to paste on each node, to start by hand"),
             ("stop", "end a run, and whatever is left of it"),
         ),
     ),
@@ -36,6 +38,16 @@ GROUPS = (
         (
             ("data", "fetch, check and prepare a data set on this machine"),
             ("verify", "prove that a parallel run equals one process"),
+        ),
+    ),
+    (
+        "cluster",
+        (
+            ("check", "test every node before a run: ssh, versions, code, network, clock, storage"),
+            ("hosts", "expand, fold and convert lists of hosts"),
+            ("sync", "bring this code to nodes that do not share a file system"),
+            ("box", "make a small real cluster inside this machine, and break it"),
+            ("cloudlab", "write the profile of a CloudLab experiment"),
         ),
     ),
     (

@@ -14,8 +14,9 @@ from launch.verdict import Verdict
 class Console:
     """Plain lines; where standard error is a terminal, also a progress line below them."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, ranks: bool = True) -> None:
         self.quiet = quiet
+        self.ranks = ranks  # show what rank 0 prints; without a reader its log is enough
         self._progress: Any = None
         self._task: Any = None
         self._terminal = sys.stderr.isatty() and not quiet
@@ -37,7 +38,7 @@ class Console:
 
     def lines(self, stream: str, lines: list[str]) -> None:
         """Pass on what rank 0 printed."""
-        if self.quiet:
+        if self.quiet or not self.ranks:
             return
         for line in lines:
             self._print(line, sys.stdout if stream == "out" else sys.stderr)
@@ -94,7 +95,7 @@ class Console:
             for line in verdict.first.last_lines:
                 self.say(f"  {line}")
         self.say(f"muster: {verdict.message}")
-        ranks = ", ".join(str(each.rank) for each in verdict.victims if each.rank is not None)
+        ranks = ", ".join(map(str, sorted(each.rank for each in verdict.victims if each.rank is not None)))
         if verdict.first is not None and ranks:
             self.say(f"  ended because of it: rank {ranks}")
         self.say(f"  {verdict.name}, exit code {verdict.code} after {seconds:.1f} s · muster why {run_id}")

@@ -6,7 +6,8 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-from jobs.rundir import RunDir, append_line
+from jobs.files import append_line
+from jobs.rundir import RunDir
 from launch.advice import next_step
 from launch.plan import Context
 from launch.processes import start_ticks

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 from jobs import linux
+from jobs.boot import module_argv
 from launch.channel import LINE_LIMIT, Message
 
 CHUNK: Final = 1 << 16
@@ -25,7 +26,7 @@ def start_warm(
     It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks.
     """
     descriptors = [each.fileno() for each in sockets]
-    argv = [python, "-I", "-m", "jobs.warm", "--fds", ",".join(map(str, descriptors)), "--preload", preload]
+    argv = [*module_argv(python, "jobs.warm"), "--fds", ",".join(map(str, descriptors)), "--preload", preload]
     return subprocess.Popen(
         argv,
         pass_fds=descriptors,

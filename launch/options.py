@@ -1,6 +1,10 @@
 """Options that several subcommands share, so that they are spelt and explained once."""
 
 import argparse
+from typing import Final
+
+TRANSPORTS: Final = ("local", "ssh", "pdsh", "hand", "slurm", "submitit")
+EXECUTORS: Final = ("slurm", "local", "debug")
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
@@ -30,5 +34,55 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         dest="overrides",
         help="override one value of the job, as in train.optimizer.lr=0.1; may be repeated",
     )
+    parser.add_argument("-N", "--nodes", metavar="N", type=int, help="as --set nodes=N")
+    parser.add_argument("-n", "--ranks-per-node", metavar="M", help="as --set ranks_per_node=M (a number, or slots)")
+    parser.add_argument(
+        "-x",
+        metavar="NAME[=VALUE]",
+        action="append",
+        default=[],
+        dest="exported",
+        help="a variable for the ranks; without a value, the one it has here; may be repeated",
+    )
     parser.add_argument("--site", metavar="FILE", help="the site file: what belongs to this cluster and not to the job")
     parser.add_argument("--name", help="name of the run (default: the job's)")
+
+
+def add_transport(parser: argparse.ArgumentParser) -> None:
+    """Add where the nodes are and how they are reached."""
+    parser.add_argument("--on", choices=TRANSPORTS, help="transport (default: ssh where hosts are given, else local)")
+    parser.add_argument(
+        "--executor", choices=EXECUTORS, help="of --on submitit (default: slurm where sbatch is found, else local)"
+    )
+    add_hosts(parser)
+    add_network(parser)
+
+
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """Add where the ranks meet."""
+    network = parser.add_argument_group("network")
+    network.add_argument("--master-addr", metavar="ADDRESS", help="where the ranks meet: an address of node 0")
+    network.add_argument("--iface", metavar="IF|CIDR", help="the network of the ranks: an interface, or 10.10.1.0/24")
+    network.add_argument("--port", metavar="P", type=int, default=0, help="by hand: where the supervisor listens")
+
+
+def add_hosts(parser: argparse.ArgumentParser) -> None:
+    """Add the ways to name hosts, and what ssh is told."""
+    hosts = parser.add_argument_group("hosts")
+    hosts.add_argument("-H", "--hosts", metavar="FILE", help="hosts file (ours, DeepSpeed's, MPI's); box or box:NAME")
+    hosts.add_argument("-w", "--nodelist", metavar="LIST", help="host names, such as 'n[01-16,20]'")
+    hosts.add_argument("--manifest", metavar="FILE", help="manifest of a CloudLab experiment (XML)")
+    hosts.add_argument("--lan", metavar="NAME", help="of the manifest: the network of the ranks")
+    hosts.add_argument("--login", metavar="USER", help="user name on the hosts")
+    hosts.add_argument("-i", "--include", metavar="LIST", help="take these hosts only")
+    hosts.add_argument("-e", "--exclude", metavar="LIST", help="leave these hosts out")
+    hosts.add_argument(
+        "-f", "--fanout", metavar="N", type=int, default=0, help="starts under way at once (default: 64)"
+    )
+    hosts.add_argument("--jump", metavar="HOST", help="reach the hosts through this one, as ssh -J does")
+    hosts.add_argument(
+        "--cheap-kex", action="store_true", help="ssh: curve25519 first, for many nodes from one machine"
+    )
+    hosts.add_argument(
+        "--ssh-opt", metavar="NAME=VALUE", action="append", default=[], help="as ssh -o; may be repeated"
+    )

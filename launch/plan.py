@@ -6,7 +6,7 @@ whether torch is there - comes in as `Machine`; the master port as a number, or 
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +18,8 @@ from jobs.site import Site
 from jobs.spec import Job
 
 RANK_VARIABLES: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {STATUS_FD}
+GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
+NCCL_INTERFACE: Final = "NCCL_SOCKET_IFNAME"
 PORT_ORIGIN: Final = "bound by node 0's agent when it starts"
 
 
@@ -29,6 +31,9 @@ class Machine:
     cores: tuple[int, ...]
     gpus: tuple[str, ...] = ()
     torch: bool = True
+    environ: Mapping[str, str] = field(default_factory=dict)  # what plans depend on: PATH and the network variables
+    interface: str = ""  # the one that routes to the master; "": all ranks are on this machine
+    run: RunDir | None = None  # where this node keeps the run, if not where the supervisor does
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,8 @@ class NodePlan:
     """One node: its ranks, and what its warm process is started with."""
 
     placement: NodePlacement
+    run: RunDir
+    apart: bool  # the supervisor cannot see `run`: its files are to be sent
     warm_environment: tuple[EnvValue, ...]
     ranks: tuple[RankPlan, ...]
 
@@ -73,7 +80,9 @@ class Context:
     entry: str | None  # "module:function" that a forked rank calls; None: a program started fresh
     options: Mapping[str, Any] = field(default_factory=dict)  # for that function, beside the job
     attempt: int = 0
-    one_host: bool = True
+    code: str | None = None  # the root of the code that agents run, when it is a snapshot
+    remote: bool = False  # nodes are other machines than the supervisor's
+    iface: str | None = None  # the user's choice of a network: an interface, or a CIDR
 
 
 def preload(context: Context) -> str:
@@ -81,8 +90,8 @@ def preload(context: Context) -> str:
     return "" if context.entry is None else f"torch,torch.distributed,{context.entry.partition(':')[0]}"
 
 
-def shared_environment(context: Context, environ: Mapping[str, str], threads: int) -> tuple[EnvValue, ...]:
-    """Return the variables of the warm process itself: run id, libraries, site, job; the later ones win.
+def shared_environment(context: Context, machine: Machine, threads: int) -> tuple[EnvValue, ...]:
+    """Return the variables of a node's warm process itself: run id, libraries, site, job; the later ones win.
 
     Raises:
         RefusedError: a file sets a rank variable.
@@ -94,10 +103,15 @@ def shared_environment(context: Context, environ: Mapping[str, str], threads: in
 
     add("OMP_NUM_THREADS", str(threads), f"threads_per_rank: {context.job.threads_per_rank}")
     add("PYTHONUNBUFFERED", "1", "so that a killed rank's last lines are not lost")
-    path = os.pathsep.join(filter(None, (str(Path(context.python).parent), environ.get("PATH", ""))))
+    path = os.pathsep.join(filter(None, (str(Path(context.python).parent), machine.environ.get("PATH", ""))))
     add("PATH", path, "the interpreter's folder first, so that python is Muster's own")
-    if context.one_host and "GLOO_SOCKET_IFNAME" not in environ:
-        add("GLOO_SOCKET_IFNAME", "lo", "all ranks are on this machine")
+    interface, origin = machine.interface, f"the way to the master {context.placement.master_addr}"
+    if context.placement.one_host:
+        interface, origin = "lo", "all ranks are on this machine"
+    if interface and GLOO_INTERFACE not in machine.environ:
+        add(GLOO_INTERFACE, interface, origin)
+    if interface not in ("", "lo") and NCCL_INTERFACE not in machine.environ:
+        add(NCCL_INTERFACE, f"={interface}", origin)
     if context.site.data is not None:
         add("MUSTER_DATA", context.site.data, "site file: data")
     for file, env in (("site file", context.site.env), ("job file", context.job.env)):
@@ -108,9 +122,7 @@ def shared_environment(context: Context, environ: Mapping[str, str], threads: in
     return tuple(values.values())
 
 
-def plan_nodes(
-    context: Context, machines: Sequence[Machine], environ: Mapping[str, str], master_port: int | None
-) -> list[NodePlan]:
+def plan_nodes(context: Context, machines: Sequence[Machine], master_port: int | None) -> list[NodePlan]:
     """Plan every node of an attempt. Pretend nodes on one host divide its cores and GPUs."""
     nodes = context.placement.nodes
     shares = _shares(machines)
@@ -129,13 +141,14 @@ def plan_nodes(
             )
             for local_rank in range(node.ranks)
         )
-        plans.append(NodePlan(node, shared_environment(context, environ, threads), ranks))
+        environment = shared_environment(context, machine, threads)
+        plans.append(NodePlan(node, machine.run or context.run, machine.run is not None, environment, ranks))
     return plans
 
 
 def start_message(context: Context, plan: NodePlan, *, store: bool, master_port: int) -> dict[str, Any]:
     """Spell one node's plan out as the agent's start message: data, never shell text."""
-    attempt = context.run.attempt(context.attempt)
+    attempt = plan.run.attempt(context.attempt)
     what: dict[str, Any] = (
         {"argv": context.job.settings.model_dump()["argv"]}
         if context.entry is None
@@ -147,6 +160,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
     return {
         "do": "start",
         "attempt_dir": str(attempt.path),
+        "apart": plan.apart,
         "workdir": context.workdir,
         "setup": [*context.site.setup, *context.job.setup],
         "store": store,
@@ -173,12 +187,14 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
 def _shares(machines: Sequence[Machine]) -> list[Machine]:
     """Give each pretend node its share of the host that it is on."""
     shares = list(machines)
-    for host in {machine.host for machine in machines}:
-        here = [index for index, machine in enumerate(machines) if machine.host == host]
+    groups: dict[str, list[int]] = {}
+    for index, machine in enumerate(machines):
+        groups.setdefault(machine.host, []).append(index)
+    for here in groups.values():
         cores = divide(machines[here[0]].cores, len(here))
         gpus = divide(machines[here[0]].gpus, len(here))
         for index, its_cores, its_gpus in zip(here, cores, gpus, strict=True):
-            shares[index] = Machine(host, its_cores, its_gpus, machines[index].torch)
+            shares[index] = replace(machines[index], cores=its_cores, gpus=its_gpus)
     return shares
 
 
@@ -196,7 +212,7 @@ def _rank_environment(
         master_port=master_port or 0,
         attempt=context.attempt,
         run_id=context.run.run_id,
-        run_dir=str(context.run.path),
+        run_dir=str((machine.run or context.run).path),
         agent_store=machine.torch,
     )
     values = []

@@ -1,12 +1,28 @@
 """Who has come, who is still at work, and who is late: the bookkeeping of one attempt."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
+from jobs.errors import MusterError
 from jobs.placement import Placement
 from launch.channel import Channel, Message
 
 NAMED: Final = 4  # ranks that a message names before it only counts
+
+
+@dataclass
+class ClockOffset:
+    """How far a node's clock is ahead of ours, from the exchange that travelled fastest (NTP, RFC 5905, section 8)."""
+
+    seconds: float = 0.0
+    travel_s: float = math.inf
+
+    def note(self, *, sent: float, heard: float, answered: float, received: float) -> None:
+        """Take an exchange into account: `sent` and `received` by our clock, `heard` and `answered` by the node's."""
+        travel_s = (received - sent) - (answered - heard)
+        if travel_s < self.travel_s:
+            self.seconds, self.travel_s = ((heard - sent) + (answered - received)) / 2, travel_s
 
 
 @dataclass
@@ -15,7 +31,10 @@ class Node:
 
     channel: Channel | None = None
     hello: Message = field(default_factory=dict)
+    reached: Message = field(default_factory=dict)
     heard: float = 0.0  # monotonic seconds
+    clock: ClockOffset = field(default_factory=ClockOffset)
+    failure: MusterError | None = None  # why its agent could not be started
     swept: bool = False
     gone: bool = False
 
@@ -26,6 +45,8 @@ class Roster:
     def __init__(self, placement: Placement, *, meets: bool) -> None:
         self.meets = meets
         self.nodes = [Node() for _ in placement.nodes]
+        self.hosts = [node.host for node in placement.nodes]
+        self.missing = len(self.nodes)  # nodes that have neither answered nor failed
         self.node_of = {rank: node.node_rank for node in placement.nodes for rank in node.rank_range}
         self.running = set(self.node_of)
         self.arrived: set[int] = set()
@@ -37,8 +58,8 @@ class Roster:
         While `patient`, ranks that have arrived are given a moment more: their own time-out says more than ours.
         """
         limit = f"{limit_s:g} s (start_timeout_s)"
-        if silent := [str(number) for number, node in enumerate(self.nodes) if not node.hello]:
-            return f"node {', '.join(silent)}: the agent did not answer within {limit}"
+        if silent := [number for number, node in enumerate(self.nodes) if not node.hello]:
+            return f"{self._name_nodes(silent)}: the agent did not answer within {limit}"
         # A program of the user's need not meet anybody; but once one rank waits at the store, all others should come.
         expected = self.meets or bool(self.running & self.arrived)
         if expected and (missing := sorted(self.running - self.arrived)):
@@ -47,6 +68,10 @@ class Roster:
         if self.meets and not patient and (apart := sorted(self.running - self.joined)):
             return f"{self._name(apart)} did not meet the others within {limit}"
         return ""
+
+    def _name_nodes(self, numbers: list[int]) -> str:
+        names = ", ".join(f"{number} ({self.hosts[number]})" for number in numbers[:NAMED])
+        return f"node {names}" + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")
 
     def _name(self, ranks: list[int]) -> str:
         names = [f"rank {rank} on node {self.node_of[rank]}" for rank in ranks[:NAMED]]

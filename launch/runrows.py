@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.rundir import RunDir, read_lines
+from jobs.files import read_lines
+from jobs.rundir import RunDir
 
 TAIL_BYTES: Final = 1 << 16
 

@@ -5,18 +5,22 @@
 
 A run without an `ended` row is `lost` when its supervisor is gone: its pid, with the start time that the `submitted`
 row gives, is no process of this host any more. On another host that cannot be seen, and times of files prove
-nothing; the state is then what the rows say, marked as not sure ("running?").
+nothing; the state is then what the rows say, marked as not sure ("running?"). Of a run in Slurm's queue, Slurm is asked
+(`launch/slurm_job.py`).
 """
 
 import socket
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from jobs import exits
 from jobs.rundir import RunDir
-from launch import processes
+from launch import lease, processes
 from launch.runrows import Rows, last_metrics, number, read_rows, real
+
+if TYPE_CHECKING:
+    from launch.slurm_job import Seen
 
 State = Literal["starting", "running", "stopping", "done", "failed", "stopped", "lost"]
 RankPhase = Literal["waiting", "running", "done", "failed", "victim", "stopped", "unknown"]
@@ -97,14 +101,18 @@ class RunState:
 def read_state(run: RunDir) -> RunState:
     """Read a run folder; a folder that is half written, or from a direct start, has more values at None."""
     rows = read_rows(run)
-    alive = _supervisor_lives(rows.submitted)
+    seen = _ask_slurm(run, rows)
+    alive = _supervisor_lives(run, rows.submitted) if seen is None else seen.alive
     if alive is False and rows.ended is None:
         # It may have written its last row and left between our two looks.
         rows = read_rows(run)
+    if seen is not None and (seen.waits or rows.ended is None):  # waiting once more, its last row is that of a try
+        rows.ended = seen.ended
     step_row, _ = last_metrics(run)
     attempt = number(rows.attempt.get("attempt"))
     has_steps = bool(step_row) and step_row.get("attempt", 0) == (attempt or 0)
-    state = _state(rows, alive, stop_asked=run.stop.exists(), has_steps=has_steps)
+    waits = seen is not None and seen.waits and rows.ended is None
+    state = "starting" if waits else _state(rows, alive, stop_asked=run.stop.exists(), has_steps=has_steps)
     submitted, ended = rows.submitted, rows.ended or {}
     started, ended_s = real(submitted.get("time")), real(ended.get("time"))
     until = ended_s if ended_s is not None else rows.last_time if state == "lost" else time.time()
@@ -128,7 +136,7 @@ def read_state(run: RunDir) -> RunState:
         attempt=attempt,
         code=number(ended.get("code")),
         class_name=ended.get("class"),
-        message=ended.get("message"),
+        message=ended.get("message") or (seen.message if seen is not None else None),
         step=number(step_row.get("step")),
         steps=number(step_row.get("steps")),
         epoch=number(step_row.get("epoch")),
@@ -159,11 +167,24 @@ def _state(rows: Rows, alive: bool | None, *, stop_asked: bool, has_steps: bool)
     return "running" if rows.joined or all_started or has_steps else "starting"
 
 
-def _supervisor_lives(submitted: dict[str, Any]) -> bool | None:
-    """Say whether the process that writes the events is there; None when that cannot be seen from this host."""
+def _ask_slurm(run: RunDir, rows: Rows) -> "Seen | None":
+    final = rows.ended is not None and number(rows.ended.get("code")) not in (exits.STOPPED, exits.REQUEUE)
+    if final or not run.slurm.exists():
+        return None
+    from launch.slurm_job import see  # runs of other transports need not wait for its imports
+
+    return see(run, rows)
+
+
+def _supervisor_lives(run: RunDir, submitted: dict[str, Any]) -> bool | None:
+    """Say whether the process that writes the events is there; None when that cannot be seen from this host.
+
+    From another host its lease tells: fresh, or so old that no clock is to blame.
+    """
     pid, ticks = number(submitted.get("pid")), number(submitted.get("pid_start"))
     if pid is None or not is_here(submitted.get("host")):
-        return None
+        age = lease.age_s(run)
+        return None if age is None else True if age < lease.STALE_S else False if age > lease.DEAD_S else None
     if ticks is not None:
         return processes.is_same(pid, ticks)
     return None if processes.start_ticks(pid) is not None else False

@@ -1,95 +1,101 @@
-"""The supervisor: starts the agents, watches the ranks, judges, and leaves nothing behind. One attempt, for now.
+"""The supervisor: starts the agents, watches the ranks, judges, and leaves nothing behind. One attempt at a time.
 
-    agents answer → node 0 binds the store's port → every node starts its ranks → they arrive, meet, work, end
-         │                                                        │
-         └── a failure, the user, a deadline or a lost node ──────┴──→ stop all: TERM, grace, KILL, sweep → verdict
+    agents answer → startup.py → every node starts its ranks → they arrive, meet, work, end
+         │                                    │
+         └── a failure, the user, a deadline or a lost node ──→ stop all: TERM, grace, KILL, sweep → verdict
 
 Everything that happens comes through one inbox, in order; every wait has a deadline.
 """
 
-import asyncio
 import json
-import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, Final, Protocol
+from typing import Final
 
-from jobs import errors, exits
-from jobs.rundir import write_json
-from launch import processes
-from launch.channel import Channel, ChannelClosed, Message
+from jobs import exits
+from jobs.errors import MusterError
+from launch import processes, storage
+from launch.channel import ChannelClosed, Message
 from launch.console import Console
 from launch.eventlog import EventLog
-from launch.plan import Context, Machine, plan_nodes, start_message
+from launch.inbox import NOBODY, Inbox
+from launch.lease import Lease
+from launch.plan import Context
 from launch.roster import Roster
-from launch.verdict import Ending, Stop, Verdict, cause_of, judge
+from launch.startup import Startup
+from launch.transports.base import Transport
+from launch.verdict import Ending, Stop, Verdict, ending_of, judge
 
 SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
 MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first
 SILENT_S: Final = 5.0
-LOOPBACK: Final = "127.0.0.1"
-TICK_S: Final = 0.25
+BEAT_S: Final = 1.0
 
-
-class Transport(Protocol):
-    """How agents are started on nodes, and over which carrier they talk."""
-
-    name: str
-
-    async def start(self) -> list[Channel]:
-        """Start one agent per node; return their channels in any order."""
-        ...
-
-    async def close(self) -> None:
-        """Wait for the agents to end."""
-        ...
+Cause = Callable[[Ending | None], Stop | None]
 
 
 class Supervisor:
-    """One run, from its first agent to its verdict."""
+    """One attempt of a run, from its first agent to its verdict."""
 
-    def __init__(self, context: Context, transport: Transport, console: Console) -> None:
-        self.context = context
+    def __init__(self, context: Context, transport: Transport, console: Console, cause: Cause | None = None) -> None:
+        self.cause = cause  # what the world outside says of the end of a run, after a first failure
         self.transport = transport
         self.console = console
         self.run_dir = context.run
+        self.job = context.job
+        self.attempt = context.attempt
+        self.context_is_remote = context.remote
+        self.ours = context.entry is not None
         self.log = EventLog(context.run)
-        self.inbox: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
-        self.roster = Roster(context.placement, meets=context.entry is not None)
+        self.lease = Lease(context.run)
+        self.inbox = Inbox()
+        self.roster = Roster(context.placement, meets=self.ours)
         self.nodes = self.roster.nodes
+        self.startup = Startup(context, self.roster, self.log, console, self._send)
         self.endings: list[Ending] = []
-        self.channels: list[Channel] = []
         self.stop: Stop | None = None
+        self.told: Stop | None = None  # the stop for which a node's SIGTERM was the reason
+        self.told_by: Ending | None = None
         self.stop_deadline: float | None = None
-        self.deadline = time.monotonic() + context.job.start_timeout_s
         self.started_at = time.monotonic()
+        self.deadline = self.started_at + max(context.job.start_timeout_s, transport.patience_s)
         self.ticked = time.monotonic()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.beaten = 0.0
 
     async def run(self) -> Verdict:
         """Run the attempt and record it; whatever happens, no process of the run is left."""
         began = time.time()
-        self.log.submitted(self.context, self.transport.name)
-        self._listen_for_signals()
+        self.log.submitted(self.startup.context, self.transport.name)
+        self.inbox.listen_for_signals()
         try:
             await self._attempt()
         finally:
             await self._farewell()
-        verdict = judge(self.endings, self.stop)
-        advice = self.log.ended(self.context.attempt, verdict, began)
+        verdict = self._judge()
+        advice = self.log.ended(self.attempt, verdict, began)
+        self.lease.give_up()
         self.console.end(verdict, time.time() - began, self.run_dir.run_id, advice)
         return verdict
 
+    def _judge(self) -> Verdict:
+        """Judge the attempt; a scheduler that ended it knows better why than who saw ranks and agents go."""
+        verdict = judge(self.endings, self.stop)
+        if self.cause is not None and self.stop is self.told and (cause := self.cause(self.told_by or verdict.first)):
+            return judge(self.endings, cause)
+        return verdict
+
     async def _attempt(self) -> None:
-        self._spawn(self._tick())
-        self.channels = await self.transport.start()
-        for channel in self.channels:
-            self._spawn(self._read(channel))
+        self.inbox.tick()
+        self.inbox.spawn(self._start_agents())
         while not self._finished():
-            node_rank, message = await self.inbox.get()
-            await self._handle(node_rank, message)
+            self._handle(*await self.inbox.next())
+
+    async def _start_agents(self) -> None:
+        try:
+            await self.transport.start(self.inbox)
+        except MusterError as error:
+            self.inbox.put(NOBODY, {"did": "refused", "error": error})
 
     def _finished(self) -> bool:
         if self.stop_deadline is None:
@@ -100,61 +106,62 @@ class Supervisor:
 
     # Messages -------------------------------------------------------------------------------------------------------
 
-    async def _handle(self, node_rank: int, message: Message) -> None:
-        handlers: dict[str, Callable[[int, Message], Any]] = {
-            "hello": self._on_hello,
-            "prepared": self._on_prepared,
-            "started": self._on_started,
-            "report": self._on_report,
-            "exited": self._on_exited,
-            "swept": self._on_swept,
-            "log": self._on_log,
-            "broken": self._on_broken,
-            "gone": self._on_gone,
-            "stop": self._on_stop,
-            "tick": self._on_tick,
-        }
+    def _handle(self, node_rank: int, message: Message) -> None:
+        """Give a message to the method that is called after it."""
         if node_rank >= 0:
             self.nodes[node_rank].heard = time.monotonic()
-        if handler := handlers.get(message["did"]):  # a heartbeat needs no more than to be heard
-            await handler(node_rank, message)
+        if handler := getattr(self, f"_on_{message['did']}", None):
+            handler(node_rank, message)
 
-    async def _on_hello(self, node_rank: int, message: Message) -> None:
-        self.nodes[node_rank].hello = message
-        self.nodes[node_rank].channel = message["channel"]
+    def _on_hello(self, node_rank: int, message: Message) -> None:
+        node = self.nodes[node_rank]
+        if node.hello or node.failure is not None:
+            message["channel"].close()  # a second agent for one node, or one that we have given up
+            return
+        node.hello, node.channel = message, message["channel"]
         if self.stop_deadline is not None:
-            await self._send(node_rank, {"do": "stop", "grace_s": 0.0})
-        elif all(node.hello for node in self.nodes):
-            # Ranks of one machine meet on loopback: nobody outside need see the store.
-            await self._send(0, {"do": "prepare", "bind": LOOPBACK if self.context.one_host else ""})
+            self._send(node_rank, {"do": "stop", "grace_s": 0.0})
+            return
+        self._advance(self.startup.answered)
 
-    async def _on_prepared(self, node_rank: int, message: Message) -> None:
+    def _on_failed(self, node_rank: int, message: Message) -> None:
+        node = self.nodes[node_rank]
+        if node.hello:  # what started its agent has ended: the channel's own end tells it
+            return
+        if node.failure is None and self.stop_deadline is None:
+            node.failure = message["error"]
+            self.log.event("unreachable", attempt=self.attempt, node=node_rank, message=str(node.failure))
+            self._advance(self.startup.answered)
+
+    def _on_refused(self, node_rank: int, message: Message) -> None:
+        error = message["error"]
+        self._stop_all(Stop(error.exit_code, str(error)), str(error), 0.0)
+
+    def _on_prepared(self, node_rank: int, message: Message) -> None:
+        self._begin_again()
+        self._advance(lambda: self.startup.prepared(message))
+
+    def _on_reached(self, node_rank: int, message: Message) -> None:
+        self._begin_again()
+        self._advance(lambda: self.startup.reached(node_rank, message))
+
+    def _begin_again(self) -> None:
+        """Count the start time-out anew: it is for each step of the start."""
+        self.started_at = time.monotonic()
+        self.deadline = self.started_at + self.job.start_timeout_s
+
+    def _advance(self, step: Callable[[], Stop | None]) -> None:
+        """Take a step of the start, unless we are stopping; it may be the last one, or what stops the run."""
         if self.stop_deadline is not None:
             return
-        port = message["port"]
-        placement, attempt = self.context.placement, self.run_dir.attempt(self.context.attempt)
-        machines = [
-            Machine(node.hello["host"], tuple(node.hello["cores"]), tuple(node.hello["gpus"]), node.hello["torch"])
-            for node in self.nodes
-        ]
-        plans = plan_nodes(self.context, machines, os.environ, port)
-        attempt.make()
-        write_json(attempt.placement, placement.to_json())
-        master = {"master_addr": placement.master_addr, "master_port": port}
-        self.log.event("attempt", attempt=self.context.attempt, world_size=placement.world_size, **master)
-        self.console.plan(str(self.run_dir.path), plans, f"{placement.master_addr}:{port}")
-        self.deadline = time.monotonic() + self.context.job.start_timeout_s
-        self.started_at = time.monotonic()
-        for node, plan in enumerate(plans):
-            start = start_message(self.context, plan, store=machines[0].torch, master_port=port)
-            write_json(attempt.command(node), start)
-            await self._send(node, start)
+        if stop := step():
+            self._stop_all(stop, stop.message.partition("\n")[0], 0.0)
 
-    async def _on_started(self, node_rank: int, message: Message) -> None:
+    def _on_started(self, node_rank: int, message: Message) -> None:
         host = self.nodes[node_rank].hello["host"]
-        self.log.event("started", attempt=self.context.attempt, node=node_rank, host=host, ranks=message["ranks"])
+        self.log.event("started", attempt=self.attempt, node=node_rank, host=host, ranks=message["ranks"])
 
-    async def _on_report(self, node_rank: int, message: Message) -> None:
+    def _on_report(self, node_rank: int, message: Message) -> None:
         report, rank = message["report"], message["rank"]
         if report["report"] == "arrived":
             self.roster.arrived.add(rank)
@@ -162,152 +169,145 @@ class Supervisor:
             self.roster.joined.add(rank)
             if len(self.roster.joined) == len(self.roster.node_of):
                 seconds = round(time.monotonic() - self.started_at, 3)
-                self.log.event("joined", attempt=self.context.attempt, seconds=seconds)
+                self.log.event("joined", attempt=self.attempt, seconds=seconds)
                 ranks = len(self.roster.joined)
                 self.console.say(f"{ranks} rank{'s' * (ranks != 1)} joined after {seconds:.1f} s")
         elif report["report"] == "progress":
             self.console.progress(report)
 
-    async def _on_exited(self, node_rank: int, message: Message) -> None:
-        failure = message["failure"]
-        text = ""
-        if failure:  # an error of ours speaks for itself; of others the type is half of what they say
-            text = (
-                failure["message"] if hasattr(errors, failure["kind"]) else f"{failure['kind']}: {failure['message']}"
-            )
-        ending = Ending(
-            rank=message["rank"],
-            node=node_rank,
-            host=self.nodes[node_rank].hello["host"],
-            code=message["code"],
-            signal=message["signal"],
-            ended=message["ended"],
-            cause=cause_of(message["code"], message["signal"], message["sent"], failure),
-            message=text,
-            last_lines=message["last_lines"],
-            ours=self.context.entry is not None,
-        )
+    def _on_exited(self, node_rank: int, message: Message) -> None:
+        node = self.nodes[node_rank]
+        ending = ending_of(message, node_rank, node.hello["host"], ahead_s=node.clock.seconds, ours=self.ours)
         self.roster.running.discard(message["rank"])
-        await self._record(ending)
+        self._record(ending)
 
-    async def _record(self, ending: Ending) -> None:
+    def _record(self, ending: Ending) -> None:
         self.endings.append(ending)
-        self.log.event("exited", attempt=self.context.attempt, **asdict(ending))
+        self.log.event("exited", attempt=self.attempt, **asdict(ending))
         if ending.cause in ("own", "peer"):
-            await self._stop_all(None, f"{ending.where()} has failed", self.context.job.grace_s)
+            self._stop_all(None, f"{ending.where()} has failed", self.job.grace_s)
 
-    async def _on_swept(self, node_rank: int, message: Message) -> None:
+    def _on_swept(self, node_rank: int, message: Message) -> None:
         self.nodes[node_rank].swept = True
 
-    async def _on_log(self, node_rank: int, message: Message) -> None:
+    def _on_log(self, node_rank: int, message: Message) -> None:
         self.console.lines(message["stream"], message["lines"])
 
-    async def _on_broken(self, node_rank: int, message: Message) -> None:
-        self.nodes[node_rank].swept |= message.get("gone", False)
-        await self._lose(node_rank, message["broken"], message.get("code", exits.REFUSED))
+    def _on_file(self, node_rank: int, message: Message) -> None:
+        storage.keep(self.run_dir, message)
 
-    async def _on_gone(self, node_rank: int, message: Message) -> None:
+    def _on_broken(self, node_rank: int, message: Message) -> None:
+        self.nodes[node_rank].swept |= message.get("gone", False)
+        self._lose(node_rank, message["broken"], message.get("code", exits.REFUSED))
+
+    def _on_gone(self, node_rank: int, message: Message) -> None:
         if not self.nodes[node_rank].gone:
             self.nodes[node_rank].gone = True
-            await self._lose(node_rank, message["why"], exits.UNREACHABLE)
+            self._lose(node_rank, message["why"], exits.UNREACHABLE)
 
-    async def _lose(self, node_rank: int, why: str, code: int) -> None:
+    def _lose(self, node_rank: int, why: str, code: int) -> None:
         """Count a node's remaining ranks as ended with it."""
         lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
         if not lost:
             return
         self.roster.running -= lost
-        host = self.context.placement.nodes[node_rank].host
+        host = self.roster.hosts[node_rank]
         cause = "own" if self.stop_deadline is None else "stopped"
-        await self._record(Ending(None, node_rank, host, code, None, time.time(), cause, why))  # type: ignore[arg-type]
+        self._record(Ending(None, node_rank, host, code, None, time.time(), cause, why))  # type: ignore[arg-type]
 
-    async def _on_stop(self, node_rank: int, message: Message) -> None:
+    def _on_told(self, node_rank: int, message: Message) -> None:
+        """Take a node's SIGTERM for the end of the run: a scheduler sends it to agents and ranks, in any order."""
+        where = f"node {node_rank} ({self.roster.hosts[node_rank]})"
+        stop = Stop(exits.STOPPED, f"SIGTERM at {where}: its scheduler, or somebody there, ends the job")
+        if self.stop_deadline is None:
+            self._stop_all(stop, stop.message, self.job.grace_s)
+        elif self.stop is None and all(each.signal == "SIGTERM" for each in self.endings if each.cause == "own"):
+            self.stop = stop
+        if self.stop is stop:
+            host = self.roster.hosts[node_rank]
+            self.told, self.told_by = stop, Ending(None, node_rank, host, None, "SIGTERM", time.time(), "own")
+
+    def _on_stop(self, node_rank: int, message: Message) -> None:
         grace_s = 0.0 if self.stop_deadline is not None or message.get("now") else message.get("grace_s")
-        grace_s = self.context.job.grace_s if grace_s is None else grace_s
-        await self._stop_all(Stop(exits.STOPPED, f"stopped by {message['by']}"), message["by"], grace_s)
+        grace_s = self.job.grace_s if grace_s is None else grace_s
+        code, text = message.get("code", exits.STOPPED), message.get("text", f"stopped by {message['by']}")
+        self._stop_all(Stop(code, text), message["by"], grace_s)
 
     # Deadlines and stopping -----------------------------------------------------------------------------------------
 
-    async def _on_tick(self, node_rank: int, message: Message) -> None:
+    def _on_heartbeat(self, node_rank: int, message: Message) -> None:
+        self.nodes[node_rank].clock.note(
+            sent=message["sent"], heard=message["heard"], answered=message["time"], received=message["received"]
+        )
+
+    def _beat(self, node_rank: int) -> None:
+        self._send(node_rank, {"do": "beat", "sent": time.time()})
+
+    def _on_tick(self, node_rank: int, message: Message) -> None:
         now = time.monotonic()
+        self.lease.renew()
+        if self.startup.complete and now - self.beaten >= BEAT_S:
+            self.beaten = now
+            for rank, node in enumerate(self.nodes):
+                if node.channel is not None and not node.gone:
+                    self._beat(rank)
         if self.stop_deadline is None and self.run_dir.stop.exists():
             request = json.loads(self.run_dir.stop.read_text())
-            await self._on_stop(-1, {**request, "by": "muster stop"})
+            self._on_stop(NOBODY, {**request, "by": request.get("who", "muster stop")})
         if self.stop_deadline is not None:
             return
         frozen = now - self.ticked > SILENT_S / 2  # we ourselves were (Ctrl-Z, a sleeping laptop): nobody else is late
+        if frozen and self.context_is_remote:
+            self.startup.warn(f"the supervisor itself stood still for {now - self.ticked:.0f} s; nodes wait 8 s for it")
         self.ticked = now
         for rank, node in enumerate(self.nodes):
             if frozen:
                 node.heard = now
-            if node.hello and not node.gone and now - node.heard > SILENT_S:
+            if self.startup.complete and node.hello and not node.gone and now - node.heard > SILENT_S:
                 node.gone = True
-                await self._lose(rank, f"its agent was silent for {SILENT_S:g} s", exits.UNREACHABLE)
+                self._lose(rank, f"its agent was silent for {SILENT_S:g} s", exits.UNREACHABLE)
         late_s = now - self.deadline
-        if late_s > 0 and (late := self.roster.late(self.context.job.start_timeout_s, patient=late_s < MEET_S)):
-            await self._stop_all(Stop(exits.TIMEOUT, late), late, self.context.job.grace_s)
+        if late_s > 0 and (late := self.roster.late(self.job.start_timeout_s, patient=late_s < MEET_S)):
+            self._stop_all(Stop(exits.TIMEOUT, late), late, self.job.grace_s)
 
-    async def _stop_all(self, stop: Stop | None, reason: str, grace_s: float) -> None:
+    def _stop_all(self, stop: Stop | None, reason: str, grace_s: float) -> None:
         """Tell every node to stop its ranks; a second call only shortens the grace."""
         if self.stop_deadline is None:
             self.stop = stop
-            self.log.event("stopping", attempt=self.context.attempt, reason=reason)
-            if stop is not None or len(self.roster.running) > 0:
+            self.log.event("stopping", attempt=self.attempt, reason=reason)
+            if self.startup.begun and (stop is not None or self.roster.running):
                 self.console.say(f"stopping the ranks: {reason}")
         elif grace_s > 0:
             return
         self.stop_deadline = time.monotonic() + grace_s + SWEEP_S
         for rank, node in enumerate(self.nodes):
             if node.channel is not None and not node.gone:
-                await self._send(rank, {"do": "stop", "grace_s": grace_s})
+                self._send(rank, {"do": "stop", "grace_s": grace_s})
 
     # Plumbing -------------------------------------------------------------------------------------------------------
 
-    async def _send(self, node_rank: int, message: Message) -> None:
+    def _send(self, node_rank: int, message: Message) -> None:
+        """Send without waiting: a node that takes nothing more must not keep the others from hearing us."""
         channel = self.nodes[node_rank].channel
         assert channel is not None
         try:
-            await channel.send(message)
+            channel.post(message)
         except ChannelClosed:
-            self.inbox.put_nowait((node_rank, {"did": "gone", "why": "its agent has gone"}))
-
-    async def _read(self, channel: Channel) -> None:
-        node_rank = channel.node
-        try:
-            hello = await channel.receive()
-            node_rank = hello["node"]
-            self.inbox.put_nowait((node_rank, {**hello, "channel": channel}))
-            while True:
-                self.inbox.put_nowait((node_rank, await channel.receive()))
-        except ChannelClosed:
-            if node_rank >= 0:
-                self.inbox.put_nowait((node_rank, {"did": "gone", "why": "its agent has gone"}))
-
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self.inbox.put_nowait((-1, {"did": "tick"}))
-
-    def _listen_for_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number, by in ((signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGHUP")):
-            loop.add_signal_handler(number, self.inbox.put_nowait, (-1, {"did": "stop", "by": by}))
+            self.inbox.put(node_rank, {"did": "gone", "why": "its agent has gone"})
 
     async def _farewell(self) -> None:
         """Let every agent go; then whatever still carries the run id is killed."""
-        for task in self._tasks:
-            task.cancel()
-        for channel in self.channels:
+        self.inbox.close()
+        bye = {"do": "bye", "code": judge(self.endings, self.stop).code}
+        for channel in self.inbox.channels:
             try:
-                await channel.send({"do": "bye"})
+                channel.post(bye)
             except ChannelClosed:
                 continue  # gone already: that is what bye asks for
             finally:
                 channel.close()
-        await self.transport.close()
+        lost = [number for number, node in enumerate(self.nodes) if node.gone or not node.hello]
+        await self.transport.close(lost)
         if left := processes.of_run(self.run_dir.run_id):
             self.log.event("warning", text=f"{len(left)} processes outlived their keeper and were killed")
             processes.kill_run(self.run_dir.run_id, term_s=0.0)
-
-    def _spawn(self, work: Any) -> None:
-        self._tasks.add(asyncio.create_task(work))

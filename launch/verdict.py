@@ -10,11 +10,11 @@ A rank that lost its connection is a victim if any rank failed for a reason of i
 the kernel closes a dying process's sockets before its parent can see that it died.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from jobs import exits
+from jobs import errors, exits
 from jobs.linux import signal_number
 
 Cause = Literal["done", "stopped", "peer", "own"]
@@ -99,6 +99,26 @@ def cause_of(code: int | None, signal: str | None, sent: str | None, failure: di
     if sent is not None and (signal is not None or not failure):
         return "stopped"
     return "own"
+
+
+def ending_of(message: Mapping[str, Any], node: int, host: str, *, ahead_s: float, ours: bool) -> Ending:
+    """Return the ending that an agent's `exited` message tells; `ahead_s`: its clock's lead over ours."""
+    failure = message["failure"]
+    text = ""
+    if failure:  # an error of ours speaks for itself; of others the type is half of what they say
+        text = failure["message"] if hasattr(errors, failure["kind"]) else f"{failure['kind']}: {failure['message']}"
+    return Ending(
+        rank=message["rank"],
+        node=node,
+        host=host,
+        code=message["code"],
+        signal=message["signal"],
+        ended=message["ended"] - ahead_s,
+        cause=cause_of(message["code"], message["signal"], message["sent"], failure),
+        message=text,
+        last_lines=message["last_lines"],
+        ours=ours,
+    )
 
 
 def judge(endings: Sequence[Ending], stop: Stop | None) -> Verdict:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from support.box import LiveBox
 from support.live import LiveRun
 
 # A continuous build tries the same examples every time; everywhere else new ones are drawn.
@@ -19,8 +20,18 @@ settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
 
+NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bare machine has not: sshd, pdsh, Slurm
+
 ROOT = Path(__file__).parent.parent
 OnRanks = Callable[..., list[Any]]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs the packages of a box, so that the README's test line works on a bare machine."""
+    for item in items:
+        if NEEDS_PACKAGES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.cluster)
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +54,23 @@ def _no_run_outlives_its_test() -> Iterator[None]:
     """Kill the supervisors that a failed test left running; their ranks end with them."""
     yield
     LiveRun.end_all()
+
+
+@pytest.fixture(scope="session")
+def box() -> Iterator[LiveBox]:
+    """Four nodes with Slurm and shared storage; a test that breaks a node mends it."""
+    made = LiveBox(f"t{os.getpid()}", "--slurm")
+    yield made
+    made.down()
+
+
+@pytest.fixture(scope="session")
+def apart_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveBox]:
+    """Four nodes that do not share the folder of runs, `runs`."""
+    runs = tmp_path_factory.mktemp("apart") / "runs"
+    made = LiveBox(f"a{os.getpid()}", "--private-storage", "--runs", str(runs), runs=runs)
+    yield made
+    made.down()
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from jobs.datafiles import write_facts
+from jobs.files import read_lines
 from jobs.load import EXAMPLES, load_job
-from jobs.rundir import RunDir, read_lines
+from jobs.rundir import RunDir
 from jobs.spec import TrainSettings
 from launch.kinds import KINDS
 

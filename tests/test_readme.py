@@ -122,7 +122,9 @@ def test_every_error_text_under_troubleshooting_is_still_said() -> None:
     texts = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
     assert len(texts) >= 10
     sources = [REPOSITORY / "setup.sh"]
-    sources += [path for folder in ("jobs", "launch") for path in (REPOSITORY / folder).rglob("*.py")]
+    sources += [
+        path for folder in ("cloudlab", "jobs", "launch", "slurm") for path in (REPOSITORY / folder).rglob("*.py")
+    ]
     said = "\n".join(path.read_text(encoding="utf-8") for path in sources)
     assert [text for text in texts if text not in said] == []
 

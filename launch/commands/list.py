@@ -26,6 +26,10 @@ def run(args: argparse.Namespace) -> int:
     find_run(root, None)  # says so, with exit code 73, when there is none
     runs = list_runs(root)
     shown = runs if args.all else runs[-NEWEST:]
+    if queued := [each for each in shown if each.slurm.exists()]:
+        from launch.slurm_job import ask_together
+
+        ask_together(queued)  # one squeue for all that wait
     states = [read_state(run) for run in shown]
     if args.json:
         print(json.dumps([state.to_json() for state in states], indent=2))

@@ -2,18 +2,18 @@
 
 import argparse
 import json
-import os
 import shlex
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from jobs.words import counted
-from launch.options import add_job, add_json, add_runs
+from launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
     from launch.plan import NodePlan
     from launch.prepare import Prepared
 
+UNDECIDED = ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 WIDEST = 48  # characters of a value: PATH would push its origin off the screen; --json has all of it
 
 
@@ -22,27 +22,42 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
     add_runs(parser)
     add_json(parser)
+    add_transport(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute the plan as records, then print them."""
-    from launch.plan import plan_nodes
+    from launch.plan import Machine, plan_nodes
     from launch.prepare import prepare, this_machine
 
     prepared = prepare(args)
-    machines = [this_machine()] * len(prepared.context.placement.nodes)
-    record = describe(prepared, plan_nodes(prepared.context, machines, os.environ, None))
+    nodes = prepared.context.placement.nodes
+    local = prepared.submission.route.transport == "local"
+    # What other machines have is known when their agents answer.
+    machines = [this_machine()] * len(nodes) if local else [Machine(node.host, ()) for node in nodes]
+    record = describe(prepared, plan_nodes(prepared.context, machines, None), commands_of(prepared))
     print(json.dumps(record, indent=2) if args.json else render(record))
     return 0
 
 
-def describe(prepared: "Prepared", plans: "list[NodePlan]") -> dict[str, Any]:
+def commands_of(prepared: "Prepared") -> list[list[str]]:
+    """Return the argv of what would start the agents."""
+    from launch.commands.submit import is_queued
+    from launch.routes import make_transport
+
+    if is_queued(prepared):
+        return [["sbatch", str(prepared.context.run.sbatch)]]
+    return make_transport(prepared.submission).commands()
+
+
+def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[str]]) -> dict[str, Any]:
     """Return the whole plan as plain values; `null` where only the start itself decides."""
     job, context = prepared.context.job, prepared.context
     return {
         "name": job.name,
         "kind": job.kind,
-        "transport": "local",
+        "transport": prepared.submission.route.transport,
+        "start": commands,
         "world_size": context.placement.world_size,
         "workdir": context.workdir,
         "runs": str(context.run.path.parent),
@@ -52,7 +67,6 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]") -> dict[str, Any]:
                 "node": plan.placement.node_rank,
                 "host": plan.placement.host,
                 "address": plan.placement.address,
-                "agent": [context.python, "-I", "-m", "launch.agent", "--node", str(plan.placement.node_rank)],
                 "environment": [_value(value) for value in map(asdict, plan.warm_environment)],
                 "ranks": [
                     {**asdict(rank), "environment": [_value(value) for value in map(asdict, rank.environment)]}
@@ -67,7 +81,7 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]") -> dict[str, Any]:
 
 
 def _value(value: dict[str, Any]) -> dict[str, Any]:
-    undecided = value["name"] in ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
+    undecided = value["name"] in UNDECIDED or (value["name"] == "MASTER_ADDR" and not value["value"])
     return {**value, "value": None} if undecided else value
 
 
@@ -87,7 +101,8 @@ def render(record: dict[str, Any]) -> str:
         for rank in node["ranks"]:
             values = {each["name"]: each["value"] for each in rank["environment"]}
             cores = ",".join(map(str, rank["cores"])) or "all"
-            place = [str(rank["rank"]), str(node["node"]), node["host"], node["address"], cores, str(rank["threads"])]
+            address = node["address"] or "(at start)"
+            place = [str(rank["rank"]), str(node["node"]), node["host"], address, cores, str(rank["threads"])]
             rows.append(place + [values.get(name, "") for name in own])
     lines += _columns(rows)
     lines += ["", "environment of every rank"]
@@ -97,7 +112,8 @@ def render(record: dict[str, Any]) -> str:
     lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in environment])
     lines += ["", "commands"]
     lines += [f"  setup      {line}" for line in record["setup"]]
-    lines += [f"  node {node['node']:<5} {shlex.join(node['agent'])}" for node in record["nodes"]]
+    each = len(record["start"]) == len(record["nodes"])
+    lines += [f"  {f'node {n}' if each else 'start':<10} {shlex.join(argv)}" for n, argv in enumerate(record["start"])]
     what = shlex.join(record["command"]) if record["command"] else f"{record['function']} in a fork of the warm process"
     lines.append(f"  every rank {what}")
     return "\n".join(lines)

@@ -1,21 +1,53 @@
 """`muster run JOB.yaml`: start the ranks, watch them, say how it went. The exit code is the verdict's."""
 
 import argparse
+import os
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from launch.options import add_job, add_runs
+from launch.options import add_job, add_runs, add_transport
+
+if TYPE_CHECKING:
+    from launch.prepare import Prepared
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_job(parser)
     add_runs(parser)
-    parser.add_argument("--on", choices=["local"], default="local", help="transport (default: local)")
+    add_transport(parser)
     parser.add_argument("--quiet", action="store_true", help="say nothing unless it fails; logs are kept all the same")
+    parser.add_argument("--detach", action="store_true", help="leave once it has begun, as muster submit does")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare, then start and supervise."""
+    """Prepare, then start and supervise; a queue's jobs are submitted and followed."""
+    from launch.commands import submit
     from launch.prepare import prepare
-    from launch.start import start_local
+    from launch.start import start
 
-    return start_local(prepare(args), quiet=args.quiet).code
+    prepared = prepare(args)
+    if prepared.submission.route.transport == "hand":
+        prepared = by_hand(prepared, args)
+    if args.detach:
+        print(submit.leave(prepared, snapshot=True))
+        return 0
+    if submit.is_queued(prepared):
+        return submit.follow(prepared, quiet=args.quiet)
+    return start(prepared, quiet=args.quiet).code
+
+
+def by_hand(prepared: "Prepared", args: argparse.Namespace) -> "Prepared":
+    """Fix port and token as the pasted lines have them; started without a line, print those for the other nodes."""
+    from launch.agent import TOKEN
+    from launch.byhand import lines, port_of, token_of
+
+    route = prepared.submission.route
+    given = os.environ.pop(TOKEN, "")
+    if not given:
+        print("paste on the other nodes, in any order:", file=sys.stderr)
+        print("\n".join(lines(prepared, [args.job])[1:]), file=sys.stderr)
+    token = given or token_of(prepared)
+    route = replace(route, token=token, port=port_of(token, route.port))
+    return replace(prepared, submission=replace(prepared.submission, route=route))

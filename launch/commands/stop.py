@@ -1,6 +1,7 @@
 """`muster stop`: ask a run's supervisor to stop it, and wait until it has; without a supervisor, end what is left.
 
 supervisor lives, or is on another host   stop.json → its `ended` row
+a job of Slurm's                          waiting: scancel; running: stop.json, its `ended` row, then scancel
 supervisor is gone (this host)            find the run's processes: TERM, 1 s, KILL; write the `ended` row for it
 no supervisor (started directly)          TERM to the run's processes on this host, KILL after the grace
 """
@@ -16,7 +17,8 @@ from typing import Any, Final
 
 from jobs import exits
 from jobs.errors import StartTimeoutError, UnreachableError, UsageError
-from jobs.rundir import RunDir, append_line, find_run, runs_root, write_json
+from jobs.files import append_line, write_json
+from jobs.rundir import RunDir, find_run, runs_root
 from launch import options, processes, screen
 from launch.runrows import number, read_rows, real
 from launch.runstate import DIRECT, RunState, is_here, read_state
@@ -87,6 +89,11 @@ def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
     grace = 0.0 if now else state.grace_s if grace_s is None else grace_s
     if state.is_over and state.state != "lost":
         return Outcome(state, was_over=True)
+    if run.slurm.exists():
+        from launch.slurm_follow import cancel
+
+        cancel(run, grace_s=grace, now=now)
+        return Outcome(read_state(run), was_over=False)
     if state.state == "lost":
         return _end_leftovers(run, term_s=0.0 if now else LEFTOVER_TERM_S, message="supervisor was gone")
     if state.transport == DIRECT:

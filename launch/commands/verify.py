@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the mode and the reference in one run, then show how they compare."""
     from jobs.errors import UsageError
     from launch.prepare import prepare
-    from launch.start import start_local
+    from launch.start import start
 
     if args.steps < 1:
         raise UsageError(f"--steps: must be at least 1, got {args.steps}")
@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
     if prepared.context.job.kind != "train":
         raise UsageError(f"{args.job}: only a train: job can be verified, this is a {prepared.context.job.kind}: job")
     context = replace(prepared.context, entry=ENTRY, options={"steps": args.steps})
-    verdict = start_local(replace(prepared, context=context), quiet=True)
+    submission = replace(prepared.submission, context=context)
+    verdict = start(replace(prepared, submission=submission), quiet=True)
     if not context.run.verify.is_file():
         return verdict.code
     record = json.loads(context.run.verify.read_text())

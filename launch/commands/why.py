@@ -5,7 +5,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from jobs.rundir import RunDir, find_run, read_lines, runs_root
+from jobs.files import read_lines
+from jobs.rundir import RunDir, find_run, runs_root
 from launch import options, processes, rankset, screen
 from launch.advice import next_step
 from launch.follow import tail_lines

@@ -1,4 +1,4 @@
-"""Run folders made of the records that a supervisor writes, and real processes that belong to a run."""
+"""Run folders made of the records that a supervisor writes, real processes that belong to a run, and an sshd."""
 
 import json
 import os
@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from jobs import ranks
-from jobs.rundir import RunDir, append_line
+from jobs.files import append_line
+from jobs.rundir import RunDir
 from launch import processes
+from support.sshd import Sshd
 
 T0 = 1735689600.0  # 2025-01-01 00:00:00 UTC
 HERE = socket.gethostname()
@@ -154,3 +156,11 @@ def muster_json(muster: Callable[..., Any]) -> Callable[..., Any]:
         return json.loads(out)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
+    """A real sshd on loopback, for all tests."""
+    server = Sshd(tmp_path_factory.mktemp("sshd"))
+    yield server
+    server.close()

@@ -3,8 +3,6 @@
 import asyncio
 import json
 import os
-import socket
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -13,7 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.channel import Channel, ChannelClosed, Listener, dial, over_pipes
+from jobs.errors import RefusedError
+from launch.agent import dial, line
+from launch.channel import CHATTER_LINES, Channel, ChannelClosed, Listener, over_pipes, over_socket
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 20.0
@@ -30,12 +30,17 @@ async def closed_for_good(*ends: Channel) -> None:
                 await asyncio.sleep(0)
 
 
+async def over_descriptors(reading: int, writing: int) -> Channel:
+    """Make an end over two descriptors, which it owns from now on."""
+    return await over_pipes(os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0))
+
+
 @asynccontextmanager
 async def piped() -> AsyncIterator[Ends]:
     """Two ends over two pipes, as between the supervisor and an agent that it started."""
     down_read, down_write = os.pipe()
     up_read, up_write = os.pipe()
-    ends = await over_pipes(up_read, down_write), await over_pipes(down_read, up_write)
+    ends = await over_descriptors(up_read, down_write), await over_descriptors(down_read, up_write)
     try:
         yield ends
     finally:
@@ -44,12 +49,19 @@ async def piped() -> AsyncIterator[Ends]:
         await closed_for_good(*ends)
 
 
+async def dialling(listener: Listener, token: str | None = None) -> Channel:
+    """Dial as an agent does, show a token, and return the agent's end."""
+    connection = await asyncio.to_thread(dial, [f"{LOOPBACK}:{listener.port}"], DEADLINE_S)
+    connection.sendall(line({"token": listener.token if token is None else token}))
+    return await over_socket(connection)
+
+
 @asynccontextmanager
 async def dialled() -> AsyncIterator[Ends]:
     """Two ends over TCP: the supervisor's listener, and an agent that has dialled it."""
     listener = Listener()
     await listener.open(LOOPBACK)
-    agent = await dial(LOOPBACK, listener.port, listener.token, timeout_s=DEADLINE_S)
+    agent = await dialling(listener)
     supervisor = await listener.accept()
     try:
         yield supervisor, agent
@@ -84,6 +96,12 @@ async def send_for_ever(end: Channel) -> None:
     """Send until it is refused: the kernel takes the first bytes, and says so only after that."""
     while True:
         await end.send({"do": "stop", "padding": "x" * 100_000})
+
+
+async def receive_for_ever(end: Channel) -> None:
+    """Receive until there is nothing more."""
+    while True:
+        await end.receive()
 
 
 # What goes in comes out -----------------------------------------------------------------------------------------------
@@ -168,6 +186,7 @@ def test_sending_to_an_end_that_has_gone_is_closed_not_an_error_of_the_system(ca
         (b"\xff\xfe\n", None),
         (b"[1, 2]\n", r"not a message: b'[1, 2]\n'"),
         (b"\n", None),
+        (b"[" * 100_000 + b"\n", None),  # deeper than Python reads
     ],
 )
 def test_a_line_that_is_no_message_closes_the_channel(carrier, line: bytes, said: str | None) -> None:
@@ -194,7 +213,7 @@ def test_a_line_beyond_the_limit_closes_the_channel_instead_of_filling_the_memor
     run(test)
 
 
-# Dialling -------------------------------------------------------------------------------------------------------------
+# The token ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("token", ["wrong", "", "größe"])
@@ -202,9 +221,9 @@ def test_a_wrong_token_is_refused_and_said(token: str, capsys: pytest.CaptureFix
     async def test() -> None:
         listener = Listener()
         await listener.open(LOOPBACK)
-        stranger = await dial(LOOPBACK, listener.port, token, timeout_s=DEADLINE_S)
+        stranger = await dialling(listener, token)
         assert await is_closed(stranger)
-        friend = await dial(LOOPBACK, listener.port, listener.token, timeout_s=DEADLINE_S)
+        friend = await dialling(listener)
         await friend.send({"did": "hello"})
         accepted = await listener.accept()  # the first that is accepted is the one with the token
         assert await accepted.receive() == {"did": "hello"}
@@ -241,36 +260,108 @@ def test_tokens_are_long_and_never_the_same() -> None:
     assert all(len(token) >= 32 for token in tokens)
 
 
-def test_dialling_goes_on_until_the_port_answers() -> None:
-    listener = Listener()
-    with socket.create_server((LOOPBACK, 0)) as taken:
-        port = taken.getsockname()[1]
+def test_a_port_of_the_users_own_that_is_taken_is_refused_with_its_number() -> None:
+    async def test() -> None:
+        first, second = Listener(), Listener()
+        await first.open(LOOPBACK)
+        with pytest.raises(RefusedError, match=rf"port {first.port}: cannot be bound here: .*; choose another --port"):
+            await second.open(LOOPBACK, first.port)
+        first.close()
+        second.close()
+
+    run(test)
+
+
+def test_a_given_token_is_the_one_that_is_asked_for() -> None:
+    """So that lines can be printed before the supervisor runs."""
 
     async def test() -> None:
-        dialling = asyncio.ensure_future(dial(LOOPBACK, port, listener.token, timeout_s=DEADLINE_S))
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(asyncio.shield(dialling), 0.3)  # refused at least once by then
-        server = await asyncio.start_server(listener._admit, LOOPBACK, port)
-        agent, accepted = await dialling, await listener.accept()
-        await agent.send({"did": "hello"})
-        assert await accepted.receive() == {"did": "hello"}
-        server.close()
+        listener = Listener("printed-long-before")
+        await listener.open(LOOPBACK)
+        agent = await dialling(listener, "printed-long-before")
+        accepted = await listener.accept()
+        listener.close()
         for end in (agent, accepted):
             end.close()
 
     run(test)
 
 
-def test_dialling_gives_up_at_its_deadline_and_says_whom_it_called() -> None:
-    with socket.create_server((LOOPBACK, 0)) as taken:
-        port = taken.getsockname()[1]
+# The first word -------------------------------------------------------------------------------------------------------
+
+
+@CARRIERS
+def test_what_a_shells_start_files_print_is_passed_over_up_to_the_hello(carrier) -> None:
+    async def test() -> None:
+        async with carrier() as (supervisor, agent):
+            agent.writer.write(b'Welcome to n01!\n\xff\xfe\n\n[1, 2]\n"quoted"\n' + line({"did": "hello"}))
+            await agent.send({"did": "swept"})
+            await supervisor.wait_for_hello()
+            assert [await supervisor.receive() for _ in range(2)] == [{"did": "hello"}, {"did": "swept"}]
+
+    run(test)
+
+
+@CARRIERS
+@pytest.mark.parametrize(
+    ("chatter", "said"),
+    [
+        (b"y\n" * CHATTER_LINES, "no hello among what it said"),
+        (b"Welcome to n01!\n", "the connection ended"),
+        (b"", "the connection ended"),
+    ],
+)
+def test_one_who_says_no_hello_is_given_up(carrier, chatter: bytes, said: str) -> None:
+    async def test() -> None:
+        async with carrier() as (supervisor, agent):
+            agent.writer.write(chatter)
+            await agent.writer.drain()
+            agent.close()
+            with pytest.raises(ChannelClosed) as caught:
+                await supervisor.wait_for_hello()
+            assert str(caught.value) == said
+
+    run(test)
+
+
+# Without waiting ------------------------------------------------------------------------------------------------------
+
+
+@CARRIERS
+def test_what_is_posted_to_one_that_takes_nothing_does_not_hold_up_the_sender(carrier) -> None:
+    message = {"padding": "x" * 1_000_000}
 
     async def test() -> None:
-        began = time.monotonic()
-        with pytest.raises(ChannelClosed) as caught:
-            await dial(LOOPBACK, port, "token", timeout_s=0.3)
-        assert time.monotonic() - began >= 0.3
-        assert str(caught.value) == f"{LOOPBACK}:{port} did not answer within 0.3 s"
+        async with carrier() as (supervisor, agent):
+            for _ in range(5):  # beyond what any buffer of the kernel's holds, and nobody reads
+                supervisor.post(message)
+            supervisor.post({"do": "bye"})
+            assert [await agent.receive() for _ in range(5)] == [message] * 5
+            assert await agent.receive() == {"do": "bye"}
+
+    run(test)
+
+
+@CARRIERS
+def test_posting_to_an_end_that_was_closed_is_said(carrier) -> None:
+    async def test() -> None:
+        async with carrier() as (supervisor, _):
+            supervisor.close()
+            with pytest.raises(ChannelClosed, match="the connection ended"):
+                supervisor.post({"do": "bye"})
+
+    run(test)
+
+
+@CARRIERS
+def test_aborting_does_not_wait_for_one_that_takes_nothing(carrier) -> None:
+    async def test() -> None:
+        async with carrier() as (supervisor, agent):
+            for _ in range(5):
+                supervisor.post({"padding": "x" * 1_000_000})
+            supervisor.abort()
+            with pytest.raises(ChannelClosed):
+                await receive_for_ever(agent)
 
     run(test)
 
@@ -281,7 +372,7 @@ def test_a_message_is_one_line_of_ascii() -> None:
     async def test() -> None:
         reading, writing = os.pipe()
         unused_read, unused_write = os.pipe()
-        end = await over_pipes(unused_read, writing)
+        end = await over_descriptors(unused_read, writing)
         await end.send({"text": "größe\n"})
         line = os.read(reading, 1 << 16)
         assert line.isascii()

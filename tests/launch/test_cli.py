@@ -18,6 +18,9 @@ def run_python(*arguments: str, **fields) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=30, **fields)
 
 
+GROUPS = ["start:", "look:", "data and proof:", "cluster:", "about:"]
+
+
 def fake(monkeypatch: pytest.MonkeyPatch, run) -> None:
     """Let `muster why` be another command."""
     module = SimpleNamespace(configure=lambda parser: parser.add_argument("--x", type=int), run=run)
@@ -29,7 +32,7 @@ def test_help_names_every_command_once_with_its_phrase(capsys) -> None:
     out = capsys.readouterr().out
     for name, phrase in cli.PHRASES.items():
         assert len(re.findall(rf"^  {name} +{re.escape(phrase)}$", out, re.MULTILINE)) == 1
-    assert [line for line in out.splitlines() if line.endswith(":")] == ["start:", "look:", "data and proof:", "about:"]
+    assert [line for line in out.splitlines() if line.endswith(":")] == GROUPS
 
 
 def test_help_of_a_command_and_help_before_it_are_the_same(capsys) -> None:

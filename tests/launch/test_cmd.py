@@ -1,23 +1,21 @@
-"""`muster cmd`: the lines to paste, run by real shells; what a program sees is compared with what the job file says."""
+"""`muster cmd`: the lines to paste, run by real shells in any order; what a program sees is what the job file says."""
 
 import json
 import os
 import shlex
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs.ranks import RankEnv
-from jobs.rundir import list_runs, read_lines
-from launch.commands.cmd import _together
-from launch.processes import start_ticks
+from jobs.files import read_lines
+from jobs.rundir import list_runs
+from launch.agent import TOKEN
+from launch.processes import of_run
 from support.live import wait_until
 
 DUMP = """
@@ -32,6 +30,7 @@ name: tiny
 nodes: 2
 train: {model: gpt-nano, data: synthetic, mode: allreduce, batch_size: 4, steps: 2, log_every: 1, evaluate: false}
 """
+HERE = ("--master-addr", "127.0.0.1")
 
 
 def quiet_environment() -> dict[str, str]:
@@ -39,15 +38,9 @@ def quiet_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("MUSTER", "RANK", "GLOO"))}
 
 
-def bash(line: str, **fields: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", line], env=quiet_environment(), capture_output=True, text=True, timeout=50, check=False, **fields
-    )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])
+@pytest.fixture(autouse=True)
+def _own_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
 
 
 @pytest.fixture
@@ -63,182 +56,212 @@ def lines(tmp_path: Path, muster_json: Callable[..., Any]) -> Callable[..., dict
     return of
 
 
+class Shells:
+    """The shells that lines are pasted into."""
+
+    def __init__(self) -> None:
+        self.started: list[subprocess.Popen[str]] = []
+
+    def paste(self, line: str) -> subprocess.Popen[str]:
+        shell = subprocess.Popen(
+            ["bash", "-c", line],
+            env=quiet_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self.started.append(shell)
+        return shell
+
+    def end(self) -> tuple[list[int], list[str]]:
+        """Wait for all shells; return their codes and outputs in the order of pasting."""
+        said = [shell.communicate(timeout=50)[0] for shell in self.started]
+        return [shell.returncode for shell in self.started], said
+
+
 @pytest.fixture
-def dumped(tmp_path: Path) -> Callable[[], list[dict[str, Any]]]:
-    """Return a function that reads what each rank's program saw, in rank order."""
-    folder = tmp_path / "dumps"
-    folder.mkdir()
-    return lambda: [json.loads((folder / f"{rank}.json").read_text()) for rank in range(len(list(folder.iterdir())))]
+def shells() -> Iterator[Shells]:
+    made = Shells()
+    yield made
+    for shell in made.started:
+        if shell.poll() is None:
+            os.killpg(shell.pid, signal.SIGKILL)
+        if shell.stdout is not None and not shell.stdout.closed:
+            shell.communicate()
 
 
-def dump_job(tmp_path: Path, **keys: Any) -> dict[str, Any]:
-    env = {"DUMPS": str(tmp_path / "dumps"), **keys.pop("env", {})}
-    return {"command": [sys.executable, "-c", DUMP, *NASTY], "env": env, **keys}
+def words(line: str) -> list[str]:
+    return shlex.split(line.rpartition(" && ")[2])
+
+
+def after(option: str, line: str) -> str:
+    found = words(line)
+    return found[found.index(option) + 1]
 
 
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def test_a_line_of_a_command_is_its_folder_its_variables_and_its_argv(lines) -> None:
-    job = {"nodes": 2, "workdir": "/srv/my work", "env": {"A": "b c"}, "command": ["prog", "it's"]}
-    found = lines(job, "--node", "1", "--master-ip", "10.10.1.1", "--master-port", "4242")
-    (folder, words) = found[1].split(" && ")
-    assert list(found) == [1]
-    assert shlex.split(folder) == ["cd", "/srv/my work"]
-    first, path, *pairs = shlex.split(words)
-    rank = RankEnv(1, 2, 0, 1, 1, 2, "10.10.1.1", 4242).variables()
-    shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "A": "b c"}
-    assert (first, path) == ("env", f"PATH={Path(sys.executable).parent}:$PATH")
-    assert dict(pair.split("=", 1) for pair in pairs[:-2]) == {**shared, **rank}
-    assert pairs[-2:] == ["prog", "it's"]
+def test_all_lines_agree_on_port_and_token_also_when_they_are_printed_one_by_one(lines) -> None:
+    found = lines(TRAIN, "--master-addr", "10.10.1.1")
+    again = lines(TRAIN, "--master-addr", "10.10.1.1", "--node", "1")
+    assert again == {1: found[1]}
+    assert words(found[0])[0] == words(found[1])[0]
+    assert words(found[0])[0].startswith(f"{TOKEN}=")
+    assert after("--connect", found[1]) == f"10.10.1.1:{after('--port', found[0])}"
+    assert 61_000 <= int(after("--port", found[0])) <= 65_535
 
 
-def test_a_line_of_a_bench_starts_its_module_where_no_folder_can_shadow_it(lines) -> None:
-    words = shlex.split(lines({"start_timeout_s": 7.5, "bench": {"operation": "hello"}})[0])
-    expected = [*("-I", "-m", "collectives_bench"), *("--operation", "hello", "--start-timeout-s", "7.5")]
-    assert words[words.index(sys.executable) :] == [sys.executable, *expected]
+def test_another_job_or_another_user_has_another_token(lines, tmp_path, monkeypatch) -> None:
+    tokens = {words(lines(TRAIN, *HERE)[0])[0], words(lines(TRAIN, *HERE, "--set", "train.steps=3")[0])[0]}
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
+    tokens.add(words(lines(TRAIN, *HERE)[0])[0])
+    assert len(tokens) == 3
+    secret = tmp_path / "other" / "muster" / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_line_of_a_training_names_its_rank_by_flags_and_passes_on_what_was_overridden(lines, tmp_path) -> None:
-    options = ("--set", "train.steps=3", "--name", "other", "--master-ip", "10.10.1.1", "--master-port", "4242")
-    words = shlex.split(lines(TRAIN, *options)[1])
-    assert words[words.index(sys.executable) :] == [
-        *(sys.executable, "-I", "-m", "jobs.train", str(tmp_path / "job.yaml")),
-        *("--master-ip", "10.10.1.1", "--master-port", "4242", "--num-nodes", "2", "--rank", "1"),
-        *("--set", "train.steps=3", "--set", 'name="other"', "--runs", str(tmp_path / "runs")),
+def test_node_0_is_told_the_job_and_what_was_overridden_the_others_nothing(lines, tmp_path) -> None:
+    options = ("--set", "train.steps=3", "--name", "other", "--port", "4242", "--master-addr", "10.10.1.1")
+    found = lines(TRAIN, *options)
+    assert words(found[0])[5:] == [
+        *("run", str(tmp_path / "job.yaml"), "--set", "train.steps=3", "--set", 'name="other"'),
+        *("--on", "hand", "--port", "4242", "--master-addr", "10.10.1.1", "--runs", str(tmp_path / "runs")),
     ]
+    assert str(tmp_path / "job.yaml") not in found[1]
 
 
-def test_several_ranks_of_a_training_are_told_how_many_share_their_node(lines) -> None:
-    found = lines(TRAIN, "--set", "ranks_per_node=2")
-    for node, line in found.items():
-        for rank in (2 * node, 2 * node + 1):
-            assert f"--num-nodes 2 --rank {rank} --ranks-per-node 2 " in line
+def test_nothing_of_the_users_stands_in_the_lines_but_the_job_files_name(lines) -> None:
+    job = {"nodes": 2, "env": {"SECRET": "hunter2"}, "command": ["prog", "--password", "hunter2"]}
+    assert not any("hunter2" in line for line in lines(job, *HERE).values())
+
+
+def test_addresses_come_from_the_hosts_where_they_have_them(lines, tmp_path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("alpha address=10.10.1.7\nbeta address=10.10.1.9\n")
+    found = lines(TRAIN, "-H", str(hosts))
+    assert after("--connect", found[1]).startswith("10.10.1.7:")
+    assert after("--nodelist", found[0]) == "alpha,beta"
+
+
+def test_without_an_address_of_node_0_the_error_says_how_to_give_one(muster, tmp_path) -> None:
+    (tmp_path / "job.yaml").write_text(TRAIN)
+    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), "--all")
+    assert (code, out) == (2, "")
+    assert "give --master-addr ADDRESS" in err
 
 
 def test_the_plain_output_is_the_same_lines(lines, muster, tmp_path) -> None:
-    found = lines(TRAIN)
-    assert muster("cmd", str(tmp_path / "job.yaml"), "--all") == (0, f"{found[0]}\n{found[1]}\n", "")
-    assert muster("cmd", str(tmp_path / "job.yaml"), "--node", "1") == (0, f"{found[1]}\n", "")
+    found = lines(TRAIN, *HERE)
+    assert muster("cmd", str(tmp_path / "job.yaml"), "--all", *HERE) == (0, f"{found[0]}\n{found[1]}\n", "")
+    assert muster("cmd", str(tmp_path / "job.yaml"), "--node", "1", *HERE) == (0, f"{found[1]}\n", "")
 
 
 @pytest.mark.parametrize("node", ["2", "-1"])
 def test_a_node_that_the_job_does_not_have_is_a_usage_error(node: str, muster, tmp_path) -> None:
     (tmp_path / "job.yaml").write_text(TRAIN)
-    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), "--node", node)
+    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), "--node", node, *HERE)
     assert (code, out) == (2, "")
     assert err == f"muster: --node: this job has nodes 0 to 1, got {node}\n"
 
 
 def test_a_rank_variable_in_the_job_is_refused_as_it_is_by_run(muster, tmp_path) -> None:
     (tmp_path / "job.yaml").write_text("env: {RANK: '7'}\ncommand: [prog]\n")
-    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), "--node", "0")
+    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), "--node", "0", *HERE)
     assert (code, out) == (78, "")
     assert "env.RANK" in err
 
 
-# Run by a shell -------------------------------------------------------------------------------------------------------
-
-
-def test_every_argument_and_value_survives_the_shell(lines, dumped, tmp_path) -> None:
-    workdir = tmp_path / "it's a $folder"
-    workdir.mkdir()
-    env = {f"VALUE_{number}": text for number, text in enumerate(NASTY)}
-    (line,) = lines(dump_job(tmp_path, env=env, workdir=str(workdir))).values()
-    done = bash(line)
-    assert (done.returncode, done.stderr) == (0, "")
-    (seen,) = dumped()
-    assert seen["argv"] == NASTY
-    assert {name: seen["env"][name] for name in env} == env
-    assert seen["cwd"] == str(workdir)
-
-
-@pytest.mark.parametrize("shell", [name for name in ("bash", "dash", "zsh") if shutil.which(name)])
-def test_all_ranks_of_a_node_run_side_by_side_each_with_its_own_variables(shell, lines, dumped, tmp_path) -> None:
-    job = dump_job(tmp_path, nodes=1, ranks_per_node=3)
-    done = subprocess.run([shell, "-c", lines(job)[0]], env=quiet_environment(), timeout=50, check=False)
-    assert done.returncode == 0
-    seen = dumped()
-    assert [each["argv"] for each in seen] == [NASTY] * 3
-    expected = [RankEnv(rank, 3, rank, 3, 0, 1, "127.0.0.1", 29500).variables() for rank in range(3)]
-    assert [{name: each["env"][name] for name in expected[0]} for each in seen] == expected
-
-
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_the_lines_exit_code_is_that_of_the_rank_that_failed(failing: int, lines) -> None:
-    """A bare `wait` returned 0 whatever had happened."""
-    job = {"ranks_per_node": 3, "command": ["bash", "-c", f"exit $((RANK == {failing} ? 7 : 0))"]}
-    assert bash(lines(job)[0]).returncode == 7
-    assert bash(lines({**job, "command": ["true"]})[0]).returncode == 0
-
-
-def test_a_rank_that_fails_long_before_the_last_one_ends_still_counts(lines) -> None:
-    job = {"ranks_per_node": 2, "command": ["bash", "-c", "if [ $RANK = 0 ]; then exit 5; fi; sleep 0.3; echo last"]}
-    done = bash(lines(job)[0])
-    assert (done.returncode, done.stdout) == (5, "last\n")
-
-
-def test_the_shell_that_the_line_is_pasted_into_keeps_its_arguments_and_its_other_children() -> None:
-    line = _together(["true", "false"])
-    done = bash(f"set -- mine; sleep 30 & other=$!; {line}; echo $? $*; kill $other")
-    assert done.stdout == "1 mine\n"
-
-
-def test_ctrl_c_ends_all_ranks_of_the_line(tmp_path) -> None:
-    """A shell's background processes ignore SIGINT, so the line must pass it on."""
-    program = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w').close(); time.sleep(50)"
-    line = _together([shlex.join([sys.executable, "-c", program])] * 2)
-    with subprocess.Popen(["bash", "-c", line], start_new_session=True) as shell:
-        wait_until(lambda: len(list(tmp_path.iterdir())) == 2, "two ranks")
-        os.killpg(shell.pid, signal.SIGINT)
-        assert shell.wait(timeout=20) != 0
-    pids = [int(path.name) for path in tmp_path.iterdir()]
-    wait_until(lambda: not any(map(start_ticks, pids)), "the end of both ranks")
-
-
-def test_a_missing_folder_and_a_failing_setup_line_stop_the_line_before_any_rank(lines, tmp_path) -> None:
-    job = {"ranks_per_node": 2, "workdir": str(tmp_path / "gone"), "command": ["echo", "started"]}
-    done = bash(lines(job)[0])
-    assert (done.returncode, done.stdout) == (1, "")
-    setup = ["echo in $WHERE", "exit 9", "echo not here"]
-    done = bash(lines({**job, "workdir": str(tmp_path), "env": {"WHERE": "setup"}, "setup": setup})[0])
-    assert (done.returncode, done.stdout) == (9, "in setup\n")
-
-
-def test_the_sites_variables_reach_the_ranks_and_the_job_wins(lines, dumped, tmp_path) -> None:
-    site = tmp_path / "site.yaml"
-    site.write_text("env: {ONLY_SITE: 'a b', BOTH: site}\n")
-    (line,) = lines(dump_job(tmp_path, env={"BOTH": "job"}), "--site", str(site)).values()
-    assert bash(line).returncode == 0
-    (seen,) = dumped()
-    assert (seen["env"]["ONLY_SITE"], seen["env"]["BOTH"]) == ("a b", "job")
-
-
-def test_python_is_the_one_muster_runs_with_before_the_path_of_the_shell_that_is_pasted_into(lines, tmp_path) -> None:
-    job = {"command": ["bash", "-c", "echo $PATH"]}
-    done = subprocess.run(["bash", "-c", lines(job)[0]], env={"PATH": "/usr/bin:/bin"}, capture_output=True, check=True)
-    assert done.stdout.decode() == f"{Path(sys.executable).parent}:/usr/bin:/bin\n"
-    assert bash(lines({**job, "env": {"PATH": "/bin"}})[0]).stdout == "/bin\n"
+# Run by shells --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
-def test_the_lines_of_two_nodes_pasted_into_two_shells_train_in_one_run(lines, tmp_path) -> None:
-    (tmp_path / "jobs").mkdir()  # a user's own folder of this name, where the ranks run, must not matter
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_every_argument_and_value_survives_whatever_the_order(order, lines, shells, tmp_path) -> None:
+    workdir = tmp_path / "it's a $folder"
+    workdir.mkdir()
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    env = {"DUMPS": str(dumps), **{f"VALUE_{number}": text for number, text in enumerate(NASTY)}}
+    job = {"nodes": 3, "workdir": str(workdir), "env": env, "command": [sys.executable, "-c", DUMP, *NASTY]}
+    found = lines(job, *HERE)
+    for node in order:
+        shells.paste(found[node])
+    codes, said = shells.end()
+    assert codes == [0, 0, 0], said
+    for rank in range(3):
+        seen = json.loads((dumps / f"{rank}.json").read_text())
+        assert seen["argv"] == NASTY
+        assert {name: seen["env"][name] for name in env} == env
+        assert seen["cwd"] == str(workdir)
+        assert TOKEN not in seen["env"]
+        assert seen["env"]["NODE_RANK"] == str(rank)
+
+
+@pytest.mark.ranks
+def test_the_code_of_the_rank_that_failed_is_that_of_every_line(lines, shells) -> None:
+    found = lines({"nodes": 2, "command": ["bash", "-c", "exit $((RANK == 1 ? 7 : 0))"]}, *HERE)
+    for node in (0, 1):
+        shells.paste(found[node])
+    codes, said = shells.end()
+    assert codes == [7, 7], said
+
+
+@pytest.mark.ranks
+def test_two_nodes_train_in_one_run_and_a_jobs_folder_of_the_users_does_not_matter(lines, shells, tmp_path) -> None:
+    (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "__init__.py").write_text("raise SystemExit('the wrong jobs')\n")
-    found = lines(f"workdir: {tmp_path}\n{TRAIN}", "--master-port", str(free_port()))
-    shells = [
-        subprocess.Popen(
-            ["bash", "-c", found[node]],
-            env=quiet_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in (1, 0)
-    ]
-    outputs = [shell.communicate(timeout=50)[0] for shell in shells]
-    assert [shell.returncode for shell in shells] == [0, 0], outputs
+    found = lines(f"workdir: {tmp_path}\n{TRAIN}", *HERE)
+    for node in (1, 0):
+        shells.paste(found[node])
+    codes, said = shells.end()
+    assert codes == [0, 0], said
     (run,) = list_runs(tmp_path / "runs")
     assert [row["step"] for row in read_lines(run.metrics) if "step_s" in row] == [1, 2]
     (verdict,) = read_lines(run.attempts)
     assert verdict["code"] == 0
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("killed", "code"), [(1, 69), (0, None)])
+def test_a_line_that_is_killed_ends_the_run(killed: int, code: int | None, lines, shells, tmp_path) -> None:
+    found = lines({"nodes": 2, "grace_s": 1, "command": ["sleep", "1000"]}, *HERE)
+    pasted = [shells.paste(found[node]) for node in (0, 1)]
+    wait_until(lambda: list_runs(tmp_path / "runs"), "the run")
+    (run,) = list_runs(tmp_path / "runs")
+    wait_until(lambda: sum(row["event"] == "started" for row in read_lines(run.events)) == 2, "both nodes")
+    os.killpg(pasted[killed].pid, signal.SIGKILL)
+    wait_until(lambda: not of_run(run.run_id), "the end of all ranks")
+    other = pasted[1 - killed]
+    other.communicate(timeout=50)
+    assert other.returncode == (code if killed else 69)
+
+
+@pytest.mark.ranks
+def test_ctrl_c_at_node_0_ends_all_lines(lines, shells, tmp_path) -> None:
+    found = lines({"nodes": 2, "grace_s": 1, "command": ["sleep", "1000"]}, *HERE)
+    first = shells.paste(found[0])
+    shells.paste(found[1])
+    wait_until(lambda: list_runs(tmp_path / "runs"), "the run")
+    (run,) = list_runs(tmp_path / "runs")
+    wait_until(lambda: sum(row["event"] == "started" for row in read_lines(run.events)) == 2, "both nodes")
+    os.killpg(first.pid, signal.SIGINT)
+    codes, said = shells.end()
+    assert codes == [130, 130], said
+    assert not of_run(run.run_id)
+
+
+@pytest.mark.ranks
+def test_a_second_agent_for_a_node_and_one_with_another_token_are_turned_away(lines, shells) -> None:
+    found = lines({"nodes": 2, "command": ["true"]}, *HERE)
+    stranger = (
+        found[1].replace(words(found[1])[0], f"{TOKEN}=wrong").replace("--dial-timeout-s 600", "--dial-timeout-s 5")
+    )
+    shells.paste(found[0])
+    turned_away = shells.paste(stranger)
+    turned_away.communicate(timeout=50)
+    assert turned_away.returncode == 69
+    shells.paste(found[1])
+    codes, said = shells.end()
+    assert codes == [0, 69, 0], said

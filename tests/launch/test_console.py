@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.placement import NodePlacement
+from jobs.rundir import RunDir
 from launch.console import Console
 from launch.plan import NodePlan, RankPlan
 from launch.verdict import Ending, Verdict, judge
@@ -26,9 +27,10 @@ DONE = Verdict(0, "2 ranks ended with 0")
 
 
 def test_the_plan_names_every_rank_with_its_place(capsys) -> None:
+    run = RunDir(Path("/runs/demo"))
     nodes = [
-        NodePlan(NodePlacement(0, "n0", "10.0.0.1", 0, 1), (), (RankPlan(0, (0, 1), (), 1, ()),)),
-        NodePlan(NodePlacement(1, "n1", "10.0.0.2", 1, 1), (), (RankPlan(1, (0,), (), 1, ()),)),
+        NodePlan(NodePlacement(0, "n0", "10.0.0.1", 0, 1), run, False, (), (RankPlan(0, (0, 1), (), 1, ()),)),
+        NodePlan(NodePlacement(1, "n1", "10.0.0.2", 1, 1), run, False, (), (RankPlan(1, (0,), (), 1, ()),)),
     ]
     Console().plan("/runs/demo", nodes, "10.0.0.1:4242")
     assert capsys.readouterr() == (
@@ -127,6 +129,15 @@ def test_quiet_still_says_why_it_failed_with_the_last_lines_that_it_hid(capsys) 
         "  failed, exit code 7 after 1.0 s · muster why demo-1\n"
         "  look there\n",
     )
+
+
+def test_without_somebody_to_read_it_rank_0s_output_stays_in_its_log(capsys) -> None:
+    """A supervisor that was left behind writes a log of its own, which should not hold the ranks' a second time."""
+    console = Console(ranks=False)
+    console.say("of ours")
+    console.lines("out", ["a line"])
+    console.lines("err", ["a line"])
+    assert capsys.readouterr() == ("", "of ours\n")
 
 
 # Nobody reads ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The plan of an attempt, as pure functions and as `muster plan` prints it: the whole text against a golden file."""
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,12 +24,14 @@ from launch.plan import Context, Machine, NodePlan, RankPlan, plan_nodes, preloa
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def make_context(*, site: Site | None = None, entry: str | None = None, one_host: bool = True, **keys: Any) -> Context:
+def make_context(
+    *, site: Site | None = None, entry: str | None = None, address: str = "127.0.0.1", **keys: Any
+) -> Context:
     settings = CommandSettings(argv=["program", "--flag", "a b"])
     job = Job(**{"name": "demo", "kind": "command", "settings": settings, **keys})
-    placement = place(job, [Host("box", "127.0.0.1")] * job.nodes)
+    placement = place(job, [Host("box", address)] * job.nodes)
     run = RunDir(Path("/runs/demo-20250101T000000Z-abc123"))
-    return Context(job, site or Site(), placement, run, "/srv/job", "/opt/muster/bin/python", entry, one_host=one_host)
+    return Context(job, site or Site(), placement, run, "/srv/job", "/opt/muster/bin/python", entry)
 
 
 def box(cores: int, *gpus: str, host: str = "box") -> Machine:
@@ -36,15 +39,18 @@ def box(cores: int, *gpus: str, host: str = "box") -> Machine:
 
 
 def plan(context: Context, machine: Machine, port: int | None = 4242) -> list[NodePlan]:
-    return plan_nodes(context, [machine] * len(context.placement.nodes), {}, port)
+    return plan_nodes(context, [machine] * len(context.placement.nodes), port)
 
 
 def values(rank: RankPlan) -> dict[str, str]:
     return {each.name: each.value for each in rank.environment}
 
 
-def shared(context: Context, environ: dict[str, str] | None = None, threads: int = 1) -> dict[str, tuple[str, str]]:
-    return {each.name: (each.value, each.origin) for each in shared_environment(context, environ or {}, threads)}
+def shared(
+    context: Context, environ: dict[str, str] | None = None, threads: int = 1, interface: str = ""
+) -> dict[str, tuple[str, str]]:
+    machine = replace(box(1), environ=environ or {}, interface=interface)
+    return {each.name: (each.value, each.origin) for each in shared_environment(context, machine, threads)}
 
 
 # Cores, GPUs and threads ----------------------------------------------------------------------------------------------
@@ -72,7 +78,7 @@ def test_pretend_nodes_share_their_host_without_overlap_when_there_is_enough(nod
 
 def test_nodes_on_different_hosts_keep_all_they_have() -> None:
     machines = [box(4, "0", "1", host="n0"), box(2, "0", host="n1")]
-    plans = plan_nodes(make_context(nodes=2), machines, {}, 4242)
+    plans = plan_nodes(make_context(nodes=2), machines, 4242)
     assert [node.ranks[0].cores for node in plans] == [(0, 1, 2, 3), (0, 1)]
     assert [node.ranks[0].gpus for node in plans] == [("0", "1"), ("0",)]
     assert "CUDA_VISIBLE_DEVICES" not in values(plans[0].ranks[0])
@@ -146,7 +152,7 @@ def test_a_rank_variable_in_the_job_or_site_file_is_refused_with_its_name(name: 
         (make_context(site=Site(env={name: "1"})), "site file"),
     ):
         with pytest.raises(RefusedError) as caught:
-            shared_environment(context, {}, 1)
+            shared_environment(context, box(1), 1)
         assert str(caught.value) == f"{file}: env.{name}: this is Muster's to set for each rank; remove it"
         assert caught.value.exit_code == 78
 
@@ -166,11 +172,58 @@ def test_the_job_wins_over_the_site_and_the_site_over_our_defaults() -> None:
     assert shared(make_context(), threads=3)["OMP_NUM_THREADS"] == ("3", "threads_per_rank: 1")
 
 
-def test_gloos_interface_is_the_users_if_they_named_one_and_ours_only_on_one_host() -> None:
-    assert "GLOO_SOCKET_IFNAME" not in shared(make_context(), {"GLOO_SOCKET_IFNAME": "eth7"})
-    assert "GLOO_SOCKET_IFNAME" not in shared(make_context(one_host=False))
-    given = shared(make_context(env={"GLOO_SOCKET_IFNAME": "eth8"}), {"GLOO_SOCKET_IFNAME": "eth7"})
-    assert given["GLOO_SOCKET_IFNAME"] == ("eth8", "job file: env")
+def test_on_one_host_gloo_meets_on_loopback_and_nccl_is_left_alone() -> None:
+    for interface in ("", "lo", "eth1"):
+        found = shared(make_context(), interface=interface)
+        assert found["GLOO_SOCKET_IFNAME"] == ("lo", "all ranks are on this machine")
+        assert "NCCL_SOCKET_IFNAME" not in found
+
+
+def test_on_several_hosts_both_use_the_interface_that_leads_to_the_master() -> None:
+    found = shared(make_context(address="10.10.1.1"), interface="eth1")
+    origin = "the way to the master 10.10.1.1"
+    assert found["GLOO_SOCKET_IFNAME"] == ("eth1", origin)
+    assert found["NCCL_SOCKET_IFNAME"] == ("=eth1", origin)  # = means this one, and none that begins alike
+    unknown = shared(make_context(address="10.10.1.1"))
+    assert not {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"} & unknown.keys()
+
+
+@pytest.mark.parametrize("name", ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"])
+def test_an_interface_that_the_user_named_stays(name: str) -> None:
+    for address, interface in (("127.0.0.1", ""), ("10.10.1.1", "eth1")):
+        context = make_context(address=address)
+        assert name not in shared(context, {name: "eth7"}, interface=interface)  # a node's own environment has it
+        for keys in ({"env": {name: "eth8"}}, {"site": Site(env={name: "eth8"})}):
+            given = shared(make_context(address=address, **keys), {name: "eth7"}, interface=interface)
+            assert given[name][0] == "eth8"
+
+
+def test_each_node_has_the_interface_that_it_told_itself() -> None:
+    machines = [replace(box(2, host=f"n{node}"), interface=f"eth{node}") for node in range(2)]
+    plans = plan_nodes(make_context(nodes=2, address="10.10.1.1"), machines, 4242)
+    found = [{each.name: each.value for each in node.warm_environment} for node in plans]
+    assert [each["GLOO_SOCKET_IFNAME"] for each in found] == ["eth0", "eth1"]
+
+
+def test_the_path_is_that_of_the_node_behind_the_interpreters_folder() -> None:
+    assert shared(make_context(), {"PATH": "/usr/bin:/bin"})["PATH"][0] == "/opt/muster/bin:/usr/bin:/bin"
+    machines = [replace(box(1, host=name), environ={"PATH": f"/{name}/bin"}) for name in ("n0", "n1")]
+    plans = plan_nodes(make_context(nodes=2, address="10.10.1.1"), machines, 4242)
+    paths = [each.value for node in plans for each in node.warm_environment if each.name == "PATH"]
+    assert paths == ["/opt/muster/bin:/n0/bin", "/opt/muster/bin:/n1/bin"]
+
+
+def test_a_node_that_keeps_its_part_of_the_run_elsewhere_is_told_so_and_its_ranks_too() -> None:
+    elsewhere = RunDir(Path("/tmp/muster-0/demo-20250101T000000Z-abc123"))
+    machines = [box(2, host="n0"), replace(box(2, host="n1"), run=elsewhere)]
+    context = make_context(nodes=2, address="10.10.1.1")
+    first, second = plan_nodes(context, machines, 4242)
+    assert (first.run, first.apart, second.run, second.apart) == (context.run, False, elsewhere, True)
+    assert values(first.ranks[0])["MUSTER_RUN_DIR"] == str(context.run.path)
+    assert values(second.ranks[0])["MUSTER_RUN_DIR"] == str(elsewhere.path)
+    message = start_message(context, second, store=True, master_port=4242)
+    assert (message["apart"], message["attempt_dir"]) == (True, f"{elsewhere.path}/attempt-000")
+    assert message["ranks"][0]["out"] == f"{elsewhere.path}/attempt-000/rank-00001.out"
 
 
 def test_every_value_has_an_origin() -> None:
@@ -192,6 +245,7 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
     assert message == {
         "do": "start",
         "attempt_dir": attempt,
+        "apart": False,
         "workdir": "/srv/job",
         "setup": ["umask 027", "module load x"],
         "store": True,
@@ -264,9 +318,11 @@ def muster_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str]]:
     """Return a function that plans a job on a fixed machine: (exit code, standard output)."""
-    monkeypatch.setattr("launch.prepare.this_machine", lambda: box(6, "0", "1", host="box"))
+    machine = replace(box(6, "0", "1", host="box"), environ=os.environ)
+    monkeypatch.setattr("launch.prepare.this_machine", lambda: machine)
     monkeypatch.setattr("launch.prepare.check_files", lambda job, environ: None)  # /srv/work is not there
     monkeypatch.setattr(sys, "executable", "/opt/muster/bin/python")
+    monkeypatch.setattr("jobs.boot.CODE_ROOT", Path("/opt/muster/code"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for name in ("GLOO_SOCKET_IFNAME", "MUSTER_SITE"):
         monkeypatch.delenv(name, raising=False)
@@ -282,9 +338,16 @@ def muster_plan(
     return run
 
 
-@pytest.mark.parametrize(("name", "text"), [("plan-command.txt", COMMAND), ("plan-train.txt", TRAIN)])
-def test_the_whole_text_of_a_plan_is_the_golden_one(name: str, text: str, muster_plan) -> None:
-    code, out = muster_plan(text)
+@pytest.mark.parametrize(
+    ("name", "text", "options"),
+    [
+        ("plan-command.txt", COMMAND, []),
+        ("plan-train.txt", TRAIN, []),
+        ("plan-ssh.txt", COMMAND, ["-w", "n[0-3]", "-e", "n1", "--on", "ssh", "--jump", "gate", "--login", "alice"]),
+    ],
+)
+def test_the_whole_text_of_a_plan_is_the_golden_one(name: str, text: str, options: list[str], muster_plan) -> None:
+    code, out = muster_plan(text, *options)
     assert code == 0
     assert out == (GOLDEN / name).read_text(encoding="utf-8")
 
@@ -294,7 +357,8 @@ def test_json_holds_the_same_plan_as_records_and_null_where_the_start_decides(mu
     record = json.loads(out)
     assert code == 0
     assert list(record) == [
-        *("name", "kind", "transport", "world_size", "workdir", "runs", "setup", "nodes", "command", "function")
+        *("name", "kind", "transport", "start", "world_size"),
+        *("workdir", "runs", "setup", "nodes", "command", "function"),
     ]
     assert (record["name"], record["kind"], record["transport"], record["world_size"]) == (
         "demo",
@@ -306,8 +370,9 @@ def test_json_holds_the_same_plan_as_records_and_null_where_the_start_decides(mu
     assert record["setup"] == ["module load python", "echo 'two words'"]
     assert (record["command"], record["function"]) == (["python3", "train.py", "--name", "it's"], None)
     node = record["nodes"][1]
-    assert list(node) == ["node", "host", "address", "agent", "environment", "ranks"]
-    assert node["agent"] == ["/opt/muster/bin/python", "-I", "-m", "launch.agent", "--node", "1"]
+    assert list(node) == ["node", "host", "address", "environment", "ranks"]
+    agent = ["/opt/muster/bin/python", "-I", "/opt/muster/code/launch/boot.py", "launch.agent", "--node"]
+    assert record["start"] == [[*agent, "0"], [*agent, "1"]]
     rank = node["ranks"][1]
     assert [rank[key] for key in ("rank", "cores", "gpus", "threads")] == [3, [5], ["1"], 1]
     environment = {each["name"]: each for each in rank["environment"]}

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jobs.rundir import read_lines
+from jobs.files import read_lines
 from launch import processes
 from launch.commands import stop as stop_command
 

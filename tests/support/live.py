@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jobs.rundir import RunDir, read_lines
+from jobs.files import read_lines
+from jobs.rundir import RunDir
 from launch.processes import of_run
 
 DEADLINE_S = 40.0

@@ -1,0 +1,59 @@
+"""How every process of ours starts: `python -I ROOT/launch/boot.py MODULE arguments...`.
+
+-I keeps the user's own `jobs/` folder and PYTHON variables out; this file puts the code root that it lies in first, so
+that a node runs the code it was told to (a checkout, a copy, a snapshot in the run folder), whatever its Python has
+installed. Then MODULE is `__main__`, as after `python -m`. It imports nothing new: `runpy` would cost 4 ms more.
+"""
+
+import os
+import sys
+
+OLDEST = (3, 10)
+REFUSED = 78  # of jobs/exits.py
+
+
+def main() -> None:
+    """Run the module that the first argument names."""
+    if sys.version_info < OLDEST:  # said before any newer syntax of ours is read
+        found = "{}.{}.{}".format(*sys.version_info[:3])
+        raise refusal(
+            f"{sys.executable} is Python {found}, Muster needs 3.10 or newer; set interpreter in the site file"
+        )
+    if len(sys.argv) < 2:
+        raise refusal("boot.py starts Muster's own processes and was given no module; users run muster")
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+    run(sys.argv[1])
+
+
+def run(name: str) -> None:
+    """Run a module, or a package's `__main__`, under the name `__main__`."""
+    parent = name.rpartition(".")[0]
+    try:
+        path = __import__(parent, fromlist=["__path__"]).__path__ if parent else None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{parent}.".startswith(f"{error.name}."):
+            raise  # the package is there, and lacks another
+        path = []
+    found = (finder.find_spec(name, path) for finder in sys.meta_path)
+    spec = next((each for each in found if each is not None), None)
+    if spec is None or spec.loader is None or spec.origin is None:
+        raise refusal(f"there is no {name} in {sys.path[0]}; run muster sync, or correct code in the site file")
+    if spec.submodule_search_locations is not None:
+        return run(f"{name}.__main__")
+    code = spec.loader.get_code(name)  # type: ignore[attr-defined]  # reads and writes the .pyc as an import would
+    module = type(sys)("__main__")
+    module.__file__ = spec.origin
+    module.__spec__, module.__loader__, module.__package__ = spec, spec.loader, parent
+    sys.modules["__main__"] = module
+    sys.argv[:2] = [spec.origin]
+    return exec(code, module.__dict__)
+
+
+def refusal(text: str) -> SystemExit:
+    """Say on standard error, which every transport brings home, why nothing runs here."""
+    print(f"muster agent on {os.uname().nodename} {text}", file=sys.stderr)
+    return SystemExit(REFUSED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A child process of the supervisor that carries or starts agents: ssh, pdsh, srun, or an agent of this machine.
+
+asyncio's own subprocesses cost a thread each on Python 3.10 and 3.11; here the loop watches a pidfd (pidfd_open(2)).
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from jobs.errors import RefusedError
+from launch.channel import LINE_LIMIT, Channel, over_pipes
+
+KEPT_LINES: Final = 200  # of standard error, per process
+FAREWELL_S: Final = 5.0
+
+
+class Child:
+    """A process in a session of its own, out of reach of the terminal's Ctrl-C. Make it in a running event loop.
+
+    Raises:
+        RefusedError: its program cannot be run here.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        piped: bool,
+        pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
+        own_stderr: bool = True,
+    ) -> None:
+        stream = subprocess.PIPE if piped else subprocess.DEVNULL
+        try:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=stream,
+                stdout=stream,
+                stderr=subprocess.PIPE if own_stderr else None,
+                pass_fds=pass_fds,
+                env=env,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise RefusedError(f"{argv[0]}: cannot be run here: {error.strerror}; is it installed?") from error
+        self.errors: list[str] = []  # the last lines of its standard error
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._pidfd = os.pidfd_open(self.process.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    async def channel(self) -> Channel:
+        """Return the channel over its standard input and output."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        return await over_pipes(self.process.stdout, self.process.stdin)
+
+    async def read_errors(self, tell: "asyncio.Queue[str] | None" = None) -> None:
+        """Read standard error to its end; keep the last lines, and put each into a queue if one is given."""
+        assert self.process.stderr is not None
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=LINE_LIMIT)
+        source, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self.process.stderr)
+        try:
+            while line := await reader.readline():
+                text = line.decode(errors="replace").rstrip()
+                self.errors = [*self.errors[-KEPT_LINES:], text]
+                if tell is not None:
+                    tell.put_nowait(text)
+        finally:
+            source.close()
+
+    async def end(self, wait_s: float = FAREWELL_S) -> None:
+        """Wait for the process's own end, then TERM it, then KILL it."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self.ended), wait_s)
+            if self.ended.done():
+                return
+            self.process.send_signal(number)
+            wait_s = 1.0
+        await self.ended
+
+    def _reap(self) -> None:
+        code = self.process.poll()
+        if code is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        if not self.ended.done():
+            self.ended.set_result(code)

@@ -1,0 +1,181 @@
+"""`muster box`: a small cluster inside this machine, with ssh and Slurm, to rehearse on and to break."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from typing import Final
+
+from cloudlab.box.control import Box
+from cloudlab.box.failures import WAYS
+from cloudlab.box.hosts import find_box, name_flag
+from cloudlab.box.make import make
+from cloudlab.box.remove import take_down
+from cloudlab.box.spec import DEFAULT_NAME, MAX_NODES, BoxSpec, check_name, parse_clocks, parse_rate
+from cloudlab.box.state import box_names
+from cloudlab.box.status import BoxStatus
+from jobs.errors import UsageError
+from jobs.rundir import runs_root
+from jobs.words import counted
+from launch import options, screen
+
+COLUMNS: Final = ("node", "address", "state", "sshd", "slurm", "processes>")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the verbs of `muster box` and their options."""
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    def add(verb: str, phrase: str) -> argparse.ArgumentParser:
+        child = verbs.add_parser(verb, help=phrase, description=phrase + ".", allow_abbrev=False)
+        default = "box" if verb in ("up", "down") else "all" if verb == "status" else "box, or the only one"
+        child.add_argument("--name", metavar="X", help=f"which box (default: {default})")
+        return child
+
+    _configure_up(add("up", "make a box of nodes with a network, ssh, and Slurm if asked"))
+    add("down", "remove a box and everything in it, also one that was left half made")
+    options.add_json(add("status", "show a box, or all boxes: every node, and how it is"))
+    ssh = add("ssh", "log in to a node, or run a command there as ssh does")
+    _add_node(ssh)
+    ssh.add_argument("command", metavar="CMD", nargs=argparse.REMAINDER)
+    inside = add("exec", "run a command among the processes of a node, in the current folder")
+    _add_node(inside)
+    inside.add_argument("command", metavar="-- CMD", nargs=argparse.REMAINDER)
+    fail = add("fail", "let a node fail as machines do")
+    _add_node(fail)
+    fail.add_argument(
+        "--how",
+        choices=tuple(WAYS),
+        default="power",
+        help="power: silent and dead (default); kill: dead, peers see it; unplug: silent, runs on; freeze: stopped",
+    )
+    _add_node(add("heal", "bring a node back as it was"))
+    rate = add("rate", "set the speed of all links, or make a slow pair")
+    rate.add_argument(
+        "rate", metavar="RATE", help="such as 100mbit; none: unlimited. For all links: ends slow pairs too"
+    )
+    rate.add_argument("--between", metavar="NODE", nargs=2, help="only between these two; none: as all others")
+
+
+def _configure_up(up: argparse.ArgumentParser) -> None:
+    up.add_argument("--nodes", metavar="N", type=int, default=4, help=f"how many, up to {MAX_NODES} (default: 4)")
+    up.add_argument("--rate", metavar="RATE", default="1gbit", help="of every link, each way; none: unlimited (1gbit)")
+    up.add_argument("--slurm", action="store_true", help="with munge, slurmctld on one more node `head`, and slurmds")
+    up.add_argument(
+        "--private-storage", action="store_true", help="each node has its own run root: nothing is shared through it"
+    )
+    options.add_runs(up)
+    up.add_argument(
+        "--clock", metavar="NODE=OFFSET", action="append", default=[], help="logins there see another time, as +180s"
+    )
+
+
+def _add_node(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("node", metavar="NODE", help="such as node0")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what the verb says."""
+    return VERBS[args.verb](args)
+
+
+def _up(args: argparse.Namespace) -> int:
+    state = make(
+        BoxSpec(
+            name=args.name or DEFAULT_NAME,
+            nodes=args.nodes,
+            rate=parse_rate(args.rate),
+            slurm=args.slurm,
+            private_runs=str(runs_root(args.runs).resolve()) if args.private_storage else None,
+            clocks=parse_clocks(args.clock),
+        )
+    )
+    spec = state.spec
+    flag, suffix = name_flag(spec.name), "" if spec.name == DEFAULT_NAME else f":{spec.name}"
+    print(f"box {spec.name}: {counted(spec.nodes, 'node')} in {spec.network}{', with Slurm' if spec.slurm else ''}")
+    print(f"try: muster run JOB --hosts box{suffix}, muster box ssh{flag} node0; the end: muster box down{flag}")
+    return 0
+
+
+def _down(args: argparse.Namespace) -> int:
+    name = check_name(args.name or DEFAULT_NAME)
+    if take_down(name):
+        print(f"box {name}: gone")
+        return 0
+    others = ", ".join(box_names())
+    print(f"box {name}: nothing there" + (f"; there is {others}" if others else ""))
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    names = box_names() if args.name is None else [find_box(args.name).spec.name]
+    found = [Box(name).status() for name in names]
+    if args.json:
+        print(json.dumps({"boxes": [each.to_json() for each in found]}, indent=2))
+    else:
+        print("\n\n".join(_render(each) for each in found) or "no box; make one: sudo muster box up")
+    return 0
+
+
+def _render(box: BoxStatus) -> str:
+    about = f"box {box.name}  {box.state}, network {box.network}, links {box.rate}"
+    about += "".join(f", {rate} between {one} and {other}" for one, other, rate in box.slow_pairs)
+    lines = [about, f"ssh -F {box.ssh_config} node0"]
+    if box.slurm_conf is not None:
+        lines.append(f"SLURM_CONF={box.slurm_conf} sinfo")
+    if box.private_runs is not None:
+        lines.append(f"each node has its own {box.private_runs}")
+    rows = (
+        (each.node, each.address, each.state, "listens" if each.sshd else None, each.slurm, each.processes)
+        for each in box.nodes
+    )
+    return "\n".join([*lines, "", screen.table(COLUMNS, rows)])
+
+
+def _ssh(args: argparse.Namespace) -> int:
+    argv = _box(args).ssh_argv(args.node, _words(args.command))
+    os.execv(argv[0], argv)
+
+
+def _exec(args: argparse.Namespace) -> int:
+    words = _words(args.command)
+    if not words:
+        raise UsageError(f"exec {args.node}: no command; wanted: muster box exec {args.node} -- CMD")
+    argv = _box(args).exec_argv(args.node, words)
+    os.execv(argv[0], argv)
+
+
+def _fail(args: argparse.Namespace) -> int:
+    _box(args).fail(args.node, args.how)
+    return 0
+
+
+def _heal(args: argparse.Namespace) -> int:
+    _box(args).heal(args.node)
+    return 0
+
+
+def _rate(args: argparse.Namespace) -> int:
+    between = None if args.between is None else (args.between[0], args.between[1])
+    _box(args).rate(parse_rate(args.rate), between)
+    return 0
+
+
+def _box(args: argparse.Namespace) -> Box:
+    return Box(find_box(args.name).spec.name)
+
+
+def _words(command: list[str]) -> list[str]:
+    return command[1:] if command[:1] == ["--"] else command
+
+
+VERBS: Final[dict[str, Callable[[argparse.Namespace], int]]] = {
+    "up": _up,
+    "down": _down,
+    "status": _status,
+    "ssh": _ssh,
+    "exec": _exec,
+    "fail": _fail,
+    "heal": _heal,
+    "rate": _rate,
+}

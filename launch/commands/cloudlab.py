@@ -1,0 +1,68 @@
+"""`muster cloudlab rspec`: the profile that asks CloudLab for nodes; its text is `cloudlab/rspec.py`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from cloudlab import rspec
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    make = commands.add_parser("rspec", help="print the RSpec of a profile", allow_abbrev=False)
+    make.add_argument("--nodes", type=int, default=4, metavar="N", help="nodes that hold ranks (default: 4)")
+    make.add_argument(
+        "--hardware", default=rspec.HARDWARE, metavar="TYPE", help="node type, or any (default: %(default)s)"
+    )
+    make.add_argument("--image", default=rspec.IMAGE, metavar="URN", help="disk image (default: Ubuntu 22.04)")
+    make.add_argument("--lan", default=rspec.LAN, metavar="NAME", help="name of the LAN (default: %(default)s)")
+    make.add_argument(
+        "--lan-bandwidth", default="10gbit", metavar="RATE", help="such as 25gbit, or any (default: %(default)s)"
+    )
+    make.add_argument(
+        "--nfs",
+        type=int,
+        nargs="?",
+        const=100,
+        default=0,
+        metavar="GB",
+        help=f"add a node that shares a folder, {rspec.SHARED}, of GB gigabytes (100)",
+    )
+    make.add_argument(
+        "--repository", metavar="URL", help="clone this at boot; only for a profile that is not made from a repository"
+    )
+    make.add_argument("-o", "--output", metavar="FILE", help="write to a file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the RSpec, or write it to a file.
+
+    Raises:
+        UsageError: a value is out of its range.
+        RunFolderError: the file cannot be written.
+    """
+    text = rspec.rspec_text(
+        rspec.RspecSpec(
+            nodes=args.nodes,
+            hardware="" if args.hardware == "any" else args.hardware,
+            image=args.image,
+            lan=args.lan,
+            kbit_per_s=None if args.lan_bandwidth == "any" else rspec.rate(args.lan_bandwidth),
+            nfs_gb=args.nfs,
+            repository=args.repository,
+        )
+    )
+    if args.output is None:
+        print(text, end="")
+        return 0
+    from jobs.errors import RunFolderError
+
+    try:
+        Path(args.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(
+            f"{args.output}: cannot be written: {(error.strerror or 'unknown reason').lower()}"
+        ) from error
+    print(f"muster: wrote {args.output}", file=sys.stderr)
+    return 0

@@ -1,0 +1,96 @@
+"""`muster hosts`: node lists there and back, and what hosts a file or a manifest names."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jobs.nodelist import expand, fold
+from launch.options import add_json
+
+if TYPE_CHECKING:
+    from jobs.placement import Host
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the subcommands and their options."""
+    commands = parser.add_subparsers(metavar="COMMAND", dest="what", required=True)
+
+    def add(name: str, text: str, do: Any) -> argparse.ArgumentParser:
+        each = commands.add_parser(name, help=text, description=text + ".", allow_abbrev=False)
+        each.set_defaults(do=do)
+        add_json(each)
+        return each
+
+    lists = "node lists, such as 'n[01-16,20]'; - reads standard input"
+    add("expand", "print the names of a node list, one a line", _expand).add_argument(
+        "lists", metavar="LIST", nargs="+", help=lists
+    )
+    names = "names, divided by spaces, commas or new lines; - reads standard input"
+    add("fold", "print names as a short node list", _fold).add_argument("names", metavar="NAME", nargs="+", help=names)
+    manifest = add("from-manifest", "print a CloudLab manifest as a hosts file", _from_manifest)
+    manifest.add_argument("file", metavar="FILE", help="the manifest (XML)")
+    manifest.add_argument("--login", "--user", metavar="USER", help="user name on the nodes (default: the own one)")
+    manifest.add_argument("--lan", metavar="NAME", help="the LAN of the ranks (default: the one that joins all nodes)")
+    hostfile = add("from-hostfile", "check a hosts file of any form, and print it in ours", _from_hostfile)
+    hostfile.add_argument("file", metavar="FILE", help="DeepSpeed's, MPI's, or ours")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was asked for.
+
+    Raises:
+        UsageError, JobFileError: a list, a file or a manifest is wrong.
+    """
+    data, text = args.do(args)
+    print(json.dumps(data, indent=2) if args.json else text, end="\n" if args.json else "")
+    return 0
+
+
+def _expand(args: argparse.Namespace) -> tuple[Any, str]:
+    names = _names(args.lists)
+    return names, "".join(f"{name}\n" for name in names)
+
+
+def _fold(args: argparse.Namespace) -> tuple[Any, str]:
+    folded = fold(_names(args.names))
+    return folded, f"{folded}\n"
+
+
+def _names(words: Sequence[str]) -> list[str]:
+    """Return the names of several lists, each once, in order."""
+    lists = [part for word in words for part in (sys.stdin.read() if word == "-" else word).split()]
+    # A comma may stand at the end of a word, or by itself: what people paste is `a, b` and `a ,b`.
+    return expand(",".join(part for word in lists if (part := word.strip(","))))
+
+
+def _from_hostfile(args: argparse.Namespace) -> tuple[Any, str]:
+    from jobs.hosts import hostfile_text, read_hostfile
+
+    hosts = read_hostfile(Path(args.file))
+    return [_record(host) for host in hosts], hostfile_text(hosts)
+
+
+def _from_manifest(args: argparse.Namespace) -> tuple[Any, str]:
+    from cloudlab.manifest import survey_manifest
+    from jobs.hosts import hostfile_text
+
+    found = survey_manifest(Path(args.file), user=args.login, lan=args.lan)
+    for warning in found.warnings:
+        print(f"muster: {warning}", file=sys.stderr)
+    network = f", network {found.network}" if found.network else ""
+    head = f"# {args.file}: LAN {found.lan or '(none)'}{network}\n"
+    records = [
+        {**_record(node.host), "mac": node.mac or None, "control_address": node.control_address or None}
+        for node in found.nodes
+    ]
+    return {"lan": found.lan or None, "network": found.network or None, "hosts": records}, head + hostfile_text(
+        found.hosts
+    )
+
+
+def _record(host: "Host") -> dict[str, Any]:
+    return {**asdict(host), "address": host.address or None}

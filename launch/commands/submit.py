@@ -1,0 +1,121 @@
+"""`muster submit JOB.yaml`: start a run and leave. It prints the run's id; status, logs, why and stop do the rest."""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from launch.options import add_job, add_runs, add_transport
+
+if TYPE_CHECKING:
+    from launch.prepare import Prepared
+    from launch.submission import Submission
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_job(parser)
+    add_runs(parser)
+    add_transport(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and do nothing")
+    parser.add_argument("--parsable", action="store_true", help="print the run's id and nothing else")
+    parser.add_argument(
+        "--no-snapshot", action="store_true", help="use the code as it will be then, not a copy of what it is now"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare, then hand over."""
+    from launch.prepare import prepare
+
+    prepared = prepare(args)
+    if args.dry_run:
+        return show(prepared)
+    run_id = leave(prepared, snapshot=not args.no_snapshot)
+    what = "is in the queue" if is_queued(prepared) else "has begun"
+    print(run_id if args.parsable else f"{run_id} {what}; muster logs -f {run_id} follows it, muster stop ends it")
+    return 0
+
+
+def is_queued(prepared: "Prepared") -> bool:
+    """Say whether the run goes through a queue: Slurm's, from outside an allocation, or submitit's."""
+    from slurm.allocation import inside_allocation
+
+    transport = prepared.submission.route.transport
+    return transport == "submitit" or (transport == "slurm" and not inside_allocation(os.environ))
+
+
+def put_into_slurm(submission: "Submission") -> None:
+    """Hand a run to sbatch."""
+    from launch.slurm_run import submit
+
+    if notes := submit(submission).notes:
+        print(f"muster: {notes}", file=sys.stderr)
+
+
+def put_into_submitit(submission: "Submission") -> None:
+    """Hand a run to submitit."""
+    from launch.submitit_run import submit
+
+    submit(submission)
+
+
+QUEUES: "dict[str, Callable[[Submission], None]]" = {"slurm": put_into_slurm, "submitit": put_into_submitit}
+
+
+def leave(prepared: "Prepared", *, snapshot: bool) -> str:
+    """Start the run in the background or put it into the queue; return its id.
+
+    Raises:
+        UsageError: a run by hand cannot be left to itself.
+        MusterError: it could not be started or submitted.
+    """
+    from jobs.errors import UsageError
+    from launch.start import check_torch, detach, write_run
+
+    if prepared.submission.route.transport == "hand":
+        raise UsageError("--on hand: node 0's line is the supervisor, and stays; use muster run, or nohup around it")
+    check_torch(prepared.submission)
+    submission = write_run(prepared, snapshot=snapshot)
+    if is_queued(prepared):
+        QUEUES[submission.route.transport](submission)
+    else:
+        detach(submission.context.run, submission.context.python, submission.context.code)
+    return submission.context.run.run_id
+
+
+def show(prepared: "Prepared") -> int:
+    """Print what would be submitted."""
+    from launch.commands.plan import commands_of
+
+    if prepared.submission.route.transport == "submitit":
+        from launch.submitit_run import script as submitit_script
+
+        print(submitit_script(prepared.submission), end="")
+    elif is_queued(prepared):
+        from launch.slurm_run import script
+
+        print(script(prepared.submission), end="")
+    else:
+        print("\n".join(shlex.join(argv) for argv in commands_of(prepared)))
+    return 0
+
+
+def follow(prepared: "Prepared", *, quiet: bool) -> int:
+    """Put a run into a queue and stay until it has ended; the exit code is its verdict's."""
+    from launch.console import Console
+
+    if prepared.submission.route.transport == "submitit":
+        from launch.start import check_torch, write_run
+        from launch.submitit_run import run_here
+
+        check_torch(prepared.submission)
+        return run_here(write_run(prepared, snapshot=True), Console(quiet=quiet))
+    from launch.held_signals import holding_signals
+    from launch.slurm_follow import follow as follow_slurm
+
+    with holding_signals() as asked:
+        leave(prepared, snapshot=True)
+        return follow_slurm(prepared.context.run, Console(quiet=quiet), asked)

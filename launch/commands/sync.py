@@ -1,0 +1,80 @@
+"""`muster sync`: bring this checkout's code to the hosts, and see that all have the same."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from launch.options import add_hosts, add_json
+
+if TYPE_CHECKING:
+    from launch.sync import Outcome
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--to", metavar="DIR", help="folder on the hosts (default: the site file's code, else as here)")
+    parser.add_argument("--site", metavar="FILE", help="the site file: what belongs to this cluster and not to a job")
+    add_hosts(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Bring the code to all hosts; say what became of each.
+
+    Raises:
+        UsageError, JobFileError, RefusedError: there are no hosts, or they cannot be read.
+        RunFolderError: the code cannot be read here.
+    """
+    from jobs.boot import CODE_ROOT
+    from jobs.errors import UsageError
+    from launch.fingerprint import fingerprint
+    from launch.hostsource import host_set
+    from launch.prepare import interpreter_of, site_of
+    from launch.sync import sync
+
+    site = site_of(args)
+    hosts = host_set(args, site)
+    if hosts is None:
+        raise UsageError("no hosts; give -H FILE, -w 'n[01-04]', --manifest FILE, or hosts: in the site file")
+    to = args.to or site.code or str(CODE_ROOT)
+    if not to.startswith("/"):
+        raise UsageError(f"--to: must be an absolute path on the hosts, got {to!r}")
+    outcomes = sync(
+        hosts, site.ssh, to=to.rstrip("/") or "/", python=interpreter_of(site, here=False), fanout=args.fanout
+    )
+    if args.json:
+        print(json.dumps({"to": to, "code": fingerprint(), "hosts": [record(each) for each in outcomes]}, indent=2))
+    else:
+        print("\n".join(report(outcomes, to, fingerprint())))
+    for each in outcomes:
+        if each.error is not None:
+            print(f"muster: {each.error}", file=sys.stderr)
+    return code_of(outcomes)
+
+
+def record(outcome: "Outcome") -> dict[str, str | None]:
+    """Return an outcome as plain JSON values."""
+    return {"host": outcome.host, "state": outcome.state, "error": str(outcome.error) if outcome.error else None}
+
+
+def report(outcomes: Sequence["Outcome"], to: str, code: str) -> list[str]:
+    """Say what became of the hosts, one line for each thing that did."""
+    from jobs.nodelist import fold
+
+    texts = {
+        "brought": f"now have this code ({code}) in {to}",
+        "shared": f"share {to}: the code ({code}) is theirs already",
+        "failed": "failed",
+    }
+    groups = {state: [each.host for each in outcomes if each.state == state] for state in texts}
+    return [f"{fold(names)}: {texts[state]}" for state, names in groups.items() if names]
+
+
+def code_of(outcomes: Sequence["Outcome"]) -> int:
+    """Return the exit code: 69 when a host cannot be reached, else that of the first failure."""
+    from jobs import exits
+
+    codes = [each.error.exit_code for each in outcomes if each.error is not None]
+    return exits.UNREACHABLE if exits.UNREACHABLE in codes else next(iter(codes), exits.DONE)

@@ -1,0 +1,125 @@
+"""What git knows of a folder: which files belong to it, which commit it is at, and what was changed since."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+DEADLINE_S: Final = 60.0
+# A hook of git's that calls us has set variables that name its own repository, whatever folder we ask about.
+KEPT: Final = ("GIT_CEILING_DIRECTORIES", "GIT_CONFIG", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
+DIFF_BYTES: Final = 1 << 20
+FAILED: Final = 128  # git's own failures: no repository, not trusted, damaged
+REASON_CHARACTERS: Final = 200
+
+
+class GitError(Exception):
+    """There is no git, or it cannot tell: its own reason."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where code came from. `diff` holds what differs from the commit, `cut` when it was longer than DIFF_BYTES."""
+
+    commit: str
+    branch: str | None
+    diff: str
+    cut: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return this as plain JSON values."""
+        return asdict(self)
+
+
+def git(folder: Path, *arguments: str, deadline_s: float = DEADLINE_S) -> bytes:
+    """Return what a git command prints that is run in a folder.
+
+    Raises:
+        GitError: it failed, is not installed, or took too long.
+    """
+    argv = ["git", *arguments]
+    try:
+        done = subprocess.run(
+            argv,
+            cwd=folder,
+            env=environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=deadline_s,
+        )
+    except FileNotFoundError as error:
+        raise GitError("git is not installed") from error
+    except subprocess.TimeoutExpired as error:
+        raise GitError(f"git {arguments[0]} took longer than {deadline_s:g} s") from error
+    except OSError as error:
+        raise GitError(f"git cannot be run: {error.strerror}") from error
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise GitError(said[:REASON_CHARACTERS] or f"git {arguments[0]} ended with code {done.returncode}")
+    return done.stdout
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a git command that looks and does not touch."""
+    kept = {name: value for name, value in environ.items() if not name.startswith("GIT_") or name.startswith(KEPT)}
+    return {**kept, "LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+
+
+def names(folder: Path, *options: str) -> list[str]:
+    """List paths below a folder with `git ls-files`, relative to it, each once; a folder's ends in a slash.
+
+    Raises:
+        GitError: as `git`.
+    """
+    said = git(folder, "ls-files", "-z", "--exclude-standard", *options)
+    return list(dict.fromkeys(os.fsdecode(name) for name in said.split(b"\0") if name))
+
+
+def holds(folder: Path) -> bool:
+    """Say whether a folder lies in a git work tree that does not ignore it as a whole.
+
+    Raises:
+        GitError: git is there and cannot tell, as for a repository of another user.
+    """
+    try:
+        if git(folder, "rev-parse", "--is-inside-work-tree").strip() != b"true":
+            return False
+    except GitError as error:
+        if "not a git repository" in str(error) or "not installed" in str(error):
+            return False
+        raise
+    try:
+        git(folder, "check-ignore", "-q", ".")
+    except GitError:
+        return True  # code 1: it is not ignored
+    return False
+
+
+def origin(folder: Path) -> Origin | None:
+    """Return the commit that a folder of a work tree is at, and how it differs; None before the first commit.
+
+    Raises:
+        GitError: as `git`.
+    """
+    try:
+        commit = git(folder, "rev-parse", "--verify", "-q", "HEAD").decode().strip()
+    except GitError:
+        return None
+    try:
+        branch = os.fsdecode(git(folder, "symbolic-ref", "--short", "-q", "HEAD").strip())
+    except GitError:
+        branch = None  # a commit was checked out, no branch
+    diff = git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".")
+    return Origin(commit, branch, diff[:DIFF_BYTES].decode(errors="surrogateescape"), len(diff) > DIFF_BYTES)
+
+
+def short_commit(folder: Path, file: str, *, deadline_s: float) -> str:
+    """Return the commit of the work tree that tracks `file` in a folder, with a + where it was changed since.
+
+    Raises:
+        GitError: as `git`; also when the file is in no work tree or not tracked.
+    """
+    git(folder, "ls-files", "--error-unmatch", "--", file, deadline_s=deadline_s)
+    return git(folder, "describe", "--always", "--dirty=+", "--exclude=*", deadline_s=deadline_s).decode().strip()

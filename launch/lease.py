@@ -1,0 +1,51 @@
+"""A run's sign of life, `lease.json`: for those who see the run folder, but not the host of its supervisor.
+
+A process cannot be seen from another machine, and a missing last row may mean that it still runs. So the supervisor
+renews a small file every two seconds; one that was not renewed for half a minute has no supervisor any more.
+Times are the writer's; the reader's clock may differ by a few seconds, which half a minute forgives.
+"""
+
+import json
+import os
+import socket
+import time
+from typing import Final
+
+from jobs.files import write_json
+from jobs.rundir import RunDir
+
+RENEW_S: Final = 2.0
+STALE_S: Final = 30.0
+DEAD_S: Final = 120.0  # runs refuse nodes whose clock is off by a minute
+
+
+class Lease:
+    """The supervisor's end."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self._renewed = -RENEW_S
+
+    def renew(self) -> None:
+        """Write the lease, if the last one is old enough.
+
+        Raises:
+            RunFolderError, StorageError: it cannot be written.
+        """
+        now = time.monotonic()
+        if now - self._renewed >= RENEW_S:
+            self._renewed = now
+            write_json(self.run.lease, {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()})
+
+    def give_up(self) -> None:
+        """Take the lease away: the run has its last row."""
+        self.run.lease.unlink(missing_ok=True)
+
+
+def age_s(run: RunDir) -> float | None:
+    """Return how old a run's lease is, in seconds; None where there is none that can be read."""
+    try:
+        written = json.loads(run.lease.read_text(encoding="utf-8"))["time"]
+        return time.time() - float(written)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,141 @@
+"""The system's ssh: how it is called, and what its complaints mean. Pure.
+
+The user's own configuration holds (`~/.ssh/config`): aliases, keys, jump hosts. What stands on the command line is what
+a launcher needs: no questions, no terminal, no forwarding, a deadline, and a sign of life every few seconds.
+"""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from jobs.errors import MusterError, RefusedError, UnreachableError
+from jobs.hosts import HostSet
+from jobs.placement import Host
+from jobs.site import SshSettings
+
+SSH_FAILED: Final = 255  # ssh's own failures, and a remote shell that was killed
+NOT_FOUND: Final = 127
+NOT_EXECUTABLE: Final = 126
+CANNOT_OPEN: Final = 2  # python: can't open file
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """One row: what ssh or the node says, what it means, and what to do."""
+
+    said: str
+    means: str
+    error: type[MusterError] = UnreachableError
+
+
+CHANGED_KEY: Final = "its host key is another than the known one: reinstalled, or somebody in between; if reinstalled: "
+COMPLAINTS: Final = (
+    # First: what our agent says may hold words that ssh uses too.
+    Complaint(r"muster agent on \S+ (?P<what>no supervisor at .*)", "{what}"),
+    Complaint(r"muster agent on \S+ (?P<what>.*)", "{what}", RefusedError),
+    # Debian's ssh prints the very command.
+    Complaint(r"(?s)HOST IDENTIFICATION HAS CHANGED.*(?P<what>ssh-keygen -f [^\n]*)", CHANGED_KEY + "{what}"),
+    Complaint(
+        r"(?i)HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed", CHANGED_KEY + "ssh-keygen -R {target}"
+    ),
+    Complaint(
+        r"(?i)Host key verification failed|No .* host key is known",
+        "its host key is not known here; look at it once with: ssh {target} true",
+    ),
+    Complaint(
+        r"(?i)Permission denied \(|Too many authentication failures",
+        "it refused our key; try: ssh {target} true, and copy a key with ssh-copy-id {target}",
+    ),
+    Complaint(
+        r"(?i)Could not resolve hostname|Name or service not known", "no such host name; correct it in the hosts"
+    ),
+    Complaint(r"(?i)Connection refused", "nothing listens on its ssh port; is sshd running there, and the port right?"),
+    Complaint(
+        r"(?i)timed out|banner exchange|Operation timed out",
+        "no answer; is it on, and reachable from here?",
+    ),
+    Complaint(r"(?i)No route to host|Network is unreachable", "no way to it; is it on, and in this network?"),
+    Complaint(
+        r"(?i)kex_exchange_identification|Connection (closed|reset) by",
+        "it closed the connection at once; its sshd may refuse so many (MaxStartups): try --fanout 8",
+    ),
+    Complaint(
+        r"(?i)Bad configuration option|Unsupported KEX|command-line:? line",
+        "ssh does not know an option or its value; correct ssh.options in the site file",
+        RefusedError,
+    ),
+    Complaint(
+        r"can't open file '[^']*/code/muster/launch/boot\.py'",
+        "it does not see the run folder, and with it the copy of the code that was submitted; name shared storage with "
+        "--runs DIR, or use --no-snapshot",
+        RefusedError,
+    ),
+    Complaint(
+        r"can't open file '(?P<what>[^']*boot\.py)'",
+        "Muster's code is not there: {what}; run muster sync, or install it at the same path",
+        RefusedError,
+    ),
+    Complaint(
+        r"execve\(\): (?P<what>[^:]+): No such file",
+        "the interpreter is not there: {what}; correct interpreter in the site file",
+        RefusedError,
+    ),
+    Complaint(
+        r"No module named '?(?P<what>[\w.]+)'?",
+        "its Python lacks {what}; run ./setup.sh there, or correct interpreter in the site file",
+        RefusedError,
+    ),
+    Complaint(r"SyntaxError|invalid syntax", "its Python is too old; Muster needs 3.10 or newer", RefusedError),
+)
+
+
+def ssh_argv(host: Host, hosts: HostSet, ssh: SshSettings, command: Sequence[str]) -> list[str]:
+    """Return the whole argv that runs a command of ours on a host: the only shell line there is, quoted once."""
+    login = host.login
+    options = [*hosts.ssh_options, *base_options(ssh, port=login.port if login else None)]
+    if user := (login.user if login else None) or ssh.user:
+        options += ["-l", user]
+    return ["ssh", *options, "--", login.target if login else host.name, shlex.join(["exec", *command])]
+
+
+def base_options(ssh: SshSettings, *, port: int | None) -> list[str]:
+    """Return ssh's options, the user's first: of an option that is given twice ssh takes the first."""
+    options = [word for option in ssh.options for word in ("-o", re.sub(r"\A(\w+) +", r"\1=", option))]
+    options += ["-T", "-x", "-a"]  # no terminal, no X, no agent
+    options += ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={ssh.connect_timeout_s}"]
+    options += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", "-o", "LogLevel=ERROR"]
+    if ssh.cheap_kex:
+        options += ["-o", "KexAlgorithms=^curve25519-sha256"]
+    if ssh.jump:
+        options += ["-J", ssh.jump]
+    if port or ssh.port:
+        options += ["-p", str(port or ssh.port)]
+    return options
+
+
+def explain(host: Host, code: int, errors: Sequence[str]) -> MusterError:
+    """Turn the end of an ssh that brought no agent into one message; `errors` is its standard error."""
+    text = "\n".join(errors)
+    target = typed(host)
+    if code in (NOT_FOUND, NOT_EXECUTABLE):
+        what = "is not there" if code == NOT_FOUND else "cannot be run"
+        last = errors[-1] if errors else ""
+        return RefusedError(f"{host.name}: the interpreter {what}: {last}; correct interpreter in the site file")
+    for row in COMPLAINTS:
+        if found := re.search(row.said, text):
+            what = found.groupdict().get("what") or ""
+            return row.error(f"{host.name}: " + row.means.format(target=target, what=what))
+    last = next((line for line in reversed(errors) if line.strip()), "it said nothing")
+    if code == SSH_FAILED:
+        return UnreachableError(f"{host.name}: ssh failed: {last}; try: ssh {target} true")
+    return UnreachableError(f"{host.name}: the agent ended with code {code}: {last}")
+
+
+def typed(host: Host) -> str:
+    """Return what somebody types behind `ssh` to reach a host."""
+    if host.login is None:
+        return host.name
+    port = f"-p {host.login.port} " if host.login.port else ""
+    return port + (f"{host.login.user}@{host.login.target}" if host.login.user else host.login.target)

@@ -1,0 +1,45 @@
+"""`python -I launch/boot.py launch.supervise RUN`: supervise a run that was submitted; the next attempt of it.
+
+The detached supervisor of ssh, pdsh and local runs, and what Slurm's batch script becomes.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from jobs.errors import MusterError, RunFolderError
+from jobs.placement import place
+from jobs.rundir import RunDir
+from launch.console import Console
+from launch.prepare import allocated
+from launch.slurm_output import BatchOutput
+from launch.start import supervise
+from launch.submission import Submission
+
+
+def main() -> int:
+    """Supervise the run that is named; the exit code is its verdict's."""
+    try:
+        if len(sys.argv) != 2:
+            raise RunFolderError("RUN: name the folder of one run")
+        run = RunDir(Path(sys.argv[1]))
+        cause = BatchOutput(run).cause if run.sbatch.exists() else None
+        return supervise(at_home(Submission.read(run)), Console(ranks=False), cause).code
+    except MusterError as error:
+        print(f"muster: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def at_home(submission: Submission) -> Submission:
+    """Put in what only the place of the supervisor tells: the nodes that Slurm has given."""
+    if submission.route.transport != "slurm" and submission.route.executor != "slurm":
+        return submission
+    context = submission.context
+    placement = place(context.job, allocated(context.job))
+    if context.placement.master_addr and not context.placement.one_host:
+        placement = placement.meeting_at(context.placement.master_addr)
+    return replace(submission, context=replace(context, placement=placement))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

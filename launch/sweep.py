@@ -1,0 +1,247 @@
+"""A sweep: the product of grids as runs of one job. What it is made of, and its record; pure but for the record's file.
+
+--grid train.mode=allreduce,ddp --grid nodes=1,2    4 points: every value of the one with every value of the other
+
+runs/sweep-<name>-<utc>/sweep.json      the points, their overrides and their runs, which lie beside this folder
+"""
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jobs.errors import JobFileError, MusterError, RunFolderError, UsageError
+from jobs.files import write_json
+from jobs.rundir import RunDir, run_path
+
+VERSION: Final = 1
+MOST_POINTS: Final = 1000  # Slurm's own limit for an array, unless the site raised it
+PREFIX: Final = "sweep-"
+RECORD: Final = "sweep.json"
+LONGEST_NAME: Final = 64
+NOT_GRIDS: Final = {"name": "the runs are named after their points; name the sweep with --name"}
+BRACKETS: Final = {"[": "]", "{": "}", "(": ")"}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One key of the job, and the values that it takes in turn, as they were written."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep: its number from 0, its overrides, and how its run is called."""
+
+    index: int
+    overrides: tuple[str, ...]
+    name: str
+
+    @property
+    def label(self) -> str:
+        """Write it as its overrides."""
+        return " ".join(self.overrides)
+
+
+@dataclass(frozen=True)
+class SweepRecord:
+    """What `sweep.json` holds; `run_ids` is in the order of the points."""
+
+    name: str
+    job: str
+    transport: str
+    time: float
+    points: tuple[Point, ...]
+    run_ids: tuple[str, ...]
+
+    def write(self, folder: Path) -> None:
+        """Write it; errors as `jobs.rundir.write_json`."""
+        points = [{**asdict(point), "run_id": run_id} for point, run_id in zip(self.points, self.run_ids, strict=True)]
+        head = {"version": VERSION, "name": self.name, "job": self.job, "transport": self.transport}
+        write_json(folder / RECORD, {**head, "time": self.time, "points": points})
+
+    @classmethod
+    def read(cls, folder: Path) -> "SweepRecord":
+        """Read it.
+
+        Raises:
+            RunFolderError: there is none, or it is not ours.
+        """
+        path = folder / RECORD
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            if record["version"] != VERSION:
+                raise RunFolderError(f"{path}: is version {record['version']}; this Muster reads version {VERSION}")
+            rows = record["points"]
+            points = tuple(Point(row["index"], tuple(row["overrides"]), row["name"]) for row in rows)
+            run_ids = tuple(str(row["run_id"]) for row in rows)
+            return cls(record["name"], record["job"], record["transport"], record["time"], points, run_ids)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(f"{path}: cannot be read: {error!r}; start the sweep anew") from error
+
+    def runs(self, folder: Path) -> list[RunDir]:
+        """Return the run folders, which lie beside the sweep's."""
+        return [RunDir(folder.parent / run_id) for run_id in self.run_ids]
+
+
+def read_grids(words: Sequence[str]) -> list[Grid]:
+    """Read the `--grid` options.
+
+    Raises:
+        UsageError: one is not `key=value,value`, or they are too many together; all mistakes at once.
+    """
+    grids: list[Grid] = []
+    mistakes: list[str] = []
+    for word in words:
+        try:
+            grid = read_grid(word)
+            if any(grid.key == other.key for other in grids):
+                raise UsageError(f"--grid {word}: {grid.key} has a grid already; give all its values in one")
+            grids.append(grid)
+        except UsageError as error:
+            mistakes.append(str(error))
+    if not words:
+        mistakes.append("--grid: none is given; wanted KEY=VALUE,VALUE, such as --grid nodes=1,2,4")
+    if (count := math.prod(len(grid.values) for grid in grids)) > MOST_POINTS:
+        mistakes.append(f"--grid: together they make {count} runs, at most {MOST_POINTS} are one sweep; give fewer")
+    if mistakes:
+        raise UsageError("\n".join(mistakes))
+    return grids
+
+
+def read_grid(word: str) -> Grid:
+    """Read one `--grid` option; a comma inside brackets or quotes belongs to the value.
+
+    Raises:
+        UsageError: it is not `key=value,value`.
+    """
+    key, equals, text = word.partition("=")
+    if not equals or not all(key.split(".")):
+        raise UsageError(f"--grid {word}: must be of the form KEY=VALUE,VALUE, such as --grid train.mode=allreduce,ddp")
+    if key in NOT_GRIDS:
+        raise UsageError(f"--grid {word}: {key} cannot be a grid: {NOT_GRIDS[key]}")
+    values = split_values(text)
+    if not all(values):
+        place = f"value {values.index('') + 1} of {len(values)} is empty" if len(values) > 1 else "has no value"
+        raise UsageError(f"--grid {word}: {place}; give values with commas between them, or '\"\"' for an empty text")
+    if twice := next((value for value in values if values.count(value) > 1), None):
+        raise UsageError(f"--grid {word}: {twice} is given twice; every point would run twice")
+    return Grid(key, tuple(values))
+
+
+def split_values(text: str) -> list[str]:
+    """Split at commas, but not inside brackets or quotes; what is left open reaches to the end."""
+    values, open_, quote = [""], "", ""
+    for each in text:
+        if quote:
+            quote = "" if each == quote else quote
+        elif each in "'\"" and not values[-1].strip(" [{(,:"):
+            quote = each
+        elif each in BRACKETS:
+            open_ += BRACKETS[each]
+        elif open_ and each == open_[-1]:
+            open_ = open_[:-1]
+        if each == "," and not quote and not open_:
+            values.append("")
+        else:
+            values[-1] += each
+    return [value.strip() for value in values]
+
+
+def points_of(grids: Sequence[Grid], base: str) -> list[Point]:
+    """Return the product of the grids, the last one running fastest; `base` begins every name."""
+    points: list[Point] = []
+    taken: set[str] = set()
+    for index, values in enumerate(itertools.product(*(grid.values for grid in grids))):
+        pairs = [(grid.key, value) for grid, value in zip(grids, values, strict=True)]
+        name = point_name(base, pairs, index, taken)
+        taken.add(name)
+        points.append(Point(index, tuple(f"{key}={value}" for key, value in pairs), name))
+    return points
+
+
+def point_name(base: str, pairs: Iterable[tuple[str, str]], index: int, taken: set[str]) -> str:
+    """Name a point's run so that a person knows it: vgg11-mode-ddp-nodes-2; with its number where it is cut."""
+    words = [f"{key.rpartition('.')[2]}-{value}" for key, value in pairs]
+    name = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join([base, *words])).strip("-._")
+    if len(name) <= LONGEST_NAME and name not in taken:
+        return name
+    ending = f"-{index}"
+    return name[: LONGEST_NAME - len(ending)].rstrip("-._") + ending
+
+
+def complaint(bad: Sequence[tuple[Point, MusterError]], grids: Sequence[Grid], all_points: int) -> MusterError:
+    """Put what is wrong with points into one error: what a value alone does is said once, the rest with its points."""
+    spelt = {f"{grid.key}={value}": (grid.key, value) for grid in grids for value in grid.values}
+    of_values: dict[tuple[str, str], list[str]] = {}
+    of_points: dict[str, list[Point]] = {}
+    for point, error in bad:
+        for line in str(error).splitlines():
+            override = next((each for each in point.overrides if line.startswith(f"--set {each}: ")), None)
+            if override is None:
+                of_points.setdefault(line, []).append(point)
+                continue
+            key, value = spelt[override]
+            values = of_values.setdefault((key, line.removeprefix(f"--set {override}: ")), [])
+            values += [value] if value not in values else []
+    lines = [f"--grid {key}={','.join(values)}: {text}" for (key, text), values in of_values.items()]
+    for line, points in of_points.items():
+        labels = "; ".join(point.label for point in points)
+        lines.append(line if len(points) == all_points else f"point {labels}: {line}")
+    error = JobFileError("\n".join(lines))
+    codes = [each.exit_code for _, each in bad]
+    error.exit_code = JobFileError.exit_code if JobFileError.exit_code in codes else codes[0]
+    return error
+
+
+def sweep_path(root: Path, name: str) -> Path:
+    """Choose the folder of a new sweep under the folder of all runs; nothing is made."""
+    return run_path(root, PREFIX + name)
+
+
+def find_sweep(root: Path, given: str) -> Path:
+    """Find a sweep's folder by path, name, or unique part of its name.
+
+    Raises:
+        RunFolderError: none or more than one fits.
+    """
+    if (Path(given) / RECORD).is_file():
+        return Path(given).absolute()
+    sweeps = sorted(path.parent for path in root.glob(f"{PREFIX}*/{RECORD}"))
+    found = [path for path in sweeps if path.name == given] or [path for path in sweeps if given in path.name]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(path.name for path in (found or sweeps)[-4:]) or "none"
+    if not found:
+        raise RunFolderError(f"{root}: no sweep named {given!r}; there is: {names}")
+    raise RunFolderError(f"{root}: {given!r} fits {len(found)} sweeps: {names}; give more of the name")
+
+
+def exit_code(codes: Sequence[int | None]) -> int:
+    """Return the exit code of a sweep: that of its first point that failed; a point that never ran counts as 1."""
+    return next((1 if code is None else code for code in codes if code != 0), 0)
+
+
+def summary(point: Point, state: Any) -> dict[str, Any]:
+    """Return a point's row of the table; `state` is its RunState, or None where its run has no folder."""
+    known = {} if state is None else state.to_json()
+    return {
+        "point": point.label,
+        "run_id": known.get("run_id"),
+        "state": "not run" if state is None else state.label,
+        "code": known.get("code"),
+        "class": known.get("class"),
+        "seconds": known.get("seconds"),
+        "step": known.get("step"),
+        "steps": known.get("steps"),
+        "loss": known.get("loss"),
+        "rate": known.get("rate"),
+        "unit": known.get("unit"),
+        "message": known.get("message"),
+    }

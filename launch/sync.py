@@ -1,0 +1,197 @@
+"""Bring this checkout's code to hosts that do not share its storage: one ssh a host, whose input is a tar archive.
+
+    ssh HOST sh -c SCRIPT   finds a file of ours there: the storage is shared, there is nothing to bring
+                            else unpacks beside the old code, then puts whole packages in its place
+                            at last the host's own interpreter says which code it now has
+
+What a host has beside our files stays: its .venv, its data. Packages are replaced as a whole, so that a module that was
+deleted here does not live on there.
+"""
+
+import io
+import json
+import secrets
+import subprocess
+import tarfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from jobs.boot import CODE_ROOT
+from jobs.errors import MusterError, RefusedError, RunFolderError, UnreachableError
+from jobs.hosts import HostSet
+from jobs.placement import Host
+from jobs.site import SshSettings
+from launch.fingerprint import PACKAGES, fingerprint
+from launch.snapshot import own_files
+from launch.ssh_command import NOT_EXECUTABLE, NOT_FOUND, explain, ssh_argv
+from launch.worktree import survey
+
+FANOUT: Final = 32
+DEADLINE_S: Final = 300.0
+TIDY_S: Final = 20.0
+SETUP: Final = "setup.sh"  # what was cloned or unpacked has one, what pip installed has not
+BLOCKED: Final = 73  # of the script: the folder cannot be made or written
+NOT_DONE: Final = 75  # of the script: another host that shares the folder did not come to an end
+NOT_OURS: Final = 78  # of the script: the folder holds something, and is not one of Muster's
+WAIT_S: Final = 120
+
+# One line without quotation marks or exclamation marks, for a login shell, which may be csh, reads it before sh does.
+# $1 folder, $2 name of the mark, $3 interpreter, then the names of our packages. Hosts may share the folder with one
+# another: the one that makes the mark's lock does the work, the others wait for the mark.
+SCRIPT: Final = (
+    "d=$1 n=$2 y=$3; shift 3; "
+    'if [ -e "$d/$n" ]; then cat >/dev/null; echo shared; else '
+    f'mkdir -p -- "$d" && cd -- "$d" || exit {BLOCKED}; t=$n.lock; '
+    'if mkdir "$t" 2>/dev/null; then '
+    'if [ -e jobs/rundir.py ]; then :; else p=$(ls -A | grep -v -x -F -e "$t" -e .venv | head -n 1); '
+    f'if [ -n "$p" ]; then rmdir "$t"; echo "$p" >&2; exit {NOT_OURS}; fi; fi; '
+    'mkdir "$t/new" "$t/old"; '
+    f'tar -xzf - -C "$t/new" --no-same-owner || {{ rm -rf "$t"; exit {BLOCKED}; }}; '
+    'for p in "$@"; do if [ -e "$p" ]; then mv "$p" "$t/old/"; fi; '
+    'if [ -e "$t/new/$p" ]; then mv "$t/new/$p" .; fi; done; '
+    f'cp -R -p "$t/new/." . && rm -rf "$t/new" "$t/old" && echo brought && touch "$n" || exit {BLOCKED}; '
+    'elif [ -d "$t" ]; then cat >/dev/null; k=0; until [ -e "$n" ]; do '
+    f'if [ -d "$t" ] && [ $k -lt {WAIT_S} ]; then sleep 1; k=$((k+1)); else exit {NOT_DONE}; fi; done; echo shared; '
+    f'else mkdir "$t"; exit {BLOCKED}; fi; fi; '
+    'exec "$y" -I "$d/launch/boot.py" launch.nodefacts'
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one host: `state` is brought, shared, or failed, and then there is an error."""
+
+    host: str
+    state: str
+    error: MusterError | None = None
+
+
+def sync(hosts: HostSet, ssh: SshSettings, *, to: str, python: str, fanout: int = 0) -> list[Outcome]:
+    """Bring the code to `to` on every host, and see that it is there; in the order of the hosts.
+
+    Raises:
+        RunFolderError: the code cannot be read here.
+    """
+    archive = pack(CODE_ROOT)
+
+    def argv(host: Host, *command: str) -> list[str]:
+        return ssh_argv(host, hosts, ssh, command)
+
+    with shared_mark(CODE_ROOT, Path(to)) as mark, ThreadPoolExecutor(fanout or FANOUT) as pool:
+        words = ("sh", "-c", SCRIPT, "muster-sync", to, mark, python, *PACKAGES)
+        outcomes = list(pool.map(lambda host: bring(host, argv(host, *words), archive, to, python), hosts.hosts))
+        brought = [host for host, outcome in zip(hosts.hosts, outcomes, strict=True) if outcome.state == "brought"]
+        list(pool.map(lambda host: tidy(argv(host, "rm", "-rf", f"{to}/{mark}", f"{to}/{mark}.lock")), brought))
+    return outcomes
+
+
+def tidy(argv: Sequence[str]) -> None:
+    """Take the mark away, after the last host has looked for it; where that fails an empty file stays."""
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIDY_S)
+
+
+def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str) -> Outcome:
+    """Bring the code to one host."""
+    try:
+        done = subprocess.run(argv, input=archive, capture_output=True, timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return Outcome(host.name, "failed", UnreachableError(f"{host.name}: was not done after {DEADLINE_S:g} s"))
+    said = done.stdout.decode(errors="replace").splitlines()
+    errors = done.stderr.decode(errors="replace").splitlines()
+    state = next((each for each in ("shared", "brought") if each in said), "failed")
+    error = judge(host, state, done.returncode, said, errors, to=to, python=python)
+    return Outcome(host.name, "failed" if error else state, error)
+
+
+def judge(
+    host: Host, state: str, code: int, said: Sequence[str], errors: Sequence[str], *, to: str, python: str
+) -> MusterError | None:
+    """Tell what went wrong on a host, if anything did. Pure but for our own fingerprint."""
+    last = next((line for line in reversed(errors) if line.strip()), "it said nothing")
+    if state == "failed":
+        if code == BLOCKED:
+            return RunFolderError(f"{host.name}: {to}: cannot be written: {last}; choose another folder with --to DIR")
+        if code == NOT_DONE:
+            return UnreachableError(
+                f"{host.name}: shares {to} with a host whose copy did not end; run muster sync again"
+            )
+        if code == NOT_OURS:
+            return RefusedError(
+                f"{host.name}: {to}: holds a folder {last!r} that is not Muster's; choose another folder with --to DIR"
+            )
+        return explain(host, code, errors)
+    if code in (NOT_FOUND, NOT_EXECUTABLE):
+        return RefusedError(
+            f"{host.name}: has the code in {to}, and no interpreter {python}; run {to}/{SETUP} there, or set "
+            "interpreter in the site file"
+        )
+    if code != 0:
+        return explain(host, code, errors)
+    found = found_code(said)
+    if found != fingerprint():
+        return RefusedError(
+            f"{host.name}: has other code in {to} ({found or 'unknown'}, here {fingerprint()}): was it changed? "
+            "run muster sync again"
+        )
+    return None
+
+
+def found_code(said: Sequence[str]) -> str | None:
+    """Return the fingerprint among what a host has printed, which may hold a login shell's chatter."""
+    for line in reversed(said):
+        try:
+            return str(json.loads(line)["code"])
+        except (ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def pack(root: Path) -> bytes:
+    """Return the code below a root as a compressed tar archive.
+
+    Raises:
+        RunFolderError: a file cannot be read.
+    """
+    names = sorted(survey(root).files) if (root / SETUP).is_file() else own_files(root)
+    packed = io.BytesIO()
+    # GNU's format holds names of any bytes as they are.
+    with tarfile.open(fileobj=packed, mode="w:gz", format=tarfile.GNU_FORMAT, compresslevel=6) as archive:
+        for name in names:
+            try:
+                archive.add(root / name, name, recursive=False, filter=_nobodys)
+            except FileNotFoundError:
+                continue  # deleted since it was listed
+            except OSError as error:
+                raise RunFolderError(
+                    f"{root / name}: cannot be read: {error.strerror}; correct its permissions"
+                ) from error
+    return packed.getvalue()
+
+
+def _nobodys(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member
+
+
+@contextmanager
+def shared_mark(root: Path, to: Path) -> Iterator[str]:
+    """Yield the name of this sync's mark; it lies in our own code's folder, if that is where the code is to go.
+
+    A host that sees it there shares the folder with us.
+    """
+    path = root / f".muster-sync-{secrets.token_hex(8)}"
+    if not (to.exists() and to.samefile(root)):
+        yield path.name
+        return
+    with suppress(OSError):  # not ours to write: then the hosts will say so too
+        path.touch(exist_ok=False)
+    try:
+        yield path.name
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,44 @@
+"""What a transport is: a way to start agents on nodes, and the carrier over which they talk."""
+
+from collections.abc import Collection
+from typing import Final, Protocol
+
+from jobs.errors import MusterError
+from launch.channel import Channel
+
+LEASE_S: Final = 8.0  # that agents on other machines wait for a sign of the supervisor; their keeper needs 1 s more
+
+
+class Gate(Protocol):
+    """Where a transport hands over what becomes of the agents that it starts."""
+
+    def connected(self, channel: Channel) -> None:
+        """Take an agent's channel; its hello says which node it is."""
+        ...
+
+    def failed(self, node_rank: int, error: MusterError) -> None:
+        """Learn that a node's agent cannot be started, or has ended; the first word on a node counts."""
+        ...
+
+
+class Transport(Protocol):
+    """How agents are started on nodes, and over which carrier they talk."""
+
+    name: str
+    patience_s: float  # how long agents may take to come, where that is longer than the job's start time-out
+
+    def commands(self) -> list[list[str]]:
+        """Return the argv of what `start` starts: one per node, or one for all."""
+        ...
+
+    async def start(self, gate: Gate) -> None:
+        """Start one agent per node. Each is handed over when it connects, or fails, be it after this has returned.
+
+        Raises:
+            MusterError: nothing can be started at all.
+        """
+        ...
+
+    async def close(self, lost: Collection[int]) -> None:
+        """Wait until every agent that was started from here has ended; end one that does not, and the lost at once."""
+        ...

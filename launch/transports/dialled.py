@@ -1,0 +1,144 @@
+"""Transports whose agents dial back: one program starts them all (pdsh, srun), or people do, by pasted lines.
+
+The supervisor listens; an agent shows the run's token. What is particular to each is a row: how the program is called,
+where its agents find the token, and how its complaints are read.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from jobs import network
+from jobs.errors import MusterError, UnreachableError
+from jobs.files import write_secret
+from jobs.rundir import RunDir
+from launch.agent import TOKEN
+from launch.channel import Listener
+from launch.child import FAREWELL_S, Child
+from launch.transports.base import Gate
+
+READING_S: Final = 1.0
+LOST_S: Final = 1.0  # for the agents that are not lost to end, before pdsh is ended for those that are
+PDSH_LINE: Final = re.compile(r"(?:pdsh@[^:]*: )?(?P<host>[^:\s]+): (?P<text>.*)")
+PDSH_END: Final = re.compile(r"[Ee]xited with exit code (\d+)")
+
+
+@dataclass(frozen=True)
+class Starter:
+    """The program that starts the agents.
+
+    `argv(connect)` returns its whole argv, `connect` being what agents are told to dial. `explain(name, code, errors)`
+    turns the end of one node's start, or of the program itself (name ""), into a message.
+    """
+
+    argv: Callable[[str], list[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
+    replaces: Mapping[str, str] | None = None  # stands for ours, where that holds too much
+    prefix: str = ""  # before what it says of a node
+    names: Mapping[str, int] = field(default_factory=dict)  # what it calls nodes on its standard error; best name first
+    explain: Callable[[str, int, Sequence[str]], MusterError] | None = None
+
+
+class Dialled:
+    """Agents that dial the supervisor. Without a starter they are started by hand, but node 0's, which is ours."""
+
+    def __init__(
+        self,
+        name: str,
+        nodes: int,
+        *,
+        run: RunDir,
+        starter: Starter | None,
+        towards: str = "",
+        port: int = 0,
+        token: str = "",
+        own_agent: Sequence[str] = (),
+        listen: str = "",
+        patience_s: float = 0.0,
+    ) -> None:
+        self.name = name
+        self.nodes = nodes
+        self.run = run
+        self.starter = starter
+        self.towards = towards  # a node's address: we listen where the way to it begins
+        self.listen = listen
+        self.port = port
+        self.own_agent = own_agent
+        self.patience_s = patience_s
+        self._listener = Listener(token)
+        self._children: list[Child] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def commands(self) -> list[list[str]]:
+        """Return the starter's argv; by hand, that of node 0's own agent."""
+        return [self.starter.argv("ADDRESS:PORT")] if self.starter is not None else [list(self.own_agent)]
+
+    async def start(self, gate: Gate) -> None:
+        """Listen, then start what starts the agents."""
+        route = network.route_to(self.towards) if self.towards else None
+        await self._listener.open(route[1] if route else self.listen, self.port)
+        addresses = [route[1]] if route else [address for _, address in network.own_addresses()] or ["127.0.0.1"]
+        connect = ",".join(f"{address}:{self._listener.port}" for address in addresses)
+        self._spawn(self._accept(gate))
+        if self.own_agent:
+            child = Child(self.own_agent, piped=True, own_stderr=False)
+            self._children.append(child)
+            gate.connected(await child.channel())
+            self._spawn(self._watch_own(child, gate))
+        if self.starter is not None:
+            write_secret(self.run.token, self._listener.token)
+            own = os.environ if self.starter.replaces is None else self.starter.replaces
+            environment = {**own, **self.starter.environment, TOKEN: self._listener.token}
+            child = Child(self.starter.argv(connect), piped=False, env=environment)
+            self._children.append(child)
+            self._spawn(self._watch(self.starter, child, gate))
+
+    async def _accept(self, gate: Gate) -> None:
+        while True:
+            gate.connected(await self._listener.accept())
+
+    async def _watch_own(self, child: Child, gate: Gate) -> None:
+        code = await asyncio.shield(child.ended)
+        gate.failed(0, UnreachableError(f"node 0: its agent ended with code {code} before it had said a word"))
+
+    async def _watch(self, starter: Starter, child: Child, gate: Gate) -> None:
+        """Tell what the starter says of single nodes as it says it, and at its end that nobody else will come."""
+        lines: asyncio.Queue[str] = asyncio.Queue()
+        reading = asyncio.create_task(child.read_errors(lines))
+        said: dict[int, list[str]] = {}
+        called = {number: name for name, number in reversed(list(starter.names.items()))}
+        while not child.ended.done() or not lines.empty():
+            line = asyncio.ensure_future(lines.get())
+            either: list[asyncio.Future[Any]] = [line, child.ended]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not line.done():
+                line.cancel()
+                await asyncio.wait([reading], timeout=READING_S)
+                continue
+            found = PDSH_LINE.fullmatch(line.result().removeprefix(starter.prefix))
+            if found is None or found["host"] not in starter.names:
+                continue
+            node = starter.names[found["host"]]
+            about = said.setdefault(node, [])
+            about.append(found["text"])
+            if (end := PDSH_END.search(found["text"])) and starter.explain:
+                gate.failed(node, starter.explain(called[node], int(end[1]), about[:-1] or child.errors[:-1]))
+        code = child.ended.result()
+        for node in range(self.nodes):
+            if starter.explain:
+                gate.failed(node, starter.explain(called.get(node, ""), code, said.get(node) or child.errors))
+
+    async def close(self, lost: Collection[int]) -> None:
+        """Let nobody in any more, and wait for what we started to end; pdsh would wait long for a lost node's ssh."""
+        self._listener.close()
+        self.run.token.unlink(missing_ok=True)
+        wait_s = LOST_S if lost and self.starter is not None and self.starter.names else FAREWELL_S
+        await asyncio.gather(*(child.end(wait_s) for child in self._children))
+        for task in self._tasks:
+            task.cancel()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(asyncio.create_task(work))

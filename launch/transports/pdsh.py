@@ -1,0 +1,79 @@
+"""The pdsh transport: one pdsh starts all agents. It gives them no standard input, so they dial back."""
+
+import shlex
+import shutil
+from collections.abc import Sequence
+
+from jobs.boot import module_argv
+from jobs.errors import MusterError, RefusedError
+from jobs.hosts import HostSet
+from jobs.placement import Host, Login
+from jobs.rundir import RunDir
+from jobs.site import SshSettings
+from launch.ssh_command import base_options, explain
+from launch.transports.base import LEASE_S
+from launch.transports.dialled import Dialled, Starter
+
+
+def pdsh_transport(
+    nodes: Sequence[Host], hosts: HostSet, ssh: SshSettings, *, run: RunDir, python: str, code: str | None, fanout: int
+) -> Dialled:
+    """Make the transport.
+
+    Raises:
+        RefusedError: pdsh is not installed, or cannot reach these hosts as they want to be reached.
+    """
+    if shutil.which("pdsh") is None:
+        raise RefusedError("--on pdsh: pdsh is not installed here; apt-get install pdsh, or use --on ssh")
+    ports = {host.login.port if host.login else None for host in nodes}
+    if len(ports) > 1:
+        raise RefusedError("--on pdsh: the hosts have different ssh ports, and pdsh takes one; use --on ssh")
+    words = [*hosts.ssh_options, *base_options(ssh, port=ports.pop())]
+    if spaced := [word for word in words if any(each.isspace() for each in word)]:
+        raise RefusedError(f"--on pdsh: pdsh splits ssh options at spaces, and {spaced[0]!r} has one; use --on ssh")
+    targets = [target_of(host, ssh.user) for host in nodes]
+
+    def argv(connect: str) -> list[str]:
+        # pdsh replaces %n, the position in -w, everywhere; every other % is doubled.
+        agent = [*module_argv(python, "launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
+        agent += ["--token-file", str(run.token), "--node"]
+        command = shlex.join(["exec", *agent]).replace("%", "%%") + " %n"
+        # -f: with fewer connections than nodes the last agents would wait for the first to end.
+        return ["pdsh", "-R", "ssh", "-f", str(max(fanout, len(nodes))), "-w", ",".join(targets), command]
+
+    def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
+        host = by_name.get(name)
+        return explain(host, code, errors) if host else RefusedError(f"pdsh ended with code {code}: {_last(errors)}")
+
+    by_name = {pdsh_name(target): host for target, host in zip(targets, nodes, strict=True)}
+    numbers = {name: number for number, name in enumerate(by_name)}
+    for name, number in list(numbers.items()):
+        numbers.setdefault(name.partition(".")[0], number)  # a domain that all share pdsh leaves out
+    return Dialled(
+        "pdsh",
+        len(nodes),
+        run=run,
+        towards=nodes[0].address,
+        starter=Starter(
+            argv=argv,
+            environment={"PDSH_SSH_ARGS_APPEND": " ".join(words).replace("%", "%%")},
+            names=numbers,
+            explain=told,
+        ),
+    )
+
+
+def target_of(host: Host, user: str | None) -> str:
+    """Return what pdsh is given for a host; `user` logs in where the host names nobody."""
+    login = host.login or Login(host.name)
+    name = login.user or user
+    return f"{name}@{login.target}" if name else login.target
+
+
+def pdsh_name(target: str) -> str:
+    """Return what pdsh calls a host before the lines that it passes on."""
+    return target.rpartition("@")[2]
+
+
+def _last(errors: Sequence[str]) -> str:
+    return next((line for line in reversed(errors) if line.strip()), "it said nothing")

@@ -1,0 +1,70 @@
+"""The ssh transport: one ssh per node, whose pipes are the agent's channel; no port is opened, nothing is installed."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from jobs.boot import module_argv
+from jobs.hosts import HostSet
+from jobs.placement import Host
+from jobs.site import SshSettings
+from launch.channel import ChannelClosed
+from launch.child import FAREWELL_S, Child
+from launch.ssh_command import explain, ssh_argv
+from launch.transports.base import LEASE_S, Gate
+
+FANOUT: Final = 64  # key exchanges under way at once
+READING_S: Final = 1.0  # for the last words on standard error, after the end
+
+
+class Ssh:
+    """Agents on other machines, each at the far end of an ssh."""
+
+    name = "ssh"
+    patience_s = 0.0
+
+    def __init__(
+        self, nodes: Sequence[Host], hosts: HostSet, ssh: SshSettings, *, python: str, code: str | None, fanout: int
+    ) -> None:
+        self.nodes = nodes
+        self.hosts = hosts
+        self.ssh = ssh
+        self.python = python
+        self.code = code
+        self._turns = asyncio.Semaphore(fanout or FANOUT)
+        self._children: list[Child] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def commands(self) -> list[list[str]]:
+        """Return every ssh's argv."""
+        agent = [*module_argv(self.python, "launch.agent", self.code), "--lease-s", str(LEASE_S), "--node"]
+        return [ssh_argv(host, self.hosts, self.ssh, [*agent, str(node)]) for node, host in enumerate(self.nodes)]
+
+    async def start(self, gate: Gate) -> None:
+        """Start all, so many at once that none waits for a slow one's key exchange."""
+        for node, argv in enumerate(self.commands()):
+            await self._turns.acquire()
+            child = Child(argv, piped=True)
+            self._children.append(child)
+            self._tasks.add(asyncio.create_task(self._watch(node, child, gate)))
+
+    async def _watch(self, node: int, child: Child, gate: Gate) -> None:
+        errors = asyncio.create_task(child.read_errors())
+        channel = await child.channel()
+        try:
+            await channel.wait_for_hello()
+            gate.connected(channel)
+        except ChannelClosed:
+            channel.close()
+        finally:
+            self._turns.release()
+        code = await asyncio.shield(child.ended)
+        await asyncio.wait([errors], timeout=READING_S)  # a child of ssh's own may hold it open
+        gate.failed(node, explain(self.nodes[node], code, child.errors))
+
+    async def close(self, lost: Collection[int]) -> None:
+        """Wait for every ssh to end with its agent; one whose node is lost would wait for its own time-out."""
+        waits = [(child, 0.0 if node in lost else FAREWELL_S) for node, child in enumerate(self._children)]
+        await asyncio.gather(*(child.end(wait_s) for child, wait_s in waits))
+        for task in self._tasks:
+            task.cancel()

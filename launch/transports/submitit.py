@@ -1,0 +1,64 @@
+"""The submitit transport: its tasks start the agents, and this supervisor is a child of the first of them.
+
+Node 0's agent is ours to start. The others are told by a file in the run folder where to dial (slurm/submitit_job.py).
+"""
+
+import asyncio
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from jobs.boot import module_argv
+from jobs.errors import UnreachableError
+from jobs.rundir import RunDir
+from launch.agent import TOKEN
+from launch.child import Child
+from launch.transports.base import LEASE_S, Gate
+from launch.transports.dialled import READING_S, Dialled, Starter
+from slurm.submitit_job import WAIT_S, publish
+
+LOOPBACK: Final = "127.0.0.1"
+
+
+def agent_argv(python: str, code: str | None) -> list[str]:
+    """Return an agent's argv, but for its node and where it dials."""
+    return [*module_argv(python, "launch.agent", code), "--lease-s", str(LEASE_S)]
+
+
+class Submitit(Dialled):
+    """Agents of submitit's tasks; `one_host`: they are all on this machine."""
+
+    def __init__(
+        self, nodes: Sequence[str], *, run: RunDir, python: str, code: str | None, one_host: bool = False
+    ) -> None:
+        self.agent = agent_argv(python, code)
+        self._arguments: list[str] = []
+        super().__init__(
+            "submitit",
+            len(nodes),
+            run=run,
+            starter=Starter(argv=self._own),
+            towards=nodes[-1] if len(nodes) > 1 and not one_host else "",
+            listen=LOOPBACK if one_host else "",
+            patience_s=WAIT_S,
+        )
+
+    async def start(self, gate: Gate) -> None:
+        """Listen, start node 0's agent, and tell the other tasks where to dial."""
+        await super().start(gate)
+        publish(self.run, {"arguments": self._arguments, "environment": {TOKEN: self._listener.token}})
+
+    async def close(self, lost: Collection[int]) -> None:
+        """Let nobody in any more; what was told is over."""
+        self.run.rendezvous.unlink(missing_ok=True)
+        await super().close(lost)
+
+    def _own(self, connect: str) -> list[str]:
+        self._arguments = ["--connect", f"{LOOPBACK}:{connect.rpartition(':')[2]}" if self.listen else connect]
+        return [*self.agent, "--node", "0", *self._arguments]
+
+    async def _watch(self, starter: Starter, child: Child, gate: Gate) -> None:
+        reading = asyncio.create_task(child.read_errors())
+        code = await asyncio.shield(child.ended)
+        await asyncio.wait([reading], timeout=READING_S)
+        last = next((line for line in reversed(child.errors) if line.strip()), "it said nothing")
+        gate.failed(0, UnreachableError(f"node 0: its agent ended with code {code}: {last}"))

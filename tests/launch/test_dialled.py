@@ -1,0 +1,280 @@
+"""Transports whose agents dial back, with a shell in the place of pdsh: who is let in, and whose failure is told."""
+
+import asyncio
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.boot import module_argv
+from jobs.errors import MusterError, RefusedError, UnreachableError
+from jobs.hosts import HostSet
+from jobs.placement import Host, Login
+from jobs.rundir import RunDir
+from jobs.site import SshSettings
+from launch.agent import TOKEN
+from launch.channel import Channel
+from launch.processes import start_ticks
+from launch.transports.dialled import Dialled, Starter
+from launch.transports.pdsh import pdsh_transport
+
+DEADLINE_S = 30.0
+AGENT = shlex.join(module_argv(sys.executable, "launch.agent"))
+
+
+class Gate:
+    """What a transport has handed over."""
+
+    def __init__(self) -> None:
+        self.channels: asyncio.Queue[Channel] = asyncio.Queue()
+        self.failures: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.error = MusterError()
+
+    def connected(self, channel: Channel) -> None:
+        self.channels.put_nowait(channel)
+
+    def failed(self, node_rank: int, error: MusterError) -> None:
+        self.error = error
+        self.failures.put_nowait((node_rank, str(error)))
+
+
+def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
+    return UnreachableError(f"{name or 'all'} {code} {'|'.join(errors)}")
+
+
+def shell(script: str) -> Callable[[str], list[str]]:
+    """A starter's argv: a script that finds where agents are to dial in $1."""
+    return lambda connect: ["sh", "-c", script, "sh", connect]
+
+
+def dialled(folder: Path, nodes: int, script: str, **fields: Any) -> Dialled:
+    starter = Starter(argv=shell(script), explain=told, **fields)
+    return Dialled("test", nodes, run=RunDir(folder), starter=starter, towards="127.0.0.1")
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run a coroutine under a deadline."""
+
+    async def guarded() -> None:
+        await asyncio.wait_for(test(), DEADLINE_S)
+
+    asyncio.run(guarded())
+
+
+async def hello_of(gate: Gate) -> tuple[Channel, dict[str, Any]]:
+    channel = await gate.channels.get()
+    return channel, await channel.receive()
+
+
+# Who is let in --------------------------------------------------------------------------------------------------------
+
+BOTH = f'for node in 0 1; do {AGENT} --node $node --connect "$1" --token-file token & done; wait'
+
+
+def test_the_agents_that_a_program_starts_dial_back_and_end_when_they_are_let_go(tmp_path: Path) -> None:
+    async def test() -> None:
+        gate, run_dir = Gate(), RunDir(tmp_path)
+        transport = dialled(tmp_path, 2, f"cd {shlex.quote(str(tmp_path))}; {BOTH}")
+        await transport.start(gate)
+        assert run_dir.token.stat().st_mode & 0o777 == 0o600
+        met = [await hello_of(gate) for _ in range(2)]
+        assert sorted(hello["node"] for _, hello in met) == [0, 1]
+        for channel, _ in met:
+            await channel.send({"do": "bye", "code": 0})
+        await transport.close([])
+        assert not run_dir.token.exists()
+        assert [start_ticks(hello["pid"]) for _, hello in met] == [None, None]
+        for channel, _ in met:
+            channel.close()
+
+    run(test)
+
+
+def test_the_token_stands_in_the_programs_environment_too_and_nowhere_else_of_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        gate = Gate()
+        transport = dialled(tmp_path, 1, f'{AGENT} --node 0 --connect "$1"', replaces={"PATH": os.environ["PATH"]})
+        await transport.start(gate)
+        channel, hello = await hello_of(gate)
+        environ = Path(f"/proc/{hello['pid']}/environ").read_bytes()
+        assert sorted(each.partition(b"=")[0].decode() for each in environ.split(b"\0") if each) in (
+            sorted(["PATH", TOKEN, "PWD"]),
+            sorted(["PATH", TOKEN, "PWD", "OLDPWD"]),
+            sorted(["PATH", TOKEN, "PWD", "SHLVL", "_"]),  # where sh is bash
+        )
+        await channel.send({"do": "bye", "code": 0})
+        await transport.close([])
+        channel.close()
+
+    run(test)
+
+
+def test_one_without_the_token_is_not_let_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        gate = Gate()
+        script = f'{AGENT} --node 1 --connect "$1" --token guessed; exec {AGENT} --node 0 --connect "$1"'
+        transport = dialled(tmp_path, 2, script)
+        await transport.start(gate)
+        channel, hello = await hello_of(gate)
+        assert hello["node"] == 0
+        assert gate.channels.empty()
+        await channel.send({"do": "bye", "code": 0})
+        await transport.close([1])
+        channel.close()
+
+    run(test)
+    assert "wrong token" in capsys.readouterr().err
+
+
+def test_by_hand_node_0_is_started_here_and_the_others_are_waited_for(tmp_path: Path) -> None:
+    async def test() -> None:
+        gate = Gate()
+        own = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
+        transport = Dialled("hand", 2, run=RunDir(tmp_path), starter=None, token="printed", own_agent=own)
+        await transport.start(gate)
+        first, hello = await hello_of(gate)
+        assert hello["node"] == 0
+        connect = f"127.0.0.1:{transport._listener.port}"
+        pasted = [*module_argv(sys.executable, "launch.agent"), "--node", "1", "--connect", connect]
+        other = await asyncio.create_subprocess_exec(*pasted, env={**os.environ, TOKEN: "printed"})
+        second, hello = await hello_of(gate)
+        assert hello["node"] == 1
+        for channel in (first, second):
+            await channel.send({"do": "bye", "code": 0})
+        assert await other.wait() == 0
+        await transport.close([])
+        for channel in (first, second):
+            channel.close()
+
+    run(test)
+
+
+# Whose failure is told ------------------------------------------------------------------------------------------------
+
+# Recorded from pdsh 2.34 with hosts pc1 and pc2; the words of ssh stand before those on its end.
+RECORDED = """\
+pc2: ssh: connect to host pc2 port 22: Connection refused
+unrelated chatter
+pdsh@login: pc2: ssh exited with exit code 255
+pc1: bash: line 1: /no/python: No such file or directory
+pdsh@login: pc1: ssh exited with exit code 127
+"""
+
+
+def says(text: str) -> str:
+    return f"printf %s {shlex.quote(text)} >&2; "
+
+
+def test_a_nodes_failure_is_told_when_the_program_tells_it_and_not_at_its_end(tmp_path: Path) -> None:
+    async def test() -> None:
+        gate = Gate()
+        transport = dialled(tmp_path, 3, says(RECORDED) + "sleep 1000", names={"pc1": 0, "pc2": 1, "pc3": 2})
+        await transport.start(gate)
+        assert [await gate.failures.get() for _ in range(2)] == [
+            (1, "pc2 255 ssh: connect to host pc2 port 22: Connection refused"),
+            (0, "pc1 127 bash: line 1: /no/python: No such file or directory"),
+        ]
+        await transport.close([0, 1])
+
+    run(test)
+
+
+def test_at_its_end_every_node_is_told_of(tmp_path: Path) -> None:
+    """The gate keeps the first word on a node; what was said of it alone comes before what was said at all."""
+
+    async def test() -> None:
+        gate = Gate()
+        transport = dialled(
+            tmp_path, 2, says("pc1: half a word\nno host at all\n") + "exit 3", names={"pc1": 0, "pc2": 1}
+        )
+        await transport.start(gate)
+        assert [await gate.failures.get() for _ in range(2)] == [
+            (0, "pc1 3 half a word"),
+            (1, "pc2 3 pc1: half a word|no host at all"),
+        ]
+        await transport.close([])
+
+    run(test)
+
+
+def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    async def test() -> None:
+        starter = Starter(argv=lambda connect: ["/no/such/pdsh"], explain=told)
+        transport = Dialled("pdsh", 1, run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
+        with pytest.raises(RefusedError, match="/no/such/pdsh: cannot be run here: No such file or directory"):
+            await transport.start(Gate())
+        await transport.close([0])
+
+    run(test)
+
+
+def test_one_that_would_wait_for_a_lost_node_is_ended(tmp_path: Path) -> None:
+    async def test() -> None:
+        gate = Gate()
+        transport = dialled(tmp_path, 1, "echo ready; exec sleep 1000", names={"pc1": 0})
+        await transport.start(gate)
+        await transport.close([0])
+        with pytest.raises(asyncio.QueueEmpty):
+            gate.channels.get_nowait()
+        assert transport._children[0].ended.done()
+
+    run(test)
+
+
+# What pdsh calls its hosts --------------------------------------------------------------------------------------------
+
+
+def hosts(*targets: str) -> list[Host]:
+    return [Host(f"n{number}", "", None, Login(target)) for number, target in enumerate(targets)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "labels"),
+    [
+        (["pc1", "pc2"], ["pc1", "pc2"]),
+        (["pc1.example.org", "pc2.example.org"], ["pc1", "pc2"]),  # it leaves out what all share
+        (["pc1.example.org", "pc1.example.net"], ["pc1.example.org", "pc1.example.net"]),
+        (["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"]),
+    ],
+)
+def test_what_pdsh_says_of_a_host_is_taken_for_that_host(tmp_path: Path, targets: list[str], labels: list[str]) -> None:
+    """`labels` were seen in its output."""
+    nodes = hosts(*targets)
+    run_dir = RunDir(tmp_path)
+    hosts_ = HostSet(tuple(nodes), "")
+    made = pdsh_transport(nodes, hosts_, SshSettings(), run=run_dir, python="/opt/py", code=None, fanout=0)
+    assert made.starter is not None
+    lines = [
+        f"{each}: word {number}\npdsh@login: {each}: ssh exited with exit code 3\n"
+        for number, each in enumerate(labels)
+    ]
+    said = "".join(lines)
+    starter = Starter(argv=shell(says(said) + "sleep 1000"), names=made.starter.names, explain=made.starter.explain)
+
+    async def test() -> None:
+        gate = Gate()
+        transport = Dialled("pdsh", len(nodes), run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
+        await transport.start(gate)
+        assert [await gate.failures.get() for _ in nodes] == [
+            (number, f"n{number}: the agent ended with code 3: word {number}") for number in range(len(nodes))
+        ]
+        await transport.close([0])
+
+    run(test)
+
+
+@pytest.mark.cluster
+def test_real_pdsh_labels_hosts_as_was_recorded() -> None:
+    for targets, labels in (
+        ("pc1.example.org,pc2.example.org", {"pc1", "pc2"}),
+        ("pc1.example.org,pc1.example.net", {"pc1.example.org", "pc1.example.net"}),
+        ("alice@10.0.0.1,10.0.0.2", {"10.0.0.1", "10.0.0.2"}),
+    ):
+        argv = ["pdsh", "-R", "exec", "-w", targets, "sh", "-c", "echo word"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=20)
+        assert {line.partition(": ")[0] for line in done.stdout.splitlines()} == labels

@@ -1,0 +1,132 @@
+"""`muster hosts`: lists there and back, files and manifests as hosts files, and what a user sees of mistakes."""
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs.hosts import read_hostfile
+from launch.cli import main
+
+MANIFESTS = Path(__file__).resolve().parents[1] / "cloudlab" / "manifests"
+Hosts = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    """Return a function that runs `muster hosts ...`: (code, out, err)."""
+
+    def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        code = main(["hosts", *arguments])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def test_expand_prints_one_name_a_line(hosts: Hosts) -> None:
+    assert hosts("expand", "n[08-10],login") == (0, "n08\nn09\nn10\nlogin\n", "")
+    assert json.loads(hosts("expand", "n[1-2]", "n[2-3]", "--json")[1]) == ["n1", "n2", "n3"]
+
+
+@pytest.mark.parametrize(
+    "words", [["n1,n2,n3"], ["n1", "n2", "n3"], ["n1,", "n2", ",n3"], ["n1 n2\nn3"], ["n[1-2]", "n3"], ["n[1,", "2-3]"]]
+)
+def test_fold_takes_names_however_they_are_divided(hosts: Hosts, words: list[str]) -> None:
+    assert hosts("fold", *words) == (0, "n[1-3]\n", "")
+
+
+def test_a_dash_reads_standard_input(hosts: Hosts) -> None:
+    assert hosts("fold", "-", stdin="n1\nn2, n3\n\n")[1] == "n[1-3]\n"
+    assert hosts("expand", "-", stdin="n[1-2]")[1] == "n1\nn2\n"
+    assert json.loads(hosts("fold", "-", "--json", stdin="a b")[1]) == "a,b"
+
+
+def test_from_hostfile_prints_ours_which_reads_back_the_same(hosts: Hosts, tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# mixed\nalice@worker-[0-1] slots=4 max_slots=8\nn2:2\n10.0.0.3\n", encoding="utf-8")
+    code, out, err = hosts("from-hostfile", str(file))
+    assert (code, err) == (0, "")
+    assert out == "worker-0 user=alice slots=4\nworker-1 user=alice slots=4\nn2 slots=2\n10.0.0.3\n"
+    again = tmp_path / "again"
+    again.write_text(out, encoding="utf-8")
+    assert read_hostfile(again) == read_hostfile(file)
+    assert json.loads(hosts("from-hostfile", str(file), "--json")[1])[0] == {
+        "name": "worker-0",
+        "address": None,
+        "slots": 4,
+        "login": {"target": "worker-0", "user": "alice", "port": None},
+    }
+
+
+@pytest.mark.parametrize("name", ["raw_pcs", "vms", "nfs", "two_lans"])
+def test_from_manifest_prints_a_hosts_file_with_the_same_hosts(hosts: Hosts, tmp_path: Path, name: str) -> None:
+    from cloudlab.manifest import read_manifest
+
+    path = MANIFESTS / f"{name}.xml"
+    code, out, _ = hosts("from-manifest", str(path), "--user", "ada")
+    assert code == 0
+    file = tmp_path / "hosts"
+    file.write_text(out, encoding="utf-8")
+    assert read_hostfile(file) == read_manifest(path, user="ada")
+
+
+def test_from_manifest_says_which_lan_and_what_is_left_out(hosts: Hosts) -> None:
+    _, out, err = hosts("from-manifest", str(MANIFESTS / "nfs.xml"), "--login", "ada")
+    assert out.splitlines()[:2] == [
+        f"# {MANIFESTS / 'nfs.xml'}: LAN nfsLan, network 10.10.1.0/24",
+        "node1 address=10.10.1.2 ssh=pc102.cluster.example.net port=22 user=ada",
+    ]
+    assert err == (
+        "muster: nfs is left out: it serves the shared folder\nmuster: dsnode is left out: it holds a data set\n"
+    )
+    record = json.loads(hosts("from-manifest", str(MANIFESTS / "vms.xml"), "--user", "ada", "--json")[1])
+    assert (record["lan"], record["network"]) == ("link-0", "172.16.0.0/16")
+    assert record["hosts"][1] == {
+        "name": "vm-1",
+        "address": "172.16.0.21",
+        "slots": None,
+        "login": {"target": "pc7.cluster.example.net", "user": "ada", "port": 25011},
+        "mac": "02:65:b6:20:5a:1d",
+        "control_address": "203.0.113.61",
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["expand", "n[3-1]"], 2, "node list 'n[3-1]': [3-1] runs backwards; write [1-3]"),
+        (["expand", "a,,b"], 2, "node list 'a,,b': no name before character 3; remove the comma"),
+        (["fold", "-"], 2, "node list: is empty; wanted names such as n01,n02 or n[01-16]"),
+        (["from-hostfile", "none"], 65, "none: no such file; wanted a hosts file"),
+        (["from-manifest", "none"], 65, "none: no such file; wanted a manifest; take the Manifest tab of the"),
+        (["from-manifest", str(MANIFESTS / "two_lans.xml"), "--lan", "fast"], 2, "did you mean 'fast-lan'?"),
+        (["from-manifest", str(MANIFESTS / "vms.xml"), "--user=-x"], 2, "'-x' is no user name"),
+    ],
+)
+def test_mistakes_are_one_line_with_their_code(hosts: Hosts, arguments: list[str], code: int, message: str) -> None:
+    found, out, err = hosts(*arguments)
+    assert (found, out) == (code, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_without_a_subcommand_the_usage_is_shown(hosts: Hosts) -> None:
+    code, out, err = hosts()
+    assert (code, out) == (2, "")
+    assert "usage: muster hosts" in err
+
+
+def test_lists_are_read_without_torch_yaml_or_pydantic() -> None:
+    """A list is expanded inside other people's loops: it costs little more than Python itself."""
+    script = (
+        "import sys\nfrom launch.cli import main\nmain(['hosts', 'expand', 'n[1-2]'])\n"
+        "print(*{name.split('.')[0] for name in sys.modules} & {'torch', 'yaml', 'pydantic', 'numpy', 'rich'})"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout.splitlines() == ["n1", "n2", ""]
