@@ -65,6 +65,16 @@ class StartTimeoutError(MusterError):
     exit_code = exits.TIMEOUT
 
 
+class NoCheckpointError(MusterError):
+    """There is no checkpoint that could be used."""
+
+    exit_code = exits.NO_CHECKPOINT
+
+
+class BadCheckpointError(NoCheckpointError):
+    """A checkpoint is torn, changed, or not one of ours; it is not used."""
+
+
 class StoppedError(MusterError):
     """The user stopped the run."""
 

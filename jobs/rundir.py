@@ -10,7 +10,14 @@
       attempt-000/   mkdir is the token of the attempt
         placement.json  commands/                                supervisor
         node-00.json  node-00.setup                              agent of that node
+        resume.json                                              supervisor: the checkpoint that the attempt began from
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
+      checkpoints/
+        step-00000050.a000/                                      complete or invisible; never used again
+          shard-00000.safetensors  shard-00000.ok                writer of that rank
+          MANIFEST.json                                          rank 0's writer, or the supervisor: the commit
+          VERIFIED.json                                          who has read it all once more
+        bad-step-00000050.a000/  trash-step-00000050.a000/       found broken; being deleted
 
 Files are written under a temporary name and renamed; logs (`*.jsonl`, `*.out`, `*.err`) append (`jobs/files.py`). A
 JSON line is one `write`, so a reader sees whole lines or an unfinished last one.
@@ -125,6 +132,15 @@ class RunDir:
         """The comparison that `muster verify` made."""
         return self.path / "verify.json"
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of all checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int, attempt: int) -> "CheckpointDir":
+        """Return the paths of the checkpoint that an attempt makes after `step` steps, made or not."""
+        return CheckpointDir(self.checkpoints / f"step-{step:08d}.a{attempt:03d}")
+
     def attempt(self, attempt: int) -> "AttemptDir":
         """Return the paths of one attempt, made or not."""
         return AttemptDir(self.path / f"attempt-{attempt:03d}")
@@ -157,6 +173,11 @@ class AttemptDir:
     def placement(self) -> Path:
         """Which rank runs where, and each value's origin."""
         return self.path / "placement.json"
+
+    @property
+    def resume(self) -> Path:
+        """The checkpoint that this attempt began from: {"checkpoint": its folder's name or null, "step": n}."""
+        return self.path / "resume.json"
 
     @property
     def commands(self) -> Path:
@@ -211,6 +232,46 @@ def make_run(run: RunDir) -> None:
         run.path.mkdir()
     except OSError as error:
         raise folder_error(run.path, error) from error
+
+
+@dataclass(frozen=True)
+class CheckpointDir:
+    """The paths of one checkpoint."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The folder's name: steps and attempt."""
+        return self.path.name
+
+    def shard(self, writer: int) -> Path:
+        """The tensors that one writer saves."""
+        return self.path / f"shard-{writer:05d}.safetensors"
+
+    def ok(self, writer: int) -> Path:
+        """What one writer has written: its shard's size, sha256 and contents."""
+        return self.path / f"shard-{writer:05d}.ok"
+
+    @property
+    def manifest(self) -> Path:
+        """The commit: a checkpoint without it does not exist."""
+        return self.path / "MANIFEST.json"
+
+    @property
+    def verified(self) -> Path:
+        """Says that everything was read again after the commit and was right."""
+        return self.path / "VERIFIED.json"
+
+    @property
+    def bad(self) -> Path:
+        """Where it goes when it is found broken."""
+        return self.path.with_name(f"bad-{self.path.name}")
+
+    @property
+    def trash(self) -> Path:
+        """Where it goes to be deleted."""
+        return self.path.with_name(f"trash-{self.path.name}")
 
 
 def new_run(root: Path, name: str) -> RunDir:

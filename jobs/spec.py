@@ -250,6 +250,36 @@ class CommandSettings(Strict):
         return argv
 
 
+class CheckpointSettings(Strict):
+    """`checkpoint:` - when the state of a training is saved, and how much of it is kept.
+
+    Without `every_steps` and `every_s` the interval follows from the measured stall and the failures so far (Young's
+    and Daly's formula, `jobs/checkpoint/interval.py`). The end of the training is always saved.
+    """
+
+    every_steps: Positive | None = None
+    every_s: Annotated[float, Field(gt=0.0)] | Literal["auto"] | None = None
+    keep: Annotated[int, Field(ge=2)] = Field(3, description="good checkpoints that stay; never fewer than two")
+    blocking: bool = Field(False, description="the ranks wait until a save is committed")
+
+    @model_validator(mode="after")
+    def _is_one_interval(self) -> Self:
+        if self.every_steps is not None and self.every_s is not None:
+            raise ValueError("give every_steps or every_s, not both")
+        return self
+
+
+class RestartSettings(Strict):
+    """`restart:` - what a run does by itself when a rank, a node or the allocation fails."""
+
+    max: NonNegative = Field(5, description="restarts of a run; preemptions are not counted")
+    min_nodes: Positive | None = Field(None, description="go on with as few nodes as this; default: all of them")
+    spares: NonNegative = Field(0, description="nodes beyond `nodes` that wait to replace a lost one")
+    backoff: Annotated[float, Field(ge=0.0)] = Field(
+        0.5, description="seconds before the second restart in a row without a new checkpoint; doubles up to 60"
+    )
+
+
 class Job(Strict):
     """A whole job file. `kind` says which of `train`, `command`, `bench` the file gave; `settings` is that section."""
 
@@ -262,6 +292,11 @@ class Job(Strict):
     setup: list[str] = Field(default_factory=list)
     start_timeout_s: Annotated[float, Field(gt=0.0)] = 60.0
     grace_s: Annotated[float, Field(ge=0.0)] = 5.0
+    hang_s: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="seconds without progress on any rank; default: 30, or 10 of the slowest steps if longer"
+    )
+    checkpoint: CheckpointSettings | None = None
+    restart: RestartSettings | None = None
     slurm: SlurmSettings = SlurmSettings()
     kind: str
     settings: SerializeAsAny[BaseModel]

@@ -83,6 +83,12 @@ class Context:
     code: str | None = None  # the root of the code that agents run, when it is a snapshot
     remote: bool = False  # nodes are other machines than the supervisor's
     iface: str | None = None  # the user's choice of a network: an interface, or a CIDR
+    spares: tuple[NodePlacement, ...] = ()  # nodes that have an agent, and no ranks until another one is lost
+
+    @property
+    def crew(self) -> tuple[NodePlacement, ...]:
+        """Every node that gets an agent; a node's place in here, its slot, is its number for the whole run."""
+        return (*self.placement.nodes, *self.spares)
 
 
 def preload(context: Context) -> str:
