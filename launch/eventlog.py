@@ -44,10 +44,27 @@ class EventLog:
             grace_s=context.job.grace_s,
         )
 
-    def ended(self, attempt: int, verdict: Verdict, began: float) -> str:
-        """Write the attempt's row and the last event; return the advice that went with them."""
+    def attempt_ended(
+        self, attempt: int, verdict: Verdict, began: float, *, over: float | None = None, **more: Any
+    ) -> str:
+        """Write the row of an attempt, and say that it is over; return the advice that went with it."""
         advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
-        row = {"attempt": attempt, "started": began, "ended": time.time(), **verdict.record(), "next_step": advice}
+        ended = time.time() if over is None else over
+        row = {"attempt": attempt, "started": began, "ended": ended, **verdict.record(), **more, "next_step": advice}
         append_line(self.run.attempts, row)
-        self.event("ended", attempt=attempt, code=verdict.code, **{"class": verdict.name}, message=verdict.message)
+        self.event("attempt_ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
         return advice
+
+    def run_ended(self, attempt: int, verdict: Verdict) -> None:
+        """Write the run's last row."""
+        self.event("ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
+
+    def ended(self, attempt: int, verdict: Verdict, began: float) -> str:
+        """Write the row of the last attempt and the run's last row; return the advice that went with them."""
+        advice = self.attempt_ended(attempt, verdict, began)
+        self.run_ended(attempt, verdict)
+        return advice
+
+
+def _class(verdict: Verdict) -> dict[str, str]:
+    return {"class": verdict.name}

@@ -73,10 +73,10 @@ class Inbox:
             self.put(node_rank, {**hello, "channel": channel})
             while True:
                 message = await channel.receive()
-                self.put(node_rank, {**message, "received": time.time()})
+                self.put(node_rank, {**message, "received": time.time(), "via": channel})
         except ChannelClosed:
             if node_rank >= 0:
-                self.put(node_rank, {"did": "gone", "why": "its agent has gone"})
+                self.put(node_rank, {"did": "gone", "why": "its agent has gone", "via": channel})
 
     async def _tick(self) -> None:
         while True:

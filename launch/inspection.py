@@ -20,7 +20,7 @@ from launch.channel import Channel, ChannelClosed, Message
 from launch.judges import Answer
 from launch.master import own_address
 from launch.plan import Context
-from launch.roster import ClockOffset
+from launch.crew import ClockOffset
 from launch.transports.base import Transport
 
 LIMIT_S: Final = 9.0  # for all of it, so that the report is there within 10 s

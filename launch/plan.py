@@ -165,6 +165,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
     )
     return {
         "do": "start",
+        "attempt": context.attempt,
         "attempt_dir": str(attempt.path),
         "apart": plan.apart,
         "workdir": context.workdir,

@@ -1,52 +1,23 @@
 """Who has come, who is still at work, and who is late: the bookkeeping of one attempt."""
 
-import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Final
 
-from jobs.errors import MusterError
 from jobs.placement import Placement
-from launch.channel import Channel, Message
+from launch.crew import Node
 
 NAMED: Final = 4  # ranks that a message names before it only counts
-
-
-@dataclass
-class ClockOffset:
-    """How far a node's clock is ahead of ours, from the exchange that travelled fastest (NTP, RFC 5905, section 8)."""
-
-    seconds: float = 0.0
-    travel_s: float = math.inf
-
-    def note(self, *, sent: float, heard: float, answered: float, received: float) -> None:
-        """Take an exchange into account: `sent` and `received` by our clock, `heard` and `answered` by the node's."""
-        travel_s = (received - sent) - (answered - heard)
-        if travel_s < self.travel_s:
-            self.seconds, self.travel_s = ((heard - sent) + (answered - received)) / 2, travel_s
-
-
-@dataclass
-class Node:
-    """What is known of one node."""
-
-    channel: Channel | None = None
-    hello: Message = field(default_factory=dict)
-    reached: Message = field(default_factory=dict)
-    heard: float = 0.0  # monotonic seconds
-    clock: ClockOffset = field(default_factory=ClockOffset)
-    failure: MusterError | None = None  # why its agent could not be started
-    swept: bool = False
-    gone: bool = False
 
 
 class Roster:
     """The nodes and ranks of an attempt. `meets`: every rank will report that it arrived, and that it joined."""
 
-    def __init__(self, placement: Placement, *, meets: bool) -> None:
+    def __init__(self, placement: Placement, nodes: Sequence[Node], *, meets: bool) -> None:
         self.meets = meets
-        self.nodes = [Node() for _ in placement.nodes]
+        self.nodes = list(nodes)  # in the order of node ranks
         self.hosts = [node.host for node in placement.nodes]
-        self.missing = len(self.nodes)  # nodes that have neither answered nor failed
+        self.missing = len(self.nodes)  # nodes that have not yet done what the start waits for
+        self.swept: set[int] = set()  # node ranks on which nothing is left of the attempt
         self.node_of = {rank: node.node_rank for node in placement.nodes for rank in node.rank_range}
         self.running = set(self.node_of)
         self.arrived: set[int] = set()

@@ -20,6 +20,7 @@ from jobs import exits, nodelist
 from jobs.errors import MusterError, RefusedError, UnreachableError
 from jobs.files import write_json, write_text
 from jobs.rundir import RunDir
+from jobs.words import counted
 from launch.channel import Message
 from launch.console import Console
 from launch.eventlog import EventLog
@@ -53,8 +54,10 @@ class Startup:
     def answered(self) -> Stop | None:
         """Go on when a node has answered or failed, if it was the last one to."""
         self.roster.missing -= 1
-        if self.roster.missing:
-            return None
+        return None if self.roster.missing else self.begin()
+
+    def begin(self) -> Stop | None:
+        """Begin with nodes that have all answered or failed."""
         self.complete = True
         for number, node in enumerate(self.roster.nodes):
             node.heard = time.monotonic()
@@ -64,7 +67,8 @@ class Startup:
         if failed:
             return self._report(failed)
         # Ranks of one machine meet on loopback: nobody outside need see the store.
-        self.send(0, {"do": "prepare", "bind": LOOPBACK if self.context.placement.one_host else ""})
+        bind = LOOPBACK if self.context.placement.one_host else ""
+        self.send(0, {"do": "prepare", "bind": bind, "attempt": self.context.attempt})
         return None
 
     def prepared(self, message: Message) -> Stop | None:
@@ -85,6 +89,7 @@ class Startup:
             "iface": self.context.iface,
             "run": str(self.context.run.path),
             "nonce": self.nonce,
+            "attempt": self.context.attempt,
         }
         for number in range(len(self.roster.nodes)):
             self.send(number, reach)
@@ -118,13 +123,13 @@ class Startup:
                 self.warn(f"{self.roster.hosts[each]}: its clock is off by {node.clock.seconds:+.1f} s")
         if failed:
             return self._report(failed)
-        if apart := [
-            host for host, node in zip(self.roster.hosts, self.roster.nodes, strict=True) if _apart(node.reached)
-        ]:
+        nodes = zip(self.roster.hosts, self.roster.nodes, strict=True)
+        if apart := [host for host, node in nodes if _apart(node.reached)]:
             self.warn(
                 f"{nodelist.fold(apart)} cannot see {self.context.run.path}: logs and metrics come over the network, "
-                "and failover across nodes is off"
+                "and failover across nodes is off" + "; nothing is saved" * bool(self.context.options.get("saving"))
             )
+            self.context = replace(self.context, options={**self.context.options, "saving": False, "resume": None})
         return self._start()
 
     def _judge(self, number: int, code: str) -> MusterError | None:
@@ -176,6 +181,8 @@ class Startup:
             attempt = context.run.attempt(context.attempt)
             attempt.make()
             write_json(attempt.placement, context.placement.to_json())
+            chosen = context.options.get("resume") or {}
+            write_json(attempt.resume, {"checkpoint": chosen.get("checkpoint"), "step": chosen.get("step", 0)})
         except MusterError as error:
             return Stop(error.exit_code, str(error))
         self.begun = True
@@ -190,8 +197,13 @@ class Startup:
         """Say who runs where, and when the ranks were started."""
         placement = self.context.placement
         master = {"master_addr": placement.master_addr, "master_port": self.port}
-        self.log.event("attempt", attempt=self.context.attempt, world_size=placement.world_size, **master)
-        self.console.plan(str(self.context.run.path), plans, f"{placement.master_addr}:{self.port}")
+        hosts = [node.host for node in placement.nodes]
+        self.log.event("attempt", attempt=self.context.attempt, world_size=placement.world_size, hosts=hosts, **master)
+        if self.context.attempt == 0:
+            self.console.plan(str(self.context.run.path), plans, f"{placement.master_addr}:{self.port}")
+        else:
+            ranks, names = counted(placement.world_size, "rank"), nodelist.fold(dict.fromkeys(hosts))
+            self.console.say(f"attempt {self.context.attempt}: {ranks} on {names}")
 
 
 def machine_of(hello: Message, reached: Message) -> Machine:

@@ -1,95 +1,93 @@
-"""The supervisor: starts the agents, watches the ranks, judges, and leaves nothing behind. One attempt at a time.
+"""The supervisor: one per run, outside the ranks. It starts the agents, makes attempts, and leaves nothing behind.
 
-    agents answer → startup.py → every node starts its ranks → they arrive, meet, work, end
-         │                                    │
-         └── a failure, the user, a deadline or a lost node ──→ stop all: TERM, grace, KILL, sweep → verdict
+    agents answer → attempt ──ended──→ recovery.decide ──again──→ wait, choose nodes and checkpoint → attempt …
+                    (attempt.py)             └── the end → every agent is let go, and the verdict written down
 
 Everything that happens comes through one inbox, in order; every wait has a deadline.
 """
 
-import json
+import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Final
 
 from jobs import exits
-from jobs.errors import MusterError
-from launch import processes, storage
+from jobs.errors import MusterError, RefusedError
+from jobs.words import counted
+from launch import processes, resumption
+from launch.attempt import Attempt
 from launch.channel import ChannelClosed, Message
 from launch.console import Console
+from launch.crew import SILENT_S, Crew
 from launch.eventlog import EventLog
 from launch.inbox import NOBODY, Inbox
 from launch.lease import Lease
 from launch.plan import Context
-from launch.roster import Roster
-from launch.startup import Startup
-from launch.transports.base import Transport
-from launch.verdict import Ending, Stop, Verdict, ending_of, judge
+from launch.recovery import Choice, Decision
+from launch.runrows import read_json
+from launch.succession import Succession
+from launch.transports.base import LEASE_S, Transport
+from launch.verdict import Ending, Stop, Verdict, judge
 
-SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
-MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first
-SILENT_S: Final = 5.0
-BEAT_S: Final = 1.0
+ORPHANS_S: Final = 2.0  # for the ranks of an agent that has died to end after it
+FENCE_S: Final = LEASE_S + 2.0  # for those of one that is only silent: its lease, and its keeper's kill
 
 Cause = Callable[[Ending | None], Stop | None]
 
 
 class Supervisor:
-    """One attempt of a run, from its first agent to its verdict."""
+    """A run, from its first agent to its verdict."""
 
     def __init__(self, context: Context, transport: Transport, console: Console, cause: Cause | None = None) -> None:
         self.cause = cause  # what the world outside says of the end of a run, after a first failure
         self.transport = transport
         self.console = console
+        self.context = context
         self.run_dir = context.run
         self.job = context.job
-        self.attempt = context.attempt
-        self.context_is_remote = context.remote
-        self.ours = context.entry is not None
         self.log = EventLog(context.run)
         self.lease = Lease(context.run)
         self.inbox = Inbox()
-        self.roster = Roster(context.placement, meets=self.ours)
-        self.nodes = self.roster.nodes
-        self.startup = Startup(context, self.roster, self.log, console, self._send)
-        self.endings: list[Ending] = []
-        self.stop: Stop | None = None
-        self.told: Stop | None = None  # the stop for which a node's SIGTERM was the reason
-        self.told_by: Ending | None = None
-        self.stop_deadline: float | None = None
-        self.started_at = time.monotonic()
-        self.deadline = self.started_at + max(context.job.start_timeout_s, transport.patience_s)
-        self.ticked = time.monotonic()
-        self.beaten = 0.0
+        self.crew = Crew(context.crew)
+        self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))  # of the attempt, by node rank
+        self.attempt: Attempt | None = None
+        self.succession = Succession(context.job, self.crew, saves=resumption.saves(context))
+        self.stop: Stop | None = None  # what somebody has asked for
+        self.request: float | None = None  # when `muster stop` was called last
+        self.advice = ""
 
     async def run(self) -> Verdict:
-        """Run the attempt and record it; whatever happens, no process of the run is left."""
+        """Make attempts to the end and record them; whatever happens, no process of the run is left."""
         began = time.time()
-        self.log.submitted(self.startup.context, self.transport.name)
+        self.log.submitted(self.context, self.transport.name)
         self.inbox.listen_for_signals()
         try:
-            await self._attempt()
+            verdict = await self._attempts()
         finally:
             await self._farewell()
-        verdict = self._judge()
-        advice = self.log.ended(self.attempt, verdict, began)
+        self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
-        self.console.end(verdict, time.time() - began, self.run_dir.run_id, advice)
+        self.console.end(verdict, time.time() - began, self.run_dir.run_id, self.advice)
         return verdict
 
-    def _judge(self) -> Verdict:
-        """Judge the attempt; a scheduler that ended it knows better why than who saw ranks and agents go."""
-        verdict = judge(self.endings, self.stop)
-        if self.cause is not None and self.stop is self.told and (cause := self.cause(self.told_by or verdict.first)):
-            return judge(self.endings, cause)
-        return verdict
-
-    async def _attempt(self) -> None:
+    async def _attempts(self) -> Verdict:
+        if self.context.attempt:
+            self.run_dir.stop.unlink(missing_ok=True)  # it was for an attempt before
         self.inbox.tick()
+        if refused := await self._load():
+            return refused
+        self._new_attempt()
         self.inbox.spawn(self._start_agents())
-        while not self._finished():
-            self._handle(*await self.inbox.next())
+        while True:
+            decision, choice = await self._live_through()
+            if choice is None:
+                return decision.verdict
+            if not await self._prepare(decision, choice) or (refused := await self._load()):
+                assert self.stop is not None or refused is not None
+                return refused or Verdict(self.stop.code, self.stop.message)  # type: ignore[union-attr]
+            self._new_attempt()
+            self._current.advance(self._current.startup.begin)
 
     async def _start_agents(self) -> None:
         try:
@@ -97,216 +95,226 @@ class Supervisor:
         except MusterError as error:
             self.inbox.put(NOBODY, {"did": "refused", "error": error})
 
-    def _finished(self) -> bool:
-        if self.stop_deadline is None:
-            return not self.roster.running
-        if time.monotonic() > self.stop_deadline:
-            return True
-        return all(node.swept or node.gone or node.channel is None for node in self.nodes)
+    # One attempt after the other ------------------------------------------------------------------------------------
+
+    @property
+    def _current(self) -> Attempt:
+        assert self.attempt is not None
+        return self.attempt
+
+    async def _load(self) -> Verdict | None:
+        """Choose the checkpoint of the next attempt, beside the loop; return the verdict when there is none to use."""
+        work = asyncio.ensure_future(asyncio.to_thread(resumption.with_checkpoint, self.context, self.console.say))
+        work.add_done_callback(lambda _: self.inbox.put(NOBODY, {"did": "loaded"}))
+        await self._pump(work.done)
+        try:
+            self.context = await work
+        except MusterError as error:
+            self.log.attempt_ended(self.context.attempt, verdict := Verdict(error.exit_code, str(error)), time.time())
+            return verdict
+        if chosen := self.context.options.get("resume"):
+            named = {"checkpoint": chosen["checkpoint"], "step": chosen["step"]}
+            self.log.event("resuming", attempt=self.context.attempt, **named)
+            self.console.say(f"going on from {chosen['checkpoint']}")
+        return None
+
+    def _new_attempt(self) -> None:
+        nodes = [self.crew.nodes[slot] for slot in self.slots]
+        for node in nodes:
+            node.reached, node.progress = {}, None
+        patience_s = 0.0 if self.succession.past else self.transport.patience_s
+        self.attempt = Attempt(self.context, nodes, self.log, self.console, self._send, patience_s)
+        if self.stop is not None:  # asked for while we were busy
+            self.attempt.stop_all(self.stop, self.stop.message, 0.0)
+
+    async def _live_through(self) -> tuple[Decision, Choice | None]:
+        """Live an attempt to its end, write it down, and decide what comes next."""
+        attempt = self._current
+        await self._pump(attempt.is_over)
+        over = time.time()
+        self.crew.missing.clear()  # whoever has not come by now is not waited for again
+        for rank in attempt.unswept():  # something there cannot be killed: no attempt may count on this node
+            self.crew.lose(self.slots[rank], time.monotonic())
+        verdict = self._judge(attempt)
+        asked = self.stop is not None or attempt.told is not None
+        decision, choice = self.succession.follow(attempt, self.slots, verdict, asked=asked)
+        following = "the run is over"
+        if choice is not None:
+            following = f"attempt {attempt.number + 1} on {counted(len(choice.slots), 'node')}"
+        row = attempt.story.row(attempt.roster.nodes, verdict, following, over)
+        self.advice = self.log.attempt_ended(attempt.number, verdict, attempt.began, over=over, **row)
+        if choice is not None:
+            self._announce(verdict, decision, choice)
+        return decision, choice
+
+    def _announce(self, verdict: Verdict, decision: Decision, choice: Choice) -> None:
+        following, hosts = self._current.number + 1, self.crew.hosts(choice.slots)
+        why = verdict.message.partition("\n")[0]
+        self.log.event("restarting", attempt=following, delay_s=decision.delay_s, hosts=hosts, why=why)
+        wait = f" in {decision.delay_s:g} s" if decision.delay_s else ""
+        fewer = len(hosts) < len(self.context.placement.nodes)
+        self.console.say(f"muster: {why}")
+        self.console.say(
+            f"attempt {following}{wait} on {counted(len(hosts), 'node')}" + (f": {', '.join(hosts)}" if fewer else "")
+        )
+
+    def _judge(self, attempt: Attempt) -> Verdict:
+        """Judge an attempt; a scheduler that ended it knows better why than who saw ranks and agents go."""
+        verdict = attempt.verdict()
+        asks = self.cause is not None and attempt.stop is attempt.told
+        cause = self.cause(attempt.told_by or verdict.first) if asks and self.cause is not None else None
+        return judge(attempt.endings, cause) if cause else verdict
+
+    async def _prepare(self, decision: Decision, choice: Choice) -> bool:
+        """Wait, start the agents that are to come back, and place the next attempt; False when a stop was asked for."""
+        until = time.monotonic() + decision.delay_s
+        await self._pump(lambda: time.monotonic() >= until or self.stop is not None)
+        for slot in choice.revive:
+            node = self.crew.nodes[slot]
+            fence = node.lost_at + (FENCE_S if node.silent else ORPHANS_S) * self.context.remote
+            await self._pump(lambda: time.monotonic() >= fence or self.stop is not None)  # noqa: B023
+            if self.stop is None:
+                await self._revive(slot)
+        self.slots = choice.slots
+        placement = self.succession.placement(self.context.placement, choice.slots)
+        number = len(self.run_dir.attempt_numbers())
+        self.context = replace(self.context, attempt=number, placement=placement, spares=())
+        return self.stop is None
+
+    async def _revive(self, slot: int) -> None:
+        """Start the agent of a lost node once more, and wait until it answers or fails."""
+        node = self.crew.nodes[slot]
+        node.forget_agent()
+        try:
+            await self.transport.restart(slot, self.inbox)
+        except MusterError as error:
+            node.failure = error
+            return
+        deadline = time.monotonic() + self.job.start_timeout_s
+        await self._pump(
+            lambda: bool(node.hello or node.failure or self.stop is not None or time.monotonic() > deadline)
+        )
+        if not node.hello and node.failure is None:
+            node.failure = RefusedError(
+                f"{node.place.host}: its agent did not answer within {self.job.start_timeout_s:g} s"
+            )
 
     # Messages -------------------------------------------------------------------------------------------------------
 
-    def _handle(self, node_rank: int, message: Message) -> None:
-        """Give a message to the method that is called after it."""
-        if node_rank >= 0:
-            self.nodes[node_rank].heard = time.monotonic()
-        if handler := getattr(self, f"_on_{message['did']}", None):
-            handler(node_rank, message)
+    async def _pump(self, until: Callable[[], bool]) -> None:
+        """Handle what comes until something is so; the clock ticks, so it is asked often."""
+        while not until():
+            self._handle(*await self.inbox.next())
 
-    def _on_hello(self, node_rank: int, message: Message) -> None:
-        node = self.nodes[node_rank]
+    def _handle(self, slot: int, message: Message) -> None:
+        """Give a message to the method that is called after it: ours, or the attempt's if it is about that one."""
+        if slot >= 0 and not self.crew.heard(slot, message):
+            return  # of an agent that we have given up
+        if handler := getattr(self, f"_on_{message['did']}", None):
+            handler(slot, message)
+        elif self.attempt is not None and slot in self.slots:
+            about = message.get("attempt", self.attempt.number)
+            handler = getattr(self.attempt, f"on_{message['did']}", None)
+            if handler is not None and about == self.attempt.number:
+                handler(self.slots.index(slot), message)
+        while self.crew.broken:
+            self._on_gone(self.crew.broken.pop(), {"why": "its agent has gone"})
+
+    def _on_hello(self, slot: int, message: Message) -> None:
+        node = self.crew.nodes[slot]
         if node.hello or node.failure is not None:
             message["channel"].close()  # a second agent for one node, or one that we have given up
             return
         node.hello, node.channel = message, message["channel"]
-        if self.stop_deadline is not None:
-            self._send(node_rank, {"do": "stop", "grace_s": 0.0})
-            return
-        self._advance(self.startup.answered)
+        self._answered(slot)
 
-    def _on_failed(self, node_rank: int, message: Message) -> None:
-        node = self.nodes[node_rank]
+    def _on_failed(self, slot: int, message: Message) -> None:
+        node = self.crew.nodes[slot]
         if node.hello:  # what started its agent has ended: the channel's own end tells it
             return
-        if node.failure is None and self.stop_deadline is None:
+        if node.failure is None and not self._current.is_stopping:
             node.failure = message["error"]
-            self.log.event("unreachable", attempt=self.attempt, node=node_rank, message=str(node.failure))
-            self._advance(self.startup.answered)
+            self.log.event("unreachable", attempt=self.context.attempt, node=slot, message=str(node.failure))
+            self._answered(slot)
 
-    def _on_refused(self, node_rank: int, message: Message) -> None:
+    def _answered(self, slot: int) -> None:
+        """Go on with the start when the last node of the attempt has answered or failed."""
+        attempt = self._current
+        self.crew.answered(slot)
+        if attempt.is_over():  # an agent that was lost is there again: the next attempt's
+            return
+        if attempt.is_stopping:
+            self.crew.send(slot, {"do": "stop", "grace_s": 0.0, "attempt": attempt.number})
+        elif slot in self.slots and not attempt.startup.complete:
+            attempt.advance(attempt.startup.answered)
+
+    def _on_refused(self, slot: int, message: Message) -> None:
         error = message["error"]
-        self._stop_all(Stop(error.exit_code, str(error)), str(error), 0.0)
+        self._current.stop_all(Stop(error.exit_code, str(error)), str(error), 0.0)
 
-    def _on_prepared(self, node_rank: int, message: Message) -> None:
-        self._begin_again()
-        self._advance(lambda: self.startup.prepared(message))
+    def _on_gone(self, slot: int, message: Message) -> None:
+        if not self.crew.nodes[slot].gone:
+            self.crew.lose(slot, time.monotonic())
+            self._lost(slot, message["why"])
 
-    def _on_reached(self, node_rank: int, message: Message) -> None:
-        self._begin_again()
-        self._advance(lambda: self.startup.reached(node_rank, message))
+    def _lost(self, slot: int, why: str) -> None:
+        if self.attempt is not None and slot in self.slots:
+            self.attempt.lose(self.slots.index(slot), why, exits.UNREACHABLE)
 
-    def _begin_again(self) -> None:
-        """Count the start time-out anew: it is for each step of the start."""
-        self.started_at = time.monotonic()
-        self.deadline = self.started_at + self.job.start_timeout_s
-
-    def _advance(self, step: Callable[[], Stop | None]) -> None:
-        """Take a step of the start, unless we are stopping; it may be the last one, or what stops the run."""
-        if self.stop_deadline is not None:
-            return
-        if stop := step():
-            self._stop_all(stop, stop.message.partition("\n")[0], 0.0)
-
-    def _on_started(self, node_rank: int, message: Message) -> None:
-        host = self.nodes[node_rank].hello["host"]
-        self.log.event("started", attempt=self.attempt, node=node_rank, host=host, ranks=message["ranks"])
-
-    def _on_report(self, node_rank: int, message: Message) -> None:
-        report, rank = message["report"], message["rank"]
-        if report["report"] == "arrived":
-            self.roster.arrived.add(rank)
-        elif report["report"] == "joined":
-            self.roster.joined.add(rank)
-            if len(self.roster.joined) == len(self.roster.node_of):
-                seconds = round(time.monotonic() - self.started_at, 3)
-                self.log.event("joined", attempt=self.attempt, seconds=seconds)
-                ranks = len(self.roster.joined)
-                self.console.say(f"{ranks} rank{'s' * (ranks != 1)} joined after {seconds:.1f} s")
-        elif report["report"] == "progress":
-            self.console.progress(report)
-
-    def _on_exited(self, node_rank: int, message: Message) -> None:
-        node = self.nodes[node_rank]
-        ending = ending_of(message, node_rank, node.hello["host"], ahead_s=node.clock.seconds, ours=self.ours)
-        self.roster.running.discard(message["rank"])
-        self._record(ending)
-
-    def _record(self, ending: Ending) -> None:
-        self.endings.append(ending)
-        self.log.event("exited", attempt=self.attempt, **asdict(ending))
-        if ending.cause in ("own", "peer"):
-            self._stop_all(None, f"{ending.where()} has failed", self.job.grace_s)
-
-    def _on_swept(self, node_rank: int, message: Message) -> None:
-        self.nodes[node_rank].swept = True
-
-    def _on_log(self, node_rank: int, message: Message) -> None:
-        self.console.lines(message["stream"], message["lines"])
-
-    def _on_file(self, node_rank: int, message: Message) -> None:
-        storage.keep(self.run_dir, message)
-
-    def _on_broken(self, node_rank: int, message: Message) -> None:
-        self.nodes[node_rank].swept |= message.get("gone", False)
-        self._lose(node_rank, message["broken"], message.get("code", exits.REFUSED))
-
-    def _on_gone(self, node_rank: int, message: Message) -> None:
-        if not self.nodes[node_rank].gone:
-            self.nodes[node_rank].gone = True
-            self._lose(node_rank, message["why"], exits.UNREACHABLE)
-
-    def _lose(self, node_rank: int, why: str, code: int) -> None:
-        """Count a node's remaining ranks as ended with it."""
-        lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
-        if not lost:
-            return
-        self.roster.running -= lost
-        host = self.roster.hosts[node_rank]
-        cause = "own" if self.stop_deadline is None else "stopped"
-        self._record(Ending(None, node_rank, host, code, None, time.time(), cause, why))  # type: ignore[arg-type]
-
-    def _on_told(self, node_rank: int, message: Message) -> None:
-        """Take a node's SIGTERM for the end of the run: a scheduler sends it to agents and ranks, in any order."""
-        where = f"node {node_rank} ({self.roster.hosts[node_rank]})"
-        stop = Stop(exits.STOPPED, f"SIGTERM at {where}: its scheduler, or somebody there, ends the job")
-        if self.stop_deadline is None:
-            self._stop_all(stop, stop.message, self.job.grace_s)
-        elif self.stop is None and all(each.signal == "SIGTERM" for each in self.endings if each.cause == "own"):
-            self.stop = stop
-        if self.stop is stop:
-            host = self.roster.hosts[node_rank]
-            self.told, self.told_by = stop, Ending(None, node_rank, host, None, "SIGTERM", time.time(), "own")
-
-    def _on_stop(self, node_rank: int, message: Message) -> None:
-        grace_s = 0.0 if self.stop_deadline is not None or message.get("now") else message.get("grace_s")
-        grace_s = self.job.grace_s if grace_s is None else grace_s
-        code, text = message.get("code", exits.STOPPED), message.get("text", f"stopped by {message['by']}")
-        self._stop_all(Stop(code, text), message["by"], grace_s)
-
-    # Deadlines and stopping -----------------------------------------------------------------------------------------
-
-    def _on_heartbeat(self, node_rank: int, message: Message) -> None:
-        self.nodes[node_rank].clock.note(
+    def _on_heartbeat(self, slot: int, message: Message) -> None:
+        node = self.crew.nodes[slot]
+        node.clock.note(
             sent=message["sent"], heard=message["heard"], answered=message["time"], received=message["received"]
         )
+        if message.get("progress") is not None:
+            node.progress, node.progress_at = message["progress"], time.monotonic()
 
-    def _beat(self, node_rank: int) -> None:
-        self._send(node_rank, {"do": "beat", "sent": time.time()})
-
-    def _on_tick(self, node_rank: int, message: Message) -> None:
+    def _on_tick(self, slot: int, message: Message) -> None:
         now = time.monotonic()
         self.lease.renew()
-        if self.startup.complete and now - self.beaten >= BEAT_S:
-            self.beaten = now
-            for rank, node in enumerate(self.nodes):
-                if node.channel is not None and not node.gone:
-                    self._beat(rank)
-        if self.stop_deadline is None and self.run_dir.stop.exists():
-            request = json.loads(self.run_dir.stop.read_text())
+        stood_s = self.crew.tick(now)
+        if stood_s and self.context.remote:
+            text = f"the supervisor itself stood still for {stood_s:.0f} s; nodes wait {LEASE_S:g} s for it"
+            self.log.event("warning", text=text)
+            self.console.say(f"muster: warning: {text}")
+        for lost in self.crew.silent(now):
+            self._lost(lost, f"its agent was silent for {SILENT_S:g} s")
+        if (request := read_json(self.run_dir.stop)) and request.get("time") != self.request:
+            self.request = request.get("time")
             self._on_stop(NOBODY, {**request, "by": request.get("who", "muster stop")})
-        if self.stop_deadline is not None:
-            return
-        frozen = now - self.ticked > SILENT_S / 2  # we ourselves were (Ctrl-Z, a sleeping laptop): nobody else is late
-        if frozen and self.context_is_remote:
-            self.startup.warn(f"the supervisor itself stood still for {now - self.ticked:.0f} s; nodes wait 8 s for it")
-        self.ticked = now
-        for rank, node in enumerate(self.nodes):
-            if frozen:
-                node.heard = now
-            if self.startup.complete and node.hello and not node.gone and now - node.heard > SILENT_S:
-                node.gone = True
-                self._lose(rank, f"its agent was silent for {SILENT_S:g} s", exits.UNREACHABLE)
-        late_s = now - self.deadline
-        if late_s > 0 and (late := self.roster.late(self.job.start_timeout_s, patient=late_s < MEET_S)):
-            self._stop_all(Stop(exits.TIMEOUT, late), late, self.job.grace_s)
+        if self.attempt is not None:
+            self.attempt.tick(now)
 
-    def _stop_all(self, stop: Stop | None, reason: str, grace_s: float) -> None:
-        """Tell every node to stop its ranks; a second call only shortens the grace."""
-        if self.stop_deadline is None:
-            self.stop = stop
-            self.log.event("stopping", attempt=self.attempt, reason=reason)
-            if self.startup.begun and (stop is not None or self.roster.running):
-                self.console.say(f"stopping the ranks: {reason}")
-        elif grace_s > 0:
+    def _on_stop(self, slot: int, message: Message) -> None:
+        """End the run on request: save first where that is possible; at a second request at once."""
+        saving = resumption.saves(self.context)
+        code, text = message.get("code", exits.STOPPED), message.get("text", f"stopped by {message['by']}")
+        if code == exits.TIMEOUT and saving:  # a limit of the scheduler's: the next allocation goes on
+            code = exits.REQUEUE
+        again, self.stop = self.stop is not None, Stop(code, text)
+        attempt = self.attempt
+        if attempt is None or (not again and not message.get("now") and attempt.drain(self.stop, message["by"])):
             return
-        self.stop_deadline = time.monotonic() + grace_s + SWEEP_S
-        for rank, node in enumerate(self.nodes):
-            if node.channel is not None and not node.gone:
-                self._send(rank, {"do": "stop", "grace_s": grace_s})
-
-    # Plumbing -------------------------------------------------------------------------------------------------------
+        grace_s = 0.0 if again or attempt.is_stopping or message.get("now") else message.get("grace_s")
+        attempt.stop_all(self.stop, message["by"], self.job.grace_s if grace_s is None else grace_s)
 
     def _send(self, node_rank: int, message: Message) -> None:
-        """Send without waiting: a node that takes nothing more must not keep the others from hearing us."""
-        channel = self.nodes[node_rank].channel
-        assert channel is not None
-        try:
-            channel.post(message)
-        except ChannelClosed:
-            self.inbox.put(node_rank, {"did": "gone", "why": "its agent has gone"})
+        self.crew.send(self.slots[node_rank], message)
+
+    # The end --------------------------------------------------------------------------------------------------------
 
     async def _farewell(self) -> None:
         """Let every agent go; then whatever still carries the run id is killed."""
         self.inbox.close()
-        bye = {"do": "bye", "code": judge(self.endings, self.stop).code}
+        code = self.attempt.verdict().code if self.attempt is not None else 1
         for channel in self.inbox.channels:
             try:
-                channel.post(bye)
+                channel.post({"do": "bye", "code": code})
             except ChannelClosed:
                 continue  # gone already: that is what bye asks for
             finally:
                 channel.close()
-        lost = [number for number, node in enumerate(self.nodes) if node.gone or not node.hello]
+        lost = [slot for slot, node in enumerate(self.crew.nodes) if node.gone or not node.hello]
         await self.transport.close(lost)
         if left := processes.of_run(self.run_dir.run_id):
             self.log.event("warning", text=f"{len(left)} processes outlived their keeper and were killed")

@@ -34,6 +34,8 @@ class Ending:
     message: str = ""
     last_lines: list[str] = field(default_factory=list)
     ours: bool = True  # the code is one of ours; a program of the user's may mean anything by it
+    step: int | None = None  # steps that were done, as far as the rank told
+    hung: bool = False  # it lives, and does not do what the others wait for
 
     @property
     def exit_code(self) -> int:
@@ -51,6 +53,8 @@ class Ending:
         """Say in one line who ended how."""
         if self.rank is None:
             return f"{self.where()}: {self.message}"
+        if self.hung:
+            return f"{self.where()} {self.message}"
         how = f"was killed by {self.signal}" if self.signal else f"exited with code {self.code}"
         return f"{self.where()} {how}" + (f": {self.message}" if self.message else "")
 
@@ -90,10 +94,17 @@ class Verdict:
         }
 
 
-def cause_of(code: int | None, signal: str | None, sent: str | None, failure: dict[str, Any]) -> Cause:
-    """Tell a rank's cause from its end, the last signal we sent it, and its own report."""
+def cause_of(
+    code: int | None, signal: str | None, sent: str | None, failure: dict[str, Any], *, drained: bool = False
+) -> Cause:
+    """Tell a rank's cause from its end, the last signal we sent it, and its own report.
+
+    `drained`: it was asked to save and to end.
+    """
     if code == 0:
         return "done"
+    if drained and code == exits.REQUEUE and not failure:
+        return "stopped"
     if failure.get("peer"):
         return "peer"
     if sent is not None and (signal is not None or not failure):
@@ -101,7 +112,9 @@ def cause_of(code: int | None, signal: str | None, sent: str | None, failure: di
     return "own"
 
 
-def ending_of(message: Mapping[str, Any], node: int, host: str, *, ahead_s: float, ours: bool) -> Ending:
+def ending_of(
+    message: Mapping[str, Any], node: int, host: str, *, ahead_s: float, ours: bool, drained: bool = False
+) -> Ending:
     """Return the ending that an agent's `exited` message tells; `ahead_s`: its clock's lead over ours."""
     failure = message["failure"]
     text = ""
@@ -114,10 +127,11 @@ def ending_of(message: Mapping[str, Any], node: int, host: str, *, ahead_s: floa
         code=message["code"],
         signal=message["signal"],
         ended=message["ended"] - ahead_s,
-        cause=cause_of(message["code"], message["signal"], message["sent"], failure),
+        cause=cause_of(message["code"], message["signal"], message["sent"], failure, drained=drained and ours),
         message=text,
         last_lines=message["last_lines"],
         ours=ours,
+        step=failure.get("step"),
     )
 
 
@@ -131,5 +145,12 @@ def judge(endings: Sequence[Ending], stop: Stop | None) -> Verdict:
     if first is None:
         ranks = sum(each.rank is not None for each in ordered)
         return Verdict(exits.DONE, f"{ranks} rank{'s' * (ranks != 1)} ended with 0")
-    victims = tuple(each for each in ordered if each is not first and each.cause != "done")
+    victims = tuple(
+        each for each in ordered if each is not first and each.cause != "done" and not _is_again(each, first)
+    )
     return Verdict(first.exit_code, first.sentence(), first, victims)
+
+
+def _is_again(ending: Ending, first: Ending) -> bool:
+    """Say whether this is the end of the very rank that was to blame before it had ended."""
+    return ending.rank is not None and ending.rank == first.rank

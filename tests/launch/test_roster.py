@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.placement import NodePlacement, Placement
-from launch.roster import ClockOffset, Roster
+from launch.crew import ClockOffset, Node
+from launch.roster import Roster
 
 
 def roster(*, meets: bool = True, answered: bool = True, nodes: int = 2) -> Roster:
     placed = tuple(NodePlacement(node, f"n{node}", "127.0.0.1", node * 2, 2) for node in range(nodes))
-    made = Roster(Placement(placed, 2 * nodes, "127.0.0.1"), meets=meets)
+    made = Roster(Placement(placed, 2 * nodes, "127.0.0.1"), [Node(each) for each in placed], meets=meets)
     for number, node in enumerate(made.nodes):
         node.hello = {"host": f"n{number}"} if answered or number == 0 else {}
     return made

@@ -16,6 +16,7 @@ from jobs.site import Site
 from jobs.spec import CommandSettings, Job
 from launch.channel import Message
 from launch.console import Console
+from launch.crew import Node
 from launch.eventlog import EventLog
 from launch.fingerprint import fingerprint
 from launch.plan import Context
@@ -38,7 +39,7 @@ class Start:
         hosts = [Host(f"n{number}", each) for number, each in enumerate(addresses)]
         placement = place(job, hosts)
         context = Context(job, Site(), placement, self.run, "/srv/job", "/opt/python", None, remote=remote, **keys)
-        self.roster = Roster(placement, meets=False)
+        self.roster = Roster(placement, [Node(each) for each in placement.nodes], meets=False)
         self.sent: list[tuple[int, Message]] = []
         self.startup = Startup(
             context, self.roster, EventLog(self.run), Console(), lambda node, message: self.sent.append((node, message))
@@ -88,7 +89,7 @@ def test_node_0_binds_the_port_when_the_last_node_has_answered(tmp_path: Path) -
     assert start.hello(0) is None
     assert start.sent == []
     assert start.hello(1) is None
-    assert start.sent == [(0, {"do": "prepare", "bind": ""})]
+    assert start.sent == [(0, {"do": "prepare", "bind": "", "attempt": 0})]
 
 
 def test_then_every_node_tries_the_way_to_it_and_looks_for_what_was_written(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_then_every_node_is_told_to_start_its_ranks_and_all_is_written_down(tmp_
 
 def test_on_one_machine_there_is_nothing_to_reach(tmp_path: Path) -> None:
     start = Start(tmp_path, address="127.0.0.1", remote=False).all_answer(host=socket.gethostname())
-    assert start.sent == [(0, {"do": "prepare", "bind": "127.0.0.1"})]
+    assert start.sent == [(0, {"do": "prepare", "bind": "127.0.0.1", "attempt": 0})]
     assert start.prepared() is None
     assert start.orders("reach") == []
     assert len(start.orders("start")) == 2

@@ -1,0 +1,141 @@
+"""The agents of a run, from the first hello to the last bye; attempts come and go, they stay.
+
+A node's slot is its place in here. It has an agent until that one is lost; then it may be given another.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from jobs.errors import MusterError
+from jobs.placement import NodePlacement
+from launch.channel import Channel, ChannelClosed, Message
+
+SILENT_S: Final = 5.0
+BEAT_S: Final = 1.0
+
+
+@dataclass
+class ClockOffset:
+    """How far a node's clock is ahead of ours, from the exchange that travelled fastest (NTP, RFC 5905, section 8)."""
+
+    seconds: float = 0.0
+    travel_s: float = math.inf
+
+    def note(self, *, sent: float, heard: float, answered: float, received: float) -> None:
+        """Take an exchange into account: `sent` and `received` by our clock, `heard` and `answered` by the node's."""
+        travel_s = (received - sent) - (answered - heard)
+        if travel_s < self.travel_s:
+            self.seconds, self.travel_s = ((heard - sent) + (answered - received)) / 2, travel_s
+
+
+@dataclass
+class Node:
+    """What is known of one node."""
+
+    place: NodePlacement  # its host, and how many ranks it has room for
+    channel: Channel | None = None
+    hello: Message = field(default_factory=dict)
+    reached: Message = field(default_factory=dict)
+    heard: float = 0.0  # monotonic seconds
+    clock: ClockOffset = field(default_factory=ClockOffset)
+    failure: MusterError | None = None  # why its agent could not be started
+    gone: bool = False
+    lost_at: float = 0.0  # monotonic seconds, of `gone`
+    silent: bool = False  # it is gone for it was not heard: its ranks may live until its lease ends
+    progress: dict[str, Any] | None = None  # the newest that its agent told of its ranks
+    progress_at: float = 0.0
+
+    @property
+    def is_alive(self) -> bool:
+        """True when its agent can be spoken to."""
+        return self.channel is not None and not self.gone
+
+    def forget_agent(self) -> None:
+        """Be ready for another agent."""
+        self.channel, self.hello, self.reached, self.failure = None, {}, {}, None
+        self.gone = self.silent = False
+        self.progress = None
+
+
+class Crew:
+    """All nodes, by slot."""
+
+    def __init__(self, places: Sequence[NodePlacement]) -> None:
+        self.nodes = [Node(place) for place in places]
+        self.missing = set(range(len(self.nodes)))  # have not answered yet, nor failed: until then nobody is spoken to
+        self.beaten = 0.0
+        self.ticked = time.monotonic()
+        self.broken: list[int] = []  # slots that turned out to have gone when they were spoken to
+
+    def hosts(self, slots: Sequence[int]) -> list[str]:
+        """Name the hosts of some slots."""
+        return [self.nodes[slot].place.host for slot in slots]
+
+    def alive(self) -> list[int]:
+        """List the slots whose agent can be spoken to."""
+        return [slot for slot, node in enumerate(self.nodes) if node.is_alive]
+
+    def send(self, slot: int, message: Message) -> None:
+        """Send without waiting: a node that takes nothing more must not keep the others from hearing us."""
+        channel = self.nodes[slot].channel
+        if channel is None:
+            return
+        try:
+            channel.post(message)
+        except ChannelClosed:
+            self.broken.append(slot)
+
+    def answered(self, slot: int) -> None:
+        """Note that an agent has come, or never will."""
+        self.missing.discard(slot)
+        if not self.missing:
+            self.forgive(time.monotonic())
+
+    def heard(self, slot: int, message: Message) -> bool:
+        """Note a sign of life; False when it is one of an earlier agent of that node."""
+        node = self.nodes[slot]
+        via = message.get("via")
+        if via is not None and via is not node.channel:
+            return False
+        node.heard = time.monotonic()
+        return True
+
+    def tick(self, now: float) -> float:
+        """Give every agent a sign of life, and ask for one, each second.
+
+        Returns the seconds for which we ourselves were not there (Ctrl-Z, a sleeping laptop), mostly 0: then nobody
+        else is late.
+        """
+        stood_s = now - self.ticked if now - self.ticked > SILENT_S / 2 else 0.0
+        self.ticked = now
+        if stood_s:
+            self.forgive(now)
+        if not self.missing and now - self.beaten >= BEAT_S:
+            self.beaten = now
+            for slot in self.alive():
+                self.send(slot, {"do": "beat", "sent": time.time()})
+        return stood_s
+
+    def silent(self, now: float) -> list[int]:
+        """Mark and list the slots that have not been heard for too long."""
+        if self.missing:
+            return []
+        found = [slot for slot in self.alive() if now - self.nodes[slot].heard > SILENT_S]
+        for slot in found:
+            self.lose(slot, now, silent=True)
+        return found
+
+    def lose(self, slot: int, now: float, *, silent: bool = False) -> None:
+        """Take an agent for gone."""
+        node = self.nodes[slot]
+        node.gone, node.lost_at, node.silent = True, now, silent
+        if node.channel is not None:
+            node.channel.abort()  # should it live, it learns now that it is alone
+
+    def forgive(self, now: float) -> None:
+        """Count everybody's silence anew: it was we who were not there."""
+        for node in self.nodes:
+            node.heard = now
