@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, field_val
 from typing_extensions import Self
 
 from jobs.errors import RefusedError
+from jobs.failover_settings import CheckpointSettings, RestartSettings
 from jobs.modes import MODES, Parallel
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
 from jobs.slurm_settings import SlurmSettings
@@ -248,36 +249,6 @@ class CommandSettings(Strict):
         if not argv[0]:
             raise ValueError("the first item is the program to run, and it is empty; name one")
         return argv
-
-
-class CheckpointSettings(Strict):
-    """`checkpoint:` - when the state of a training is saved, and how much of it is kept.
-
-    Without `every_steps` and `every_s` the interval follows from the measured stall and the failures so far (Young's
-    and Daly's formula, `jobs/checkpoint/interval.py`). The end of the training is always saved.
-    """
-
-    every_steps: Positive | None = None
-    every_s: Annotated[float, Field(gt=0.0)] | Literal["auto"] | None = None
-    keep: Annotated[int, Field(ge=2)] = Field(3, description="good checkpoints that stay; never fewer than two")
-    blocking: bool = Field(False, description="the ranks wait until a save is committed")
-
-    @model_validator(mode="after")
-    def _is_one_interval(self) -> Self:
-        if self.every_steps is not None and self.every_s is not None:
-            raise ValueError("give every_steps or every_s, not both")
-        return self
-
-
-class RestartSettings(Strict):
-    """`restart:` - what a run does by itself when a rank, a node or the allocation fails."""
-
-    max: NonNegative = Field(5, description="restarts of a run; preemptions are not counted")
-    min_nodes: Positive | None = Field(None, description="go on with as few nodes as this; default: all of them")
-    spares: NonNegative = Field(0, description="nodes beyond `nodes` that wait to replace a lost one")
-    backoff: Annotated[float, Field(ge=0.0)] = Field(
-        0.5, description="seconds before the second restart in a row without a new checkpoint; doubles up to 60"
-    )
 
 
 class Job(Strict):

@@ -279,7 +279,7 @@ class Attempt:
         """Blame the ranks that are not where the others wait, and end the attempt."""
         assert self.hang is not None
         found = stacks.absent(self.stacks)
-        steps = max((node.progress["steps"] for node in self.roster.nodes if node.progress), default=0)
+        steps = self.hang.steps
         what = f"made no progress for {self.hang.seconds:.0f} s after step {steps}"
         if self.is_stopping:
             return

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from jobs import exits
-from jobs.spec import RestartSettings
+from jobs.failover_settings import RestartSettings
 from jobs.words import counted
 from launch.verdict import Verdict
 

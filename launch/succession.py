@@ -11,7 +11,9 @@ from jobs.placement import Placement
 from jobs.spec import Job
 from jobs.words import counted
 from launch.attempt import Attempt
+from launch.console import Console
 from launch.crew import Crew
+from launch.eventlog import EventLog
 from launch.kinds import BY_KEY
 from launch.recovery import Choice, Decision, Past, blamed, choose, decide
 from launch.verdict import Verdict
@@ -70,6 +72,17 @@ class Succession:
         left = counted(len(self.crew.alive()), "node")
         wanted = f"the job needs {self._least()} (restart.min_nodes), and ranks that its batch can be dealt to"
         return replace(verdict, message=f"{verdict.message}; {left} left, and {wanted}")
+
+    def announce(
+        self, number: int, verdict: Verdict, decision: Decision, choice: Choice, log: EventLog, console: Console
+    ) -> None:
+        """Say and write down which attempt follows, where, and why."""
+        hosts, why = self.crew.hosts(choice.slots), verdict.message.partition("\n")[0]
+        log.event("restarting", attempt=number, delay_s=decision.delay_s, hosts=hosts, why=why)
+        wait = f" in {decision.delay_s:g} s" if decision.delay_s else ""
+        fewer = f": {', '.join(hosts)}" if len(hosts) < self.job.nodes else ""
+        console.say(f"muster: {why}")
+        console.say(f"attempt {number}{wait} on {counted(len(hosts), 'node')}{fewer}")
 
     def placement(self, before: Placement, slots: Sequence[int]) -> Placement:
         """Number the ranks anew over the nodes that take part."""

@@ -144,19 +144,8 @@ class Supervisor:
         row = attempt.story.row(attempt.roster.nodes, verdict, following, over)
         self.advice = self.log.attempt_ended(attempt.number, verdict, attempt.began, over=over, **row)
         if choice is not None:
-            self._announce(verdict, decision, choice)
+            self.succession.announce(attempt.number + 1, verdict, decision, choice, self.log, self.console)
         return decision, choice
-
-    def _announce(self, verdict: Verdict, decision: Decision, choice: Choice) -> None:
-        following, hosts = self._current.number + 1, self.crew.hosts(choice.slots)
-        why = verdict.message.partition("\n")[0]
-        self.log.event("restarting", attempt=following, delay_s=decision.delay_s, hosts=hosts, why=why)
-        wait = f" in {decision.delay_s:g} s" if decision.delay_s else ""
-        fewer = len(hosts) < len(self.context.placement.nodes)
-        self.console.say(f"muster: {why}")
-        self.console.say(
-            f"attempt {following}{wait} on {counted(len(hosts), 'node')}" + (f": {', '.join(hosts)}" if fewer else "")
-        )
 
     def _judge(self, attempt: Attempt) -> Verdict:
         """Judge an attempt; a scheduler that ended it knows better why than who saw ranks and agents go."""
@@ -279,7 +268,8 @@ class Supervisor:
             self.console.say(f"muster: warning: {text}")
         for lost in self.crew.silent(now):
             self._lost(lost, f"its agent was silent for {SILENT_S:g} s")
-        if (request := read_json(self.run_dir.stop)) and request.get("time") != self.request:
+        request = read_json(self.run_dir.stop)
+        if request.get("time") != self.request:
             self.request = request.get("time")
             self._on_stop(NOBODY, {**request, "by": request.get("who", "muster stop")})
         if self.attempt is not None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs import exits
-from jobs.spec import RestartSettings
+from jobs.failover_settings import RestartSettings
 from launch.recovery import Choice, Past, blamed, choose, decide, in_vain
 from launch.verdict import Ending, Stop, Verdict, judge
 

@@ -116,6 +116,8 @@ def test_the_record_is_plain_values() -> None:
         "cause": "own",
         "message": "message of 1",
         "last_lines": ["a last line"],
+        "step": None,
+        "hung": False,
         "ours": True,
     }
     assert [victim["rank"] for victim in record["victims"]] == [0]
