@@ -2,16 +2,21 @@
 
 JSON lines over one socket. From the agent:
 
-    {"do": "store"}                 with a listening socket attached: serve the attempt's store on it
-    {"do": "start", "ranks": [RankStart...]}
+    {"do": "store", "attempt": n}   with a listening socket attached: serve the attempt's store on it
+    {"do": "start", "attempt": n, "ranks": [RankStart...]}
     {"do": "stop", "grace_s": 5.0}  TERM to every rank's group, KILL after the grace, then sweep what is left
+    {"do": "look"}                  how far is every rank?
+    {"do": "hold"}                  every rank waits before its next step (jobs/page.py)
+    {"do": "stop_at", "steps": n}   after so many steps every rank saves and ends
+    {"do": "dump"}                  every rank of ours writes its Python stacks to its standard error
 
-To the agent: ready, started, report (jobs/reports.py), exited, swept, broken. When the socket closes, the keeper stops
-its ranks (TERM, 1 s, KILL) and ends. Ranks die with their keeper (PR_SET_PDEATHSIG); what they leave behind becomes
-the keeper's child (subreaper) and is killed. A keeper runs one attempt at a time.
+To the agent, with the number of the attempt: started, report (jobs/reports.py), exited, swept, looked, dumped, broken;
+and once ready. When the socket closes, the keeper stops its ranks (TERM, 1 s, KILL) and ends. Ranks die with their
+keeper (PR_SET_PDEATHSIG); what they leave behind becomes the keeper's child (subreaper) and is killed. A keeper runs
+attempt after attempt: the next one may start when the one before is swept.
 """
 
-import contextlib
+import faulthandler
 import json
 import os
 import selectors
@@ -20,45 +25,40 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from typing import Any, Final, NoReturn
 
-from jobs import linux, rank_start
+from jobs import leftovers, linux
 from jobs.boot import module_argv
+from jobs.rank_process import RankProcess
 
 ORPHAN_GRACE_S: Final = 1.0
+KILL_S: Final = 2.0  # for a killed rank to be dead; one that is not by then is told, and waited for no longer
 CHUNK: Final = 1 << 16
 MAX_FDS: Final = 4
-
-
-@dataclass
-class Rank:
-    """A running rank: its process (which leads its group) and the reading end of its report pipe."""
-
-    rank: int
-    pid: int
-    pipe: int
-    unread: bytes = b""
-    failure: dict[str, Any] = field(default_factory=dict)
-    sent: int = 0  # the last signal we sent it
+STDERR: Final = 2  # of every child, whatever it has been given as such
 
 
 class Keeper:
-    """One node's ranks, from start to the last swept process."""
+    """One node's ranks, from their start to the last swept process, attempt after attempt."""
 
     def __init__(self, agent: socket.socket) -> None:
         self.agent = agent
         self.agent_gone = False
         self.unread = b""
         self.passed: list[int] = []
-        self.ranks: dict[int, Rank] = {}
+        self.attempt = 0
+        self.ranks: dict[int, RankProcess] = {}
+        self.stubborn: dict[int, int] = {}  # {pid: rank} of those that were killed, and live
         self.store = 0
         self.kill_at: float | None = None
+        self.killed = False
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> NoReturn:
         """Serve the agent until its socket closes and no process is left."""
         linux.adopt_orphans()
+        # In C and from the start: a rank answers while it holds the interpreter's lock, or has just been forked.
+        faulthandler.register(signal.SIGQUIT, file=STDERR, all_threads=True)
         wake, wake_write = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(wake_write, False)
@@ -91,11 +91,23 @@ class Keeper:
             self._stop(ORPHAN_GRACE_S)
             return
         *lines, self.unread = (self.unread + data).split(b"\n")
+        handlers = {
+            "store": self._start_store,
+            "start": self._start,
+            "stop": self._on_stop,
+            "look": self._look,
+            "hold": self._hold,
+            "stop_at": self._stop_at,
+            "dump": self._dump,
+        }
         for line in lines:
             message = json.loads(line)
-            {"store": self._start_store, "start": self._start, "stop": self._on_stop}[message["do"]](message)
+            handlers[message["do"]](message)
 
     def _start_store(self, message: dict[str, Any]) -> None:
+        self.attempt = message.get("attempt", 0)
+        if self.store:  # an attempt that nobody stopped: its ranks have ended by themselves
+            linux.kill_quietly(self.store, signal.SIGKILL)
         listening = socket.socket(fileno=self.passed.pop(0))
         if "torch" not in sys.modules:
             descriptor = listening.fileno()
@@ -114,22 +126,21 @@ class Keeper:
         listening.close()
 
     def _start(self, message: dict[str, Any]) -> None:
-        self.kill_at = None
+        attempt = message.get("attempt", 0)
+        if self.ranks:
+            self._tell({"broken": f"attempt {attempt} is to start, and ranks of attempt {self.attempt} still run"})
+            return
+        self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
         keeper = os.getpid()
         for start in message["ranks"]:
-            reader, writer = os.pipe()
+            rank = RankProcess(start)
             pid = os.fork()
             if pid == 0:
                 self._forget_parent(keeper)
-                os.close(reader)
-                rank_start.become(start, writer)
-            with contextlib.suppress(PermissionError, ProcessLookupError):  # it runs its program, or is dead already
-                os.setpgid(pid, pid)  # as it does itself: whoever is first, an order to stop finds the group
-            os.close(writer)
-            os.set_blocking(reader, False)
-            rank = Rank(start["rank"], pid, reader)
+                rank.become()
+            rank.born(pid)
             self.ranks[pid] = rank
-            self.selector.register(reader, selectors.EVENT_READ, lambda rank=rank: self._read_reports(rank))
+            self.selector.register(rank.pipe, selectors.EVENT_READ, lambda rank=rank: self._read_reports(rank))
         self._tell({"started": [[rank.rank, rank.pid] for rank in self.ranks.values()], "time": time.time()})
 
     def _forget_parent(self, keeper: int) -> None:
@@ -141,30 +152,38 @@ class Keeper:
         self.agent.close()
         self.selector.close()
         for rank in self.ranks.values():
-            os.close(rank.pipe)
+            rank.close()
 
     def _on_stop(self, message: dict[str, Any]) -> None:
         self._stop(message["grace_s"])
 
+    # What ranks share with us ---------------------------------------------------------------------------------------
+
+    def _look(self, _: dict[str, Any]) -> None:
+        self._tell({"looked": [rank.looked() for rank in self.ranks.values()]})
+
+    def _hold(self, _: dict[str, Any]) -> None:
+        for rank in self.ranks.values():
+            rank.page.ask_to_hold()
+
+    def _stop_at(self, message: dict[str, Any]) -> None:
+        for rank in self.ranks.values():
+            rank.page.set_stop_at(message["steps"])
+
+    def _dump(self, _: dict[str, Any]) -> None:
+        self._tell({"dumped": {rank.rank: rank.dump() for rank in self.ranks.values()}})
+
     # Ranks ----------------------------------------------------------------------------------------------------------
 
-    def _read_reports(self, rank: Rank) -> None:
+    def _read_reports(self, rank: RankProcess) -> None:
         if rank.pipe < 0:  # buried since the selector saw it
             return
-        try:
-            data = os.read(rank.pipe, CHUNK)
-        except BlockingIOError:
-            return
-        if not data:
+        reports = rank.reports()
+        if reports is None:
             self.selector.unregister(rank.pipe)
             return
-        *lines, rank.unread = (rank.unread + data).split(b"\n")
-        for line in lines:
-            report = json.loads(line)
-            if report["report"] == "failed":
-                rank.failure = report
-            else:
-                self._tell({"report": report, "rank": rank.rank})
+        for report in reports:
+            self._tell({"report": report, "rank": rank.rank})
 
     def _reap(self) -> None:
         while True:
@@ -183,28 +202,20 @@ class Keeper:
         if not self.ranks and self.kill_at is not None and not self.agent_gone:
             self._finish_stop()
 
-    def _bury(self, rank: Rank, status: int) -> None:
+    def _bury(self, rank: RankProcess, status: int) -> None:
         ended = time.time()
         if rank.pipe in self.selector.get_map():
-            self._read_reports(rank)  # one read empties a pipe: CHUNK is its capacity
-        if rank.pipe in self.selector.get_map():
-            self.selector.unregister(rank.pipe)
-        os.close(rank.pipe)
-        rank.pipe = -1
-        linux.kill_quietly(rank.pid, signal.SIGKILL, group=True)  # its data loaders and background children
-        code = os.waitstatus_to_exitcode(status)
-        self._tell(
-            {
-                "exited": rank.rank,
-                "code": code if code >= 0 else None,
-                "signal": linux.signal_name(-code) if code < 0 else None,
-                "sent": linux.signal_name(rank.sent) if rank.sent else None,
-                "ended": rank.failure.get("time", ended),
-                "failure": rank.failure,
-            }
-        )
+            self._read_reports(rank)
+        rank.send(signal.SIGKILL)  # its data loaders and background children
+        self._tell(rank.ending(status, ended))
+        self._let_go(rank)
         if not self.ranks and self.kill_at is None:
             self._sweep(leave_store=True)
+
+    def _let_go(self, rank: RankProcess) -> None:
+        if rank.pipe in self.selector.get_map():
+            self.selector.unregister(rank.pipe)
+        rank.close()
 
     # Stopping -------------------------------------------------------------------------------------------------------
 
@@ -212,47 +223,46 @@ class Keeper:
         self._reap()  # a rank that has died by itself must not look stopped
         for rank in self.ranks.values():
             rank.sent = rank.sent or signal.SIGTERM
-            linux.kill_quietly(rank.pid, signal.SIGTERM, group=True)
-            linux.kill_quietly(rank.pid, signal.SIGCONT, group=True)  # a frozen rank may still hear it
-        kill_at = time.monotonic() + grace_s
-        self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
+            rank.send(signal.SIGTERM)
+            rank.send(signal.SIGCONT)  # a frozen rank may still hear it
+        if not self.killed:
+            kill_at = time.monotonic() + grace_s
+            self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def _kill_all(self) -> None:
-        self.kill_at = time.monotonic() + ORPHAN_GRACE_S  # look again: SIGCHLD wakes us before that
+        """Kill the ranks that are left; when they have been killed already, give them up."""
+        if self.killed:
+            for rank in self.ranks.values():
+                self._let_go(rank)
+            self.stubborn = {pid: rank.rank for pid, rank in self.ranks.items()}
+            self.ranks = {}
+            if not self.agent_gone:
+                self._finish_stop()
+            return
+        self.killed, self.kill_at = True, time.monotonic() + KILL_S  # SIGCHLD wakes us before that
         for rank in self.ranks.values():
             rank.sent = signal.SIGKILL
-            linux.kill_quietly(rank.pid, signal.SIGKILL, group=True)
+            rank.send(signal.SIGKILL)
 
     def _finish_stop(self) -> None:
-        self.kill_at = None
-        self._tell({"swept": self._sweep()})
+        self.kill_at, self.killed = None, False
+        swept = self._sweep()
+        left = [{**each, "rank": self.stubborn.get(each["pid"])} for each in leftovers.described(swept.left)]
+        self._tell({"swept": swept.count, "left": left})
 
-    def _sweep(self, *, leave_store: bool = False) -> int:
-        """Kill every process below us until none is left; return how many there were."""
+    def _sweep(self, *, leave_store: bool = False) -> leftovers.Swept:
+        """Kill every process below us until none is left, or what is left cannot be killed."""
         leave = [self.store] if leave_store and self.store else []
-        swept: set[int] = set()
-        while left := linux.descendants(os.getpid(), leave=leave):
-            for pid in left:
-                linux.kill_quietly(pid, signal.SIGKILL)
-            swept.update(left)
-            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # until a child is dead
-            self._reap_orphans()
-        self.store = self.store if leave_store else 0
-        return len(swept)
-
-    def _reap_orphans(self) -> None:
-        while True:
-            try:
-                pid, _ = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
+        limit_s = 0.0 if self.stubborn else leftovers.LIMIT_S  # they have had their time
+        swept = leftovers.sweep(os.getpid(), leave=leave, limit_s=limit_s)
+        if not leave_store or self.store in swept.buried:
+            self.store = 0
+        return swept
 
     def _tell(self, message: dict[str, Any]) -> None:
         if self.agent_gone:
             return
         try:
-            self.agent.sendall((json.dumps(message) + "\n").encode())
+            self.agent.sendall((json.dumps({**message, "attempt": self.attempt}) + "\n").encode())
         except (BrokenPipeError, ConnectionError):
             return  # the reading side sees the end of the socket next and stops the ranks

@@ -4,18 +4,17 @@
     the keeper writes    hold, stop_at
 
 The keeper makes one per rank before the fork (anonymous shared memory: no name, no descriptor, nothing to clean up).
-Every field is 8 bytes at its own place and has one writer. A rank without a keeper has a page of its own: nobody asks.
+Every field is 8 bytes at its own place, has one writer, and is written and read at once: nobody sees half of a number.
+A rank without a keeper has a page of its own: nobody asks.
 """
 
 import mmap
-import struct
 from enum import IntEnum
 from typing import Final
 
 SIZE: Final = mmap.PAGESIZE
 NEVER: Final = -1
-_FIELD: Final = struct.Struct("<q")
-_PHASE, _STEPS, _BEATS, _SLOWEST_US, _HELD, _HOLD, _STOP_AT = range(0, 7 * 8, 8)
+_PHASE, _STEPS, _BEATS, _SLOWEST_US, _HELD, _HOLD, _STOP_AT = range(7)
 
 
 class Phase(IntEnum):
@@ -28,14 +27,27 @@ class Phase(IntEnum):
     EVALUATE = 4
     END = 5
 
+    @property
+    def word(self) -> str:
+        """The phase in a message or an event."""
+        return self.name.lower()
+
 
 class Page:
     """One rank's page, seen from either side."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, SIZE)
+        # Native numbers, aligned: struct's standard ones are written byte by byte, so that -1 could become 5 by way
+        # of -251, which is a number of steps to a rank that looks just then.
+        self._fields = memoryview(self._memory).cast("q")
         for field in (_HELD, _STOP_AT):
             self._set(field, NEVER)
+
+    def close(self) -> None:
+        """Give the memory back: on this side alone."""
+        self._fields.release()
+        self._memory.close()
 
     # The rank's side ------------------------------------------------------------------------------------------------
 
@@ -104,11 +116,10 @@ class Page:
         return self._get(_HELD)
 
     def _get(self, field: int) -> int:
-        value: int = _FIELD.unpack_from(self._memory, field)[0]
-        return value
+        return self._fields[field]
 
     def _set(self, field: int, value: int) -> None:
-        _FIELD.pack_into(self._memory, field, value)
+        self._fields[field] = value
 
 
 own = Page()  # of this process; a keeper puts the shared one in its place, in the child it has forked for a rank

@@ -30,20 +30,37 @@ class Advice:
 TABLE: Final[tuple[Advice, ...]] = (
     # What somebody decided.
     Advice("nothing failed; muster list shows other runs", class_name="done"),
-    Advice("it was stopped on purpose; start it again with muster run", class_name="stopped"),
-    Advice("it saved its work and left before its time was up; submit the same job again", class_name="requeue"),
+    Advice(
+        "it was stopped on purpose; muster resume goes on with what it saved, muster run starts anew",
+        class_name="stopped",
+    ),
+    Advice(
+        "it saved its work and left before its time was up: muster resume RUN goes on with it, as Slurm does by itself "
+        "with a job that it queues again",
+        class_name="requeue",
+    ),
     # What Muster itself refused: the message says where.
     Advice("correct the command line; muster COMMAND --help shows its options", class_name="usage"),
     Advice("correct the job file where the message points; muster schema shows every key", class_name="bad-job"),
     Advice(
         "run muster data cifar10 on every node, then start again", said=r"(?i)muster data|cifar10.*(?:missing|not )"
     ),
-    Advice("start without resuming, or name a run whose checkpoints are complete", class_name="no-checkpoint"),
+    Advice(
+        "muster checkpoint list RUN says what is there, and what is wrong with it; muster resume RUN --from STEP takes "
+        "another one, muster run starts anew",
+        class_name="no-checkpoint",
+    ),
     Advice(
         "choose another folder with --runs DIR or MUSTER_RUNS, one that you can write on this host",
         class_name="run-folder",
     ),
     # What the machine ran out of.
+    Advice(
+        "free some space on the disk of the run folder, or mend it (df -h, df -i, dmesg); the checkpoints before are "
+        "whole",
+        class_name="storage",
+        said=r"(?i)\bsav(?:e|es|ed|ing)\b|checkpoint",
+    ),
     Advice(
         "free some space (df -h and df -i show where), or choose another disk with --runs DIR",
         said=r"(?i)no space left on device|disk quota exceeded|disk is full",
@@ -101,7 +118,34 @@ TABLE: Final[tuple[Advice, ...]] = (
         "make the file readable on every node: the path must be the same there", said=r"FileNotFoundError|No such file"
     ),
     Advice("give the user that runs the ranks access to it, on every node", said=r"PermissionError|Permission denied"),
+    # What restarts did not mend.
+    Advice(
+        "the program fails there every time, whatever the machine: correct it first (muster logs --rank {rank})",
+        class_name="do-not-restart",
+        said="the same failure at the same step",
+    ),
+    Advice(
+        "it ends before it can save: find out why (muster logs --rank {rank}), or save more often "
+        "(checkpoint.every_s, checkpoint.every_steps)",
+        class_name="do-not-restart",
+        said="without a new checkpoint",
+    ),
+    Advice(
+        "bring the lost nodes back or name others (-H, -w), or accept fewer: muster resume RUN --set "
+        "restart.min_nodes=N",
+        said=r"the job needs .*\(restart\.min_nodes\)",
+    ),
+    Advice(
+        "find out why it fails so often: the causes of all attempts stand in muster why; for more restarts "
+        "--set restart.max=N",
+        said=r"used up \(restart\.max\)",
+    ),
     # Deadlines and nodes.
+    Advice(
+        "where it stood is in muster logs --stream err --rank {rank}; if a step may take that long, raise hang_s",
+        class_name="timeout",
+        said="no progress for",
+    ),
     Advice("give it more time: raise slurm.time, or lower the work", class_name="timeout", said="time limit"),
     Advice(
         "see what was done there last: muster logs --rank {1}; check that every node reaches node 0 "
@@ -125,9 +169,14 @@ TABLE: Final[tuple[Advice, ...]] = (
         "find the cause in muster logs --rank {rank} first: starting again cannot help", class_name="do-not-restart"
     ),
     Advice(
-        "its supervisor is gone without a verdict: muster stop ends what is left of it; dmesg on its host says "
-        "whether the kernel killed it for memory; then start again",
+        "its supervisor was killed, or its host is gone (dmesg there says whether the kernel killed it for memory); "
+        "muster stop RUN would only end what is left",
         class_name="lost",
+    ),
+    Advice(
+        "its supervisor was killed, or its host is gone (dmesg there says whether the kernel killed it for memory); "
+        "nothing was saved: muster stop RUN ends what is left of it, muster run starts anew",
+        class_name="lost-unsaved",
     ),
     # How a process ended, when it said nothing that we know.
     Advice(

@@ -20,6 +20,7 @@ DIAL_TIMEOUT_S = 60.0
 START_TICKS_FIELD = 19  # of /proc/PID/stat, counted after the name
 UNREACHABLE, REFUSED = 69, 78  # of jobs/exits.py, whose dataclass costs as much as all else here
 TOKEN = "MUSTER_TOKEN"
+WRONG_TOKEN = b'{"do": "bye", "code": 78, "why": "wrong token"}\n'  # the supervisor's only word to one without it
 WORD_S = 600.0  # for the supervisor's first word: until the slowest node has greeted, or has failed
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
 PASSED_ON = ("PATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what a plan for this node depends on
@@ -39,6 +40,12 @@ def main() -> None:
     except ConnectionError:
         sys.exit(UNREACHABLE)  # the supervisor has gone meanwhile, and nobody is left to hear of it
     select.select([max(carrier, 0)], [], [], WORD_S)
+    if carrier >= 0 and is_refused(carrier):
+        raise gave_up(
+            REFUSED,
+            f"{os.uname().nodename}: the supervisor at {options['connect']} does not know this token: the line is of "
+            "another job, or of other options; print it again with muster cmd",
+        )
     from launch.node import serve
 
     keeper = int(options["keeper-fd"]) if "keeper-fd" in options else None
@@ -64,6 +71,19 @@ def greet(options: Options) -> int:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(line({"token": token}) + line(greeting))
     return connection.detach()
+
+
+def is_refused(carrier: int) -> bool:
+    """Look, without taking it, whether the first word of the supervisor is that the token is wrong."""
+    import socket
+
+    connection = socket.socket(fileno=carrier)
+    try:
+        return connection.recv(len(WRONG_TOKEN), socket.MSG_PEEK | socket.MSG_DONTWAIT) == WRONG_TOKEN
+    except OSError:  # it has said nothing, or has gone: whoever serves it will see
+        return False
+    finally:
+        connection.detach()
 
 
 def parse(words: list[str]) -> Options:

@@ -143,8 +143,9 @@ class Attempt:
         ending = ending_of(message, node_rank, node.hello["host"], ahead_s=ahead_s, ours=self.ours, drained=drained)
         self.roster.running.discard(message["rank"])
         self._record(ending)
-        saved = any(each.cause == "stopped" for each in self.endings)
-        if self.draining is not None and saved and not self.roster.running and not self.is_stopping:
+        over = self.draining is not None and not self.roster.running and not self.is_stopping
+        if over and any(each.cause == "stopped" for each in self.endings):
+            assert self.draining is not None
             self.stop_all(self.draining, self.draining.message, 0.0)  # sweeps what is left, the store above all
 
     def _record(self, ending: Ending) -> None:

@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 from typing import Final
 
@@ -54,7 +55,8 @@ def secret(environ: "os._Environ[str]" = os.environ) -> str:
 def token_of(prepared: Prepared) -> str:
     """Return the token of all lines of a job: the same for the same job, hosts and user."""
     context = prepared.context
-    what = json.dumps([prepared.job_text, context.placement.to_json(), context.workdir])
+    spares = [asdict(node) for node in context.spares]
+    what = json.dumps([prepared.job_text, context.placement.to_json(), *spares, context.workdir])
     return hmac.new(secret().encode(), what.encode(), hashlib.sha256).hexdigest()[:32]
 
 
@@ -64,7 +66,7 @@ def port_of(token: str, given: int) -> int:
 
 
 def lines(prepared: Prepared, job_words: list[str]) -> list[str]:
-    """Return one line per node; `job_words` are the job file and the options that change it, for node 0.
+    """Return one line per node of the crew; `job_words` are the job file and the options that change it, for node 0.
 
     Raises:
         UsageError: nothing says where the others find node 0.
@@ -82,9 +84,9 @@ def lines(prepared: Prepared, job_words: list[str]) -> list[str]:
     words = [*module_argv(context.python, "launch.cli", context.code), "run", *job_words]
     words += ["--on", "hand", "--port", str(port), "--master-addr", address, "--runs", str(context.run.path.parent)]
     if route.hosts.hosts:
-        words += ["--nodelist", nodelist.fold(node.host for node in context.placement.nodes)]
+        words += ["--nodelist", nodelist.fold(node.host for node in context.crew)]
     found = [f"{shlex.join(['cd', context.workdir])} && {variable} {shlex.join(words)}"]
-    for node in range(1, len(context.placement.nodes)):
+    for node in range(1, len(context.crew)):
         agent = [*module_argv(context.python, "launch.agent", context.code), "--node", str(node)]
         agent += ["--connect", f"{address}:{port}", "--dial-timeout-s", str(DIAL_S), "--lease-s", str(LEASE_S)]
         found.append(f"{variable} {shlex.join([*agent, '--end-as', 'run'])}")

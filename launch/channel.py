@@ -19,6 +19,7 @@ from typing import IO, Any, Final
 
 from jobs import ports
 from jobs.errors import RefusedError
+from launch.agent import WRONG_TOKEN
 
 LINE_LIMIT: Final = 1 << 24  # a start message holds argv and environment of all ranks of a node
 HELLO_TIMEOUT_S: Final = 10.0
@@ -181,4 +182,5 @@ class Listener:
             print(
                 f"muster: refused a connection from {writer.get_extra_info('peername')}: wrong token", file=sys.stderr
             )
+            writer.write(WRONG_TOKEN)  # for whoever pasted the line, and looks at how it ends
             channel.close()

@@ -31,6 +31,7 @@ GROUPS = (
             ("status", "show one run: how far it is, and every rank"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("why", "name the first failure, its last lines, and the next step"),
+            ("checkpoint", "list, verify, show or export what a run has saved"),
         ),
     ),
     (

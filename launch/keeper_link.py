@@ -1,4 +1,8 @@
-"""The agent's end of the socket to its keeper: JSON lines, and once an attempt a descriptor; see `jobs/keeper.py`."""
+"""The agent's end of the socket to its keeper: JSON lines, and once an attempt a descriptor; see `jobs/keeper.py`.
+
+asyncio's queue knows of no descriptors. So every order is sent to its last byte before the next one begins, and a
+descriptor goes out over a second handle of the same socket while that queue is empty.
+"""
 
 import asyncio
 import json
@@ -46,6 +50,7 @@ class KeeperLink:
         self._pid = 0
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._one_order = asyncio.Lock()
 
     @property
     def is_open(self) -> bool:
@@ -60,20 +65,42 @@ class KeeperLink:
             theirs.close()
         copy = self.keeper.dup()  # one for asyncio, one for passing descriptors
         self._reader, self._writer = await asyncio.open_unix_connection(sock=copy, limit=LINE_LIMIT)
+        self._writer.transport.set_write_buffer_limits(high=0)  # now drain() waits for the last byte
 
-    def give_store(self, listening: socket.socket) -> None:
-        """Hand over the bound socket of the store: before any order, for asyncio's queue does not know of it."""
+    async def give_store(self, listening: socket.socket, attempt: int) -> None:
+        """Hand over the bound socket of an attempt's store; if the keeper has gone, `messages` ends."""
         assert self.keeper is not None
-        socket.send_fds(self.keeper, [b'{"do": "store"}\n'], [listening.fileno()])
+        order = (json.dumps({"do": "store", "attempt": attempt}) + "\n").encode()
+        async with self._one_order:
+            while True:
+                try:
+                    socket.send_fds(self.keeper, [order], [listening.fileno()])
+                except BlockingIOError:  # nothing of it was sent: it is one packet, or none
+                    await self._until_writable()
+                except ConnectionError:
+                    return
+                else:
+                    return
 
     async def order(self, message: Message) -> None:
         """Send an order; if the keeper has gone, `messages` ends."""
         assert self._writer is not None
+        async with self._one_order:
+            try:
+                self._writer.write((json.dumps(message) + "\n").encode())
+                await self._writer.drain()
+            except ConnectionError:
+                return
+
+    async def _until_writable(self) -> None:
+        assert self.keeper is not None
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        loop.add_writer(self.keeper, ready.set)
         try:
-            self._writer.write((json.dumps(message) + "\n").encode())
-            await self._writer.drain()
-        except ConnectionError:
-            return
+            await ready.wait()
+        finally:
+            loop.remove_writer(self.keeper)
 
     async def messages(self) -> AsyncIterator[Message]:
         """Yield what the keeper tells until it hangs up."""
@@ -91,19 +118,31 @@ class KeeperLink:
 
     async def close(self) -> None:
         """Let the keeper go, and wait until it has ended everything; a frozen one is killed, and its ranks with it."""
-        if self.keeper is None or not self.is_open:
+        if self.keeper is None:
             return
         try:
-            self.keeper.shutdown(socket.SHUT_WR)
-            await asyncio.wait_for(self._hear_out(self.keeper), END_S)
+            if self.is_open:
+                self.keeper.shutdown(socket.SHUT_WR)
+                await asyncio.wait_for(self._hear_out(self.keeper), END_S)
         except asyncio.TimeoutError:  # from Python 3.11 on this is an OSError, so it stands first
             if self._pid:
                 linux.kill_quietly(self._pid, signal.SIGKILL)
         except OSError:  # it has gone already
+            pass
+        self.keeper.close()
+        if self._writer is not None:
+            self._writer.close()
+        await self._end_warm()
+
+    async def _end_warm(self) -> None:
+        """Wait for the warm process that we started: it ends with its keeper, when all that is below is dead."""
+        if self._warm is None:
             return
-        finally:
-            if self._warm is not None:
-                self._warm.wait()
+        try:
+            await asyncio.to_thread(self._warm.wait, END_S)
+        except subprocess.TimeoutExpired:  # something below cannot be killed
+            self._warm.kill()
+            await asyncio.to_thread(self._warm.wait)
 
     async def _hear_out(self, keeper: socket.socket) -> None:
         loop = asyncio.get_running_loop()

@@ -21,7 +21,7 @@ from jobs.errors import RefusedError, UsageError
 from jobs.hosts import HostSet
 from jobs.load import load_job
 from jobs.nodelist import expand
-from jobs.placement import Host, divide, place
+from jobs.placement import Host, divide
 from jobs.rundir import RunDir, run_path, runs_root
 from jobs.site import Site, load_site
 from jobs.slurm_settings import merged
@@ -29,6 +29,7 @@ from jobs.spec import Job, TrainSettings
 from launch.hostsource import SOURCES, host_set, ssh_settings
 from launch.kinds import BY_KEY, KINDS
 from launch.plan import Context, Machine, shared_environment
+from launch.spares import crew_size, place_crew
 from launch.submission import Route, Submission
 from slurm.allocation import inside_allocation, read_allocation
 
@@ -70,7 +71,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True) -> Prepared:
         if here and local:
             check_size(job)
         hosts = pretend_nodes(job, this_machine()) if local else nodes_of(job, site, route)
-        placement = place(job, hosts)
+        placement, spares = place_crew(job, hosts)
         BY_KEY[job.kind].check(job.settings, placement.world_size)
         if here and local:
             check_files(job, {**os.environ, **data_of(site), **site.env, **job.env})
@@ -91,6 +92,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True) -> Prepared:
         code=site.code,
         remote=route.transport != "local",
         iface=route.iface,
+        spares=spares,
     )
     shared_environment(context, this_machine(), 1)  # refuses variables that are not a job's to set
     site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
@@ -190,7 +192,7 @@ def executor_of(args: argparse.Namespace, transport: str) -> str:
 def nodes_of(job: Job, site: Site, route: Route) -> list[Host]:
     """Return the hosts that a job may use; outside an allocation only the number of Slurm's nodes is known."""
     if route.transport == "hand" and not route.hosts.hosts:
-        return [Host(f"node{number}", "") for number in range(job.nodes)]
+        return [Host(f"node{number}", "") for number in range(crew_size(job))]
     if route.transport not in ("slurm", "submitit"):
         return list(route.hosts.hosts)
     if route.transport == "slurm" and inside_allocation(os.environ):
@@ -198,7 +200,7 @@ def nodes_of(job: Job, site: Site, route: Route) -> list[Host]:
     asked = merged(site.slurm, job.slurm)
     gpus = str(asked.gpus_per_node or "").rpartition(":")[2]
     slots = int(gpus) if gpus else asked.cpus_per_task
-    return [Host(f"slurm-{number}", "", slots=slots) for number in range(job.nodes)]
+    return [Host(f"slurm-{number}", "", slots=slots) for number in range(crew_size(job))]
 
 
 def allocated(job: Job) -> list[Host]:
@@ -226,8 +228,8 @@ def pretend_nodes(job: Job, machine: Machine) -> list[Host]:
     On one's own machine more ranks than cores are welcome: slots count only for a job that asks for them.
     """
     if job.ranks_per_node != "slots":
-        return [Host(machine.host, LOCAL_ADDRESS)] * job.nodes
-    shares = divide(machine.gpus or machine.cores, job.nodes)
+        return [Host(machine.host, LOCAL_ADDRESS)] * crew_size(job)
+    shares = divide(machine.gpus or machine.cores, crew_size(job))
     return [Host(machine.host, LOCAL_ADDRESS, slots=len(share)) for share in shares]
 
 
@@ -255,12 +257,13 @@ def check_size(job: Job) -> None:
     Raises:
         RefusedError: more pretend nodes or ranks than one machine is for.
     """
-    ranks = job.nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
-    if job.nodes > LOCAL_NODES:
-        raise RefusedError(f"nodes: must be at most {LOCAL_NODES} on one machine, got {job.nodes}; lower nodes")
+    nodes = crew_size(job)
+    ranks = nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
+    if nodes > LOCAL_NODES:
+        raise RefusedError(f"nodes: must be at most {LOCAL_NODES} on one machine, got {nodes}; lower nodes")
     if ranks > LOCAL_RANKS:
         raise RefusedError(
-            f"ranks_per_node: must be such that one machine has at most {LOCAL_RANKS} ranks, got {job.nodes} nodes x "
+            f"ranks_per_node: must be such that one machine has at most {LOCAL_RANKS} ranks, got {nodes} nodes x "
             f"{job.ranks_per_node}; lower nodes or ranks_per_node"
         )
 

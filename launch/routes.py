@@ -30,7 +30,7 @@ def make_transport(submission: Submission) -> Transport:
 
 
 def _local(submission: Submission) -> Transport:
-    return Local(len(submission.context.placement.nodes), python=submission.context.python)
+    return Local(len(submission.context.crew), python=submission.context.python)
 
 
 def _ssh(submission: Submission) -> Transport:
@@ -54,7 +54,7 @@ def _pdsh(submission: Submission) -> Transport:
 
 def _slurm(submission: Submission) -> Transport:
     context = submission.context
-    nodes = [node.host for node in context.placement.nodes]
+    nodes = [node.host for node in context.crew]
     alone = ""
     if context.run.sbatch.exists():  # the job is this run's own, and not somebody's allocation
         alone = "requeue" if merged(context.site.slurm, context.job.slurm).requeue else "cancel"
@@ -65,7 +65,7 @@ def _hand(submission: Submission) -> Transport:
     context, route = submission.context, submission.route
     return Dialled(
         "hand",
-        len(context.placement.nodes),
+        len(context.crew),
         run=context.run,
         starter=None,
         listen="127.0.0.1" if context.placement.one_host else "",
@@ -78,7 +78,7 @@ def _hand(submission: Submission) -> Transport:
 
 def _submitit(submission: Submission) -> Transport:
     context, route = submission.context, submission.route
-    nodes = [node.host for node in context.placement.nodes]
+    nodes = [node.host for node in context.crew]
     if route.executor == "debug":  # one process, the caller's: its nodes are those of the local transport
         local = Local(len(nodes), python=context.python)
         local.name = "submitit"
@@ -88,9 +88,9 @@ def _submitit(submission: Submission) -> Transport:
 
 
 def _hosts(submission: Submission) -> list[Host]:
-    """Return the hosts of the placement, in node order."""
+    """Return the hosts of the crew, in the order of their slots."""
     by_name = {host.name: host for host in submission.route.hosts.hosts}
-    return [by_name[node.host] for node in submission.context.placement.nodes]
+    return [by_name[node.host] for node in submission.context.crew]
 
 
 HAND_S: Final = 600.0  # for people to paste their lines

@@ -1,9 +1,10 @@
 """The records of a run folder as they stand in its files: sorted, not yet judged (`launch/runstate.py` does)."""
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,33 +12,56 @@ from jobs.files import read_lines
 from jobs.rundir import RunDir
 
 TAIL_BYTES: Final = 1 << 16
+TOLD: Final = frozenset({"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining"})
+TOLD: Final = frozenset({"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining"})
 
 
 @dataclass
 class Rows:
-    """The rows of events.jsonl that count: the newest of each, per rank and node of the newest attempt."""
+    """The rows of events.jsonl that count: the newest of each, per rank and node of the newest attempt.
 
-    submitted: dict[str, Any]
-    attempt: dict[str, Any]
-    started: list[dict[str, Any]]
-    joined: bool
-    exited: list[dict[str, Any]]
-    stopping: bool
-    warnings: list[str]
-    ended: dict[str, Any] | None
-    last_time: float | None
+    `told` are what ranks and supervisor last said of the newest attempt, by event; `hosts` those of every attempt of
+    the newest supervisor, oldest first.
+    """
+
+    submitted: dict[str, Any] = field(default_factory=dict)
+    attempt: dict[str, Any] = field(default_factory=dict)
+    attempts: int = 0
+    hosts: list[list[str]] = field(default_factory=list)
+    started: list[dict[str, Any]] = field(default_factory=list)
+    joined: bool = False
+    exited: list[dict[str, Any]] = field(default_factory=list)
+    stopping: bool = False
+    told: dict[str, dict[str, Any]] = field(default_factory=dict)
+    restarting: dict[str, Any] | None = None
+    warnings: list[str] = field(default_factory=list)
+    ended: dict[str, Any] | None = None
+    last_time: float | None = None
+
+    def begin_attempt(self, row: dict[str, Any]) -> None:
+        """Forget what an earlier attempt started; what was said of this one before its ranks were started counts."""
+        self.attempt, self.attempts = row, self.attempts + 1
+        self.started, self.joined, self.exited, self.stopping = [], False, [], False
+        self.told = {name: said for name, said in self.told.items() if said.get("attempt") == row.get("attempt")}
+        self.restarting = self.ended = None
+        self.hosts.append([str(host) for host in row.get("hosts") or ()])
+
+    def begin_supervisor(self, row: dict[str, Any]) -> None:
+        """Forget what an earlier supervisor had under way: this one has not started anything yet."""
+        self.begin_attempt({})
+        self.submitted, self.attempts, self.hosts = row, self.attempts - 1, []
 
 
 def read_rows(run: RunDir) -> Rows:
-    """Sort the rows of events.jsonl; a new attempt forgets what the one before it started."""
-    rows = Rows({}, {}, [], False, [], False, [], None, None)
+    """Sort the rows of events.jsonl; the end of an attempt is not the end of the run, whose last row is `ended`."""
+    rows = Rows()
     for row in read_lines(run.events):
         rows.last_time = real(row.get("time")) or rows.last_time
         match row.get("event"):
             case "submitted":
-                rows.submitted, rows.ended = row, None
+                rows.begin_supervisor(row)
             case "attempt":
-                rows.attempt, rows.started, rows.joined, rows.exited, rows.ended = row, [], False, [], None
+                rows.begin_attempt(row)
             case "started":
                 rows.started.append(row)
             case "joined":
@@ -46,10 +70,14 @@ def read_rows(run: RunDir) -> Rows:
                 rows.exited.append(row)
             case "stopping":
                 rows.stopping = True
+            case "restarting":
+                rows.restarting = row
             case "warning":
                 rows.warnings.append(str(row.get("text", "")))
             case "ended":
-                rows.ended = row
+                rows.ended, rows.restarting = row, None
+            case str(name) if name in TOLD:
+                rows.told[name] = row
     return rows
 
 
@@ -63,6 +91,16 @@ def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
         else:
             return row, evaluation
     return step, evaluation
+
+
+def first_and_last_step(run: RunDir, attempt: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the first and the newest row that rank 0 wrote of its own steps in an attempt; {} if none."""
+    path = run.attempt(attempt).metrics(0)
+    last = next(_last_rows(path), {})
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        first = json.loads(file.readline(TAIL_BYTES))
+        return (first if isinstance(first, dict) else {}), last
+    return {}, last
 
 
 def node_of_rank(run: RunDir, attempt: int) -> dict[int, int]:

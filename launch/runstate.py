@@ -1,11 +1,12 @@
 """What a run folder says of its run, as one frozen record. Only reads; the newest attempt counts.
 
-    events.jsonl   submitted … attempt … started … joined … exited … stopping … ended
-    state            starting ────────────────→ running ────────────→ stopping   done | stopped | failed
-
+    events.jsonl   submitted … attempt … joined … stopping … attempt_ended … restarting … attempt … joined … ended
+    state          starting ───────────→ running → stopping ───────────────→ restarting ──→ starting → running   done |
+                                                                                                     stopped | failed
 A run without an `ended` row is `lost` when its supervisor is gone: its pid, with the start time that the `submitted`
-row gives, is no process of this host any more. On another host that cannot be seen, and times of files prove
-nothing; the state is then what the rows say, marked as not sure ("running?"). Of a run in Slurm's queue, Slurm is asked
+row gives, is no process of this host any more. On another host that cannot be seen, and its lease tells, which it
+renews every two seconds: fresh, it lives; two minutes old, it is lost; between them a clock may be off, and the state
+is marked as not sure ("lost?"), as is one without a lease ("running?"). Of a run in Slurm's queue, Slurm is asked
 (`launch/slurm_job.py`).
 """
 
@@ -17,12 +18,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from jobs import exits
 from jobs.rundir import RunDir
 from launch import lease, processes
+from launch.doing import Saved, doing, left_out, newest_saved
 from launch.runrows import Rows, last_metrics, number, read_rows, real
 
 if TYPE_CHECKING:
     from launch.slurm_job import Seen
 
-State = Literal["starting", "running", "stopping", "done", "failed", "stopped", "lost"]
+State = Literal["starting", "running", "restarting", "stopping", "done", "failed", "stopped", "lost"]
 RankPhase = Literal["waiting", "running", "done", "failed", "victim", "stopped", "unknown"]
 
 OVER: Final[frozenset[State]] = frozenset({"done", "failed", "stopped", "lost"})
@@ -70,6 +72,11 @@ class RunState:
     ended: float | None
     seconds: float | None
     attempt: int | None
+    restarts: int
+    doing: str | None
+    checkpoint: Saved | None
+    left_out: tuple[str, ...]
+    heard_s: float | None  # how long ago its supervisor on another host gave a sign of life
     code: int | None
     class_name: str | None
     message: str | None
@@ -89,8 +96,8 @@ class RunState:
 
     @property
     def is_over(self) -> bool:
-        """True when nothing more will be written."""
-        return self.state in OVER
+        """True when nothing more will be written; a run that may be lost may come back."""
+        return self.state in OVER and (self.sure or self.state != "lost")
 
     def to_json(self) -> dict[str, Any]:
         """Return the record for --json; `class_name` is spelt `class` as in the rows."""
@@ -110,12 +117,16 @@ def read_state(run: RunDir) -> RunState:
         rows.ended = seen.ended
     step_row, _ = last_metrics(run)
     attempt = number(rows.attempt.get("attempt"))
-    has_steps = bool(step_row) and step_row.get("attempt", 0) == (attempt or 0)
+    of_now = not rows.attempts if attempt is None else step_row.get("attempt", 0) == attempt  # direct: no attempt row
     waits = seen is not None and seen.waits and rows.ended is None
-    state = "starting" if waits else _state(rows, alive, stop_asked=run.stop.exists(), has_steps=has_steps)
-    submitted, ended = rows.submitted, rows.ended or {}
+    heard_s = None if is_here(rows.submitted.get("host")) else lease.age_s(run)
+    silent = alive is None and seen is None and heard_s is not None
+    gone = False if silent else alive
+    has_steps = bool(step_row) and of_now
+    state = "starting" if waits else _state(rows, gone, stop_asked=run.stop.exists(), has_steps=has_steps)
+    submitted, ended, now = rows.submitted, rows.ended or {}, time.time()
     started, ended_s = real(submitted.get("time")), real(ended.get("time"))
-    until = ended_s if ended_s is not None else rows.last_time if state == "lost" else time.time()
+    until = ended_s if ended_s is not None else rows.last_time if state == "lost" else now
     return RunState(
         run_id=run.run_id,
         path=str(run.path),
@@ -128,12 +139,17 @@ def read_state(run: RunDir) -> RunState:
         pid=number(submitted.get("pid")),
         pid_start=number(submitted.get("pid_start")),
         grace_s=real(submitted.get("grace_s")) or 5.0,
-        nodes=number(submitted.get("nodes")),
+        nodes=(rows.hosts and len(rows.hosts[-1])) or number(submitted.get("nodes")),
         world_size=number(rows.attempt.get("world_size", submitted.get("world_size"))),
         started=started,
         ended=ended_s,
         seconds=None if started is None or until is None else max(0.0, until - started),
         attempt=attempt,
+        restarts=max(0, rows.attempts - 1),
+        doing=None if state in OVER or waits else doing(rows, now),
+        checkpoint=newest_saved(run),
+        left_out=() if state in OVER else left_out(rows),
+        heard_s=heard_s,
         code=number(ended.get("code")),
         class_name=ended.get("class"),
         message=ended.get("message") or (seen.message if seen is not None else None),
@@ -144,7 +160,7 @@ def read_state(run: RunDir) -> RunState:
         rate=real(step_row.get("rate")),
         unit=step_row.get("unit"),
         ranks=_ranks(rows, over=state in OVER),
-        warnings=tuple(rows.warnings),
+        warnings=tuple(dict.fromkeys(rows.warnings)),  # attempt after attempt says the same
     )
 
 
@@ -159,7 +175,9 @@ def _state(rows: Rows, alive: bool | None, *, stop_asked: bool, has_steps: bool)
         return "done" if name == "done" else "stopped" if name in STOPPED_CLASSES else "failed"
     if alive is False:
         return "lost"
-    if rows.stopping or stop_asked:
+    if rows.restarting is not None and not stop_asked:
+        return "restarting"
+    if rows.stopping or stop_asked or "draining" in rows.told:
         return "stopping"
     # A command need not tell when its ranks have met: it runs once its ranks do.
     told = {rank for row in rows.started for rank, _ in row.get("ranks", ())}

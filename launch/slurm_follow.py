@@ -22,12 +22,12 @@ from jobs import exits
 from jobs.errors import MusterError, StartTimeoutError, UnreachableError
 from jobs.files import write_json
 from jobs.rundir import RunDir
-from jobs.words import counted
 from launch.console import Console
+from launch.event_texts import lines_of
 from launch.follow import LineFollower, as_shown, decoded
 from launch.held_signals import SIGNALS, noting
 from launch.runrows import number, read_json, real
-from launch.slurm_job import SlurmJob, forget, last_words
+from launch.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words
 from launch.slurm_run import close, show_end, stopped
 from slurm.states import JobState, Outcome, is_hopeless, is_orphan, outcome, waiting
 
@@ -175,7 +175,8 @@ class Follower:
     def _on_event(self, row: dict[str, Any]) -> None:
         match row.get("event"):
             case "submitted":
-                self.ended, self.grace_s = None, real(row.get("grace_s")) or self.grace_s
+                self.ended, self._said = None, ""
+                self.grace_s = real(row.get("grace_s")) or self.grace_s
                 if (row.get("host"), number(row.get("pid"))) != (self.job.host, self.job.pid):
                     self.begun = True
                     self.console.say(f"Slurm job {self.job.job_id}: its supervisor is on {row.get('host')}")
@@ -184,16 +185,15 @@ class Follower:
                 self._pass_on_lines(last=True)
                 folder = self.run.attempt(number(row.get("attempt")) or 0)
                 self._outputs = {"out": LineFollower(folder.out(0)), "err": LineFollower(folder.err(0))}
-                ranks = counted(number(row.get("world_size")) or 0, "rank")
-                self.console.say(f"{ranks} start, master {row.get('master_addr')}:{row.get('master_port')}")
-            case "joined":
-                self.console.say(f"all ranks joined after {real(row.get('seconds')) or 0.0:.1f} s")
-            case "warning":
-                self.console.say(f"muster: warning: {row.get('text')}")
-            case "stopping":
-                self.console.say(f"stopping the ranks: {row.get('reason')}")
+            case "attempt_ended":
+                self._pass_on_lines(last=True)
+            case "requeueing":
+                self.console.say(f"Slurm job {self.job.job_id}: everything is saved; it is to be queued again")
             case "ended":
                 self.ended = row
+                self._since.pop("stopped", None)
+        for line in lines_of(row):
+            self.console.say(line)
 
     def _pass_on_lines(self, *, last: bool = False) -> None:
         for stream, output in self._outputs.items():
@@ -267,11 +267,11 @@ class Follower:
             self._close(self._instead or (asked if self._stop_by else outcome(state, said)))
 
     def _may_be_queued_again(self) -> bool:
-        """Say whether Slurm may still start the job again: its last row says that something outside stopped it."""
+        """Say whether Slurm may still start the job again: its last row says that something outside ended it."""
         code = number((self.ended or {}).get("code"))
-        if self._stop_by or code not in (exits.STOPPED, exits.REQUEUE) or "over" in self._since:
+        if self._stop_by or code not in FROM_OUTSIDE or "over" in self._since:
             return False
-        return not self._lasts("stopped", REQUEUE_S)
+        return not self._lasts("stopped", REQUEUE_S if code != exits.REQUEUE else KILL_WAIT_S)
 
     def _cancel(self) -> None:
         try:

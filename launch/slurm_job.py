@@ -30,6 +30,8 @@ from slurm.states import JobState, Outcome, is_orphan, outcome, waiting
 
 # Where the clients of one cluster find it: kept, because `muster status` may be called from a shell without them.
 KEPT: Final = ("SLURM_CONF", "SLURM_CLUSTERS")
+# How a run ends that a failed node, a preemption, the time limit or an operator has ended: Slurm may begin it again.
+FROM_OUTSIDE: Final = (exits.STOPPED, exits.REQUEUE, exits.INFRASTRUCTURE, exits.UNREACHABLE)
 LAST_LINES: Final = 20
 ASK_S: Final = 5.0
 
@@ -131,7 +133,7 @@ def see(run: RunDir, rows: Rows) -> Seen | None:
 def _queued_again(run: RunDir, rows: Rows) -> Seen | None:
     """Say that a run whose last try was ended from outside waits in the queue once more; None where it does not."""
     code = number((rows.ended or {}).get("code"))
-    job = SlurmJob.read(run) if code in (exits.STOPPED, exits.REQUEUE) and not run.stop.exists() else None
+    job = SlurmJob.read(run) if code in FROM_OUTSIDE and not run.stop.exists() else None
     if job is None:
         return None
     try:

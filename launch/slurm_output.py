@@ -5,13 +5,11 @@ supervisor then sees agents go, or ranks die of SIGTERM, before it hears itself 
 written before any signal was sent.
 """
 
-import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from jobs.rundir import RunDir
 from launch.verdict import Ending, Stop
-from slurm.complaints import complaint
+from slurm.complaints import Complaint, complaint
 from slurm.script import OUTPUT
 
 KILLED = ("SIGTERM", "SIGKILL")
@@ -20,16 +18,22 @@ KILLED = ("SIGTERM", "SIGKILL")
 class BatchOutput:
     """The output of this batch script from now on: a job that was queued again appends to that of its last try."""
 
-    def __init__(self, run: RunDir, environ: Mapping[str, str] = os.environ) -> None:
-        self.path = Path(run.path) / OUTPUT.replace("%j", environ.get("SLURM_JOB_ID", ""))
+    def __init__(self, run: RunDir, job: str) -> None:
+        self.path = Path(run.path) / OUTPUT.replace("%j", job)
         self.offset = self.path.stat().st_size if self.path.is_file() else 0
+
+    def complaint(self) -> Complaint | None:
+        """Return what Slurm has said of the end of the job, if anything."""
+        if not self.path.is_file():
+            return None
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return complaint(file.read().decode(errors="replace").splitlines())
 
     def cause(self, first: Ending | None) -> Stop | None:
         """Return why Slurm ended the job, where it says so and the first failure may come from that."""
         by_slurm = first is not None and (first.rank is None or first.signal in KILLED)
-        if not by_slurm or not self.path.is_file():
+        found = self.complaint() if by_slurm else None
+        if found is None or first is None:
             return None
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            found = complaint(file.read().decode(errors="replace").splitlines())
-        return None if found is None else Stop(found.code, found.message)
+        return Stop(found.code, f"{first.where()}: {found.message}" if found.of_a_node else found.message)

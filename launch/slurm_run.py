@@ -4,6 +4,7 @@ submit   the `submitted` row, sbatch.sh, sbatch, slurm.json; from then on the su
 close    Slurm says that the job is over, and its supervisor left no last row
 """
 
+import math
 import os
 import time
 from dataclasses import fields
@@ -14,13 +15,15 @@ from jobs.boot import module_argv
 from jobs.errors import MusterError
 from jobs.files import append_line, read_lines, write_text
 from jobs.rundir import RunDir
-from jobs.slurm_settings import merged
+from jobs.slurm_settings import SlurmSettings, merged, seconds_of
 from jobs.spec import Job
 from launch.advice import next_step
 from launch.console import Console
 from launch.eventlog import EventLog
+from launch.plan import Context
 from launch.runrows import number, read_rows, real
 from launch.slurm_job import SlurmJob, kept_environment, last_row, this_process
+from launch.spares import crew_size
 from launch.submission import Submission
 from launch.verdict import Ending, Verdict
 from slurm.allocation import clean_environment
@@ -30,6 +33,7 @@ from slurm.script import options_of, overriding_variables, sbatch_text
 from slurm.states import Outcome
 
 TRANSPORT: Final = "slurm"
+SAVING_S: Final = 90  # before the time limit: to agree on a step, to save after it, and to be queued again
 
 
 def script(submission: Submission) -> str:
@@ -43,9 +47,9 @@ def script(submission: Submission) -> str:
     return sbatch_text(
         name=context.run.run_id,
         folder=context.run.path,
-        nodes=context.job.nodes,
+        nodes=crew_size(context.job),
         argv=argv,
-        settings=merged(context.site.slurm, context.job.slurm),
+        settings=settings_of(context),
         cpus_per_task=cores_of(context.job),
     )
 
@@ -59,19 +63,19 @@ def submit(submission: Submission) -> Submitted:
         RunFolderError, StorageError: the run folder cannot be written.
     """
     context, run = submission.context, submission.context.run
-    settings = merged(context.site.slurm, context.job.slurm)
+    settings, nodes = settings_of(context), crew_size(context.job)
     write_text(run.sbatch, script(submission))
     # Before sbatch: once the job runs, its supervisor writes such a row of its own, and the last one counts.
     EventLog(run).submitted(context, TRANSPORT)
     base = {**os.environ, **submission.route.hosts.environment}
     client = Client(base)
-    options = options_of(name=run.run_id, folder=run.path, nodes=context.job.nodes, settings=settings)
+    options = options_of(name=run.run_id, folder=run.path, nodes=nodes, settings=settings)
     dropped = overriding_variables(options)
     environment = {name: value for name, value in clean_environment(base).items() if name not in dropped}
     try:
         submitted = client.submit(run.sbatch, name=run.run_id, environment=environment)
     except SubmissionRefusedError as error:
-        refused = refusal(str(error), settings, context.job.nodes, partitions=client.partitions())
+        refused = refusal(str(error), settings, nodes, partitions=client.partitions())
         close(run, Outcome(refused.exit_code, str(refused)))
         raise refused from error
     except MusterError as error:
@@ -85,6 +89,20 @@ def submit(submission: Submission) -> Submitted:
         **this_process(),
     ).write(run)
     return submitted
+
+
+def settings_of(context: Context) -> SlurmSettings:
+    """Return what Slurm is asked for; a job that saves is told of its time limit early enough to do so.
+
+    Raises:
+        RefusedError: the settings of job and site do not fit together.
+    """
+    site, job = context.site.slurm, context.job.slurm
+    settings = merged(site, job)
+    if context.job.checkpoint is None or "signal_s" in site.model_fields_set | job.model_fields_set:
+        return settings
+    limit_s = math.inf if settings.time is None else seconds_of(settings.time)
+    return settings.model_copy(update={"signal_s": int(min(SAVING_S, limit_s // 2))})
 
 
 def cores_of(job: Job) -> int | None:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from jobs.errors import MusterError, RunFolderError
 from jobs.files import write_secret
 from jobs.hosts import HostSet
-from jobs.placement import Host, Login, Placement
+from jobs.placement import Host, Login, NodePlacement, Placement
 from jobs.rundir import RunDir
 from jobs.site import Site
 from jobs.spec import Job
@@ -60,6 +60,7 @@ class Submission:
             "job": context.job.model_dump(mode="json", exclude_unset=True),
             "site": context.site.model_dump(mode="json", exclude_unset=True),
             "placement": context.placement.to_json(),
+            "spares": [asdict(node) for node in context.spares],
             "workdir": context.workdir,
             "python": context.python,
             "code": context.code,
@@ -94,6 +95,7 @@ class Submission:
                 code=record["code"],
                 remote=record["route"]["transport"] != "local",
                 iface=record["route"]["iface"],
+                spares=tuple(NodePlacement(**node) for node in record.get("spares", ())),
             )
             return cls(Route(**route), context)
         except MusterError:

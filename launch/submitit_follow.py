@@ -5,18 +5,18 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 from jobs import exits
 from jobs.errors import MusterError
 from jobs.files import read_lines, write_json
 from jobs.rundir import RunDir
-from jobs.words import counted
 from launch import processes
 from launch.console import Console
+from launch.event_texts import lines_of
 from launch.follow import LineFollower, as_shown, decoded
 from launch.runrows import number, read_rows
 from launch.runstate import read_state
@@ -25,14 +25,6 @@ from slurm.states import Outcome
 
 POLL_S: Final = 0.1
 SIGNALS: Final = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
-TEXTS: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
-    "attempt": lambda row: (
-        f"{counted(row['world_size'], 'rank')} start, master {row['master_addr']}:{row['master_port']}"
-    ),
-    "joined": lambda row: f"all ranks joined after {row['seconds']:.1f} s",
-    "warning": lambda row: f"muster: warning: {row['text']}",
-    "stopping": lambda row: f"stopping the ranks: {row['reason']}",
-}
 
 
 class RankZero:
@@ -119,8 +111,8 @@ def _tell(run: RunDir, console: Console, said: int) -> int:
     """Say what is new among the events; return how many there are."""
     rows = list(read_lines(run.events))
     for row in rows[said:]:
-        if text := TEXTS.get(str(row.get("event"))):
-            console.say(text(row))
+        for line in lines_of(row):
+            console.say(line)
     return len(rows)
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from jobs.boot import module_argv
-from jobs.slurm_settings import SlurmSettings, merged, seconds_of, split_option
-from launch.slurm_run import cores_of
+from jobs.slurm_settings import SlurmSettings, seconds_of, split_option
+from launch.slurm_run import cores_of, settings_of
+from launch.spares import crew_size
 from launch.submission import Submission
 from launch.transports.submitit import agent_argv
 from slurm.submitit_job import Task
@@ -37,16 +38,16 @@ def order(
     """
     context, executor = submissions[0].context, submissions[0].route.executor
     entry = module_argv(context.python, "slurm.submitit_job", context.code)
-    settings = merged(context.site.slurm, context.job.slurm)
+    settings = settings_of(context)
     if executor == "slurm":
         constructor: dict[str, Any] = {}
-        parameters = slurm_parameters(settings, nodes=context.job.nodes, cores=cores_of(context.job), entry=entry)
+        parameters = slurm_parameters(settings, nodes=crew_size(context.job), cores=cores_of(context.job), entry=entry)
         parameters |= {"slurm_array_parallelism": limit} if limit else {}
     else:
         # submitit's local executor knows one node: its tasks are our pretend nodes.
         constructor = {"local_python": shlex.join(entry)}
         minutes = YEAR_MINUTES if settings.time is None else math.ceil(seconds_of(settings.time) / 60)
-        parameters = {"timeout_min": minutes, "tasks_per_node": context.job.nodes}
+        parameters = {"timeout_min": minutes, "tasks_per_node": crew_size(context.job)}
     return {
         "executor": executor,
         "folder": str(folder or context.run.submitit),

@@ -25,6 +25,7 @@ from launch.console import Console
 from launch.eventlog import EventLog
 from launch.slurm_job import SlurmJob, kept_environment, output_path, this_process
 from launch.slurm_run import close
+from launch.spares import crew_size
 from launch.submission import Submission
 from launch.submitit_follow import RankZero, ended_early, failure, follow_local
 from launch.submitit_order import order, task_of
@@ -117,7 +118,7 @@ def submit_array(
         if said := told.get("refused"):
             settings = merged(first.context.site.slurm, first.context.job.slurm)
             partitions = Client(environment).partitions()
-            raise refusal(str(said), settings, first.context.job.nodes, partitions=partitions)
+            raise refusal(str(said), settings, crew_size(first.context.job), partitions=partitions)
     except MusterError as error:
         for each in submissions:
             close(each.context.run, Outcome(error.exit_code, str(error)))
@@ -218,7 +219,9 @@ def _environment(submission: Submission) -> dict[str, str]:
     base = {**os.environ, **submission.route.hosts.environment}
     run, job = submission.context.run, submission.context.job
     settings = merged(submission.context.site.slurm, job.slurm)
-    dropped = overriding_variables(options_of(name=run.run_id, folder=run.path, nodes=job.nodes, settings=settings))
+    dropped = overriding_variables(
+        options_of(name=run.run_id, folder=run.path, nodes=crew_size(job), settings=settings)
+    )
     return {
         name: value
         for name, value in clean_environment(base).items()

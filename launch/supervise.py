@@ -3,16 +3,17 @@
 The detached supervisor of ssh, pdsh and local runs, and what Slurm's batch script becomes.
 """
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from jobs.errors import MusterError, RunFolderError
-from jobs.placement import place
 from jobs.rundir import RunDir
 from launch.console import Console
 from launch.prepare import allocated
-from launch.slurm_output import BatchOutput
+from launch.requeue import own_job
+from launch.spares import place_crew
 from launch.start import supervise
 from launch.submission import Submission
 
@@ -22,9 +23,14 @@ def main() -> int:
     try:
         if len(sys.argv) != 2:
             raise RunFolderError("RUN: name the folder of one run")
-        run = RunDir(Path(sys.argv[1]))
-        cause = BatchOutput(run).cause if run.sbatch.exists() else None
-        return supervise(at_home(Submission.read(run)), Console(ranks=False), cause).code
+        submission = Submission.read(RunDir(Path(sys.argv[1])))
+        own = own_job(submission, os.environ)
+        if own is None:
+            return supervise(at_home(submission), Console(ranks=False)).code
+        if (hopeless := own.begin()) is not None:
+            return hopeless.code
+        cause = own.output.cause if own.by_us else None
+        return own.end(supervise(at_home(submission), Console(ranks=False), cause).code)
     except MusterError as error:
         print(f"muster: {error}", file=sys.stderr)
         return error.exit_code
@@ -35,10 +41,10 @@ def at_home(submission: Submission) -> Submission:
     if submission.route.transport != "slurm" and submission.route.executor != "slurm":
         return submission
     context = submission.context
-    placement = place(context.job, allocated(context.job))
+    placement, spares = place_crew(context.job, allocated(context.job))
     if context.placement.master_addr and not context.placement.one_host:
         placement = placement.meeting_at(context.placement.master_addr)
-    return replace(submission, context=replace(context, placement=placement))
+    return replace(submission, context=replace(context, placement=placement, spares=spares))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ class Supervisor:
         self.inbox = Inbox()
         self.crew = Crew(context.crew)
         self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))  # of the attempt, by node rank
+        self.rank_of = {slot: slot for slot in self.slots}  # the node rank of each of them
         self.attempt: Attempt | None = None
         self.succession = Succession(context.job, self.crew, saves=resumption.saves(context))
         self.stop: Stop | None = None  # what somebody has asked for
@@ -165,6 +166,7 @@ class Supervisor:
             if self.stop is None:
                 await self._revive(slot)
         self.slots = choice.slots
+        self.rank_of = {slot: rank for rank, slot in enumerate(choice.slots)}
         placement = self.succession.placement(self.context.placement, choice.slots)
         number = len(self.run_dir.attempt_numbers())
         self.context = replace(self.context, attempt=number, placement=placement, spares=())
@@ -201,11 +203,11 @@ class Supervisor:
             return  # of an agent that we have given up
         if handler := getattr(self, f"_on_{message['did']}", None):
             handler(slot, message)
-        elif self.attempt is not None and slot in self.slots:
+        elif self.attempt is not None and slot in self.rank_of:
             about = message.get("attempt", self.attempt.number)
             handler = getattr(self.attempt, f"on_{message['did']}", None)
             if handler is not None and about == self.attempt.number:
-                handler(self.slots.index(slot), message)
+                handler(self.rank_of[slot], message)
         while self.crew.broken:
             self._on_gone(self.crew.broken.pop(), {"why": "its agent has gone"})
 
@@ -234,7 +236,7 @@ class Supervisor:
             return
         if attempt.is_stopping:
             self.crew.send(slot, {"do": "stop", "grace_s": 0.0, "attempt": attempt.number})
-        elif slot in self.slots and not attempt.startup.complete:
+        elif slot in self.rank_of and not attempt.startup.complete:
             attempt.advance(attempt.startup.answered)
 
     def _on_refused(self, slot: int, message: Message) -> None:
@@ -247,8 +249,8 @@ class Supervisor:
             self._lost(slot, message["why"])
 
     def _lost(self, slot: int, why: str) -> None:
-        if self.attempt is not None and slot in self.slots:
-            self.attempt.lose(self.slots.index(slot), why, exits.UNREACHABLE)
+        if self.attempt is not None and slot in self.rank_of:
+            self.attempt.lose(self.rank_of[slot], why, exits.UNREACHABLE)
 
     def _on_heartbeat(self, slot: int, message: Message) -> None:
         node = self.crew.nodes[slot]

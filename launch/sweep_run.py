@@ -18,14 +18,14 @@ from jobs.boot import module_argv
 from jobs.errors import MusterError
 from jobs.files import write_text
 from jobs.rundir import RunDir
-from jobs.slurm_settings import merged
 from launch import submitit_run
 from launch.console import Console
 from launch.eventlog import EventLog
 from launch.prepare import Prepared
 from launch.runrows import read_rows
 from launch.slurm_job import SlurmJob, kept_environment, output_path, this_process
-from launch.slurm_run import TRANSPORT, close, cores_of
+from launch.slurm_run import TRANSPORT, close, cores_of, settings_of
+from launch.spares import crew_size
 from launch.start import check_torch, start, write_run
 from launch.submission import Submission
 from launch.sweep import Point
@@ -121,9 +121,9 @@ def group(submissions: Sequence[Submission]) -> list[list[Submission]]:
     """Put together what asks Slurm for the same, in order of the first of each."""
     groups: dict[str, list[Submission]] = {}
     for each in submissions:
-        job, site = each.context.job, each.context.site
-        settings = merged(site.slurm, job.slurm).model_dump(mode="json")
-        groups.setdefault(json.dumps([job.nodes, cores_of(job), settings, each.context.code]), []).append(each)
+        job = each.context.job
+        settings = settings_of(each.context).model_dump(mode="json")
+        groups.setdefault(json.dumps([crew_size(job), cores_of(job), settings, each.context.code]), []).append(each)
     return list(groups.values())
 
 
@@ -135,7 +135,7 @@ def submit_array(members: Sequence[Submission], *, name: str, folder: Path, limi
         UnreachableError: the controller does not answer.
     """
     context, hosts = members[0].context, members[0].route.hosts
-    settings, nodes = merged(context.site.slurm, context.job.slurm), context.job.nodes
+    settings, nodes = settings_of(context), crew_size(context.job)
     short = f"array{name.removeprefix(folder.name)}"
     points = folder / f"{short}.runs"
     array = Array(points, len(members), limit)

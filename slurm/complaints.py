@@ -15,17 +15,26 @@ from slurm.states import FAILED, OUT_OF_MEMORY
 
 @dataclass(frozen=True)
 class Complaint:
-    """What Slurm did, with the exit code of a run that ended by it."""
+    """What Slurm did, with the exit code of a run that ended by it.
+
+    `again`: Slurm itself queues the job again. `of_a_node`: it hit one node, or one rank, and not the whole job.
+    """
 
     code: int
     message: str
+    again: bool = False
+    of_a_node: bool = False
 
 
 # In order of weight: a row is the cause of those below it, where several are found.
 COMPLAINTS: Final = (
     (
         OUT_OF_MEMORY,
-        Complaint(FAILED, "Slurm killed it, for it ran out of memory; raise slurm.mem, or put fewer ranks on a node"),
+        Complaint(
+            FAILED,
+            "Slurm killed it, for it ran out of memory; raise slurm.mem, or put fewer ranks on a node",
+            of_a_node=True,
+        ),
     ),
     (
         r"CANCELLED AT .* DUE TO TIME LIMIT",
@@ -33,11 +42,11 @@ COMPLAINTS: Final = (
     ),
     (
         r"CANCELLED AT .* DUE TO JOB REQUEUE",
-        Complaint(exits.STOPPED, "stopped by Slurm, which queues the job again"),
+        Complaint(exits.STOPPED, "stopped by Slurm, which queues the job again", again=True),
     ),
     (
         r"CANCELLED AT .* DUE TO PREEMPTION",
-        Complaint(exits.INFRASTRUCTURE, "stopped by Slurm, which gives its nodes to another job"),
+        Complaint(exits.INFRASTRUCTURE, "stopped by Slurm, which gives its nodes to another job", again=True),
     ),
     (
         r"CANCELLED AT .* DUE TO NODE FAILURE|srun: error: Node failure on",

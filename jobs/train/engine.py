@@ -5,7 +5,7 @@ and steps. Batch norm computes with each shard's own statistics; the running sta
 evaluation, are those of virtual rank 0 alone (what PyTorch's DDP saves), and `synchronize_buffers` deals them out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
+from jobs.checkpoint.pieces import Piece
 from jobs.spec import TrainSettings
 from jobs.train.clock import Clock
 from jobs.train.keyed import key
 from jobs.train.loading import MicroInput, ShardInput
 from jobs.train.modes import WRAP, Replica, broadcast_buffers
 from jobs.train.optim import build_optimizer, clip
+from jobs.train.state import Part, buffer_parts, deal, optimizer_parts, parameter_parts, wanted_replica
 from jobs.train.world import World
 
 
@@ -41,6 +43,18 @@ class Engine(Protocol):
 
     def synchronize_buffers(self) -> None:
         """Make every rank's buffers those that are saved and evaluated."""
+        ...
+
+    def held_state(self) -> list[Part]:
+        """List the parts of the state that this rank saves: all ranks together every part once."""
+        ...
+
+    def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """List the parts that this rank reads of a checkpoint's tensors, to be filled in place."""
+        ...
+
+    def rehearse(self, shards: Sequence[ShardInput]) -> None:
+        """Let the first backward's lesson be learned before a checkpoint is read: all that it changes is read then."""
         ...
 
 
@@ -82,6 +96,21 @@ class DataParallelEngine:
     def synchronize_buffers(self) -> None:
         """Deal out rank 0's buffers."""
         broadcast_buffers(self.module, self.world.group)
+
+    def held_state(self) -> list[Part]:
+        """Deal the replica out to the ranks; buffers are rank 0's, whose running statistics count."""
+        shared = [*parameter_parts(self.module), *optimizer_parts(self.module, self.optimizer)]
+        return deal(buffer_parts(self.module), shared, rank=self.world.rank, ranks=self.world.size)
+
+    def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """Ask for all of it."""
+        return wanted_replica(self.module, self.optimizer, stored)
+
+    def rehearse(self, shards: Sequence[ShardInput]) -> None:
+        """Forward and backward once, where the first time changes in which order later ones sum."""
+        if self.replica.learns_from_first:
+            self._micro_batch(shards[0].micro_batches[0], last=True)
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _shard(self, step: int, shard: ShardInput, *, last: bool) -> Tensor:
         self._track(shard.virtual_rank == 0)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from jobs import page
 from jobs.train.data import Data
 from jobs.train.engine import Engine
 from jobs.train.loading import move_inputs
@@ -51,6 +52,7 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Ev
         inputs, targets = data.eval_batch(indices)
         outputs = engine.predict(move_inputs(inputs, world.device, dtype))
         mine[row] = measure(outputs, targets.to(world.device))
+        page.own.beat()
     dealt = [rows.tolist() for rows in world.gather(mine)]
     in_order = [dealt[block % world.size][block // world.size] for block in range(blocks)]
     loss_sum, right, predictions = (add_in_order(column) for column in zip(*in_order, strict=True))

@@ -18,6 +18,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--local-rank", type=int, metavar="L", help="its number on this node")
     parser.add_argument("--ranks-per-node", type=int, metavar="K")
     parser.add_argument("--runs", metavar="DIR", help="folder of all runs (default: MUSTER_RUNS, else ./runs)")
+    parser.add_argument("--resume", metavar="RUN", help="go on with a run, by path, id or a part of it")
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides")
     parser.set_defaults(began=time.time())
     return parser.parse_args(argv)

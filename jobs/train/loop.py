@@ -1,9 +1,17 @@
-"""The training loop: read, step, record; at log points say so; after an epoch evaluate."""
+"""The training loop: read, step, record; at log points say so; after an epoch evaluate; now and then save.
+
+before a step     stop here, if the keeper has said so (a drain)
+a step            data, forward, backward, communication, optimizer
+a log point       all ranks exchange the losses since the last one, and whether to save
+the end           all is saved, where anything is
+"""
 
 from dataclasses import dataclass
 
 import torch
 
+from jobs import page
+from jobs.page import Phase
 from jobs.reports import Reporter
 from jobs.spec import TrainSettings
 from jobs.train.clock import Clock, clock_for
@@ -14,11 +22,15 @@ from jobs.train.loading import Steps, move, read_steps
 from jobs.train.metrics import Files, Metrics, Units
 from jobs.train.models import build_model
 from jobs.train.optim import learning_rate, set_learning_rate
+from jobs.train.pace import Pace
+from jobs.train.replay import Replay
 from jobs.train.sampling import Plan, plan_of, total_steps
+from jobs.train.saving import NotSaving
 from jobs.train.screen import Screen
 from jobs.train.world import World
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
+NOT_SAVING = NotSaving()
 
 
 @dataclass(frozen=True)
@@ -32,6 +44,11 @@ class Trainer:
     clock: Clock
     engine: Engine
     dtype: torch.dtype
+
+    @property
+    def steps(self) -> int:
+        """Steps that the job asks for."""
+        return total_steps(self.settings, self.plan)
 
     def own_steps(self) -> Steps:
         """Return the steps of this rank's virtual ranks: rank r has those from r * k to r * k + k - 1."""
@@ -49,39 +66,82 @@ def build_trainer(settings: TrainSettings, data: Data, world: World) -> Trainer:
     return Trainer(settings, world, data, plan, clock, engine, dtype)
 
 
-def train(trainer: Trainer, files: Files, reporter: Reporter, *, attempt: int) -> None:
-    """Train for as long as the job says; every rank calls this."""
-    steps = total_steps(trainer.settings, trainer.plan)
+def train(
+    trainer: Trainer,
+    files: Files,
+    reporter: Reporter,
+    *,
+    attempt: int,
+    first: int = 0,
+    saving: NotSaving = NOT_SAVING,
+    replay: Replay | None = None,
+) -> bool:
+    """Train from step `first` on, for as long as the job says; every rank calls this.
+
+    Returns True when the ranks were told to stop before the end, and have saved.
+    """
+    steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
     metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps)
     with Screen(trainer.world, reporter, steps) as screen:
-        run_steps(trainer, metrics, screen, steps)
+        done = run_steps(trainer, metrics, screen, steps, first=first, saving=saving, replay=replay)
+        saving.finish(done, metrics.recent)
+    page.own.enter(Phase.END)
+    return done < steps
 
 
-def run_steps(trainer: Trainer, metrics: Metrics, screen: Screen, steps: int) -> None:
-    """Run steps 0 to `steps` - 1."""
+def run_steps(
+    trainer: Trainer,
+    metrics: Metrics,
+    screen: Screen,
+    steps: int,
+    *,
+    first: int = 0,
+    saving: NotSaving = NOT_SAVING,
+    replay: Replay | None = None,
+) -> int:
+    """Run steps `first` to `steps` - 1, or until the keeper says stop; return how many are done in all."""
     settings, engine, clock = trainer.settings, trainer.engine, trainer.clock
-    inputs = read_steps(trainer.own_steps(), 0, steps, workers=settings.loader_workers)
-    for step in range(steps):
+    inputs = read_steps(trainer.own_steps(), first, steps, workers=settings.loader_workers)
+    pace, done = Pace(), first
+    while done < steps and not pace.stops(done):
         clock.start()
         work = move(next(inputs), trainer.world.device, trainer.dtype)
         clock.lap("data")
-        lr = learning_rate(settings.schedule, settings.optimizer.lr, step, steps)
+        lr = learning_rate(settings.schedule, settings.optimizer.lr, done, steps)
         set_learning_rate(engine.optimizer, lr)
-        losses = engine.train_step(step, work.shards)
+        losses = engine.train_step(done, work.shards)
         clock.stop()
         metrics.record(work.batch, losses, samples=work.samples, lr=lr)
-        last = step + 1 == steps
-        if step == 0 or last or (step + 1) % settings.log_every == 0:
-            screen.step(metrics.report())
-        if settings.evaluate and (last or work.batch.stop == trainer.plan.samples):
-            report_evaluation(trainer, metrics, screen, step + 1, work.batch.epoch + 1)
+        done += 1
+        pace.step_done(done)
+        if done == first + 1:
+            screen.first_step(done)
+        if done in (first + 1, steps) or done % settings.log_every == 0 or saving.is_due(done):
+            report_steps(metrics, screen, saving, replay, done)
+        if settings.evaluate and (done == steps or work.batch.stop == trainer.plan.samples):
+            report_evaluation(trainer, metrics, screen, done, work.batch.epoch + 1)
+        saving.step_done(done, metrics.recent)
+    if metrics.has_news:  # stopped between two log points
+        report_steps(metrics, screen, saving, replay, done)
     engine.synchronize_buffers()
+    return done
+
+
+def report_steps(metrics: Metrics, screen: Screen, saving: NotSaving, replay: Replay | None, done: int) -> None:
+    """Make a log point: exchange losses and notes, write the rows and say how far the training is."""
+    summary = metrics.report(saving.note(done))
+    screen.step(summary)
+    saving.hear(done, summary.notes)
+    if replay is not None and (result := replay.check(summary.losses)):
+        screen.say(result)
 
 
 def report_evaluation(trainer: Trainer, metrics: Metrics, screen: Screen, step: int, epoch: int) -> None:
     """Evaluate, write the row and say the result."""
+    page.own.enter(Phase.EVALUATE)
     evaluation = evaluate(trainer.engine, trainer.data, trainer.world, trainer.dtype)
     if evaluation is not None:
         metrics.evaluation(step, epoch, evaluation.row())
         screen.say(f"epoch {epoch}  {evaluation.text()}")
+    page.own.enter(Phase.RUN)

@@ -5,12 +5,15 @@ same calls when somebody else started the ranks.
 """
 
 import errno
+import faulthandler
 import hashlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from jobs import exits, ranks
 from jobs.errors import MusterError, RefusedError, StartTimeoutError
+from jobs.failover_settings import CheckpointSettings
 from jobs.files import folder_error
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
@@ -27,25 +31,40 @@ from jobs.rundir import RunDir
 from jobs.spec import Job, TrainSettings
 from jobs.train.data import Data, open_data
 from jobs.train.failures import is_lost_connection
-from jobs.train.loop import build_trainer, train
+from jobs.train.identity import kept_settings, meta_of
+from jobs.train.loading import move
+from jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
 from jobs.train.meeting import connect, meet
 from jobs.train.metrics import Files
 from jobs.train.modes import needs_group
+from jobs.train.replay import Replay, logged_losses
+from jobs.train.restoring import Resume, restore
+from jobs.train.saving import Saver, Target
+from jobs.train.schedule import Schedule, failures_so_far
+from jobs.train.state import aliases
 from jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
 from jobs.words import counted
 
 FAILED: Final = 1
+STANDARD_ERROR: Final = 2
 DISK_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def run_rank(payload: Mapping[str, Any]) -> int:
-    """Train as one rank; return its exit code. `payload` is {"job": the job as JSON, unset keys left out}."""
+    """Train as one rank; return its exit code.
+
+    `payload` is {"job": the job as JSON, unset keys left out; "saving": whether checkpoints are made; "resume": null
+    or {"checkpoint": folder name, "step": n, "sha256": its manifest's}}.
+    """
+    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
 
     def work(reporter: Reporter) -> int:
         env = ranks.read(os.environ)
         job = job_of(payload["job"])
-        train_in(run_of(env), job, join(job, env, reporter), reporter, attempt=env.attempt)
-        return 0
+        if not payload.get("saving"):
+            job = job.model_copy(update={"checkpoint": None})
+        start = Start(run_of(env), env.attempt, Resume.read(payload.get("resume")))
+        return train_in(start, job, join(job, env, reporter), reporter)
 
     return guarded(work)
 
@@ -141,13 +160,23 @@ def open_same_data(job: Job, world: World) -> Data:
     return data
 
 
-def train_in(run: RunDir, job: Job, world: World, reporter: Reporter, *, attempt: int) -> None:
-    """Train, with metrics going into the run folder.
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt writes, and what it goes on from."""
+
+    run: RunDir
+    attempt: int
+    resume: Resume | None = None
+
+
+def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
+    """Train, with metrics and checkpoints going into the run folder; return the rank's exit code.
 
     Raises:
         RunFolderError, StorageError: the folder cannot be written.
+        RefusedError, NoCheckpointError: the checkpoint to go on from is not there, or not this job's.
     """
-    folder = run.attempt(attempt)
+    folder = start.run.attempt(start.attempt)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)  # a node without the shared folder keeps its own part
     except OSError as error:
@@ -156,9 +185,63 @@ def train_in(run: RunDir, job: Job, world: World, reporter: Reporter, *, attempt
     if world.rank == 0:
         print(describe(job, data, world), flush=True)
     trainer = build_trainer(settings_of(job), data, world)
-    train(
-        trainer, Files(folder.metrics(world.rank), run.metrics if world.rank == 0 else None), reporter, attempt=attempt
-    )
+    saving, replay, first = NOT_SAVING, None, 0
+    if job.checkpoint is not None or start.resume is not None:
+        kept = kept_settings(trainer.settings, data, trainer.plan)
+        if start.resume is not None:
+            first, replay = go_on(start, start.resume, trainer, kept, reporter)
+        if job.checkpoint is not None and first < trainer.steps:
+            saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter)
+    files = Files(folder.metrics(world.rank), start.run.metrics if world.rank == 0 else None)
+    drained = train(trainer, files, reporter, attempt=start.attempt, first=first, saving=saving, replay=replay)
+    if not drained:
+        return exits.DONE
+    return exits.REQUEUE if job.checkpoint is not None else exits.STOPPED
+
+
+def go_on(
+    start: Start, resume: Resume, trainer: Trainer, kept: Mapping[str, Any], reporter: Reporter
+) -> tuple[int, Replay | None]:
+    """Fill the trainer with a checkpoint's state; return the steps it had done, and rank 0's audit of the next ones."""
+    moved = move(trainer.own_steps()[resume.step], trainer.world.device, trainer.dtype)
+    loaded = restore(start.run, resume, trainer.engine, trainer.world, kept, moved.shards)
+    if trainer.world.rank != 0:
+        return loaded.step, None
+    reporter.loaded(step=loaded.step, seconds=loaded.seconds, checkpoint=loaded.checkpoint)
+    left = "" if loaded.step < trainer.steps else ": nothing is left to do"
+    place = f"step {loaded.step} of {trainer.steps}"
+    print(f"goes on from {loaded.checkpoint}, {place}, read in {loaded.seconds:.2f} s{left}", flush=True)
+    return loaded.step, Replay(logged_losses(start.run.metrics, after=loaded.step, attempt=start.attempt), reporter)
+
+
+def build_saver(
+    start: Start,
+    first: int,
+    settings: CheckpointSettings,
+    trainer: Trainer,
+    kept: Mapping[str, Any],
+    reporter: Reporter,
+) -> Saver:
+    """Make what saves this rank's part of the trainer's state."""
+    began_from = start.resume.checkpoint if start.resume is not None else None
+
+    def describe(done: int, parent: str | None, losses: Sequence[tuple[int, float]]) -> Mapping[str, Any]:
+        return meta_of(
+            trainer.settings,
+            trainer.plan,
+            kept,
+            done=done,
+            steps=trainer.steps,
+            world_size=trainer.world.size,
+            parent=parent,
+            losses=losses,
+            aliases=aliases(trainer.engine.module),
+        )
+
+    elapsed_s, failures = failures_so_far(start.run)
+    schedule = Schedule(settings, first, elapsed_s=elapsed_s, failures=failures)
+    target = Target(start.run, start.attempt, began_from, first)
+    return Saver(target, settings, trainer.engine, trainer.world, schedule, describe, reporter)
 
 
 def describe(job: Job, data: Data, world: World) -> str:

@@ -1,7 +1,8 @@
 """What a run measures, as rows: each rank its own steps, rank 0 the loss over the global batch.
 
     attempt-NNN/metrics-RRRRR.jsonl   every step of a rank; written at log points, or when a second old
-    metrics.jsonl                     every step of the run; written by rank 0 at log points
+    metrics.jsonl                     every step of the run; written by rank 0 at log points, a step that is done
+                                      again in a later attempt once more
 
 Between log points a step costs two small appends. At a log point one all-gather carries every virtual rank's loss of
 the steps since the last; they are added in the order of virtual ranks, so the losses are the same numbers on every
@@ -10,6 +11,8 @@ transport, and in `exact` on every world size.
 
 import math
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,12 +20,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from jobs.files import append_lines
+from jobs.files import append_lines, read_lines
 from jobs.train.clock import Clock, StepTimes
 from jobs.train.sampling import GlobalBatch
 from jobs.train.world import World, add_in_order
 
 FLUSH_S: Final = 1.0
+RECENT: Final = 20  # losses that a checkpoint carries
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,8 @@ class Summary:
     rate: float  # units per second
     unit: str
     broken: int | None  # the first step since the last log point whose loss is not finite
+    losses: list[tuple[int, float]]  # of every step since the last log point
+    notes: list[list[float]]  # what each rank had to say
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,13 @@ class Metrics:
         self._steps: list[Step] = []  # since the last log point
         self._times: list[StepTimes] = []  # of the first of them: those whose own rows are written
         self._flushed = time.monotonic()
+        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self.evaluated = evaluations_in(files.run)
+
+    @property
+    def has_news(self) -> bool:
+        """True when there are steps since the last log point."""
+        return bool(self._steps)
 
     def record(self, batch: GlobalBatch, losses: list[Tensor], *, samples: int, lr: float) -> None:
         """Keep a step that has just ended; write this rank's rows when the last write is a second ago."""
@@ -101,10 +114,15 @@ class Metrics:
             rows.append(self._row(step, times, loss, step.samples) | {"samples": step.samples})
         append_lines(self.files.own, rows)
 
-    def report(self) -> Summary:
-        """Write all rows up to now: a collective, at the same step on every rank."""
+    def report(self, note: Sequence[float] = ()) -> Summary:
+        """Write all rows up to now: a collective, at the same step on every rank.
+
+        `note` is what this rank has to say to the others, as many numbers on each; every rank is told all of them.
+        """
         self.flush()
-        losses = global_losses(self.world, [step.batch for step in self._steps], [step.losses for step in self._steps])
+        losses, notes = gather_losses(
+            self.world, [step.batch for step in self._steps], [step.losses for step in self._steps], note
+        )
         steps, times = self._steps, self._times
         self._steps, self._times = [], []
         if self.files.run is not None:
@@ -118,16 +136,21 @@ class Metrics:
         units = sum(step.batch.samples for step in steps) * self.units.per_sample
         rate = units / max(sum(each.step_s for each in times), 1e-9)
         last = steps[-1]
-        broken = next((step.number for step, loss in zip(steps, losses, strict=True) if not math.isfinite(loss)), None)
-        return Summary(last.number, last.batch.epoch + 1, losses[-1], rate, self.units.name, broken)
+        numbered = [(step.number, loss) for step, loss in zip(steps, losses, strict=True)]
+        self.recent.extend(numbered)
+        broken = next((number for number, loss in numbered if not math.isfinite(loss)), None)
+        return Summary(last.number, last.batch.epoch + 1, losses[-1], rate, self.units.name, broken, numbered, notes)
 
     def evaluation(self, step: int, epoch: int, measured: dict[str, float]) -> None:
-        """Write the row of an evaluation; only rank 0 has somewhere to write it."""
-        if self.files.run is not None:
-            row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
-            append_lines(
-                self.files.run, [row | self.common | {name: finite(value) for name, value in measured.items()}]
-            )
+        """Write the row of an evaluation; only rank 0 has somewhere to write it.
+
+        One that an earlier attempt made of the same step, with the same result, is not written again.
+        """
+        values = {name: finite(value) for name, value in measured.items()}
+        if self.files.run is None or self.evaluated.get(step) == values:
+            return
+        row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
+        append_lines(self.files.run, [row | self.common | values])
 
     def _row(self, step: Step, times: StepTimes, loss: float, samples: int) -> dict[str, Any]:
         return {
@@ -149,8 +172,28 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def evaluations_in(path: Path | None) -> dict[int, dict[str, float | None]]:
+    """Return the results of the evaluations that a run's metrics hold, the newest of each step."""
+    found = {}
+    for row in read_lines(path) if path is not None else ():
+        if row.get("evaluation"):
+            figures = ("loss", "accuracy", "perplexity")
+            found[row["step"]] = {name: row[name] for name in figures if name in row}
+    return found
+
+
 def global_losses(world: World, batches: list[GlobalBatch], losses: list[list[Tensor]]) -> list[float]:
     """Return the mean loss over each global batch, from this rank's sums per virtual rank: a collective."""
+    return gather_losses(world, batches, losses, ())[0]
+
+
+def gather_losses(
+    world: World, batches: list[GlobalBatch], losses: list[list[Tensor]], note: Sequence[float]
+) -> tuple[list[float], list[list[float]]]:
+    """Return the losses as `global_losses` does, and every rank's note, in one collective."""
     sums = torch.stack([torch.stack(each) for each in losses])  # (steps, virtual ranks of this rank)
-    gathered = torch.cat(world.gather(sums), dim=1).tolist()  # (steps, virtual ranks)
-    return [add_in_order(shards) / batch.samples for shards, batch in zip(gathered, batches, strict=True)]
+    said = torch.tensor(note, dtype=sums.dtype, device=sums.device)[:, None].expand(-1, sums.shape[1])  # (note, ...)
+    gathered = world.gather(torch.cat([sums, said]))  # per rank (steps + note, virtual ranks of a rank)
+    of_all = torch.cat([each[: len(batches)] for each in gathered], dim=1).tolist()  # (steps, virtual ranks)
+    notes = [each[len(batches) :, 0].tolist() for each in gathered]
+    return [add_in_order(shards) / batch.samples for shards, batch in zip(of_all, batches, strict=True)], notes

@@ -22,6 +22,8 @@ from jobs.train.world import World
 class Replica:
     """One rank's copy of the model, alone: nothing is synchronized."""
 
+    learns_from_first = False  # True: the first backward decides in which order the later ones sum
+
     def __init__(self, module: nn.Module, clock: Clock) -> None:
         self.module = module
         self.clock = clock
@@ -67,7 +69,13 @@ class WrappedReplica(Replica):
 
 
 class TorchReplica(Replica):
-    """A copy inside PyTorch's DistributedDataParallel, which communicates during the last backward."""
+    """A copy inside PyTorch's DistributedDataParallel, which communicates during the last backward.
+
+    It deals gradients anew to its buckets after the first backward, and where a gradient lies in a bucket decides in
+    which order more than two ranks add it up.
+    """
+
+    learns_from_first = True
 
     def __init__(self, wrapper: DistributedDataParallel, clock: Clock) -> None:
         super().__init__(wrapper.module, clock)

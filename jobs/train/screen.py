@@ -44,6 +44,11 @@ class Screen:
         if self.speaks:
             print(text, flush=True)
 
+    def first_step(self, done: int) -> None:
+        """Tell the keeper that this attempt has done its first step."""
+        if self.speaks:
+            self.reporter.first_step(done)
+
     def step(self, summary: Summary) -> None:
         """Show a log point."""
         if not self.speaks:

@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     from launch.prepare import overrides, prepare
 
     prepared = prepare(args, here=False)  # the lines are for other machines
-    count = len(prepared.context.placement.nodes)
+    count = len(prepared.context.crew)
     if args.node is not None and not 0 <= args.node < count:
         raise UsageError(f"--node: this job has nodes 0 to {count - 1}, got {args.node}")
     words = [str(Path(args.job).absolute())]

@@ -1,7 +1,8 @@
-"""`muster why`: the first failure of a run, who it took along, and the next step."""
+"""`muster why`: the first failure of a run, who it took along, what every attempt came to, and the next step."""
 
 import argparse
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
@@ -10,6 +11,8 @@ from jobs.rundir import RunDir, find_run, runs_root
 from launch import options, processes, rankset, screen
 from launch.advice import next_step
 from launch.follow import tail_lines
+from launch.history import History, read_history
+from launch.history_view import attempt_lines
 from launch.runrows import Rows, number, read_rows, real
 from launch.runstate import RunState, is_here, read_state
 from launch.verdict import Ending, judge
@@ -24,7 +27,10 @@ TOOK_ALONG: Final = {  # cause of a victim: what is said of one rank, of several
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a run is as it is; `first` and `victims` are of `attempt`, `earlier` the messages of those before it."""
+    """Why a run is as it is: `first` and `victims` are of `attempt`, the newest one that was judged.
+
+    `going_on` is what would go on with it, if anything can.
+    """
 
     run_id: str
     state: str
@@ -36,13 +42,15 @@ class Explanation:
     first: Ending | None
     victims: tuple[Ending, ...]
     known: tuple[str, ...]
-    earlier: tuple[str, ...]
+    history: History
     next_step: str
+    going_on: str | None
 
     def to_json(self) -> dict[str, Any]:
         """Return the record for --json, `class` spelt as in the rows."""
-        record = asdict(self)
-        return {"class" if key == "class_name" else key: value for key, value in record.items()}
+        record = _as_in_rows(asdict(self))
+        record["history"]["attempts"] = [_as_in_rows(each) for each in record["history"]["attempts"]]
+        return record
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -62,29 +70,30 @@ def explain(run: RunDir) -> Explanation:
     """Take the verdict of the newest judged attempt; without one, judge by what the rows say."""
     state, rows = read_state(run), read_rows(run)
     verdicts = list(read_lines(run.attempts))
-    verdict = verdicts.pop() if verdicts and _is_of_now(verdicts[-1], state) else _verdict_of(state, rows)
+    verdict = verdicts[-1] if verdicts and _is_of_now(verdicts[-1], state) else _verdict_of(state, rows)
     first = _ending(verdict.get("first"))
-    class_name = str(verdict.get("class") or "")
-    message = str(verdict.get("message") or "")
-    advice_class = "lost" if state.state == "lost" and first is None else class_name
+    if state.is_over and state.class_name:  # the run's own end, which may weigh more than one attempt
+        ended = {"class": state.class_name, "code": state.code, "message": state.message or verdict.get("message")}
+        verdict = {**verdict, **ended, "next_step": verdict.get("next_step") if _agree(verdict, ended) else None}
     return Explanation(
         run_id=run.run_id,
         state=state.label,
-        class_name=class_name,
+        class_name=str(verdict.get("class") or ""),
         code=number(verdict.get("code")),
-        message=message,
+        message=str(verdict.get("message") or ""),
         attempt=number(verdict.get("attempt")),
         started=real(verdict.get("started")) or state.started,
         first=first,
         victims=tuple(filter(None, map(_ending, verdict.get("victims") or ()))),
         known=_known(run, state, rows) if state.state == "lost" else (),
-        earlier=tuple(f"attempt {row.get('attempt')}: {row.get('message')}" for row in verdicts),
-        next_step=_next_step(state, advice_class, verdict, message),
+        history=read_history(run, state),
+        next_step=_next_step(state, verdict),
+        going_on=_going_on(state),
     )
 
 
 def render(explanation: Explanation) -> str:
-    """Render an explanation: one headline, then what failed, who followed, what is known, what to do."""
+    """Render an explanation: one headline, then what failed, who followed, every attempt, what is known, what to do."""
     each = explanation
     lines = [_headline(each)]
     if each.first is not None:
@@ -93,11 +102,12 @@ def render(explanation: Explanation) -> str:
         lines += ["", f"  {each.message}"]
     if followers := took_along(each.victims, first=each.first):
         lines += ["", f"  {followers}"]
-    for heading, facts in (("what is known:", each.known), ("before that:", each.earlier)):
-        if facts:
-            lines += ["", f"  {heading}", *(f"    {fact}" for fact in facts)]
-    if each.next_step:
-        lines += ["", f"next: {each.next_step}"]
+    if each.known:
+        lines += ["", "  what is known:", *(f"    {fact}" for fact in each.known)]
+    if len(each.history.attempts) > 1:
+        lines += ["", *attempt_lines(each.history, ended=each.message if each.class_name != "done" else "")]
+    steps = [step for step in (each.next_step, each.going_on) if step]
+    lines += [f"{lead} {step}" for lead, step in zip(("\nnext:", "then:"), steps, strict=False)]
     return "\n".join(lines)
 
 
@@ -122,6 +132,8 @@ def _headline(each: Explanation) -> str:
         return f"{each.run_id} failed" + (f": {', '.join(what)}" if what else "")
     if each.state == "lost":
         return f"{each.run_id} is lost: its supervisor ended without a verdict"
+    if each.state == "lost?":
+        return f"{each.run_id} may be lost: its supervisor, on another host, gives no sign of life"
     if each.attempt is not None and each.first is not None:
         return f"{each.run_id} is {each.state}; attempt {each.attempt} failed"
     return f"{each.run_id} is {each.state}; nothing has failed so far"
@@ -161,12 +173,36 @@ def _ending(row: dict[str, Any] | None) -> Ending | None:
     return Ending(**{**defaults, "cause": "done" if code == 0 else "own", **given})
 
 
-def _next_step(state: RunState, class_name: str, verdict: dict[str, Any], message: str) -> str:
-    if given := verdict.get("next_step"):
-        return str(given)
-    if not state.is_over:
+def _agree(verdict: dict[str, Any], ended: dict[str, Any]) -> bool:
+    """Say whether the run ended as its newest attempt did, so that the advice for that one is still right."""
+    return all(verdict.get(key) == ended[key] for key in ("class", "message"))
+
+
+def _next_step(state: RunState, verdict: dict[str, Any]) -> str:
+    """Return what to do; what goes on with the run stands apart."""
+    if not state.is_over and state.state != "lost":
         return "muster status --watch follows it, muster logs -f shows its output"
-    return "" if state.state == "done" else next_step(class_name, verdict.get("first"), message)
+    if state.state == "done" or (state.state == "stopped" and _going_on(state)):
+        return ""
+    first, message = verdict.get("first"), str(verdict.get("message") or "")
+    class_name = str(verdict.get("class") or "")
+    if state.state == "lost" and first is None:
+        class_name = "lost" if _going_on(state) else "lost-unsaved"
+    given = verdict.get("next_step") or next_step(class_name, first, message)
+    return re.sub(r"\bRUN\b", state.run_id, str(given))
+
+
+def _going_on(state: RunState) -> str | None:
+    """Return the command that goes on with a run that is over, where that is possible."""
+    if state.state == "done" or not (state.is_over or state.state == "lost"):
+        return None
+    if state.checkpoint is not None:
+        return f"muster resume {state.run_id} goes on after step {state.checkpoint.step} ({state.checkpoint.name})"
+    return f"muster resume {state.run_id} starts the program once more" if state.kind == "command" else None
+
+
+def _as_in_rows(record: dict[str, Any]) -> dict[str, Any]:
+    return {"class" if key == "class_name" else key: value for key, value in record.items()}
 
 
 def _known(run: RunDir, state: RunState, rows: Rows) -> tuple[str, ...]:

@@ -28,14 +28,24 @@ class Transport(Protocol):
     patience_s: float  # how long agents may take to come, where that is longer than the job's start time-out
 
     def commands(self) -> list[list[str]]:
-        """Return the argv of what `start` starts: one per node, or one for all."""
+        """Return the argv of what `start` starts: one per node of the crew, or one for all."""
         ...
 
     async def start(self, gate: Gate) -> None:
-        """Start one agent per node. Each is handed over when it connects, or fails, be it after this has returned.
+        """Start one agent per node of the crew. Each is handed over when it connects, or fails, be it later.
 
         Raises:
             MusterError: nothing can be started at all.
+        """
+        ...
+
+    async def restart(self, slot: int, gate: Gate) -> None:
+        """Start the agent of one node of the crew once more, after it was lost; what was left of its start is ended.
+
+        The new agent is handed over like those of `start`, or fails; of the lost one nothing is said any more.
+
+        Raises:
+            RefusedError: this transport cannot; the message says what to do instead.
         """
         ...
 

@@ -1,14 +1,17 @@
 """Transports whose agents dial back: one program starts them all (pdsh, srun), or people do, by pasted lines.
 
 The supervisor listens; an agent shows the run's token. What is particular to each is a row: how the program is called,
-where its agents find the token, and how its complaints are read.
+where its agents find the token, and how its complaints are read. An agent that is started again has a program of its
+own; what the first one says of that node, late, no longer counts.
 """
 
 import asyncio
 import os
 import re
+import sys
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from jobs import network
@@ -19,22 +22,26 @@ from launch.agent import TOKEN
 from launch.channel import Listener
 from launch.child import FAREWELL_S, Child
 from launch.transports.base import Gate
+from launch.transports.watched import Watched
 
 READING_S: Final = 1.0
 LOST_S: Final = 1.0  # for the agents that are not lost to end, before pdsh is ended for those that are
 PDSH_LINE: Final = re.compile(r"(?:pdsh@[^:]*: )?(?P<host>[^:\s]+): (?P<text>.*)")
 PDSH_END: Final = re.compile(r"[Ee]xited with exit code (\d+)")
+ALL: Final = -1  # the place of the program that starts all agents
 
 
 @dataclass(frozen=True)
 class Starter:
     """The program that starts the agents.
 
-    `argv(connect)` returns its whole argv, `connect` being what agents are told to dial. `explain(name, code, errors)`
-    turns the end of one node's start, or of the program itself (name ""), into a message.
+    `argv(connect)` returns its whole argv, `connect` being what agents are told to dial; `one(connect, slot)` that
+    which starts the agent of one node again. `explain(name, code, errors)` turns the end of one node's start, or of
+    the program itself (name ""), into a message.
     """
 
     argv: Callable[[str], list[str]]
+    one: Callable[[str, int], list[str]] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)  # added to ours
     replaces: Mapping[str, str] | None = None  # stands for ours, where that holds too much
     prefix: str = ""  # before what it says of a node
@@ -69,7 +76,9 @@ class Dialled:
         self.own_agent = own_agent
         self.patience_s = patience_s
         self._listener = Listener(token)
-        self._children: list[Child] = []
+        self._connect = ""
+        self._started = Watched()
+        self._again: set[int] = set()  # nodes whose agent was started again
         self._tasks: set[asyncio.Task[None]] = set()
 
     def commands(self) -> list[list[str]]:
@@ -81,30 +90,45 @@ class Dialled:
         route = network.route_to(self.towards) if self.towards else None
         await self._listener.open(route[1] if route else self.listen, self.port)
         addresses = [route[1]] if route else [address for _, address in network.own_addresses()] or ["127.0.0.1"]
-        connect = ",".join(f"{address}:{self._listener.port}" for address in addresses)
+        self._connect = ",".join(f"{address}:{self._listener.port}" for address in addresses)
         self._spawn(self._accept(gate))
         if self.own_agent:
-            child = Child(self.own_agent, piped=True, own_stderr=False)
-            self._children.append(child)
-            gate.connected(await child.channel())
-            self._spawn(self._watch_own(child, gate))
+            await self._start_own(gate)
         if self.starter is not None:
             write_secret(self.run.token, self._listener.token)
-            own = os.environ if self.starter.replaces is None else self.starter.replaces
-            environment = {**own, **self.starter.environment, TOKEN: self._listener.token}
-            child = Child(self.starter.argv(connect), piped=False, env=environment)
-            self._children.append(child)
-            self._spawn(self._watch(self.starter, child, gate))
+            self._start_by(self.starter, ALL, self.starter.argv(self._connect), gate)
+
+    async def restart(self, slot: int, gate: Gate) -> None:
+        """Start a node's agent by a program of its own; by hand somebody is asked to, and may take their time."""
+        self._again.add(slot)
+        await self._started.end(slot)
+        if self.starter is not None and self.starter.one is not None:
+            self._start_by(self.starter, slot, self.starter.one(self._connect, slot), gate)
+        elif slot == 0 and self.own_agent:
+            await self._start_own(gate)
+        else:
+            print(f"muster: node {slot} is lost; paste its line there again (muster cmd prints it)", file=sys.stderr)
 
     async def _accept(self, gate: Gate) -> None:
         while True:
             gate.connected(await self._listener.accept())
 
+    async def _start_own(self, gate: Gate) -> None:
+        child = Child(self.own_agent, piped=True, own_stderr=False)
+        self._started.add(0, child, gate, partial(self._watch_own, child))
+        gate.connected(await child.channel())
+
+    def _start_by(self, starter: Starter, place: int, argv: list[str], gate: Gate) -> None:
+        own = os.environ if starter.replaces is None else starter.replaces
+        environment = {**own, **starter.environment, TOKEN: self._listener.token}
+        child = Child(argv, piped=False, env=environment)
+        self._started.add(place, child, gate, partial(self._watch, starter, child, place))
+
     async def _watch_own(self, child: Child, gate: Gate) -> None:
         code = await asyncio.shield(child.ended)
         gate.failed(0, UnreachableError(f"node 0: its agent ended with code {code} before it had said a word"))
 
-    async def _watch(self, starter: Starter, child: Child, gate: Gate) -> None:
+    async def _watch(self, starter: Starter, child: Child, place: int, gate: Gate) -> None:
         """Tell what the starter says of single nodes as it says it, and at its end that nobody else will come."""
         lines: asyncio.Queue[str] = asyncio.Queue()
         reading = asyncio.create_task(child.read_errors(lines))
@@ -124,19 +148,27 @@ class Dialled:
             node = starter.names[found["host"]]
             about = said.setdefault(node, [])
             about.append(found["text"])
-            if (end := PDSH_END.search(found["text"])) and starter.explain:
+            if (end := PDSH_END.search(found["text"])) and starter.explain and self._speaks_for(place, node):
                 gate.failed(node, starter.explain(called[node], int(end[1]), about[:-1] or child.errors[:-1]))
         code = child.ended.result()
         for node in range(self.nodes):
-            if starter.explain:
+            if starter.explain and self._speaks_for(place, node):
                 gate.failed(node, starter.explain(called.get(node, ""), code, said.get(node) or child.errors))
+
+    def _speaks_for(self, place: int, node: int) -> bool:
+        """Say whether the program at a place is the one that last started a node's agent."""
+        return place == (node if node in self._again else ALL)
 
     async def close(self, lost: Collection[int]) -> None:
         """Let nobody in any more, and wait for what we started to end; pdsh would wait long for a lost node's ssh."""
         self._listener.close()
         self.run.token.unlink(missing_ok=True)
-        wait_s = LOST_S if lost and self.starter is not None and self.starter.names else FAREWELL_S
-        await asyncio.gather(*(child.end(wait_s) for child in self._children))
+
+        def wait_s(place: int) -> float:
+            in_vain = bool(lost or self._again) if place == ALL else place in lost
+            return LOST_S if in_vain and self.starter is not None and self.starter.names else FAREWELL_S
+
+        await self._started.close(wait_s)
         for task in self._tasks:
             task.cancel()
 

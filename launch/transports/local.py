@@ -8,16 +8,15 @@ import asyncio
 import os
 import socket
 import subprocess
-from collections.abc import Collection, Mapping
-from typing import Final
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from jobs.boot import module_argv
 from jobs.errors import UnreachableError
-from launch.child import Child
+from launch.child import FAREWELL_S, Child
 from launch.keeper_link import start_warm
 from launch.transports.base import Gate
-
-FAREWELL_S: Final = 5.0
+from launch.transports.watched import Watched
 
 
 class Local:
@@ -29,8 +28,7 @@ class Local:
     def __init__(self, nodes: int, *, python: str) -> None:
         self.nodes = nodes
         self.python = python
-        self._agents: list[Child] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._agents = Watched()
         self._keepers: list[socket.socket] = []
         self._warm: subprocess.Popen[bytes] | None = None
 
@@ -49,16 +47,22 @@ class Local:
 
     async def start(self, gate: Gate) -> None:
         """Start one agent per node, each with its keeper's socket."""
-        for node, argv in enumerate(self.commands()):
-            descriptors = [self._keepers[node].fileno()] if self._keepers else []
-            if descriptors:
-                argv = [*argv, "--keeper-fd", str(descriptors[0])]
-            agent = Child(argv, piped=True, pass_fds=descriptors, own_stderr=False)
-            self._agents.append(agent)
-            self._tasks.add(asyncio.create_task(self._watch(node, agent, gate)))
-            gate.connected(await agent.channel())
+        for node in range(self.nodes):
+            await self._start_one(node, gate, [self._keepers[node].fileno()] if self._keepers else [])
         for keeper in self._keepers:
             keeper.close()
+
+    async def restart(self, slot: int, gate: Gate) -> None:
+        """Start a node's agent again; it starts a warm process of its own, for the keeper of the lost one is over."""
+        await self._agents.end(slot)
+        await self._start_one(slot, gate, [])
+
+    async def _start_one(self, node: int, gate: Gate, keeper: Sequence[int]) -> None:
+        argv = self.commands()[node]
+        argv += ["--keeper-fd", str(keeper[0])] if keeper else []
+        agent = Child(argv, piped=True, pass_fds=keeper, own_stderr=False)
+        self._agents.add(node, agent, gate, partial(self._watch, node, agent))
+        gate.connected(await agent.channel())
 
     async def _watch(self, node: int, agent: Child, gate: Gate) -> None:
         code = await asyncio.shield(agent.ended)
@@ -66,11 +70,9 @@ class Local:
 
     async def close(self, lost: Collection[int]) -> None:
         """Wait until every agent has ended; kill one that does not."""
-        for task in self._tasks:
-            task.cancel()
         for keeper in self._keepers:
             keeper.close()
-        await asyncio.gather(*(agent.end() for agent in self._agents))
+        await self._agents.close(lambda _: FAREWELL_S)
         if self._warm is not None:
             try:
                 await asyncio.to_thread(self._warm.wait, FAREWELL_S)  # it ends with its last keeper

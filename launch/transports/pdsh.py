@@ -33,13 +33,19 @@ def pdsh_transport(
         raise RefusedError(f"--on pdsh: pdsh splits ssh options at spaces, and {spaced[0]!r} has one; use --on ssh")
     targets = [target_of(host, ssh.user) for host in nodes]
 
-    def argv(connect: str) -> list[str]:
+    def command(connect: str, node: str) -> str:
         # pdsh replaces %n, the position in -w, everywhere; every other % is doubled.
         agent = [*module_argv(python, "launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
         agent += ["--token-file", str(run.token), "--node"]
-        command = shlex.join(["exec", *agent]).replace("%", "%%") + " %n"
+        return shlex.join(["exec", *agent]).replace("%", "%%") + f" {node}"
+
+    def argv(connect: str) -> list[str]:
         # -f: with fewer connections than nodes the last agents would wait for the first to end.
-        return ["pdsh", "-R", "ssh", "-f", str(max(fanout, len(nodes))), "-w", ",".join(targets), command]
+        every = ",".join(targets)
+        return ["pdsh", "-R", "ssh", "-f", str(max(fanout, len(nodes))), "-w", every, command(connect, "%n")]
+
+    def one(connect: str, slot: int) -> list[str]:
+        return ["pdsh", "-R", "ssh", "-w", targets[slot], command(connect, str(slot))]
 
     def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
         host = by_name.get(name)
@@ -56,6 +62,7 @@ def pdsh_transport(
         towards=nodes[0].address,
         starter=Starter(
             argv=argv,
+            one=one,
             environment={"PDSH_SSH_ARGS_APPEND": " ".join(words).replace("%", "%%")},
             names=numbers,
             explain=told,

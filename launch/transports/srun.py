@@ -24,15 +24,15 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
     """
     allocation = read_allocation(os.environ)
 
-    def argv(connect: str) -> list[str]:
+    def step(connect: str, hosts: Sequence[str], node: str) -> list[str]:
         agent = [*module_argv(python, "launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
         agent += ["--alone", alone] if alone else []
         return srun_argv(
-            nodes=len(nodes),
-            argv=[*agent, "--node", "slurm"],
+            nodes=len(hosts),
+            argv=[*agent, "--node", node],
             cpus_per_task=allocation.cpus_per_task,
             gpus_per_node=allocation.gpus_per_node,
-            hosts=nodes if len(nodes) < len(allocation.nodes) else (),
+            hosts=hosts if len(hosts) < len(allocation.nodes) else (),
         )
 
     def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
@@ -46,7 +46,8 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
         len(nodes),
         run=run,
         starter=Starter(
-            argv=argv,
+            argv=lambda connect: step(connect, nodes, "slurm"),
+            one=lambda connect, slot: step(connect, [nodes[slot]], str(slot)),
             explain=told,
             replaces=step_environment(os.environ),
             prefix="srun: error: ",

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Final
 
 from jobs.boot import module_argv
@@ -12,6 +13,7 @@ from launch.channel import ChannelClosed
 from launch.child import FAREWELL_S, Child
 from launch.ssh_command import explain, ssh_argv
 from launch.transports.base import LEASE_S, Gate
+from launch.transports.watched import Watched
 
 FANOUT: Final = 64  # key exchanges under way at once
 READING_S: Final = 1.0  # for the last words on standard error, after the end
@@ -32,8 +34,7 @@ class Ssh:
         self.python = python
         self.code = code
         self._turns = asyncio.Semaphore(fanout or FANOUT)
-        self._children: list[Child] = []
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = Watched()
 
     def commands(self) -> list[list[str]]:
         """Return every ssh's argv."""
@@ -43,10 +44,17 @@ class Ssh:
     async def start(self, gate: Gate) -> None:
         """Start all, so many at once that none waits for a slow one's key exchange."""
         for node, argv in enumerate(self.commands()):
-            await self._turns.acquire()
-            child = Child(argv, piped=True)
-            self._children.append(child)
-            self._tasks.add(asyncio.create_task(self._watch(node, child, gate)))
+            await self._start_one(node, argv, gate)
+
+    async def restart(self, slot: int, gate: Gate) -> None:
+        """Start a node's agent by a new ssh; the old one may still wait for a host that does not answer."""
+        await self._started.end(slot)
+        await self._start_one(slot, self.commands()[slot], gate)
+
+    async def _start_one(self, node: int, argv: Sequence[str], gate: Gate) -> None:
+        await self._turns.acquire()
+        child = Child(argv, piped=True)
+        self._started.add(node, child, gate, partial(self._watch, node, child))
 
     async def _watch(self, node: int, child: Child, gate: Gate) -> None:
         errors = asyncio.create_task(child.read_errors())
@@ -64,7 +72,4 @@ class Ssh:
 
     async def close(self, lost: Collection[int]) -> None:
         """Wait for every ssh to end with its agent; one whose node is lost would wait for its own time-out."""
-        waits = [(child, 0.0 if node in lost else FAREWELL_S) for node, child in enumerate(self._children)]
-        await asyncio.gather(*(child.end(wait_s) for child, wait_s in waits))
-        for task in self._tasks:
-            task.cancel()
+        await self._started.close(lambda node: 0.0 if node in lost else FAREWELL_S)

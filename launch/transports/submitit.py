@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from jobs.boot import module_argv
-from jobs.errors import UnreachableError
+from jobs.errors import RefusedError, UnreachableError
 from jobs.rundir import RunDir
 from launch.agent import TOKEN
 from launch.child import Child
@@ -47,6 +47,17 @@ class Submitit(Dialled):
         await super().start(gate)
         publish(self.run, {"arguments": self._arguments, "environment": {TOKEN: self._listener.token}})
 
+    async def restart(self, slot: int, gate: Gate) -> None:
+        """Refuse: submitit starts each task once.
+
+        Raises:
+            RefusedError: always.
+        """
+        raise RefusedError(
+            f"node {slot}: submitit starts a node's agent only once; go on with fewer nodes (restart.min_nodes), with "
+            "spares (restart.spares), or through --on slurm"
+        )
+
     async def close(self, lost: Collection[int]) -> None:
         """Let nobody in any more; what was told is over."""
         self.run.rendezvous.unlink(missing_ok=True)
@@ -56,7 +67,7 @@ class Submitit(Dialled):
         self._arguments = ["--connect", f"{LOOPBACK}:{connect.rpartition(':')[2]}" if self.listen else connect]
         return [*self.agent, "--node", "0", *self._arguments]
 
-    async def _watch(self, starter: Starter, child: Child, gate: Gate) -> None:
+    async def _watch(self, starter: Starter, child: Child, place: int, gate: Gate) -> None:
         reading = asyncio.create_task(child.read_errors())
         code = await asyncio.shield(child.ended)
         await asyncio.wait([reading], timeout=READING_S)

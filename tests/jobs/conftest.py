@@ -1,4 +1,4 @@
-"""Fixtures of the data tests: an HTTP server that misbehaves on request, and a tiny archive in CIFAR-10's format."""
+"""Fixtures: an HTTP server that misbehaves on request, a tiny archive in CIFAR-10's format, warm processes."""
 
 import hashlib
 import io
@@ -9,8 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
+
+from support.warm import Warm
 
 PIXELS = 3072
 
@@ -133,3 +136,23 @@ def tiny_cifar10(monkeypatch: pytest.MonkeyPatch) -> TinyCifar10:
     members["cifar-10-batches-py/batches.meta"] = python2_meta([b"airplane", b"automobile"])
     members["cifar-10-batches-py/readme.html"] = b"<html>"
     return TinyCifar10(members, b"".join(rows[:5]), rows[5])
+
+
+@pytest.fixture
+def make_warm(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
+    """Return a function that starts a warm process which imports nothing."""
+    made: list[Warm] = []
+
+    def make(keepers: int = 1, preload: str = "", code: str = "") -> Warm:
+        made.append(Warm(tmp_path, keepers, preload, code))
+        return made[-1]
+
+    yield make
+    for warm in made:
+        warm.kill()
+
+
+@pytest.fixture
+def warm(make_warm: Callable[..., Warm]) -> Warm:
+    """A warm process with one keeper that is ready."""
+    return make_warm().wait_for_keepers()

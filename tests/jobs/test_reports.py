@@ -71,3 +71,27 @@ def test_without_a_keeper_reports_go_nowhere(environ: dict[str, str]) -> None:
     reporter = Reporter(environ)
     reporter.joined()
     assert reporter.descriptor is None
+
+
+def test_what_becomes_of_checkpoints_is_told_in_whole_rows(pipe: Pipe) -> None:
+    reading, writing = pipe
+    reporter = Reporter({"MUSTER_STATUS_FD": str(writing)})
+    reporter.loaded(step=40, seconds=0.2, checkpoint="step-00000040.a000")
+    reporter.first_step(41)
+    reporter.replayed(steps=12, seconds=3.1, compared=11, worst=0.0)
+    reporter.saved(step=60, checkpoint="step-00000060.a001", stall_s=0.03, seconds=0.6, nbytes=9)
+    reporter.missed(step=80, missed=1, message="disk\nfull")
+    assert told(reading) == [
+        {"report": "loaded", "step": 40, "seconds": 0.2, "checkpoint": "step-00000040.a000"},
+        {"report": "first_step", "step": 41},
+        {"report": "replayed", "steps": 12, "seconds": 3.1, "compared": 11, "worst": 0.0},
+        {
+            "report": "saved",
+            "step": 60,
+            "checkpoint": "step-00000060.a001",
+            "stall_s": 0.03,
+            "seconds": 0.6,
+            "bytes": 9,
+        },
+        {"report": "missed", "step": 80, "missed": 1, "message": "disk full"},
+    ]

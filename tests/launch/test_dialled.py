@@ -131,6 +131,29 @@ def test_one_without_the_token_is_not_let_in(tmp_path: Path, capsys: pytest.Capt
     assert "wrong token" in capsys.readouterr().err
 
 
+def test_who_pastes_a_line_with_another_token_hears_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        own = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
+        transport = Dialled("hand", 2, run=RunDir(tmp_path), starter=None, token="printed", own_agent=own)
+        gate = Gate()
+        await transport.start(gate)
+        channel, _ = await hello_of(gate)
+        connect = f"127.0.0.1:{transport._listener.port}"
+        line = [*module_argv(sys.executable, "launch.agent"), "--node", "1", "--connect", connect, "--end-as", "run"]
+        pasted = await asyncio.create_subprocess_exec(
+            *line, env={**os.environ, TOKEN: "of another job"}, stderr=asyncio.subprocess.PIPE
+        )
+        _, said = await pasted.communicate()
+        assert pasted.returncode == 78
+        assert b"does not know this token: the line is of another job" in said
+        assert gate.channels.empty()
+        await channel.send({"do": "bye", "code": 0})
+        await transport.close([1])
+        channel.close()
+
+    run(test)
+
+
 def test_by_hand_node_0_is_started_here_and_the_others_are_waited_for(tmp_path: Path) -> None:
     async def test() -> None:
         gate = Gate()
@@ -221,7 +244,7 @@ def test_one_that_would_wait_for_a_lost_node_is_ended(tmp_path: Path) -> None:
         await transport.close([0])
         with pytest.raises(asyncio.QueueEmpty):
             gate.channels.get_nowait()
-        assert transport._children[0].ended.done()
+        assert transport._started.children[0].ended.done()
 
     run(test)
 

@@ -510,7 +510,7 @@ def test_agents_that_went_all_at_once_went_because_slurm_says_so(submission: Sub
     run = submission.context.run
     path = run.path / "slurm-12.out"
     path.write_text("error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:27:30 DUE TO JOB REQUEUE ***\n")
-    output = BatchOutput(run, {"SLURM_JOB_ID": "12"})
+    output = BatchOutput(run, "12")
     gone = ending(rank=None, code=69, message="its agent has gone")
     assert output.cause(gone) is None  # what stands there is of the try before
     with path.open("a") as file:
@@ -522,4 +522,4 @@ def test_agents_that_went_all_at_once_went_because_slurm_says_so(submission: Sub
 
 
 def test_without_an_output_nothing_is_known(submission: Submission) -> None:
-    assert BatchOutput(submission.context.run, {}).cause(ending(signal="SIGTERM")) is None
+    assert BatchOutput(submission.context.run, "12").cause(ending(signal="SIGTERM")) is None

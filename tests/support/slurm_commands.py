@@ -117,6 +117,9 @@ def squeue(world: dict[str, Any], argv: list[str]) -> int:
         print("slurm_load_jobs error: Invalid job id specified", file=sys.stderr)
         return 1
     for key, job in shown.items():
+        if option(argv, "format") == "%T":
+            print(job["state"])
+            continue
         fields = (key, job["state"], job["name"], job.get("nodes", ""), job.get("end", "N/A"), job.get("host", "n/a"))
         print(key if name else "|".join((*fields, job.get("reason", "None"))))
     return 0
@@ -124,6 +127,12 @@ def squeue(world: dict[str, Any], argv: list[str]) -> int:
 
 def scontrol(world: dict[str, Any], argv: list[str]) -> int:
     job = world["jobs"].get(argv[-1])
+    if "requeue" in argv:
+        if said := world.get("requeue_says"):
+            print(said, file=sys.stderr)
+            return 1
+        job.update({"state": "PENDING", "reason": "BeginTime", "restarts": job.get("restarts", 0) + 1})
+        return 0
     if job is None or job.get("forgotten"):
         print("slurm_load_jobs error: Invalid job id specified", file=sys.stderr)
         return 1
