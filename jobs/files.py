@@ -28,16 +28,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Write a file that only this user may read.
+    """Write a whole file that only this user may read, under a temporary name, then rename it into place.
 
     Raises:
         RunFolderError, StorageError: as `folder_error` says.
     """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
+        temporary.replace(path)
     except OSError as error:
+        temporary.unlink(missing_ok=True)
         raise folder_error(path, error) from error
 
 

@@ -9,6 +9,7 @@ To the supervisor hello, heartbeat, inspected, prepared, reached, started, repor
 """
 
 import asyncio
+import contextlib
 import hmac
 import json
 import secrets
@@ -108,7 +109,8 @@ class Channel:
 
     def abort(self) -> None:
         """Close this end without waiting for what is still to be sent: the other end does not take it."""
-        self.writer.transport.abort()
+        if not self.writer.transport.is_closing():  # asyncio's pipes do not take an abort after their end
+            self.writer.transport.abort()
         if self.source is not None:
             self.source.close()
 
@@ -172,15 +174,16 @@ class Listener:
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer)
         writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            shown = str((await asyncio.wait_for(channel.receive(), HELLO_TIMEOUT_S)).get("token", ""))
-        except (ChannelClosed, asyncio.TimeoutError):
-            shown = ""
+        first: Message = {}
+        with contextlib.suppress(ChannelClosed, asyncio.TimeoutError):
+            first = await asyncio.wait_for(channel.receive(), HELLO_TIMEOUT_S)
+        shown = str(first.get("token", ""))
         if hmac.compare_digest(shown.encode(), self.token.encode()):
             self._accepted.put_nowait(channel)
         else:
             print(
                 f"muster: refused a connection from {writer.get_extra_info('peername')}: wrong token", file=sys.stderr
             )
-            writer.write(WRONG_TOKEN)  # for whoever pasted the line, and looks at how it ends
+            if isinstance(first.get("token"), str):
+                writer.write(WRONG_TOKEN)  # for whoever pasted the line, and looks at how it ends
             channel.close()

@@ -26,6 +26,13 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def add_job(parser: argparse.ArgumentParser) -> None:
     """Add the job file and what may be said about it from outside."""
     parser.add_argument("job", metavar="JOB", help="the job file (YAML)")
+    add_changes(parser)
+    parser.add_argument("--site", metavar="FILE", help="the site file: what belongs to this cluster and not to the job")
+    parser.add_argument("--name", help="name of the run (default: the job's)")
+
+
+def add_changes(parser: argparse._ActionsContainer) -> None:
+    """Add what changes single values of a job."""
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -44,8 +51,6 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         dest="exported",
         help="a variable for the ranks; without a value, the one it has here; may be repeated",
     )
-    parser.add_argument("--site", metavar="FILE", help="the site file: what belongs to this cluster and not to the job")
-    parser.add_argument("--name", help="name of the run (default: the job's)")
 
 
 def add_transport(parser: argparse.ArgumentParser) -> None:

@@ -166,6 +166,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
     return {
         "do": "start",
         "attempt": context.attempt,
+        "node": plan.placement.node_rank,  # an agent keeps its slot, and may be another node in the next attempt
         "attempt_dir": str(attempt.path),
         "apart": plan.apart,
         "workdir": context.workdir,

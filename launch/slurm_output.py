@@ -7,6 +7,7 @@ written before any signal was sent.
 
 from pathlib import Path
 
+from jobs import exits
 from jobs.rundir import RunDir
 from launch.verdict import Ending, Stop
 from slurm.complaints import Complaint, complaint
@@ -36,4 +37,6 @@ class BatchOutput:
         found = self.complaint() if by_slurm else None
         if found is None or first is None:
             return None
-        return Stop(found.code, f"{first.where()}: {found.message}" if found.of_a_node else found.message)
+        if found.of_a_node:
+            return Stop(found.code, f"{first.where()}: {found.message}")
+        return Stop(found.code, found.message, final=found.code != exits.UNREACHABLE)

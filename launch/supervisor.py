@@ -136,8 +136,8 @@ class Supervisor:
         self.crew.missing.clear()  # whoever has not come by now is not waited for again
         for rank in attempt.unswept():  # something there cannot be killed: no attempt may count on this node
             self.crew.lose(self.slots[rank], time.monotonic())
-        verdict = self._judge(attempt)
-        asked = self.stop is not None or attempt.told is not None
+        verdict, final = self._judge(attempt)
+        asked = final or self.stop is not None or attempt.told is not None
         decision, choice = self.succession.follow(attempt, self.slots, verdict, asked=asked)
         following = "the run is over"
         if choice is not None:
@@ -148,12 +148,15 @@ class Supervisor:
             self.succession.announce(attempt.number + 1, verdict, decision, choice, self.log, self.console)
         return decision, choice
 
-    def _judge(self, attempt: Attempt) -> Verdict:
-        """Judge an attempt; a scheduler that ended it knows better why than who saw ranks and agents go."""
+    def _judge(self, attempt: Attempt) -> tuple[Verdict, bool]:
+        """Judge an attempt, and say whether it must be the last one.
+
+        A scheduler that ended it knows better why than who saw ranks and agents go.
+        """
         verdict = attempt.verdict()
         asks = self.cause is not None and attempt.stop is attempt.told
         cause = self.cause(attempt.told_by or verdict.first) if asks and self.cause is not None else None
-        return judge(attempt.endings, cause) if cause else verdict
+        return (judge(attempt.endings, cause), cause.final) if cause else (verdict, False)
 
     async def _prepare(self, decision: Decision, choice: Choice) -> bool:
         """Wait, start the agents that are to come back, and place the next attempt; False when a stop was asked for."""

@@ -65,6 +65,7 @@ class Stop:
 
     code: int
     message: str
+    final: bool = False  # whoever ended this attempt ends the run: a scheduler that takes its nodes away
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ def ending_of(
         message=text,
         last_lines=message["last_lines"],
         ours=ours,
-        step=failure.get("step"),
+        step=failure.get("step", message.get("steps")),
     )
 
 
