@@ -4,7 +4,7 @@ JSON lines over one socket. From the agent:
 
     {"do": "store", "attempt": n}   with a listening socket attached: serve the attempt's store on it
     {"do": "start", "attempt": n, "ranks": [RankStart...]}
-    {"do": "stop", "grace_s": 5.0}  TERM to every rank's group, KILL after the grace, then sweep what is left
+    {"do": "stop", "attempt": n, "grace_s": 5.0}    TERM to every rank's group, KILL after the grace, then sweep
     {"do": "look"}                  how far is every rank?
     {"do": "hold"}                  every rank waits before its next step (jobs/page.py)
     {"do": "stop_at", "steps": n}   after so many steps every rank saves and ends
@@ -155,6 +155,8 @@ class Keeper:
             rank.close()
 
     def _on_stop(self, message: dict[str, Any]) -> None:
+        if not self.ranks:  # of an attempt that has not come to its start here
+            self.attempt = message.get("attempt", self.attempt)
         self._stop(message["grace_s"])
 
     # What ranks share with us ---------------------------------------------------------------------------------------

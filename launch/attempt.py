@@ -291,5 +291,5 @@ class Attempt:
         if rank is None:
             self.stop_all(Stop(exits.TIMEOUT, f"the ranks {text}"), "the ranks hang", 0.0)
             return
-        host, now = self.roster.hosts[node], time.time()
-        self._record(Ending(rank, node, host, exits.TIMEOUT, None, now, "own", text, lines, step=steps, hung=True))
+        host, since = self.roster.hosts[node], time.time() - self.hang.seconds
+        self._record(Ending(rank, node, host, exits.TIMEOUT, None, since, "own", text, lines, step=steps, hung=True))

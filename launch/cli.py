@@ -18,6 +18,7 @@ GROUPS = (
         (
             ("run", "start the ranks of a job, watch them, and say how it went"),
             ("submit", "start a run and leave: in the background, or in Slurm's queue"),
+            ("resume", "go on with a run that is over, from its newest good checkpoint"),
             ("sweep", "run every point of a grid of settings, and compare them"),
             ("plan", "show what run would do: hosts, ranks, environment, commands"),
             ("cmd", "print the line to paste on each node, to start by hand"),

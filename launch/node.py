@@ -1,4 +1,4 @@
-"""The agent at work: it starts its node's ranks through a keeper, watches them, and stops them.
+"""The agent at work: it starts its node's ranks through a keeper, watches them, and stops them; attempt after attempt.
 
 When the channel closes, or the supervisor has been silent for the lease, it closes the keeper's socket, whereupon the
 keeper stops the ranks (TERM, 1 s, KILL); then it ends whatever else it started.
@@ -12,28 +12,20 @@ import sys
 import time
 import traceback
 from collections.abc import Coroutine
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
-from jobs import linux, network, ports
+from jobs import leftovers, linux, network, ports
 from jobs.errors import MusterError
 from jobs.exits import UNREACHABLE
-from jobs.files import write_json
-from jobs.rundir import AttemptDir, RunDir
-from launch import census, setup_lines, storage
-from launch.agent import identity
+from jobs.rundir import RunDir
+from launch import setup_lines, storage
 from launch.channel import Channel, ChannelClosed, Message, over_pipes, over_socket
-from launch.follow import LineFollower, tail_lines
 from launch.keeper_link import KeeperLink
+from launch.node_attempt import NodeAttempt, RankProcessId, gone
 
-LOOK_S: Final = 1.0
-FOLLOW_S: Final = 0.1
 LEASE_LOOK_S: Final = 0.25
 BACKLOG: Final = 4096  # ranks dial before the store serves
-LAST_LINES: Final = 20
-LONGEST_LAST: Final = 1000  # characters
-BATCH_BYTES: Final = 1 << 18  # of a rank's output in one message
 REACH_S: Final = 5.0
 
 
@@ -47,12 +39,11 @@ class Agent:
         self.lease_s = lease_s
         self.heard = time.monotonic()
         self.alone = False  # the lease has ended
-        self.listening: socket.socket | None = None
-        self.start: Message = {}
+        self.attempt = self._new_attempt(0)
+        self.before: set[RankProcessId] = set()  # ranks of attempts before: gone, unless their keeper died
+        self.listening: socket.socket | None = None  # the store's, until the keeper has it
         self.starting: asyncio.Task[None] | None = None
-        self.unseen: dict[int, int] = {}  # {rank: pid} of programs that have not been seen at the store
-        self.followers: dict[int, dict[str, LineFollower]] = {}
-        self.courier: storage.Courier | None = None
+        self.set_up: list[str] | None = None  # the setup lines that have been run
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -65,6 +56,9 @@ class Agent:
             "reach": self._reach,
             "start": self._start,
             "stop": self._stop,
+            "hold": self._hold,
+            "stop_at": self._stop_at,
+            "dump": self._dump,
         }
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_term)
         if self.lease_s:
@@ -74,9 +68,10 @@ class Agent:
                 self.heard = time.monotonic()
                 await self._guard(handlers[message["do"]](message))
             code = int(message["code"])
-            await self._deliver()
+            await self.attempt.close()
         except ChannelClosed:
             pass  # the supervisor has gone: the same farewell
+        self.attempt.abandon()
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -88,7 +83,7 @@ class Agent:
     def _on_term(self) -> None:
         """Pass on that somebody ends this node - a scheduler, mostly - so that the whole run ends in order."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # a second one ends this process
-        self._spawn(self.channel.send({"did": "told"}))
+        self._spawn(self._tell({"did": "told"}))
 
     async def _watch_lease(self) -> None:
         while time.monotonic() - self.heard < self.lease_s:
@@ -100,7 +95,8 @@ class Agent:
     async def _beat(self, message: Message) -> None:
         """Answer with both times of this clock, so that the supervisor can tell how far it is off."""
         now = time.time()
-        await self.channel.send({"did": "heartbeat", "sent": message["sent"], "heard": now, "time": time.time()})
+        times = {"sent": message["sent"], "heard": now, "time": time.time()}
+        await self._tell({"did": "heartbeat", **times, "progress": self.attempt.pulse.record(time.monotonic())})
 
     # Before the start -----------------------------------------------------------------------------------------------
 
@@ -111,19 +107,22 @@ class Agent:
 
     async def _answer(self, facts: Any, message: Message) -> None:
         found = await asyncio.to_thread(facts, message)
-        await self.channel.send({"did": "inspected", "facts": found})
+        await self._tell({"did": "inspected", "facts": found})
 
     async def _prepare(self, message: Message) -> None:
         """Bind the store's port, and keep it bound: the number is told only once it is ours."""
+        await self._turn_to(message)
+        self._close_listening()
         self.listening = ports.bind(message["bind"], backlog=BACKLOG)
         port = self.listening.getsockname()[1]
-        await self.channel.send({"did": "prepared", "port": port, "addresses": network.own_addresses()})
+        await self._tell({"did": "prepared", "port": port, "addresses": network.own_addresses()})
 
     async def _reach(self, message: Message) -> None:
         """Try what the ranks will need: the way to the master, and the run folder."""
-        self._spawn(self._try_reach(message))
+        await self._turn_to(message)
+        self._spawn(self._try_reach(message, self.attempt))
 
-    async def _try_reach(self, message: Message) -> None:
+    async def _try_reach(self, message: Message, attempt: NodeAttempt) -> None:
         from launch.fingerprint import fingerprint
 
         address, port = message["address"], message["port"]
@@ -140,126 +139,109 @@ class Agent:
         found = storage.find(RunDir(Path(message["run"])), message["nonce"])
         interface, own = route or ("", "")
         said = {"interface": interface, "address": own, "why": why, "code": fingerprint(), **found}
-        await self.channel.send({"did": "reached", **said})
+        await attempt.tell({"did": "reached", **said})
 
-    # Ranks ----------------------------------------------------------------------------------------------------------
+    # Attempts -------------------------------------------------------------------------------------------------------
+
+    def _new_attempt(self, number: int) -> NodeAttempt:
+        return NodeAttempt(number, self.node, self.channel.send, self._guard)
+
+    async def _turn_to(self, message: Message) -> None:
+        """Leave the attempt before behind, if the message is of another one."""
+        number = message.get("attempt", self.attempt.number)
+        if number != self.attempt.number:
+            await self.attempt.close()
+            self._close_listening()
+            self.before |= set(self.attempt.pids.values())
+            self.attempt = self._new_attempt(number)
+
+    def _close_listening(self) -> None:
+        if self.listening is not None:
+            self.listening.close()
+            self.listening = None
 
     async def _start(self, message: Message) -> None:
-        self.start = message
-        self.starting = self._spawn(self._begin(message))
+        await self._turn_to(message)
+        self.starting = self._spawn(self._begin(self.attempt, message))
 
-    async def _begin(self, message: Message) -> None:
-        attempt = AttemptDir(Path(message["attempt_dir"]))
-        if message["apart"]:
-            attempt.path.mkdir(parents=True, exist_ok=True)
-            self.courier = storage.Courier(
-                RunDir(attempt.path.parent), attempt, self.node, [start["rank"] for start in message["ranks"]]
-            )
-        if message["setup"]:
-            await setup_lines.run(
-                message["setup"], attempt.setup(self.node), message["workdir"], message["warm"]["env"]
-            )
+    async def _begin(self, attempt: NodeAttempt, message: Message) -> None:
+        attempt.open(message)
+        if message["setup"] and message["setup"] != self.set_up:  # once on a node, however many attempts there are
+            log = attempt.folder.setup(attempt.node)
+            await setup_lines.run(message["setup"], log, message["workdir"], message["warm"]["env"])
+            self.set_up = message["setup"]
         if not self.keeper.is_open:
+            await self._ranks_gone()
             await self.keeper.open(**message["warm"])
-            self._spawn(self._watch_keeper())
-        if self.listening is not None:
-            if message["store"]:
-                self.keeper.give_store(self.listening)
-            self.listening.close()  # the keeper has it now, or rank 0 may bind it
-            self.listening = None
-        await self.keeper.order({"do": "start", "ranks": message["ranks"]})
-        self.followers = {
-            rank: {"out": LineFollower(attempt.out(rank)), "err": LineFollower(attempt.err(rank))}
-            for rank in message["console"]
-        }
-        self._spawn(self._forward())
-        self._spawn(self._look())
+            self._spawn(self._watch_keeper(self.keeper))
+        if self.listening is not None and message["store"]:
+            await self.keeper.give_store(self.listening, attempt.number)
+        self._close_listening()  # the keeper has it now, or rank 0 may bind it
+        await self.keeper.order({"do": "start", "attempt": attempt.number, "ranks": message["ranks"]})
+        attempt.follow(self.keeper)
 
     async def _stop(self, message: Message) -> None:
-        if self.starting is not None and not self.keeper.is_open:
-            self.starting.cancel()  # the setup lines are still at work
-            await asyncio.gather(self.starting, return_exceptions=True)
-        if not self.keeper.is_open:
-            await self.channel.send({"did": "swept", "swept": 0})
+        if message.get("attempt", self.attempt.number) != self.attempt.number:  # of one that never came here
+            await self._tell({"did": "swept", "swept": 0, "left": [], "attempt": message["attempt"]})
             return
-        await self.keeper.order({"do": "stop", "grace_s": message["grace_s"]})
+        if self.starting is not None and not self.starting.done():
+            self.starting.cancel()  # the setup lines may be at work
+            await asyncio.gather(self.starting, return_exceptions=True)
+        self._close_listening()
+        if self.keeper.is_open:
+            grace_s, number = message["grace_s"], self.attempt.number
+            await self.keeper.order({"do": "stop", "grace_s": grace_s, "attempt": number})
+            return
+        left = leftovers.described(await self._ranks_gone())
+        await self.attempt.close()
+        await self._tell({"did": "swept", "swept": 0, "left": left})
 
-    async def _watch_keeper(self) -> None:
-        async for message in self.keeper.messages():
-            if "started" in message:
-                self._note_started(message)
-                await self.channel.send({"did": "started", "ranks": message["started"], "time": message["time"]})
-            elif "exited" in message:
-                rank = message.pop("exited")
-                self.unseen.pop(rank, None)
-                await self._forward_rank(rank, ended=True)
-                lines = self._last_lines(rank)
-                await self.channel.send({"did": "exited", "rank": rank, "last_lines": lines, **message})
-            else:
-                did = next(key for key in ("ready", "report", "swept", "broken") if key in message)
-                if did == "swept":
-                    await self._deliver()
-                await self.channel.send({"did": did, **message})
+    async def _hold(self, message: Message) -> None:
+        if self._is_running(message):
+            await self.keeper.order({"do": "hold"})
+            self.attempt.hold()
+
+    async def _stop_at(self, message: Message) -> None:
+        if self._is_running(message):
+            await self.keeper.order({"do": "stop_at", "steps": message["steps"]})
+
+    async def _dump(self, message: Message) -> None:
+        if self._is_running(message):
+            self._spawn(self.attempt.dump(self.keeper))
+        else:
+            await self._tell({"did": "stacks", "ranks": {}})
+
+    def _is_running(self, message: Message) -> bool:
+        """Say whether the attempt that a message is about has ranks here."""
+        same = message.get("attempt", self.attempt.number) == self.attempt.number
+        return same and self.keeper.is_open and bool(self.attempt.pids)
+
+    async def _watch_keeper(self, keeper: KeeperLink) -> None:
+        async for message in keeper.messages():
+            if "ready" in message:
+                await self._tell({"did": "ready", "ready": message["ready"]})
+            elif message.get("attempt", self.attempt.number) == self.attempt.number:
+                await self.attempt.on_keeper(message)
+        if self.keeper is keeper:
+            self.keeper = KeeperLink(None)  # the next attempt starts another
+        await self.attempt.close()
         what = "its warm process or keeper has gone"
-        await self.channel.send({"did": "broken", "broken": what, "code": UNREACHABLE, "gone": True})
+        await self._tell({"did": "broken", "broken": what, "code": UNREACHABLE, "gone": True})
+        await keeper.close()
 
-    def _note_started(self, message: Message) -> None:
-        pids = dict(message["started"])
-        if "argv" in self.start["ranks"][0]:  # a program of the user's: it tells us nothing, so we look
-            self.unseen = dict(pids)
-        ranks = [
-            {"rank": start["rank"], "pid": pids[start["rank"]], "cores": start["cores"], "gpus": start["gpus"]}
-            for start in self.start["ranks"]
-        ]
-        record = {**identity(), "node": self.node, "ranks": ranks}
-        write_json(AttemptDir(Path(self.start["attempt_dir"])).node(self.node), record)
+    async def _ranks_gone(self) -> list[int]:
+        """Wait, where there is no keeper any more, for the end of its ranks; return the pids of those that live on."""
+        return await gone(self.before | set(self.attempt.pids.values()))
 
-    def _last_lines(self, rank: int) -> list[str]:
-        attempt = AttemptDir(Path(self.start["attempt_dir"]))
-        return last_lines(attempt.err(rank)) or last_lines(attempt.out(rank))
+    # Plumbing -------------------------------------------------------------------------------------------------------
 
-    # What ranks write -----------------------------------------------------------------------------------------------
-
-    async def _forward(self) -> None:
-        """Send what the console's ranks print to the supervisor, line by line, and files that it cannot see."""
-        while True:
-            for rank in self.followers:
-                await self._forward_rank(rank)
-            await self._deliver()
-            await asyncio.sleep(FOLLOW_S)
-
-    async def _deliver(self) -> None:
-        """Send what is new in this node's part of the run folder, where the supervisor cannot see it."""
-        if self.courier is not None:
-            for message in self.courier.news():
-                await self.channel.send(message)
-
-    async def _forward_rank(self, rank: int, *, ended: bool = False) -> None:
-        if ended:
-            await self._deliver()
-        for stream, follower in self.followers.get(rank, {}).items():
-            batch: list[str] = []
-            room = BATCH_BYTES
-            for line in chain(follower.poll(), follower.flush() if ended else ()):
-                batch.append(line.decode(errors="replace"))
-                room -= len(line) + 1
-                if room < 0:
-                    await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": batch})
-                    batch, room = [], BATCH_BYTES
-            if batch:
-                await self.channel.send({"did": "log", "rank": rank, "stream": stream, "lines": batch})
-
-    async def _look(self) -> None:
-        """Look which programs of the user's have come to the store."""
-        while True:
-            for rank in census.connected(self.unseen, self.start["master_port"]) if self.unseen else ():
-                self.unseen.pop(rank, None)
-                await self.channel.send({"did": "report", "rank": rank, "report": {"report": "arrived"}})
-            await asyncio.sleep(LOOK_S)
+    async def _tell(self, message: Message) -> None:
+        await self.channel.send({"attempt": self.attempt.number, **message})
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guard(work))
         self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
         return task
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
@@ -272,13 +254,7 @@ class Agent:
             if not isinstance(error, MusterError):
                 traceback.print_exc()
             what = str(error) or type(error).__name__
-            await self.channel.send({"did": "broken", "broken": what, "code": getattr(error, "exit_code", 1)})
-
-
-def last_lines(path: Path) -> list[str]:
-    """Return the last lines of a log, long ones cut: a verdict is one row of a log."""
-    lines = tail_lines(path, LAST_LINES)
-    return [line if len(line) <= LONGEST_LAST else f"{line[:LONGEST_LAST]}… ({len(line)} characters)" for line in lines]
+            await self._tell({"did": "broken", "broken": what, "code": getattr(error, "exit_code", 1)})
 
 
 def serve(node: int, carrier: int, keeper: int | None, lease_s: float, alone: str) -> int:

@@ -52,8 +52,10 @@ class Prepared:
         return self.submission.context
 
 
-def prepare(args: argparse.Namespace, *, here: bool = True) -> Prepared:
+def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None = None) -> Prepared:
     """Load, place and check a job. `here`: pretend nodes are on this very machine, which then has limits.
+
+    `route` is that of a run that goes on; otherwise the options tell it.
 
     Raises:
         UsageError: no job file is named, or options contradict one another.
@@ -65,7 +67,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True) -> Prepared:
     loaded = load_job(Path(args.job), KINDS, overrides(args))
     job = loaded.job
     site = site_of(args)
-    route = route_of(args, site)
+    route = route or route_of(args, site)
     local = route.is_here
     try:
         if here and local:

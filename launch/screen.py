@@ -11,6 +11,7 @@ WIDE: Final = 100_000
 STYLES: Final = {
     "starting": "yellow",
     "running": "green",
+    "restarting": "yellow",
     "stopping": "yellow",
     "done": "green",
     "failed": "red",

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 from jobs import exits
@@ -76,6 +76,21 @@ def cancel(run: RunDir, *, grace_s: float, now: bool, by: str = "muster stop") -
         forget(run)
 
 
+def since_submission(run: RunDir, job: SlurmJob) -> int:
+    """Return where in the events the row of the job's submission begins: a run that goes on has older ones."""
+    offset = found = 0
+    if not run.events.exists():
+        return 0
+    with run.events.open("rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                row = json.loads(line)
+                said = [row.get(key) for key in ("event", "host", "pid")] if isinstance(row, dict) else []
+                found = offset if said == ["submitted", job.host, job.pid] else found
+            offset += len(line)
+    return found
+
+
 class Follower:
     """What has been seen of one run so far, and what was said of it."""
 
@@ -89,11 +104,12 @@ class Follower:
         self.begun = False
         self.requeued = False  # it waits again: a last row is that of an earlier try
         self.grace_s = 5.0
-        self._events = LineFollower(run.events)
+        self._events = LineFollower(run.events, offset=since_submission(run, job))
         self._outputs: dict[str, LineFollower] = {}
         self._asked_to_stop = [] if asked is None else asked
         self._stop_by = ""
         self._kill_at: float | None = None
+        self._draining_s = 0.0  # that its supervisor may take to save before it stops
         self._instead: Outcome | None = None  # the outcome of a job that we have cancelled for a reason of ours
         self._began = time.monotonic()
         self._next_ask = 0.0
@@ -107,8 +123,8 @@ class Follower:
         Raises:
             StartTimeoutError: it has none in time.
         """
-        deadline = time.monotonic() + deadline_s
-        while time.monotonic() < deadline:
+        began = time.monotonic()
+        while time.monotonic() < began + deadline_s + self._draining_s:
             self.read_events()
             self._pass_on_lines()
             for by in self._asked_to_stop:
@@ -187,6 +203,9 @@ class Follower:
                 self._outputs = {"out": LineFollower(folder.out(0)), "err": LineFollower(folder.err(0))}
             case "attempt_ended":
                 self._pass_on_lines(last=True)
+            case "draining":
+                self._draining_s = real(row.get("deadline_s")) or 0.0
+                self._kill_at = None if self._kill_at is None else self._kill_at + self._draining_s
             case "requeueing":
                 self.console.say(f"Slurm job {self.job.job_id}: everything is saved; it is to be queued again")
             case "ended":

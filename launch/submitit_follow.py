@@ -5,7 +5,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Final
@@ -28,11 +28,11 @@ SIGNALS: Final = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIG
 
 
 class RankZero:
-    """What rank 0 prints, of the newest attempt."""
+    """What rank 0 prints, of the newest attempt; of those that are there at first it shows nothing."""
 
     def __init__(self, run: RunDir, console: Console) -> None:
         self.run, self.console = run, console
-        self._attempt = -1
+        self._attempt = max(run.attempt_numbers(), default=-1)
         self._outputs: dict[str, LineFollower] = {}
 
     def pass_on(self, *, last: bool = False) -> None:
@@ -69,15 +69,16 @@ def failure(said: str, code: int | None) -> MusterError:
     return error
 
 
-def follow_local(run: RunDir, controller: "subprocess.Popen[bytes]", console: Console) -> int:
-    """Follow a run of the local executor until submitit has ended, which may start it several times.
+def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], console: Console) -> int:
+    """Start a run of the local executor and follow it until submitit has ended, which may start it several times.
 
     The first Ctrl-C stops the run, the second at once.
 
     Raises:
         UnreachableError: submitit ended before the run had begun.
     """
-    lines, asked, said = RankZero(run, console), 0, 0
+    lines, asked, said = RankZero(run, console), 0, len(list(read_lines(run.events)))
+    before, controller = begun(run), start()
     with listening() as signals:
         while controller.poll() is None or _goes_on(run):
             said = _tell(run, console, said)
@@ -88,9 +89,9 @@ def follow_local(run: RunDir, controller: "subprocess.Popen[bytes]", console: Co
             time.sleep(POLL_S)
     _tell(run, console, said)
     lines.pass_on(last=True)
-    rows = read_rows(run)
-    if not rows.submitted:
+    if begun(run) == before:
         raise ended_early(run)
+    rows = read_rows(run)
     if rows.ended is None:
         close(
             run,
@@ -102,9 +103,14 @@ def follow_local(run: RunDir, controller: "subprocess.Popen[bytes]", console: Co
     return number(ended.get("code")) or 0
 
 
+def begun(run: RunDir) -> int:
+    """Count how often a supervisor has begun."""
+    return sum(row.get("event") == "submitted" for row in read_lines(run.events))
+
+
 def _goes_on(run: RunDir) -> bool:
     """Say whether a supervisor is at work though the process that called submitit has gone."""
-    return run.events.exists() and read_state(run).state in ("starting", "running", "stopping")
+    return run.events.exists() and not read_state(run).is_over
 
 
 def _tell(run: RunDir, console: Console, said: int) -> int:

@@ -14,12 +14,13 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from jobs.boot import module_argv
 from jobs.errors import MusterError, RefusedError, StartTimeoutError, UsageError
-from jobs.files import folder_error, read_lines
+from jobs.files import folder_error
 from jobs.slurm_settings import merged
 from launch.console import Console
 from launch.eventlog import EventLog
@@ -27,7 +28,7 @@ from launch.slurm_job import SlurmJob, kept_environment, output_path, this_proce
 from launch.slurm_run import close
 from launch.spares import crew_size
 from launch.submission import Submission
-from launch.submitit_follow import RankZero, ended_early, failure, follow_local
+from launch.submitit_follow import RankZero, begun, ended_early, failure, follow_local
 from launch.submitit_order import order, task_of
 from slurm.allocation import clean_environment
 from slurm.client import Client
@@ -55,7 +56,7 @@ def run_here(submission: Submission, console: Console) -> int:
         return follow(run, console)
     if executor == "debug":
         return debug(submission, console)
-    return follow_local(run, start_local(submission), console)
+    return follow_local(run, partial(start_local, submission), console)
 
 
 def submit(submission: Submission) -> None:
@@ -71,9 +72,9 @@ def submit(submission: Submission) -> None:
     if executor == "slurm":
         submit_array([submission], name=run.run_id)
         return
-    controller = start_local(submission)
+    before, controller = begun(run), start_local(submission)
     deadline = time.monotonic() + BEGIN_S
-    while not any(row.get("event") == "submitted" for row in read_lines(run.events)):
+    while begun(run) == before:
         if controller.poll() is not None:
             raise ended_early(run)
         if time.monotonic() > deadline:

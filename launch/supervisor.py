@@ -260,7 +260,8 @@ class Supervisor:
         node.clock.note(
             sent=message["sent"], heard=message["heard"], answered=message["time"], received=message["received"]
         )
-        if message.get("progress") is not None:
+        about = message.get("attempt", self.context.attempt)
+        if message.get("progress") is not None and about == self.context.attempt:
             node.progress, node.progress_at = message["progress"], time.monotonic()
 
     def _on_tick(self, slot: int, message: Message) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from typing import Final
 
 from jobs.rundir import find_run, list_runs, runs_root
@@ -10,7 +11,9 @@ from launch import options, screen
 from launch.runstate import RunState, read_state
 
 NEWEST: Final = 20
-COLUMNS: Final = ("run", "state", "kind", "nodes>", "ranks>", "started", "took>", "step>", "loss>", "outcome")
+OF_RUN: Final = ("run", "state", "kind", "nodes>", "ranks>", "started", "took>")
+COLUMNS: Final = (*OF_RUN, "restarts>", "step>", "saved>", "loss>", "outcome")
+WHERE_ANY: Final = ("restarts>", "saved>")  # columns that are left out where no run has a value
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +37,16 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([state.to_json() for state in states], indent=2))
     else:
-        print(screen.table(COLUMNS, map(_row, states)))
+        print(_table(states))
     if len(shown) < len(runs):
         print(f"muster: {len(runs) - len(shown)} older runs not shown; --all shows them", file=sys.stderr)
     return 0
+
+
+def _table(states: Sequence[RunState]) -> str:
+    rows = [dict(zip(COLUMNS, _row(state), strict=True)) for state in states]
+    columns = [name for name in COLUMNS if name not in WHERE_ANY or any(row[name] is not None for row in rows)]
+    return screen.table(columns, ([row[name] for name in columns] for row in rows))
 
 
 def _row(state: RunState) -> tuple[object, ...]:
@@ -49,7 +58,9 @@ def _row(state: RunState) -> tuple[object, ...]:
         state.world_size,
         screen.clock(state.started),
         screen.duration(state.seconds),
+        state.restarts or None,
         screen.progress(state),
+        None if state.checkpoint is None else state.checkpoint.step,
         None if state.loss is None else f"{state.loss:.4f}",
         screen.outcome(state),
     )

@@ -148,7 +148,7 @@ def choose(args: argparse.Namespace, folder: RunDir, state: RunState) -> Choice:
         ranks=None
         if args.rank is None
         else rankset.parse(args.rank, option="--rank", count=_world_size(folder, state)),
-        nodes=None if args.node is None else rankset.parse(args.node, option="--node", count=state.nodes or 1),
+        nodes=None if args.node is None else rankset.parse(args.node, option="--node", count=_nodes(folder, state)),
         attempts=_attempts(args.attempt, attempts),
         first_attempt=0 if args.attempt is not None else max(attempts, default=0),
         streams=STREAMS[args.stream],
@@ -217,6 +217,12 @@ def _world_size(folder: RunDir, state: RunState) -> int:
     """Return how many ranks the run ever had: a shrunk attempt has fewer than the one before."""
     found = [rank for attempt in folder.attempt_numbers() for rank, _, _ in log_files(folder.attempt(attempt).path)]
     return max(state.world_size or 1, *(rank + 1 for rank in found), 1)
+
+
+def _nodes(folder: RunDir, state: RunState) -> int:
+    """Return how many nodes the run ever had, likewise."""
+    found = [max(node_of_rank(folder, attempt).values(), default=0) for attempt in folder.attempt_numbers()]
+    return max(state.nodes or 1, *(node + 1 for node in found), 1)
 
 
 def _out_first(item: tuple[tuple[int, int, str], LineFollower]) -> tuple[int, int, bool]:

@@ -8,7 +8,7 @@ from typing import Final
 
 from jobs.rundir import RunDir, find_run, runs_root
 from jobs.words import counted
-from launch import options, screen
+from launch import lease, options, screen
 from launch.runstate import DIRECT, RunState, read_state
 
 REFRESH_S: Final = 1.0
@@ -40,8 +40,11 @@ def render(state: RunState) -> str:
         ("run", f"{state.run_id}  {state.label}"),
         ("job", _job(state)),
         ("started", f"{screen.clock(state.started)}, {'took ' + took if state.is_over else took + ' ago'}"),
-        ("attempt", None if state.attempt is None else str(state.attempt)),
+        ("attempt", _attempt(state)),
+        ("doing", state.doing),
         ("step", _step(state)),
+        ("saved", _saved(state)),
+        ("left out", ", ".join(state.left_out)),
         ("outcome", screen.outcome(state)),
         ("message", state.message),
         *(("warning", text) for text in state.warnings),
@@ -64,6 +67,20 @@ def _job(state: RunState) -> str:
     return ", ".join(part for part in (state.kind, size, started) if part)
 
 
+def _attempt(state: RunState) -> str | None:
+    if state.attempt is None:
+        return f"{counted(state.restarts + 1, 'attempt')} before" if state.restarts else None
+    return f"{state.attempt}, after {counted(state.restarts, 'restart')}" if state.restarts else str(state.attempt)
+
+
+def _saved(state: RunState) -> str | None:
+    """Say what the run could go on from, and while it runs how much work is not in it yet."""
+    if state.checkpoint is None:
+        return None
+    age = "" if state.is_over else f", {screen.duration(max(0.0, time.time() - state.checkpoint.time))} ago"
+    return f"step {state.checkpoint.step}{age} ({state.checkpoint.name})"
+
+
 def _step(state: RunState) -> str | None:
     step = screen.progress(state)
     if step is None:
@@ -74,8 +91,15 @@ def _step(state: RunState) -> str | None:
 
 
 def _note(state: RunState) -> str | None:
+    if state.state == "lost" and not state.sure:
+        return (
+            f"its supervisor on {state.host} gave its last sign of life {screen.duration(state.heard_s)} ago; "
+            f"after {lease.DEAD_S:g} s it counts as lost"
+        )
     if state.state == "lost":
-        return f"its supervisor (pid {state.pid}) is gone; muster why says what is known, muster stop ends what is left"
+        resumes = state.checkpoint is not None or state.kind == "command"
+        ways = "muster resume goes on, " * resumes + "muster why says what is known, muster stop ends what is left"
+        return f"its supervisor (pid {state.pid}) is gone; {ways}"
     if not state.sure:
         where = f"on {state.host}" if state.host else "where this cannot be seen"
         return f"its supervisor runs {where}: the state is as last written, ask there to be sure"

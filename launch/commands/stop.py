@@ -1,6 +1,6 @@
 """`muster stop`: ask a run's supervisor to stop it, and wait until it has; without a supervisor, end what is left.
 
-supervisor lives, or is on another host   stop.json → its `ended` row
+supervisor lives, or is on another host   stop.json → a drain, if the run saves → its `ended` row
 a job of Slurm's                          waiting: scancel; running: stop.json, its `ended` row, then scancel
 supervisor is gone (this host)            find the run's processes: TERM, 1 s, KILL; write the `ended` row for it
 no supervisor (started directly)          TERM to the run's processes on this host, KILL after the grace
@@ -64,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `muster stop`."""
     options.add_run(parser)
     parser.add_argument("--grace", metavar="S", type=float, help="seconds between TERM and KILL (default: the job's)")
-    parser.add_argument("--now", action="store_true", help="KILL at once, without TERM")
+    parser.add_argument("--now", action="store_true", help="KILL at once, without TERM and without saving first")
     options.add_json(parser)
 
 
@@ -94,34 +94,41 @@ def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
 
         cancel(run, grace_s=grace, now=now)
         return Outcome(read_state(run), was_over=False)
-    if state.state == "lost":
-        return _end_leftovers(run, term_s=0.0 if now else LEFTOVER_TERM_S, message="supervisor was gone")
+    if state.state == "lost" and state.sure:
+        return end_leftovers(run, term_s=0.0 if now else LEFTOVER_TERM_S, message="supervisor was gone")
     if state.transport == DIRECT:
         if not is_here(state.host):
             raise UnreachableError(f"{run.run_id}: it was started directly on {state.host}; run muster stop there")
-        return _end_leftovers(run, term_s=grace, message="started directly")
+        return end_leftovers(run, term_s=grace, message="started directly")
     request = {"time": time.time(), "grace_s": grace, "now": now, "by": f"{socket.gethostname()}:{os.getpid()}"}
     write_json(run.stop, request)
     return _wait(run, state, grace, term_s=0.0 if now else LEFTOVER_TERM_S)
 
 
 def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Outcome:
-    """Wait for the supervisor's last row; should it die meanwhile, do its work."""
-    deadline = time.monotonic() + grace_s + BEYOND_GRACE_S
+    """Wait for the supervisor's last row, for longer while the ranks save; should it die meanwhile, do its work."""
+    patience_s = grace_s + BEYOND_GRACE_S
+    deadline, drains = time.monotonic() + patience_s, False
     while time.monotonic() < deadline:
         state = read_state(run)
-        if state.state == "lost":
-            return _end_leftovers(run, term_s=term_s, message="supervisor was gone")
+        drain = read_rows(run).told.get("draining")
+        if drain is not None and not drains:
+            drains = True
+            print(f"muster: {run.run_id} saves first; a second muster stop --now does not wait", file=sys.stderr)
+            patience_s += real(drain.get("deadline_s")) or 0.0
+            deadline = time.monotonic() + patience_s
+        if state.state == "lost" and state.sure:
+            return end_leftovers(run, term_s=term_s, message="supervisor was gone")
         if state.is_over:
             return Outcome(state, was_over=False)
         time.sleep(POLL_S)
     raise StartTimeoutError(
-        f"{run.run_id}: asked to stop, but it has not ended within {grace_s + BEYOND_GRACE_S:g} s; "
+        f"{run.run_id}: asked to stop, but it has not ended within {patience_s:g} s; "
         f"look at its supervisor, pid {state.pid} on {state.host}"
     )
 
 
-def _end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
+def end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
     """End the run's processes on this host and write the last row, for the one who should have and is gone."""
     found = _leftovers(run)
     for pid in found:

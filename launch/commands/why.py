@@ -134,7 +134,7 @@ def _headline(each: Explanation) -> str:
         return f"{each.run_id} is lost: its supervisor ended without a verdict"
     if each.state == "lost?":
         return f"{each.run_id} may be lost: its supervisor, on another host, gives no sign of life"
-    if each.attempt is not None and each.first is not None:
+    if each.attempt is not None and (each.first is not None or each.code):
         return f"{each.run_id} is {each.state}; attempt {each.attempt} failed"
     return f"{each.run_id} is {each.state}; nothing has failed so far"
 

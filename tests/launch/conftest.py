@@ -15,6 +15,7 @@ from jobs import ranks
 from jobs.files import append_line
 from jobs.rundir import RunDir
 from launch import processes
+from support.agents import LOOPBACK, Started
 from support.sshd import Sshd
 
 T0 = 1735689600.0  # 2025-01-01 00:00:00 UTC
@@ -164,3 +165,24 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
     server = Sshd(tmp_path_factory.mktemp("sshd"))
     yield server
     server.close()
+
+
+@pytest.fixture
+def start_agent() -> Iterator[Callable[..., Started]]:
+    """Return a function that starts an agent: its options, and variables of its environment."""
+    made: list[Started] = []
+
+    def begin(*options: str, **variables: str) -> Started:
+        made.append(Started(*options, **variables))
+        return made[-1]
+
+    yield begin
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    """A port that listens; the supervisor's."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        yield server

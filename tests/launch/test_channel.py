@@ -222,6 +222,7 @@ def test_a_wrong_token_is_refused_and_said(token: str, capsys: pytest.CaptureFix
         listener = Listener()
         await listener.open(LOOPBACK)
         stranger = await dialling(listener, token)
+        assert (await stranger.receive())["why"] == "wrong token"
         assert await is_closed(stranger)
         friend = await dialling(listener)
         await friend.send({"did": "hello"})

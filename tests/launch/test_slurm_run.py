@@ -516,7 +516,7 @@ def test_agents_that_went_all_at_once_went_because_slurm_says_so(submission: Sub
     with path.open("a") as file:
         file.write("error: *** JOB 12 ON n1 CANCELLED AT 2026-11-21T10:28:38 ***\nstopping the ranks\n")
     for failure in (gone, ending(signal="SIGTERM"), ending(signal="SIGKILL")):
-        assert output.cause(failure) == Stop(130, "stopped by scancel")
+        assert output.cause(failure) == Stop(130, "stopped by scancel", final=True)
     assert output.cause(ending(code=3)) is None  # a rank that failed by itself before
     assert output.cause(None) is None
 

@@ -55,27 +55,6 @@ def test_the_next_step_is_worked_out_when_the_verdict_has_none(make_run, muster)
     assert "\nnext: somebody killed it: maybe the kernel, out of memory" in muster("why")[1]
 
 
-def test_a_restarted_run_tells_the_last_attempt_and_those_before(make_run, muster) -> None:
-    folder = make_run().submitted().attempt().verdict(**{"class": "signal", "code": 137, "message": "rank 3 died"})
-    first = failure(1, code=3, message="ValueError: no", node=0, host="alpha")
-    folder.attempt(1, after_s=20.0).verdict(
-        30.0, attempt=1, started=T0 + 5.0, first=first, code=3, message="m", next_step="fix it", **{"class": "failed"}
-    )
-    folder.ended(30.0, code=3, name="failed")
-    golden = f"""\
-{ID} failed: exit code 3
-
-  first of attempt 1: rank 1 on node 0 (alpha) exited with code 3: ValueError: no
-  at 2025-01-01 00:00:11 UTC, 6.5 s after its start
-
-  before that:
-    attempt 0: rank 3 died
-
-next: fix it
-"""
-    assert muster("why")[1] == golden
-
-
 def test_a_run_that_is_done_says_so(make_run, muster) -> None:
     folder = make_run().submitted().attempt()
     folder.verdict(**{"class": "done", "code": 0, "message": "4 ranks ended with 0"}).ended()
@@ -97,7 +76,7 @@ def test_a_run_that_the_user_stopped_blames_nobody(make_run, muster) -> None:
     folder.ended(code=130, name="stopped")
     assert muster("why")[1] == (
         f"{ID} was stopped\n\n  stopped by the user\n\n  ranks 0-1 were stopped\n\n"
-        "next: it was stopped on purpose; start it again with muster run\n"
+        "next: it was stopped on purpose; muster resume goes on with what it saved, muster run starts anew\n"
     )
 
 
@@ -130,8 +109,8 @@ def test_a_lost_run_tells_what_is_known(make_run, muster) -> None:
     rank 1 last wrote:
       | Killed
 
-next: its supervisor is gone without a verdict: muster stop ends what is left of it; dmesg on its host says whether \
-the kernel killed it for memory; then start again
+next: its supervisor was killed, or its host is gone (dmesg there says whether the kernel killed it for memory); \
+nothing was saved: muster stop {ID} ends what is left of it, muster run starts anew
 """
     )
 
@@ -182,7 +161,13 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("failed", {"code": 126}, "cannot be run there"),
         ("timeout", {"message": "ranks 2-3, 7 never arrived within 60 s"}, "muster logs --rank 2-3,7"),
         ("timeout", {"message": "took too long"}, "start_timeout_s"),
-        ("lost", {}, "supervisor is gone"),
+        ("lost", {}, "supervisor was killed"),
+        ("storage", {"message": "3 saves in a row came to nothing; the last: No space left on device"}, "are whole"),
+        ("timeout", {"message": "made no progress for 42 s after step 8: in all_reduce"}, "--stream err --rank 3"),
+        ("do-not-restart", {"message": "the same failure at the same step (7) twice: x"}, "correct it first"),
+        ("do-not-restart", {"message": "3 attempts in a row without a new checkpoint: x"}, "checkpoint.every_s"),
+        ("unreachable", {"message": "x; 1 node left, and the job needs 2 (restart.min_nodes), and"}, "min_nodes=N"),
+        ("signal", {"signal": "SIGKILL", "message": "x; 5 restarts used up (restart.max)"}, "--set restart.max=N"),
         ("stopped", {"signal": "SIGKILL"}, "on purpose"),
         ("failed", {"code": 3}, "muster logs --rank 3"),
     ],
