@@ -23,7 +23,7 @@ from launch.plan import Context
 from launch.roster import Roster
 from launch.startup import Startup
 from launch.story import Story
-from launch.verdict import Ending, Stop, Verdict, ending_of, judge
+from launch.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
 
 SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
 MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first
@@ -173,17 +173,17 @@ class Attempt:
             self.roster.swept.add(node_rank)
         self.lose(node_rank, message["broken"], message.get("code", exits.REFUSED))
 
-    def lose(self, node_rank: int, why: str, code: int) -> None:
-        """Count a node's remaining ranks as ended with it."""
+    def lose(self, node_rank: int, why: str, code: int, ago_s: float = 0.0) -> None:
+        """Count a node's remaining ranks as ended with it, `ago_s` seconds ago."""
         lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
         if not lost:
             return
         self.roster.running -= lost
-        host = self.roster.hosts[node_rank]
-        if self.is_stopping:
-            self._record(Ending(None, node_rank, host, code, None, time.time(), "stopped", why))
-        else:
-            self._record(Ending(None, node_rank, host, code, None, time.time(), "own", why))
+        # Ranks that lost their connection to this node may have been heard before its own end was.
+        only_victims = self.stop is None and all(each.cause != "own" for each in self.endings)
+        cause: Cause = "own" if not self.is_stopping or only_victims else "stopped"
+        host, ended = self.roster.hosts[node_rank], time.time() - ago_s
+        self._record(Ending(None, node_rank, host, code, None, ended, cause, why))
 
     def on_told(self, node_rank: int, message: Message) -> None:
         """Take a node's SIGTERM for the end of the run: a scheduler sends it to agents and ranks, in any order."""

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final
 
 from jobs import exits
@@ -27,7 +27,7 @@ from launch.event_texts import lines_of
 from launch.follow import LineFollower, as_shown, decoded
 from launch.held_signals import SIGNALS, noting
 from launch.runrows import number, read_json, real
-from launch.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words
+from launch.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
 from launch.slurm_run import close, show_end, stopped
 from slurm.states import JobState, Outcome, is_hopeless, is_orphan, outcome, waiting
 
@@ -69,26 +69,12 @@ def cancel(run: RunDir, *, grace_s: float, now: bool, by: str = "muster stop") -
     """
     follower = Follower(run, Console(quiet=True), patient=False)
     follower.read_events()
-    if follower.ended is None:
-        follower.stop(by, grace_s, now=now)
-        follower.until_ended(deadline_s=grace_s + BEYOND_GRACE_S + KILL_WAIT_S)
-        follower.client.cancel(follower.job.job_id)  # whatever is left of the job; and it is not queued again
-        forget(run)
-
-
-def since_submission(run: RunDir, job: SlurmJob) -> int:
-    """Return where in the events the row of the job's submission begins: a run that goes on has older ones."""
-    offset = found = 0
-    if not run.events.exists():
-        return 0
-    with run.events.open("rb") as file:
-        for line in file:
-            with suppress(ValueError):
-                row = json.loads(line)
-                said = [row.get(key) for key in ("event", "host", "pid")] if isinstance(row, dict) else []
-                found = offset if said == ["submitted", job.host, job.pid] else found
-            offset += len(line)
-    return found
+    if follower.is_over():
+        return
+    follower.stop(by, grace_s, now=now)
+    follower.until_ended(deadline_s=grace_s + BEYOND_GRACE_S + KILL_WAIT_S)
+    follower.client.cancel(follower.job.job_id)  # whatever is left of the job; and it is not queued again
+    forget(run)
 
 
 class Follower:
@@ -148,6 +134,8 @@ class Follower:
         """Have a waiting job cancelled, and a running one stopped by its supervisor; a second call cancels it too."""
         self._next_ask = 0.0
         again, self._stop_by = bool(self._stop_by), by
+        if self.ended is not None:
+            self._wait_anew()
         if self.begun and not again:
             self.console.say(f"stopping the run: {by}")
             request = {
@@ -162,6 +150,24 @@ class Follower:
             return
         self.console.say(f"cancelling Slurm job {self.job.job_id}: {by}")
         self._cancel()
+
+    def is_over(self) -> bool:
+        """Say whether the run has ended for good; one that Slurm will begin again waits from now on.
+
+        Raises:
+            RefusedError, UnreachableError: Slurm cannot be asked from here.
+        """
+        if self.ended is None or number(self.ended.get("code")) not in FROM_OUTSIDE:
+            return self.ended is not None
+        state = self.job.ask()
+        if state is None or state.phase == "over":
+            return True
+        self._wait_anew()
+        return False
+
+    def _wait_anew(self) -> None:
+        """Take the last row for that of an earlier start."""
+        self.ended, self.begun, self.requeued = None, False, True
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -207,7 +213,7 @@ class Follower:
                 self._draining_s = real(row.get("deadline_s")) or 0.0
                 self._kill_at = None if self._kill_at is None else self._kill_at + self._draining_s
             case "requeueing":
-                self.console.say(f"Slurm job {self.job.job_id}: everything is saved; it is to be queued again")
+                self.console.say(f"Slurm job {self.job.job_id}: its supervisor has it queued again")
             case "ended":
                 self.ended = row
                 self._since.pop("stopped", None)

@@ -8,6 +8,7 @@ after it has gone, squeue tells, then scontrol, then sacct.
 """
 
 import contextlib
+import json
 import math
 import os
 import socket
@@ -232,3 +233,18 @@ def last_words(run: RunDir, job: SlurmJob) -> str:
 def output_path(run: RunDir, job: SlurmJob) -> Path:
     """Return the file into which Slurm puts the output of the batch script."""
     return run.path / OUTPUT.replace("%j", job.job_id)
+
+
+def since_submission(run: RunDir, job: SlurmJob) -> int:
+    """Return where in the events the row of the job's submission begins: a run that goes on has older ones."""
+    offset = found = 0
+    if not run.events.exists():
+        return 0
+    with run.events.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                said = [row.get(key) for key in ("event", "host", "pid")] if isinstance(row, dict) else []
+                found = offset if said == ["submitted", job.host, job.pid] else found
+            offset += len(line)
+    return found

@@ -33,7 +33,8 @@ class Succession:
     ) -> tuple[Decision, Choice | None]:
         """Decide what follows an attempt that was on `slots`; `asked`: somebody wants the run to end."""
         story = attempt.story
-        culprit = slots[verdict.first.node] if verdict.first is not None else None
+        first = verdict.first  # one that only lost its connection to another is a victim
+        culprit = slots[first.node] if first is not None and first.cause == "own" else None
         last = Past(verdict, culprit, story.last_step(attempt.roster.nodes), story.saved_step is not None)
         self.past.append(last)
         decision = Decision(verdict) if asked else decide(self.past, self.job.restart, saves=self.saves)

@@ -251,9 +251,9 @@ class Supervisor:
             self.crew.lose(slot, time.monotonic())
             self._lost(slot, message["why"])
 
-    def _lost(self, slot: int, why: str) -> None:
+    def _lost(self, slot: int, why: str, ago_s: float = 0.0) -> None:
         if self.attempt is not None and slot in self.rank_of:
-            self.attempt.lose(self.rank_of[slot], why, exits.UNREACHABLE)
+            self.attempt.lose(self.rank_of[slot], why, exits.UNREACHABLE, ago_s)
 
     def _on_heartbeat(self, slot: int, message: Message) -> None:
         node = self.crew.nodes[slot]
@@ -273,7 +273,7 @@ class Supervisor:
             self.log.event("warning", text=text)
             self.console.say(f"muster: warning: {text}")
         for lost in self.crew.silent(now):
-            self._lost(lost, f"its agent was silent for {SILENT_S:g} s")
+            self._lost(lost, f"its agent was silent for {SILENT_S:g} s", now - self.crew.nodes[lost].heard)
         request = read_json(self.run_dir.stop)
         if request.get("time") != self.request:
             self.request = request.get("time")

@@ -149,8 +149,9 @@ def _failure(each: Explanation, first: Ending) -> list[str]:
 
 
 def _is_of_now(verdict: dict[str, Any], state: RunState) -> bool:
-    """Say whether a verdict explains the run as it is: a lost run's newest attempt has none."""
-    return state.state != "lost" or verdict.get("attempt") == state.attempt
+    """Say whether a verdict explains the run as it is: what ended without one is not explained by an earlier one's."""
+    goes_on = not state.is_over and state.state != "lost"
+    return goes_on or state.attempt in (None, verdict.get("attempt"))
 
 
 def _verdict_of(state: RunState, rows: Rows) -> dict[str, Any]:

@@ -204,3 +204,18 @@ def test_a_node_that_cannot_end_its_ranks_is_found(played: Played) -> None:
     assert not played.attempt.is_over()
     played.nodes[1].gone = True
     assert played.attempt.is_over()
+
+
+def test_a_lost_node_is_the_cause_even_if_its_victims_were_heard_first(played: Played) -> None:
+    played.exited(0, 1, kind="RuntimeError", message="Connection reset by peer", peer=True)
+    assert played.attempt.is_stopping
+    played.attempt.lose(1, "its agent has gone", exits.UNREACHABLE)
+    verdict = played.attempt.verdict()
+    assert (verdict.code, verdict.message) == (exits.UNREACHABLE, "node 1 (n1): its agent has gone")
+    assert [each.rank for each in verdict.victims] == [0]
+
+
+def test_a_node_that_goes_after_a_failure_is_not_its_cause(played: Played) -> None:
+    played.exited(0, None)
+    played.attempt.lose(1, "its agent has gone", exits.UNREACHABLE)
+    assert played.attempt.verdict().message == "rank 0 on node 0 (n0) was killed by SIGKILL"

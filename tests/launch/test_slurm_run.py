@@ -355,6 +355,91 @@ def test_a_job_that_is_stopped_from_outside_and_queued_again_is_followed_on(
     assert "master 10.0.0.1:4001" in said
 
 
+def test_a_run_is_followed_through_restarts_and_several_requeues(
+    submission: Submission, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm_run.submit(submission)
+
+    def start(number: int) -> None:
+        """A start of the job drains, and has itself queued again."""
+        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 8 + number})
+        player.event("resuming", attempt=number, checkpoint=f"step-{number}", step=number)
+        player.event("attempt", attempt=number, world_size=4, master_addr="10.0.0.1", master_port=4001)
+        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
+        player.event("draining", attempt=number, by="SIGUSR2", deadline_s=60.0)
+        player.event("ended", attempt=number, code=75, message="saved", **{"class": "requeue"})
+        player.event("requeueing", job="12")
+        before = len(slurm.calls("squeue"))
+        slurm.job("12", state="COMPLETING")
+        player.wait(lambda: len(slurm.calls("squeue")) > before + 2)
+        slurm.job("12", state="PENDING", reason="BeginTime")
+        player.wait(lambda: len(slurm.calls("squeue")) > before + 5)
+
+    def scene() -> None:
+        player.begin()
+        player.event("attempt_ended", attempt=0, code=69, message="n2 is gone", **{"class": "unreachable"})
+        player.event("restarting", attempt=1, delay_s=0.5, hosts=["n1"], why="n2 is gone")
+        for number in (1, 2):
+            start(number)
+        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 20})
+        player.event("ended", attempt=3, code=0, message="4 ranks ended with 0", **{"class": "done"})
+        slurm.job("12", state="COMPLETED")
+
+    player.play(scene)
+    assert slurm_follow.follow(submission.context.run, Console()) == 0
+    said = capsys.readouterr().err
+    assert "muster: n2 is gone\nattempt 1 in 0.5 s on 1 node\n" in said
+    assert "going on from step-1\nattempt 1: 4 ranks start" in said
+    assert "saving, then stopping: SIGUSR2\nSlurm job 12: its supervisor has it queued again\n" in said
+    assert said.count("Slurm job 12: queued again: its begin time") == 2
+
+
+def test_ctrl_c_between_two_starts_takes_it_out_of_the_queue(
+    submission: Submission, slurm: FakeSlurm, player: Player
+) -> None:
+    slurm_run.submit(submission)
+
+    def scene() -> None:
+        player.begin()
+        player.verdict(75, "requeue", "saved")
+        slurm.job("12", state="RUNNING")  # Slurm has not let go of it yet
+        player.wait(lambda: len(slurm.calls("squeue")) > 2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    player.play(scene)
+    assert slurm_follow.follow(submission.context.run, Console(quiet=True)) == 130
+    assert slurm.calls("scancel") == [["scancel", "12"]]
+
+
+def test_a_run_that_is_not_queued_again_ends_with_75(submission: Submission, slurm: FakeSlurm, player: Player) -> None:
+    slurm_run.submit(submission)
+
+    def scene() -> None:
+        player.begin()
+        player.verdict(75, "requeue", "saved")
+        slurm.job("12", state="FAILED", code="75:0")
+
+    player.play(scene)
+    assert slurm_follow.follow(submission.context.run, Console(quiet=True)) == 75
+
+
+def test_of_a_run_that_goes_on_only_what_is_new_is_shown(
+    submission: Submission, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
+) -> None:
+    player.begin()
+    player.verdict(69, "unreachable", "n2 is gone")
+    slurm_run.submit(submission)
+
+    def scene() -> None:
+        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 9})
+        player.event("ended", attempt=1, code=0, message="done", **{"class": "done"})
+        slurm.job("12", state="COMPLETED")
+
+    player.play(scene)
+    assert slurm_follow.follow(submission.context.run, Console()) == 0
+    assert "all ranks joined" not in capsys.readouterr().err
+
+
 def test_a_controller_that_is_away_for_a_while_is_waited_for(
     submission: Submission, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -468,6 +553,35 @@ def test_stop_lets_the_supervisor_end_and_then_cancels_to_be_sure(
     assert muster("stop")[0] == 0
     assert slurm.calls("scancel") == [["scancel", "12"]]
     assert ended(run)["message"] == "stopped by muster stop"
+
+
+@pytest.mark.parametrize("code", [75, 130, 69])
+def test_stop_takes_a_run_out_of_the_queue_that_was_queued_again(
+    submission: Submission, slurm: FakeSlurm, player: Player, code: int
+) -> None:
+    """It has a last row, of its last start, and is not over for all that."""
+    run = submission.context.run
+    slurm_run.submit(submission)
+    player.begin()
+    player.verdict(code, "of the last start", "the time limit is near")
+    slurm.job("12", state="PENDING", reason="BeginTime")
+    slurm_follow.cancel(run, grace_s=0.1, now=False)
+    assert slurm.calls("scancel")[0] == ["scancel", "12"]
+    last = [row for row in read_lines(run.events) if row["event"] == "ended"][-1]
+    assert (last["code"], last["message"]) == (130, "stopped by muster stop while Slurm job 12 waited")
+
+
+def test_stop_leaves_a_run_alone_that_is_over_for_slurm_too(
+    submission: Submission, slurm: FakeSlurm, player: Player
+) -> None:
+    run = submission.context.run
+    slurm_run.submit(submission)
+    player.begin()
+    player.verdict(75, "requeue", "the time limit is near")
+    slurm.job("12", state="FAILED", code="75:0")
+    slurm_follow.cancel(run, grace_s=0.1, now=False)
+    assert slurm.calls("scancel") == []
+    assert ended(run)["code"] == 75
 
 
 def test_stop_cancels_a_job_whose_supervisor_does_not_answer(

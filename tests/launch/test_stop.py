@@ -87,6 +87,21 @@ def test_a_supervisor_that_does_not_answer_is_named_after_the_deadline(make_run,
     )
 
 
+def test_a_drain_is_waited_for_as_long_as_the_supervisor_gives_it(make_run, muster, supervise, monkeypatch) -> None:
+    monkeypatch.setattr(stop_command, "BEYOND_GRACE_S", 0.2)
+    folder = make_run().submitted().attempt()
+
+    def answer(request) -> None:
+        folder.event("draining", 3.0, attempt=0, by="muster stop", deadline_s=30.0)
+        time.sleep(1.0)  # far beyond the grace
+        folder.ended(4.0, code=130, name="stopped")
+
+    supervise(folder, answer)
+    code, out, err = muster("stop", "--grace", "0.1")
+    assert (code, out) == (0, f"{ID} ended after 4.0 s: stopped (130)\n")
+    assert err == f"muster: {ID} saves first; a second muster stop --now does not wait\n"
+
+
 def test_leftovers_of_a_lost_run_are_listed_and_ended_whatever_they_do(make_run, muster, start_process):
     folder = make_run().submitted(alive=False).attempt()
     pids = [start_process(ID, body) for body in ("plain", "ignores TERM", "called setsid", "forked twice")]
