@@ -27,7 +27,7 @@ import sys
 import time
 from typing import Any, Final, NoReturn
 
-from jobs import leftovers, linux
+from jobs import exits, leftovers, linux
 from jobs.boot import module_argv
 from jobs.rank_process import RankProcess
 
@@ -118,7 +118,9 @@ class Keeper:
         keeper = os.getpid()
         self.store = os.fork()
         if self.store == 0:
+            deaf = signal.getsignal(signal.SIGTERM)
             self._forget_parent(keeper)
+            signal.signal(signal.SIGTERM, deaf)
             from jobs.store import serve
 
             serve(listening)
@@ -128,7 +130,8 @@ class Keeper:
     def _start(self, message: dict[str, Any]) -> None:
         attempt = message.get("attempt", 0)
         if self.ranks:
-            self._tell({"broken": f"attempt {attempt} is to start, and ranks of attempt {self.attempt} still run"})
+            what = f"attempt {attempt} is to start, and ranks of attempt {self.attempt} still run"
+            self._tell({"broken": what, "code": exits.INFRASTRUCTURE})
             return
         self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
         keeper = os.getpid()
@@ -147,7 +150,7 @@ class Keeper:
         """Undo, in a fresh child, what belongs to the keeper alone."""
         linux.die_with_parent(keeper)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         self.agent.close()
         self.selector.close()
@@ -200,7 +203,8 @@ class Keeper:
             elif pid == self.store:
                 self.store = 0
                 if self.ranks:
-                    self._tell({"broken": f"the store process ended with code {os.waitstatus_to_exitcode(status)}"})
+                    what = f"the store process ended with code {os.waitstatus_to_exitcode(status)}"
+                    self._tell({"broken": what, "code": exits.INFRASTRUCTURE})
         if not self.ranks and self.kill_at is not None and not self.agent_gone:
             self._finish_stop()
 
@@ -224,8 +228,8 @@ class Keeper:
     def _stop(self, grace_s: float) -> None:
         self._reap()  # a rank that has died by itself must not look stopped
         for rank in self.ranks.values():
-            rank.sent = rank.sent or signal.SIGTERM
-            rank.send(signal.SIGTERM)
+            rank.sent = rank.sent or rank.asks
+            rank.send(rank.asks)
             rank.send(signal.SIGCONT)  # a frozen rank may still hear it
         if not self.killed:
             kill_at = time.monotonic() + grace_s

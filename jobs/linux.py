@@ -83,3 +83,8 @@ def _prctl(option: int, value: int) -> None:
     if libc.prctl(option, value, 0, 0, 0) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+
+
+def has_scheduler() -> bool:
+    """Say whether a scheduler may send SIGTERM to every process of ours at once, to be answered in order."""
+    return "SLURM_JOB_ID" in os.environ

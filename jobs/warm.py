@@ -33,6 +33,8 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if linux.has_scheduler():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to every process of the job; the agent answers it
     linux.adopt_orphans()
     sockets = [socket.socket(fileno=int(text)) for text in args.fds.split(",")]
     preload(list(filter(None, args.preload.split(","))), sockets)

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from jobs import exits
+from jobs.words import counted
 from launch import progress, stacks, storage
 from launch.channel import Message
 from launch.console import Console
@@ -60,6 +61,7 @@ class Attempt:
         self.hang: progress.Hang | None = None
         self.hang_deadline = 0.0
         self.stacks: dict[int, dict[str, Any]] = {}
+        self.stuck: set[int] = set()  # node ranks where something survives KILL
         self.stop_deadline: float | None = None
         self.began = time.time()
         self.started_at = time.monotonic()
@@ -83,8 +85,9 @@ class Attempt:
 
     def unswept(self) -> list[int]:
         """List the node ranks that have an agent, and did not manage to end their ranks."""
+        clean = self.roster.swept - self.stuck
         nodes = enumerate(self.roster.nodes)
-        return [rank for rank, node in nodes if self.is_stopping and node.is_alive and rank not in self.roster.swept]
+        return [rank for rank, node in nodes if self.is_stopping and node.is_alive and rank not in clean]
 
     def verdict(self) -> Verdict:
         """Judge it by what has ended so far."""
@@ -158,6 +161,10 @@ class Attempt:
     def on_swept(self, node_rank: int, message: Message) -> None:
         """Note that a node has nothing left of the attempt."""
         self.roster.swept.add(node_rank)
+        if left := message.get("left"):
+            host = self.roster.hosts[node_rank]
+            self.startup.warn(f"{host}: {counted(len(left), 'process')} cannot be killed; see dmesg there")
+            self.stuck.add(node_rank)
 
     def on_log(self, node_rank: int, message: Message) -> None:
         """Show what rank 0 prints."""
@@ -189,6 +196,10 @@ class Attempt:
         """Take a node's SIGTERM for the end of the run: a scheduler sends it to agents and ranks, in any order."""
         where = f"node {node_rank} ({self.roster.hosts[node_rank]})"
         stop = Stop(exits.STOPPED, f"SIGTERM at {where}: its scheduler, or somebody there, ends the job")
+        if self.told is None and self.drain(replace(stop, code=exits.REQUEUE), "SIGTERM"):
+            self.told = self.draining
+        if self.draining is not None:  # others are told of it, too
+            return
         if not self.is_stopping:
             self.stop_all(stop, stop.message, self.job.grace_s)
         elif self.stop is None and all(each.signal == "SIGTERM" for each in self.endings if each.cause == "own"):

@@ -3,9 +3,9 @@
 Pipe: the standard input and output of the agent's process, for transports that keep them (local, ssh).
 TCP: the agent dials back and shows a token, for transports that do not (pdsh, srun, a pasted line).
 
-To the agent      beat, inspect, prepare, reach, start, stop, bye
-To the supervisor hello, heartbeat, inspected, prepared, reached, started, report, exited, swept, log, file, told,
-                  broken
+To the agent      beat, inspect, prepare, reach, start, hold, stop_at, dump, stop, bye
+To the supervisor hello, heartbeat, inspected, prepared, reached, started, report, exited, held, stacks, swept, log,
+                  file, told, broken; all but the hello with the attempt that they are about
 """
 
 import asyncio

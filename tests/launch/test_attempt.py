@@ -219,3 +219,12 @@ def test_a_node_that_goes_after_a_failure_is_not_its_cause(played: Played) -> No
     played.exited(0, None)
     played.attempt.lose(1, "its agent has gone", exits.UNREACHABLE)
     assert played.attempt.verdict().message == "rank 0 on node 0 (n0) was killed by SIGKILL"
+
+
+def test_a_node_where_something_survives_kill_is_not_used_again(played: Played) -> None:
+    played.attempt.stop_all(STOP, "test", 0.0)
+    played.attempt.on_swept(0, {"swept": 1, "left": []})
+    played.attempt.on_swept(1, {"swept": 1, "left": [{"pid": 7, "state": "D", "name": "python", "rank": 1}]})
+    assert played.attempt.is_over()
+    assert played.attempt.unswept() == [1]
+    assert "1 process cannot be killed" in played.events("warning")[0]["text"]

@@ -1,0 +1,88 @@
+"""How long ago each of a node's ranks last made progress, from what its keeper saw at each look; by this node's clock.
+
+    {"steps": 41, "beats_age_s": 0.7, "ranks": {"3": {"phase": "run", "steps": 40, "beats_age_s": 31.2}},
+     "phases": ["run"], "slowest_s": 0.2}
+
+`steps` is what the farthest rank has done, `beats_age_s` the age of the youngest beat, `ranks` the one that has been
+silent longest, `slowest_s` the slowest step of late of any rank. When all ranks have ended `phases` is empty.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+STOOD_STILL_S: Final = 2.5  # we look, or are asked, each second
+
+
+@dataclass
+class _Rank:
+    phase: str
+    steps: int
+    beats: int
+    slowest_s: float
+    held: int
+    moved: float  # when its beats were last seen to change (monotonic seconds)
+
+
+class Pulse:
+    """The ranks of one attempt on this node; all times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._steps = 0
+        self._begun = False
+        self._touched: float | None = None
+
+    def note(self, looked: Iterable[Sequence[Any]], now: float) -> None:
+        """Take what the keeper saw: [rank, phase, steps, beats, slowest_s, held] of each rank that runs."""
+        self._forgive(now)
+        before = self._ranks
+        self._ranks = {}
+        for rank, phase, steps, beats, slowest_s, held in looked:
+            known = before.get(rank)
+            moved = known.moved if known is not None and known.beats == beats else now
+            self._ranks[rank] = _Rank(phase, steps, beats, slowest_s, held, moved)
+            self._steps, self._begun = max(self._steps, steps), True
+
+    def ended(self, rank: int, steps: int | None) -> None:
+        """Take the end of a rank, after so many steps; None for a program of the user's, which has no pulse."""
+        self._ranks.pop(rank, None)
+        if steps is not None:
+            self._steps, self._begun = max(self._steps, steps), True
+
+    def record(self, now: float) -> dict[str, Any] | None:
+        """Return the progress record; None as long as no rank has been seen."""
+        self._forgive(now)
+        if not self._begun:
+            return None
+        each = self._ranks.values()
+        record = {"steps": self._steps, "phases": sorted({rank.phase for rank in each}), "ranks": {}}
+        if not self._ranks:
+            return {**record, "beats_age_s": 0.0, "slowest_s": 0.0}
+        stalest = min(self._ranks, key=lambda rank: self._ranks[rank].moved)
+        return {
+            **record,
+            "beats_age_s": round(now - max(rank.moved for rank in each), 3),
+            "slowest_s": max(rank.slowest_s for rank in each),
+            "ranks": {str(stalest): self._told(self._ranks[stalest], now)},
+        }
+
+    def seen(self, rank: int) -> dict[str, Any]:
+        """Return what is known of one rank: {"phase", "steps"}, empty if nothing is."""
+        known = self._ranks.get(rank)
+        return {} if known is None else {"phase": known.phase, "steps": known.steps}
+
+    @property
+    def held(self) -> int | None:
+        """Steps done by the farthest rank that waits between two steps; None while none does."""
+        return max((rank.held for rank in self._ranks.values() if rank.held >= 0), default=None)
+
+    def _told(self, rank: _Rank, now: float) -> dict[str, Any]:
+        return {"phase": rank.phase, "steps": rank.steps, "beats_age_s": round(now - rank.moved, 3)}
+
+    def _forgive(self, now: float) -> None:
+        """Where we ourselves stood still - a stopped machine, a sleeping laptop - nobody else is late."""
+        if self._touched is not None and (gap := now - self._touched) > STOOD_STILL_S:
+            for rank in self._ranks.values():
+                rank.moved += gap - 1.0
+        self._touched = now

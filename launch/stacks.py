@@ -1,0 +1,177 @@
+"""Which ranks of a job that hangs did not come to where the others wait, read from the stacks they wrote. Pure.
+
+A rank writes the Python stacks of all its threads with faulthandler, innermost call first, its main thread last:
+
+    Thread 0x00007f2a (most recent call first):
+      File "/usr/lib/python3.11/threading.py", line 327 in wait
+    Current thread 0x00007f3b (most recent call first):
+      File ".../torch/distributed/distributed_c10d.py", line 3006 in all_reduce
+      File ".../ddp/all_reduce.py", line 23 in _mean
+
+    it stands still                     a signal has stopped it                        to blame
+    it waits                            innermost in a collective, or for its device   one of the others is to blame
+    it is in a backward                 computes, or waits in C++: nobody can tell     as if it waited
+    it is anywhere else                                                                to blame, if others wait
+"""
+
+import linecache
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+STANDS_STILL: Final = ("T", "t")
+THREAD: Final = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
+FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+COLLECTIVE: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
+BACKWARD: Final = re.compile(r"/torch/autograd/(graph|__init__)\.py$")
+DEVICE: Final = re.compile(r"/torch/(cuda|accelerator)/")
+# A call into C has no frame: of the line that makes it only its text tells what it waits for.
+WAITING_LINE: Final = re.compile(r"\.(wait|synchronize|barrier|item|tolist|cpu|numpy)\(|\bdist\.\w+\(")
+INTERNAL: Final = re.compile(r"/torch/|/contextlib\.py$")
+NAMED: Final = 4  # ranks that a message describes one by one
+SHOWN_PARTS: Final = 3  # of a path
+
+Source = Callable[[str, int], str]
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One call of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        path = self.file.rpartition("/site-packages/")[2].split("/")
+        return f"{'/'.join(path[-SHOWN_PARTS:])}:{self.line} {self.function}"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What one rank does; `call` is the collective in which it waits, `frame` the innermost of its own code."""
+
+    frame: Frame | None
+    stands: bool = False
+    waits: bool = False
+    call: str = ""
+    state: str = "?"
+    steps: int | None = None
+
+    def __str__(self) -> str:
+        if self.frame is None:
+            return f"it gave no stack (process state {self.state})"
+        return f"it {'waits in ' + self.call if self.call else 'is'} at {self.frame}"
+
+    @property
+    def sentence(self) -> str:
+        """Say where it is and how many steps it has done: others are elsewhere, or have done more."""
+        return str(self) + (f" after {self.steps} steps" if self.steps is not None else "")
+
+    @property
+    def place(self) -> tuple[str, Frame | None, int | None]:
+        """Where it is, to be compared with where others are."""
+        return self.call, self.frame, self.steps
+
+
+@dataclass(frozen=True)
+class Absent:
+    """The ranks to blame, lowest first - none where nobody can tell - and why, in words."""
+
+    ranks: tuple[int, ...]
+    text: str
+
+
+def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = linecache.getline) -> Absent:
+    """Find who is not where the others wait; `dumps`: {rank: {"state", "lines", "steps"?}}, as agents' `stacks` tell.
+
+    `source` returns the text of a line of a file, "" where it has none.
+    """
+    if not dumps:
+        return Absent((), "no rank said where it is")
+    found = {rank: whereabouts(dumps[rank], source) for rank in sorted(dumps)}
+    if still := [rank for rank, each in found.items() if each.stands]:
+        return Absent(tuple(still), _each(still, lambda rank: f"stands still, stopped by a signal: {found[rank]}"))
+    waiting = {rank: each for rank, each in found.items() if each.waits}
+    if busy := [rank for rank in found if rank not in waiting]:
+        if waiting:
+            where = _meeting(waiting)
+            return Absent(tuple(busy), _each(busy, lambda rank: f"did not come to {where}: {found[rank]}"))
+        if len(found) == 1:
+            return Absent(tuple(busy), _each(busy, lambda rank: f"is the only one: {found[rank]}"))
+    return _odd_ones(found, all_wait=not busy)
+
+
+def whereabouts(dump: Mapping[str, Any], source: Source) -> Whereabouts:
+    """Read one rank's dump."""
+    stacks = threads(dump["lines"])
+    state, steps = str(dump.get("state", "?")), dump.get("steps")
+    stands = state in STANDS_STILL
+    if not stacks:
+        return Whereabouts(None, stands, state=state, steps=steps)
+    main = stacks[-1]
+    call = _call(main, source)
+    if call == "backward":  # on a GPU its hooks run in other threads
+        hooks = (stack for stack in stacks[:-1] if COLLECTIVE.search(stack[0].file))
+        main = next(hooks, main)
+        call = _call(main, source)
+    frame = next((each for each in main if not INTERNAL.search(each.file)), main[0])
+    return Whereabouts(frame, stands, waits=bool(call), call=call, state=state, steps=steps)
+
+
+def threads(lines: Iterable[str]) -> list[list[Frame]]:
+    """Read what faulthandler wrote: the frames of every thread that has any, innermost first, the main thread last."""
+    stacks: list[list[Frame]] = []
+    for line in lines:
+        if THREAD.match(line):
+            stacks.append([])
+        elif stacks and (match := FRAME.match(line)):
+            number = int(match[2]) if match[2].isdecimal() else 0
+            stacks[-1].append(Frame(match[1], number, match[3]))
+    return [stack for stack in stacks if stack]
+
+
+def _call(stack: Sequence[Frame], source: Source) -> str:
+    """Name what a thread waits in; empty when it is at work."""
+    inner = stack[0]
+    if COLLECTIVE.search(inner.file):
+        return inner.function
+    if BACKWARD.search(inner.file):
+        return "backward"
+    if DEVICE.search(inner.file):
+        return inner.function
+    match = WAITING_LINE.search(source(inner.file, inner.line)) if not INTERNAL.search(inner.file) else None
+    return match[0].lstrip(".").rstrip("(") if match else ""
+
+
+def _odd_ones(found: Mapping[int, Whereabouts], *, all_wait: bool) -> Absent:
+    """Blame those that are not where most are; without a most, those that are ahead: they passed something by."""
+    (place, count), *others = Counter(each.place for each in found.values()).most_common()
+    if not others:
+        where = next(iter(found.values()))
+        return Absent((), f"all {count} ranks say the same: {where}; look at the network and at the devices")
+    if 2 * count > len(found):
+        odd = [rank for rank, each in found.items() if each.place != place]
+    else:
+        farthest = max(each.steps or 0 for each in found.values())
+        odd = [rank for rank, each in found.items() if (each.steps or 0) == farthest]
+    if len(odd) == len(found):
+        return Absent((), _each(list(found), lambda rank: f"is elsewhere than the others: {found[rank].sentence}"))
+    they = next(each for rank, each in found.items() if rank not in odd)
+    does = "waits" if all_wait else "is"
+    text = _each(odd, lambda rank: f"{does} elsewhere than the others: {found[rank].sentence}; they: {they.sentence}")
+    return Absent(tuple(odd), text)
+
+
+def _meeting(waiting: Mapping[int, Whereabouts]) -> str:
+    """Say where most of those that wait do so."""
+    (call, frame, _), count = Counter(each.place for each in waiting.values()).most_common(1)[0]
+    return f"{call} ({frame}), where {count} wait{'s' * (count == 1)}"
+
+
+def _each(ranks: Sequence[int], say: Callable[[int], str]) -> str:
+    said = [f"rank {rank} {say(rank)}" for rank in ranks[:NAMED]]
+    more = f"; and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+    return "; ".join(said) + more

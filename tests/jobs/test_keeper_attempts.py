@@ -1,0 +1,267 @@
+"""A keeper between ranks and agent: what it passes on, what it sees, and attempt after attempt in one life."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.page import NEVER
+from launch.processes import start_ticks
+from support.live import wait_until
+from support.warm import DEAF, ESCAPES, SLEEP, Warm, state_of
+
+pytestmark = pytest.mark.ranks
+
+RUNS = """
+import time
+from jobs import page
+from jobs.page import Phase
+page.own.enter(Phase.RUN)
+page.own.step_done(12, 0.5)
+print("ready")
+time.sleep(1000)
+"""
+DRAINS = """
+import sys, time
+from jobs import page
+page.own.step_done(3, 0.001)
+print("ready")
+while not page.own.is_asked_to_hold:
+    time.sleep(0.001)
+page.own.hold_at(page.own.steps)
+while page.own.stop_at < 0:
+    time.sleep(0.001)
+print("stop at", page.own.stop_at)
+sys.exit(75)
+"""
+POWERLESS = """
+import socket, sys
+from jobs import keeper, linux
+send = linux.kill_quietly
+linux.kill_quietly = lambda pid, number, group=False: None if number == 9 else send(pid, number, group=group)
+keeper.KILL_S = 0.3
+keeper.Keeper(socket.socket(fileno=int(sys.argv[1]))).run()
+"""
+HOLDS_THE_LOCK = """
+import ctypes
+print("ready")
+ctypes.PyDLL(None).sleep(1000)
+"""
+
+
+def give_store(warm: Warm, attempt: int) -> int:
+    """Hand a bound socket to the keeper, as the store's; return its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        order = b'{"do": "store", "attempt": %d}\n' % attempt
+        socket.send_fds(warm.agents[0], [order], [listening.fileno()])
+        port: int = listening.getsockname()[1]
+        return port
+
+
+def answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=5.0):
+            return True
+    except ConnectionRefusedError:
+        return False
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+# What ranks and keeper share ------------------------------------------------------------------------------------------
+
+
+def test_a_look_says_how_far_every_rank_is(warm: Warm) -> None:
+    warm.start(warm.rank(3, code=RUNS), warm.rank(4, SLEEP))
+    warm.wait_for_output(3)
+    nothing = {"phase": "start", "steps": 0, "beats": 0, "slowest_s": 0.0, "held": NEVER}
+    assert warm.looked() == {
+        3: {"phase": "run", "steps": 12, "beats": 2, "slowest_s": 0.5, "held": NEVER},
+        4: nothing,  # a program of the user's has no page
+    }
+
+
+def test_ranks_hold_and_then_hear_after_which_step_to_end(warm: Warm) -> None:
+    warm.start(warm.rank(0, code=DRAINS), warm.rank(1, code=DRAINS))
+    warm.wait_for_output(0)
+    warm.wait_for_output(1)
+    assert [seen["held"] for seen in warm.looked().values()] == [NEVER, NEVER]
+    warm.tell({"do": "hold"})
+    wait_until(lambda: [seen["held"] for seen in warm.looked().values()] == [3, 3], "both ranks to hold")
+    warm.tell({"do": "stop_at", "steps": 4})
+    records = warm.end_of(0, 1)
+    assert [(record["code"], record["sent"], record["steps"]) for record in records] == [(75, None, 3)] * 2
+    assert warm.out(0).read_text() == warm.out(1).read_text() == "ready\nstop at 4\n"
+
+
+def test_how_far_a_rank_came_is_told_with_its_end_however_it_ended(warm: Warm) -> None:
+    pids = warm.start(warm.rank(0, code=RUNS))
+    warm.wait_for_output(0)
+    os.kill(pids[0], signal.SIGKILL)
+    assert warm.end_of(0)[0]["steps"] == 12
+
+
+def test_asked_for_its_stacks_a_rank_writes_them_whatever_it_does(warm: Warm) -> None:
+    """One waits, one stands still, one holds the interpreter's lock in a call of C."""
+    pids = warm.start(warm.rank(0, code=RUNS), warm.rank(1, code=RUNS), warm.rank(2, code=HOLDS_THE_LOCK))
+    for rank in (0, 1, 2):
+        warm.wait_for_output(rank)
+    os.kill(pids[1], signal.SIGSTOP)
+    wait_until(lambda: state_of(pids[1]) == "T", "rank 1 to stand still")
+    warm.tell({"do": "dump"})
+    assert warm.next("dumped")["dumped"] == {"0": "S", "1": "T", "2": "S"}
+    for rank in (0, 1, 2):
+        wait_until(lambda rank=rank: "in _call" in warm.err(rank).read_text(), f"the stack of rank {rank}")
+        assert 'File "<string>", line ' in warm.err(rank).read_text()
+    assert all(map(start_ticks, pids.values()))
+
+
+def test_a_rank_that_was_forked_only_just_now_does_not_die_of_being_asked_for_its_stacks(warm: Warm) -> None:
+    code = "import time; time.sleep(0.2)"
+    for _ in range(5):
+        warm.tell({"do": "start", "attempt": 0, "ranks": [warm.rank(rank, code=code) for rank in range(4)]})
+        warm.tell({"do": "dump"})
+        warm.next("started")
+        warm.next("dumped")
+        assert [record["signal"] for record in warm.end_of(0, 1, 2, 3)] == [None] * 4
+
+
+def test_a_program_of_the_users_is_not_sent_what_it_might_die_of(warm: Warm) -> None:
+    pids = warm.start(warm.rank(0, SLEEP))
+    wait_until(lambda: state_of(pids[0]) == "S", "the program to sleep")
+    os.kill(pids[0], signal.SIGSTOP)
+    wait_until(lambda: state_of(pids[0]) == "T", "the program to stand still")
+    warm.tell({"do": "dump"})
+    assert warm.next("dumped")["dumped"] == {"0": "T"}
+    assert state_of(pids[0]) == "T"
+    assert warm.stop(0)["swept"] == 0
+
+
+def test_with_no_ranks_there_is_nothing_to_see_or_to_pass_on(warm: Warm) -> None:
+    for order in ({"do": "hold"}, {"do": "stop_at", "steps": 3}, {"do": "dump"}):
+        warm.tell(order)
+    assert warm.next("dumped")["dumped"] == {}
+    assert warm.looked() == {}
+
+
+# Attempt after attempt ------------------------------------------------------------------------------------------------
+
+
+def test_attempts_follow_one_another_with_nothing_left_of_the_one_before(warm: Warm) -> None:
+    (keeper,) = warm.keepers
+    files = open_files(keeper)
+    held: list[Any] = []
+    for attempt in range(3):
+        pids = warm.start(warm.rank(0, code=ESCAPES + "time.sleep(1000)"), warm.rank(1, code=RUNS), attempt=attempt)
+        warm.wait_for_output(0, "ready\n" * (attempt + 1))
+        warm.wait_for_output(1, "ready\n" * (attempt + 1))
+        held.append(warm.looked()[1]["held"])
+        warm.tell({"do": "hold"})  # the next attempt must not hold for this one's sake
+        assert warm.stop(0, 1) == {"swept": 2, "left": [], "attempt": attempt}
+        assert warm.left() == [warm.process.pid, keeper]
+        assert not any(map(start_ticks, pids.values()))
+        assert open_files(keeper) == files
+    assert held == [NEVER] * 3
+
+
+def test_the_grace_of_one_attempt_does_not_end_the_next(warm: Warm) -> None:
+    warm.start(warm.rank(0, SLEEP), attempt=0)
+    warm.stop(0, grace_s=0.3)
+    pids = warm.start(warm.rank(0, code=DEAF), attempt=1)
+    warm.wait_for_output(0)
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        warm.looked()
+    assert start_ticks(pids[0]) is not None
+    assert warm.stop(0)["attempt"] == 1
+
+
+def test_every_message_of_an_attempt_carries_its_number(warm: Warm) -> None:
+    reports = "import os; from jobs.reports import Reporter; Reporter(os.environ).arrived()"
+    for attempt in (4, 7):
+        warm.tell({"do": "start", "attempt": attempt, "ranks": [warm.rank(0, code=reports)]})
+        kinds = [warm.next(kind) for kind in ("started", "report", "exited")]
+        warm.tell({"do": "look"})
+        warm.tell({"do": "dump"})
+        warm.tell({"do": "stop", "grace_s": 0.0})
+        kinds += [warm.next(kind) for kind in ("looked", "dumped", "swept")]
+        assert [each["attempt"] for each in kinds] == [attempt] * 6
+
+
+def test_each_attempt_has_a_store_of_its_own(make_warm) -> None:
+    warm = make_warm(preload="torch").wait_for_keepers()
+    ports = []
+    for attempt in (0, 1):
+        ports.append(give_store(warm, attempt))
+        warm.start(warm.rank(0, SLEEP), attempt=attempt)
+        wait_until(lambda: len(warm.left()) == 4, "warm process, keeper, store and rank")
+        assert answers(ports[-1])
+        assert warm.stop(0)["swept"] == 1
+        assert not answers(ports[-1])
+
+
+def test_a_store_whose_attempt_nobody_stopped_ends_with_the_next_one(make_warm) -> None:
+    warm = make_warm(preload="torch").wait_for_keepers()
+    first = give_store(warm, 0)
+    warm.start(warm.rank(0, ["true"]), attempt=0)
+    warm.end_of(0)
+    assert answers(first)
+    second = give_store(warm, 1)
+    warm.start(warm.rank(0, SLEEP), attempt=1)
+    wait_until(lambda: not answers(first), "the end of the first store")
+    assert answers(second)
+    assert warm.stop(0)["attempt"] == 1
+
+
+def test_the_end_of_the_store_is_told_as_one_that_another_attempt_may_mend(make_warm) -> None:
+    warm = make_warm(preload="torch").wait_for_keepers()
+    give_store(warm, 2)
+    pids = warm.start(warm.rank(0, SLEEP), attempt=2)
+    wait_until(lambda: len(warm.left()) == 4, "warm process, keeper, store and rank")
+    (store,) = set(warm.left()) - {warm.process.pid, *warm.keepers, *pids.values()}
+    os.kill(store, signal.SIGKILL)
+    assert warm.next("broken") == {"broken": "the store process ended with code -9", "code": 76, "attempt": 2}
+    assert warm.stop(0)["attempt"] == 2
+
+
+def test_a_start_while_ranks_run_is_refused_and_hurts_nobody(warm: Warm) -> None:
+    warm.start(warm.rank(0, SLEEP), attempt=0)
+    warm.tell({"do": "start", "attempt": 1, "ranks": [warm.rank(0, ["true"])]})
+    broken = warm.next("broken")
+    assert broken["broken"] == "attempt 1 is to start, and ranks of attempt 0 still run"
+    assert (broken["code"], broken["attempt"]) == (76, 0)
+    assert warm.stop(0)["attempt"] == 0
+
+
+# What would not die ---------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_cannot_be_killed_is_told_and_the_next_attempt_starts(make_warm) -> None:
+    """As one that waits for a dead disk; here it is a keeper whose KILL reaches nobody."""
+    warm = make_warm(code=POWERLESS).wait_for_keepers()
+    pids = warm.start(warm.rank(5, code=DEAF), warm.rank(6, SLEEP), attempt=0)
+    warm.wait_for_output(5)
+    warm.tell({"do": "stop", "grace_s": 0.0})
+    assert warm.next("exited")["exited"] == 6
+    swept = warm.next("swept")
+    assert [(each["pid"], each["rank"], each["state"]) for each in swept["left"]] == [(pids[5], 5, "S")]
+    warm.start(warm.rank(7, SLEEP), attempt=1)
+    os.kill(pids[5], signal.SIGKILL)  # what it waited for has come back: nobody is told, nobody minds
+    assert warm.stop(7) == {"swept": 0, "left": [], "attempt": 1}
+
+
+def test_a_second_stop_does_not_give_up_earlier_what_has_only_just_been_killed(make_warm) -> None:
+    warm = make_warm(code=POWERLESS).wait_for_keepers()
+    began = time.monotonic()
+    warm.start(warm.rank(0, code=DEAF))
+    warm.wait_for_output(0)
+    for _ in range(3):
+        warm.tell({"do": "stop", "grace_s": 0.0})
+    assert len(warm.next("swept")["left"]) == 1
+    assert time.monotonic() - began >= 0.3  # KILL_S there

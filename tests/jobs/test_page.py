@@ -1,0 +1,105 @@
+"""The page that a rank shares with its keeper, seen from both sides of a fork."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from jobs import page
+from jobs.page import NEVER, Page, Phase
+
+
+@pytest.fixture
+def shared() -> Iterator[Page]:
+    made = Page()
+    yield made
+    made.close()
+
+
+def in_child(work) -> None:
+    """Do something in a forked process, and wait for its end."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_new_page_says_that_nothing_has_happened_and_asks_for_nothing(shared: Page) -> None:
+    assert (shared.phase, shared.steps, shared.beats, shared.slowest_s, shared.held) == (Phase.START, 0, 0, 0.0, NEVER)
+    assert (shared.is_asked_to_hold, shared.stop_at) == (False, NEVER)
+
+
+def test_what_a_child_writes_is_read_by_its_parent(shared: Page) -> None:
+    def rank() -> None:
+        shared.enter(Phase.RUN)
+        shared.step_done(41, 0.25)
+        shared.beat()
+        shared.hold_at(41)
+
+    in_child(rank)
+    assert (shared.phase, shared.steps, shared.beats, shared.slowest_s, shared.held) == (Phase.RUN, 41, 3, 0.25, 41)
+
+
+def test_what_a_parent_asks_is_read_by_its_child(shared: Page) -> None:
+    shared.ask_to_hold()
+    shared.set_stop_at(7)
+
+    def rank() -> None:
+        assert shared.is_asked_to_hold
+        assert shared.stop_at == 7
+
+    in_child(rank)
+
+
+def test_every_progress_changes_the_beats(shared: Page) -> None:
+    seen = [shared.beats]
+    steps = (lambda: shared.enter(Phase.SAVE), shared.beat, lambda: shared.step_done(0, 0.0), shared.beat)
+    for progress in steps:
+        progress()
+        seen.append(shared.beats)
+    assert len(set(seen)) == len(seen)
+
+
+def test_waiting_is_no_progress(shared: Page) -> None:
+    shared.hold_at(3)
+    assert shared.beats == 0
+
+
+def test_a_page_that_one_side_closes_stays_with_the_other(shared: Page) -> None:
+    in_child(lambda: (shared.set_stop_at(9), shared.close()))
+    assert shared.stop_at == 9
+
+
+def test_a_process_without_a_keeper_has_a_page_that_asks_for_nothing() -> None:
+    assert (page.own.is_asked_to_hold, page.own.stop_at) == (False, NEVER)
+
+
+def test_nobody_sees_half_of_a_number(shared: Page) -> None:
+    """Written byte by byte, as struct does with standard sizes, -1 became 5 by way of -251."""
+    values = (NEVER, 0x0102030405060708)
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writing, b".")
+        while True:
+            shared.set_stop_at(values[0])
+            shared.set_stop_at(values[1])
+    try:
+        os.read(reading, 1)
+        seen = {shared.stop_at for _ in range(300_000)}
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+    assert seen <= set(values)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_a_phase_has_a_word_for_events(phase: Phase) -> None:
+    assert phase.word == phase.name.lower()

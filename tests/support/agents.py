@@ -1,0 +1,159 @@
+"""Agents that a test starts as transports do, and speaks to as a supervisor does."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from jobs.boot import module_argv
+from jobs.rundir import AttemptDir, RunDir
+from launch import agent
+from support.live import wait_until
+
+LOOPBACK = "127.0.0.1"
+DEADLINE_S = 20.0
+
+
+class Started:
+    """An agent that this test has started, and the two streams of its channel."""
+
+    def __init__(self, *options: str, **variables: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if name not in ("SSH_CONNECTION", agent.TOKEN)}
+        argv = [*module_argv(sys.executable, "launch.agent"), *options]
+        self.process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**environment, **variables},
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.writer: IO[bytes] = self.process.stdin
+        self.reader: IO[bytes] = self.process.stdout
+        self.connection: socket.socket | None = None
+
+    def accept(self, server: socket.socket) -> dict[str, Any]:
+        """Take the connection that it dials; return the first message, which shows the token."""
+        server.settimeout(DEADLINE_S)
+        self.connection, _ = server.accept()
+        self.connection.settimeout(DEADLINE_S)
+        stream = self.connection.makefile("rwb", buffering=0)
+        self.reader = self.writer = stream  # type: ignore[assignment]
+        return self.receive()
+
+    def send(self, **message: Any) -> None:
+        self.writer.write(json.dumps(message).encode() + b"\n")
+        self.writer.flush()
+
+    def receive(self) -> dict[str, Any]:
+        message: dict[str, Any] = json.loads(self.reader.readline())
+        return message
+
+    def hang_up(self) -> None:
+        """End the channel from this side."""
+        self.writer.close()
+        if self.connection is not None:
+            self.connection.close()
+
+    def end(self) -> tuple[int, str]:
+        """Wait for its end; return the code and what it said on standard error."""
+        assert self.process.stderr is not None
+        code = self.process.wait(DEADLINE_S)
+        return code, self.process.stderr.read().decode()
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        self.process.kill()
+        self.process.wait()
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr, self.writer, self.connection):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+
+
+def port_of(listening: socket.socket) -> int:
+    port: int = listening.getsockname()[1]
+    return port
+
+
+def closed_port() -> int:
+    """A port where nothing listens."""
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        return port_of(listening)
+
+
+class Supervised(Started):
+    """An agent that is given attempts to run; `folder` is the run's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("--node", "0")
+        self.folder = folder
+        self.receive()
+
+    def attempt_dir(self, attempt: int) -> AttemptDir:
+        return RunDir(self.folder).attempt(attempt)
+
+    def next(self, did: str, rank: int | None = None) -> dict[str, Any]:
+        """Return the next message of a kind, passing over others; a failure of the agent's is never passed over."""
+        while True:
+            message = self.receive()
+            if message["did"] == did and rank in (None, message.get("rank")):
+                return message
+            assert message["did"] != "broken", message
+
+    def order_start(self, attempt: int, *ranks: dict[str, Any], **fields: Any) -> None:
+        """Send the start message of an attempt; see `rank`."""
+        folder = self.attempt_dir(attempt)
+        folder.path.mkdir(exist_ok=True)
+        message = {
+            "do": "start",
+            "attempt": attempt,
+            "node": 0,
+            "attempt_dir": str(folder.path),
+            "apart": False,
+            "workdir": str(self.folder),
+            "setup": [],
+            "store": False,
+            "master_port": 0,
+            "console": [],
+            "warm": {"preload": "", "env": {}},
+            "ranks": [self.placed(attempt, rank) for rank in ranks],
+        }
+        self.send(**{**message, **fields})
+
+    def start(self, attempt: int, *ranks: dict[str, Any], **fields: Any) -> dict[int, int]:
+        """Start an attempt; return the pids of its ranks."""
+        self.order_start(attempt, *ranks, **fields)
+        started = self.next("started")
+        assert started["attempt"] == attempt
+        return dict(started["ranks"])
+
+    def placed(self, attempt: int, rank: dict[str, Any]) -> dict[str, Any]:
+        """Complete a rank with what a plan would give it."""
+        folder = self.attempt_dir(attempt)
+        paths = {"out": str(folder.out(rank["rank"])), "err": str(folder.err(rank["rank"]))}
+        return {"env": {}, "workdir": str(self.folder), "cores": [], "gpus": [], "threads": 1, **paths, **rank}
+
+    def stop(self, attempt: int) -> dict[str, Any]:
+        """Stop an attempt; return what was swept."""
+        self.send(do="stop", attempt=attempt, grace_s=0.0)
+        return self.next("swept")
+
+    def wait_for_output(self, attempt: int, rank: int, text: str = "ready\n") -> None:
+        path = self.attempt_dir(attempt).out(rank)
+        wait_until(lambda: path.is_file() and path.read_text() == text, f"{text!r} from rank {rank}")
+
+
+def rank(number: int, code: str) -> dict[str, Any]:
+    """A rank that runs Python code in a fork of the warm process."""
+    return {"rank": number, "call": "builtins:exec", "payload": code}
+
+
+def program(number: int, *argv: str) -> dict[str, Any]:
+    """A rank that runs a program."""
+    return {"rank": number, "argv": list(argv)}
