@@ -1,0 +1,223 @@
+"""The commit of a checkpoint: all `.ok` there, the attempt still the newest, then one rename.
+
+No collective and no process group: the files are the votes. Who commits is rank 0's writer, or, when it died after the
+last `.ok`, the supervisor (`roll_forward`); both write the same bytes.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from jobs import exits
+from jobs.checkpoint import disk, sealed
+from jobs.checkpoint.lineage import candidates
+from jobs.checkpoint.manifest import Manifest, manifest_of, parse_manifest
+from jobs.checkpoint.names import identity
+from jobs.checkpoint.shard import ShardRecord, read_ok
+from jobs.errors import BadCheckpointError, MusterError, RunFolderError
+from jobs.rundir import CheckpointDir, RunDir
+
+POLL_S: Final = 0.01
+MAX_POLL_S: Final = 0.25
+DEADLINE_S: Final = 600.0
+
+
+class FencedError(MusterError):
+    """A newer attempt has begun: what this one saves no longer counts."""
+
+    exit_code = exits.INFRASTRUCTURE
+
+
+class IncompleteError(MusterError):
+    """A writer did not finish its shard in time."""
+
+    exit_code = exits.INFRASTRUCTURE
+
+
+def begin(run: RunDir, step: int, attempt: int) -> CheckpointDir:
+    """Make the folder of a checkpoint; that another writer has made it is fine.
+
+    Raises:
+        FencedError: a newer attempt has begun.
+        StorageError, RunFolderError: it cannot be made.
+    """
+    check_fence(run, attempt)
+    folder = run.checkpoint(step, attempt)
+    with disk.writing(folder.path):
+        if _make(run.checkpoints):
+            disk.sync_folder(run.path)
+        if _make(folder.path):
+            disk.sync_folder(run.checkpoints)
+    return folder
+
+
+def check_fence(run: RunDir, attempt: int) -> None:
+    """Check that no attempt newer than this one has begun.
+
+    Raises:
+        FencedError: one has.
+        StorageError: the run folder cannot be read.
+    """
+    try:
+        newest = max(run.attempt_numbers(), default=attempt)
+    except OSError as error:
+        raise disk.read_error(run.path, error) from error
+    if newest > attempt:
+        raise FencedError(f"{run.path}: attempt {newest} has begun; attempt {attempt} commits nothing any more")
+
+
+def commit(
+    run: RunDir, folder: CheckpointDir, writers: int, *, deadline_s: float = DEADLINE_S, poll_s: float = POLL_S
+) -> Manifest:
+    """Wait for every writer's `.ok`, then commit.
+
+    Raises:
+        FencedError: a newer attempt has begun.
+        IncompleteError: a writer was not there at the deadline.
+        BadCheckpointError: the shards are not what their `.ok` say, or make no checkpoint together.
+        StorageError, RunFolderError: the commit cannot be written.
+    """
+    _, attempt = identity(folder)
+    check_fence(run, attempt)
+    records = _wait(folder, writers, deadline_s, poll_s)
+    manifest = manifest_of(folder, records)
+    check_fence(run, attempt)
+    _write(folder, manifest)
+    disk.sync_folder(run.checkpoints)
+    check_fence(run, attempt)  # begun meanwhile: that attempt chose without this checkpoint, so it is no success
+    return manifest
+
+
+def roll_forward(run: RunDir, *, say: disk.Say = lambda _: None) -> list[str]:
+    """Commit what only its commit is missing from, in the attempts that the run stands on; return the names.
+
+    A committer that still lives does the same, with the same bytes: both succeed. What cannot be committed is said
+    and left as it is.
+
+    Raises:
+        StorageError, RunFolderError: the commit cannot be written.
+    """
+    done = []
+    for folder in candidates(run, say=say):
+        try:
+            if not _is_pending(folder):
+                continue
+            first = _collect(folder, range(1))
+            writers = first[0].writers
+            records = first | _collect(folder, range(1, writers), writers)
+            if len(records) < writers:
+                continue
+            manifest = manifest_of(folder, [records[writer] for writer in range(writers)])
+        except FileNotFoundError:
+            continue  # it was moved away meanwhile
+        except BadCheckpointError as error:
+            say(f"{folder.name} is not committed: {error}")
+            continue
+        _write(folder, manifest)
+        disk.sync_folder(run.checkpoints)
+        say(f"{folder.name} was saved by all {len(manifest.files)} writers but not committed; committed it")
+        done.append(folder.name)
+    return done
+
+
+def abandon(folder: CheckpointDir) -> None:
+    """Delete a checkpoint that will not be committed, and so give its room back; a committed one stays.
+
+    For the leader of a save that a writer could not finish. Writers that still write find their folder gone.
+
+    Raises:
+        StorageError, RunFolderError: it cannot be moved or deleted.
+    """
+    with disk.writing(folder.path), contextlib.suppress(FileNotFoundError):
+        if disk.is_there(folder.path, folder.manifest.name):
+            return
+        folder.path.rename(folder.trash)
+        disk.sync_folder(folder.path.parent)
+        shutil.rmtree(folder.trash)
+
+
+def _wait(folder: CheckpointDir, writers: int, deadline_s: float, poll_s: float) -> list[ShardRecord]:
+    """Wait until all writers are done; ask less and less often, for each question goes to the storage's server."""
+    end_s = time.monotonic() + deadline_s
+    records: dict[int, ShardRecord] = {}
+    while True:
+        missing = [writer for writer in range(writers) if writer not in records]
+        try:
+            records |= _collect(folder, missing, writers)
+        except FileNotFoundError as error:
+            raise RunFolderError(f"{folder.path}: is gone; this checkpoint is not committed") from error
+        if len(records) == writers:
+            return [records[writer] for writer in range(writers)]
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            missing = [writer for writer in missing if writer not in records]
+            some = ", ".join(map(str, missing[:8])) + ("..." if len(missing) > 8 else "")
+            raise IncompleteError(f"{folder.path}: no .ok of writers {some} after {deadline_s:.1f} s; not committed")
+        time.sleep(min(poll_s, left_s))
+        poll_s = min(poll_s * 1.2, max(MAX_POLL_S, poll_s))
+
+
+def _collect(folder: CheckpointDir, wanted: Iterable[int], writers: int | None = None) -> dict[int, ShardRecord]:
+    """Read the `.ok` files that are there; check that their shards have the sizes they say."""
+    records = {}
+    with disk.opened_folder(folder.path) as within:
+        names = disk.names_in(within, folder.path)
+        for writer in wanted:
+            if folder.ok(writer).name not in names:
+                continue
+            record = read_ok(folder, within, writer)
+            if writers is not None and record.writers != writers:
+                raise BadCheckpointError(f"{folder.ok(writer)}: one of {record.writers} writers, wanted {writers}")
+            _check_size(folder, within, record)
+            records[writer] = record
+    return records
+
+
+def _check_size(folder: CheckpointDir, within: int, record: ShardRecord) -> None:
+    path = folder.shard(record.writer)
+    try:
+        descriptor = disk.open_regular(within, path.name, path)
+    except FileNotFoundError as error:
+        raise BadCheckpointError(f"{path}: missing, although its .ok is there") from error
+    try:
+        size = os.fstat(descriptor).st_size
+    finally:
+        os.close(descriptor)
+    if size != record.bytes:
+        raise BadCheckpointError(f"{path}: {size} bytes, its .ok says {record.bytes}")
+
+
+def _is_pending(folder: CheckpointDir) -> bool:
+    with disk.opened_folder(folder.path) as within:
+        names = disk.names_in(within, folder.path)
+    return folder.ok(0).name in names and folder.manifest.name not in names
+
+
+def _write(folder: CheckpointDir, manifest: Manifest) -> None:
+    """Put the manifest in its place; one that is there already must be the same."""
+    name = folder.manifest.name
+    with disk.writing(folder.path):
+        there = disk.is_there(folder.path, name)
+    if there:
+        with disk.opened_folder(folder.path) as within:
+            found = disk.read_small(within, name, folder.manifest, sealed.MAX_BYTES)
+        if parse_manifest(folder, found).sha256 != manifest.sha256:
+            raise BadCheckpointError(f"{folder.manifest}: committed already, with other contents")
+        return
+    disk.write_file(folder.path, name, [manifest.encoded])
+
+
+def _make(path: Path) -> bool:
+    """Make a folder; say whether it was not there. A link in its place is refused."""
+    try:
+        path.mkdir()
+        return True
+    except FileExistsError:
+        if not stat.S_ISDIR(path.lstat().st_mode):
+            raise RunFolderError(f"{path}: not a folder, or a link to one; move it away") from None
+        return False

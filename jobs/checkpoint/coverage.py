@@ -1,0 +1,68 @@
+"""Whether the parts of a tensor cover it: every element once. Decided by arithmetic, never by walking elements."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from jobs.checkpoint.pieces import Piece, Range
+from jobs.errors import BadCheckpointError
+
+MAX_COMPARISONS: Final = 1_000_000  # pairs of boxes that are compared; thousands of columns stay far below
+
+
+def check_coverage(name: str, pieces: Sequence[Piece], where: object) -> None:
+    """Check that pieces of one tensor hold each of its elements once.
+
+    Their elements add up to the tensor's and no two overlap: then nothing is missing.
+
+    Raises:
+        BadCheckpointError: an element is held twice or by nobody, or flat ranges are mixed with boxes that are not.
+    """
+    wanted, found = pieces[0].tensor_elements, sum(piece.elements for piece in pieces)
+    if found != wanted:
+        raise BadCheckpointError(f"{where}: {name:.80}: its parts hold {found} elements of {wanted}")
+    if wanted == 0 or len(pieces) == 1:
+        return
+    if any(piece.elements == 0 for piece in pieces):
+        raise BadCheckpointError(f"{where}: {name:.80}: a part holds nothing")
+    if (flat := _as_flat(pieces)) is not None:
+        _check_flat(name, flat, where)
+    elif all(piece.flat is None for piece in pieces):
+        _check_boxes(name, [_box_of(piece) for piece in pieces], where)
+    else:
+        raise BadCheckpointError(f"{where}: {name:.80}: flat ranges are mixed with boxes that are none")
+
+
+def _as_flat(pieces: Sequence[Piece]) -> list[Range] | None:
+    """Return pieces as flat ranges, where each is one run."""
+    runs = [piece.runs() for piece in pieces]
+    return [each[0] for each in runs] if all(len(each) == 1 for each in runs) else None
+
+
+def _check_flat(name: str, ranges: list[Range], where: object) -> None:
+    at = 0
+    for start, stop in sorted(ranges):
+        if start != at:
+            raise BadCheckpointError(
+                f"{where}: {name:.80}: elements {min(at, start)} to {max(at, start)} are not right"
+            )
+        at = stop
+
+
+def _check_boxes(name: str, boxes: list[tuple[Range, ...]], where: object) -> None:
+    """Compare the boxes that meet in their first uneven dimension; a sweep along it keeps them few."""
+    axis = max(range(len(boxes[0])), key=lambda each: len({box[each] for box in boxes}))
+    active: list[tuple[Range, ...]] = []
+    comparisons = 0
+    for box in sorted(boxes, key=lambda each: each[axis]):
+        active = [each for each in active if each[axis][1] > box[axis][0]]
+        comparisons += len(active)
+        if comparisons > MAX_COMPARISONS:
+            raise BadCheckpointError(f"{where}: {name:.80}: {len(boxes)} boxes are more than can be compared")
+        for other in active:
+            if all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other, strict=True)):
+                raise BadCheckpointError(f"{where}: {name:.80}: two parts hold the same elements")
+        active.append(box)
+
+
+def _box_of(piece: Piece) -> tuple[Range, ...]:
+    return piece.box if piece.box is not None else tuple((0, size) for size in piece.shape)

@@ -1,0 +1,233 @@
+"""Files of a checkpoint folder, by name inside an open folder: nothing outside it is opened, written or followed.
+
+What is written gets a temporary name, is synced, and renamed in the same folder, which is synced too. What is read is a
+regular file, never a link, a pipe or a device. Opening is the only question asked whether something is there: on NFS
+the answer of `stat` may be a minute old.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Final
+
+from jobs.errors import BadCheckpointError, MusterError, RunFolderError, StorageError
+
+POLL_S: Final = 0.2
+FAILING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EFBIG)
+NOT_THERE: Final = (errno.ENOENT, errno.ESTALE)
+Say = Callable[[str], None]
+_LIBC: Final = ctypes.CDLL(None, use_errno=True)
+_NO_LINK: Final = os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+@contextlib.contextmanager
+def opened_folder(path: Path) -> Iterator[int]:
+    """Open a folder, never a link to one, for the names in it.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        BadCheckpointError: it is something else.
+        StorageError: it cannot be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise BadCheckpointError(f"{path}: not a folder, or a link to one, and links are not followed") from error
+        raise read_error(path, error) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(folder: int, name: str, where: object, *, patience_s: float = 0.0) -> int:
+    """Open a regular file of a folder for reading; one that is not there yet is waited for.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        BadCheckpointError: it is a link, a pipe, a device or a folder.
+        StorageError: it cannot be read.
+    """
+    end_s = time.monotonic() + patience_s
+    while True:
+        try:
+            descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | _NO_LINK, dir_fd=folder)
+            break
+        except OSError as error:
+            if error.errno in NOT_THERE and time.monotonic() < end_s:
+                time.sleep(POLL_S)
+                names_in(folder, where)  # makes an NFS client ask its server again
+                continue
+            if error.errno == errno.ENOENT:
+                raise
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
+                raise BadCheckpointError(f"{where}: a link or a device, where a file was wanted") from error
+            raise read_error(where, error) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise BadCheckpointError(f"{where}: not a regular file")
+    return descriptor
+
+
+def read_small(folder: int, name: str, where: object, limit: int, *, patience_s: float = 0.0) -> bytes:
+    """Read a whole file of at most `limit` bytes; errors as `open_regular`."""
+    descriptor = open_regular(folder, name, where, patience_s=patience_s)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > limit:
+            raise BadCheckpointError(f"{where}: {size} bytes, of at most {limit}")
+        return b"".join(chunks_of(descriptor, size, where))
+    finally:
+        os.close(descriptor)
+
+
+def chunks_of(descriptor: int, size: int, where: object, *, chunk_bytes: int = 4 << 20) -> Iterator[bytes]:
+    """Yield the first `size` bytes of a file.
+
+    Raises:
+        BadCheckpointError: the file is shorter.
+        StorageError: it cannot be read.
+    """
+    at = 0
+    while at < size:
+        chunk = pread(descriptor, min(chunk_bytes, size - at), at, where)
+        yield chunk
+        at += len(chunk)
+
+
+def pread(descriptor: int, count: int, at: int, where: object) -> bytes:
+    """Read exactly `count` bytes at an offset; errors as `chunks_of`."""
+    parts = []
+    while count > 0:
+        try:
+            part = os.pread(descriptor, count, at)
+        except OSError as error:
+            raise read_error(where, error) from error
+        if not part:
+            raise BadCheckpointError(f"{where}: ends at byte {at}: it was cut short")
+        parts.append(part)
+        at += len(part)
+        count -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def write_file(folder: Path, name: str, chunks: Iterable[memoryview | bytes], *, reserve: int = 0) -> None:
+    """Write a file of a folder: temporary name, every write checked, synced, renamed, the folder synced.
+
+    `reserve` bytes are claimed first, so that a full disk shows before anything else. On an error nothing is left.
+
+    Raises:
+        StorageError: the disk is full or failing.
+        RunFolderError: the folder cannot be written.
+    """
+    path, temporary = folder / name, f".{name}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    with writing(path):
+        within = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
+        try:
+            try:
+                ours = _write_temporary(within, temporary, chunks, reserve)
+                _rename(within, temporary, name, ours)
+            except BaseException:
+                with contextlib.suppress(OSError):  # what is left of it is in nobody's way; the first error counts
+                    os.unlink(temporary, dir_fd=within)
+                raise
+            os.fsync(within)
+        finally:
+            os.close(within)
+
+
+def names_in(folder: int, where: object) -> set[str]:
+    """Return the names in an open folder, as its server has them now, where an open of one may be answered from memory.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    try:
+        return set(os.listdir(folder))
+    except OSError as error:
+        raise read_error(where, error) from error
+
+
+def is_there(folder: Path, name: str) -> bool:
+    """Say whether a folder holds a name; errors as `opened_folder` and `names_in`."""
+    with opened_folder(folder) as within:
+        return name in names_in(within, folder)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder durable; errors as `write_file`."""
+    with writing(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn a failed write into the error that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
+def write_error(path: object, error: OSError) -> MusterError:
+    """Return the error of a failed write."""
+    if error.errno in FAILING:
+        return StorageError(f"{path}: cannot be written: {error.strerror}; free some space, or mend the disk")
+    return RunFolderError(f"{path}: cannot be written: {error.strerror}; look at the folder's owner and rights")
+
+
+def read_error(path: object, error: OSError) -> MusterError:
+    """Return the error of a failed read."""
+    return StorageError(f"{path}: cannot be read: {error.strerror}; look at the disk, or at the file's rights")
+
+
+def _write_temporary(within: int, name: str, chunks: Iterable[memoryview | bytes], reserve: int) -> tuple[int, int]:
+    """Write and sync a new file; return its identity."""
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o644, dir_fd=within)
+    try:
+        if reserve:
+            _reserve(descriptor, reserve)
+        for chunk in chunks:
+            view = memoryview(chunk)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)  # here NFS says that the disk is full
+        status = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    return status.st_dev, status.st_ino
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    """Claim the room for a file, by the kernel's own call: the C library's stands in for it with a write per block."""
+    if _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
+        raise OSError(code, os.strerror(code))
+    room = os.fstatvfs(descriptor)
+    if room.f_bavail * room.f_frsize < size:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _rename(within: int, source: str, target: str, ours: tuple[int, int]) -> None:
+    """Rename inside a folder; a lost answer of NFS makes the second try fail although the first one did it."""
+    try:
+        os.rename(source, target, src_dir_fd=within, dst_dir_fd=within)
+    except FileNotFoundError:
+        found = os.stat(target, dir_fd=within, follow_symlinks=False)
+        if (found.st_dev, found.st_ino) != ours:
+            raise

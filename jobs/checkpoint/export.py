@@ -1,0 +1,48 @@
+"""A checkpoint as one safetensors file of plain names, which plain PyTorch loads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from jobs.checkpoint import disk
+from jobs.checkpoint.layout import header_of
+from jobs.checkpoint.manifest import Manifest
+from jobs.checkpoint.pieces import Piece
+from jobs.checkpoint.read import Reader
+from jobs.errors import NoCheckpointError
+from jobs.rundir import CheckpointDir
+
+PREFIX: Final = "model/"
+CHUNK_BYTES: Final = 16 << 20
+
+
+def export(folder: CheckpointDir, manifest: Manifest, path: Path) -> int:
+    """Write parameters and buffers into one file, put together from all shards; return how many tensors.
+
+    Raises:
+        NoCheckpointError: the checkpoint holds none.
+        BadCheckpointError: a shard is gone, or ends too early.
+        StorageError, RunFolderError: the file cannot be written; nothing is left of it.
+    """
+    pieces = [manifest.piece(name) for name in sorted(manifest.tensors) if name.startswith(PREFIX)]
+    if not pieces:
+        raise NoCheckpointError(f"{folder.path}: it holds no parameters and buffers ({PREFIX}...) to export")
+    pieces.sort(key=lambda piece: -piece.item_bytes)  # wide elements first, so that each is aligned
+    metadata = {"format": "pt", "step": str(manifest.step), "checkpoint": folder.name}
+    header, _ = header_of([(piece.name.removeprefix(PREFIX), piece) for piece in pieces], metadata)
+    size = len(header) + sum(piece.nbytes for piece in pieces)
+    with Reader(folder, manifest) as reader:
+        disk.write_file(path.parent, path.name, _chunks(header, reader, pieces), reserve=size)
+    return len(pieces)
+
+
+def _chunks(header: bytes, reader: Reader, pieces: list[Piece]) -> Iterator[memoryview]:
+    yield memoryview(header)
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    for piece in pieces:
+        step = CHUNK_BYTES // piece.item_bytes
+        for start in range(0, piece.elements, step):
+            stop = min(start + step, piece.elements)
+            part = buffer[: (stop - start) * piece.item_bytes]
+            reader.read_into(Piece(piece.name, piece.dtype, piece.shape, flat=(start, stop)), part)
+            yield part

@@ -1,0 +1,137 @@
+"""The safetensors layout: eight bytes of header length, a JSON header, raw bytes. Any safetensors library opens it.
+
+    {"__metadata__": {str: str}, "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ...}
+
+The header is padded with spaces to eight bytes, and tensors with wide elements stand first, so that each is aligned.
+What is read is what that says and nothing else: the bytes belong to the tensors, all of them, each to one.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from jobs.checkpoint import sealed
+from jobs.checkpoint.disk import pread
+from jobs.checkpoint.pieces import Piece
+from jobs.errors import BadCheckpointError
+
+LENGTH_BYTES: Final = 8
+MAX_HEADER_BYTES: Final = 100_000_000
+METADATA: Final = "__metadata__"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece that is stored: by which writer, so in which shard, and where in the file it begins."""
+
+    piece: Piece
+    writer: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        """Where it ends in the file."""
+        return self.offset + self.piece.nbytes
+
+    @property
+    def range_record(self) -> dict[str, Any]:
+        """Its range and its place, as JSON; no range: the whole tensor."""
+        record: dict[str, Any] = {"offset": self.offset}
+        if self.piece.is_whole:
+            return record
+        if self.piece.flat is not None:
+            return {**record, "flat": list(self.piece.flat)}
+        return {**record, "box": [list(each) for each in self.piece.box or ()]}
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself; `tensors`: key to type, shape, first and last byte in the file."""
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...], int, int]]
+    metadata: Mapping[str, str]
+
+
+def header_of(pieces: Sequence[tuple[str, Piece]], metadata: Mapping[str, str]) -> tuple[bytes, list[int]]:
+    """Return a header, with its length before it, and each piece's offset in the file; pieces stand in this order.
+
+    Raises:
+        ValueError: two pieces have one key.
+    """
+    entries: dict[str, Any] = {METADATA: dict(metadata)}
+    ends = [0]
+    for key, piece in pieces:
+        if key in entries:
+            raise ValueError(f"{key}: given twice")
+        ends.append(ends[-1] + piece.nbytes)
+        entries[key] = {"dtype": piece.dtype, "shape": list(piece.extent), "data_offsets": ends[-2:]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=True).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {len(text)} bytes, of at most {MAX_HEADER_BYTES}; use more writers")
+    begin = LENGTH_BYTES + len(text)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text, [begin + start for start in ends[:-1]]
+
+
+def read_header(descriptor: int, size: int, where: object) -> Header:
+    """Read and check the header of a file of `size` bytes.
+
+    Raises:
+        BadCheckpointError: it is not one that a safetensors library would take, or does not fit the file.
+        StorageError: it cannot be read.
+    """
+    if size < LENGTH_BYTES:
+        raise BadCheckpointError(f"{where}: {size} bytes are too few for a header")
+    length = int.from_bytes(pread(descriptor, LENGTH_BYTES, 0, where), "little")
+    if length > min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+        raise BadCheckpointError(f"{where}: a header of {length} bytes does not fit the file or the limit")
+    entries = sealed.parse(pread(descriptor, length, LENGTH_BYTES, where), where, max_bytes=MAX_HEADER_BYTES)
+    metadata = entries.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise BadCheckpointError(f"{where}: its metadata must map names to texts")
+    tensors = {key: _entry(key, value, LENGTH_BYTES + length, where) for key, value in entries.items()}
+    check_tiling([(start, end, key) for key, (_, _, start, end) in tensors.items()], LENGTH_BYTES + length, size, where)
+    return Header(tensors, metadata)
+
+
+def check_tiling(spans: list[tuple[int, int, str]], begin: int, size: int, where: object) -> None:
+    """Check that the bytes from `begin` to the end of the file belong to the spans, each byte to one.
+
+    Raises:
+        BadCheckpointError: there is a gap, an overlap, or a span outside.
+    """
+    at = begin
+    for start, end, key in sorted(spans):
+        if start != at:
+            raise BadCheckpointError(f"{where}: {key!r:.80}: begins at byte {start}, wanted {at}: a gap or an overlap")
+        at = end
+    if at != size:
+        raise BadCheckpointError(f"{where}: its tensors end at byte {at}, the file has {size}")
+
+
+def _entry(key: str, value: Any, begin: int, where: object) -> tuple[str, tuple[int, ...], int, int]:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise BadCheckpointError(f"{where}: {key!r:.80}: wanted dtype, shape and data_offsets")
+    shape, offsets = value["shape"], value["data_offsets"]
+    try:
+        piece = Piece(key, value["dtype"], as_tuple(shape))
+    except ValueError as error:
+        raise BadCheckpointError(f"{where}: {error!s:.200}") from error
+    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(each) is not int for each in offsets):
+        raise BadCheckpointError(f"{where}: {key:.80}: data_offsets must be two whole numbers")
+    start, end = offsets
+    if start < 0 or end - start != piece.nbytes:
+        raise BadCheckpointError(f"{where}: {key:.80}: bytes {start} to {end} do not hold its {piece.nbytes} bytes")
+    return piece.dtype, piece.shape, begin + start, begin + end
+
+
+def as_tuple(value: object) -> tuple[Any, ...]:
+    """Return a JSON list as a tuple.
+
+    Raises:
+        ValueError: it is not a list.
+    """
+    if not isinstance(value, list):
+        raise ValueError(f"a list was wanted, got {type(value).__name__}")
+    return tuple(value)

@@ -1,0 +1,227 @@
+"""MANIFEST.json: the commit, and the truth about what a checkpoint holds and where.
+
+    {"version": 1, "step": 50, "attempt": 0, "meta": {...},
+     "files": [{"file": "shard-00000.safetensors", "bytes": 4096, "sha256": "..."}, ...],
+     "tensors": {"model/fc.weight": {"dtype": "F32", "shape": [10, 4],
+                                     "parts": [{"file": 0, "offset": 512, "box": [[0, 5], [0, 4]]}, ...]}, ...}}
+
+It follows from the `.ok` files alone, so whoever commits writes the same bytes. Reading it proves: every tensor is
+covered once, by parts that lie inside their files and fill them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from jobs.checkpoint import disk, sealed
+from jobs.checkpoint.coverage import check_coverage
+from jobs.checkpoint.layout import LENGTH_BYTES, Part, check_tiling
+from jobs.checkpoint.names import identity
+from jobs.checkpoint.pieces import MAX_ELEMENTS, Piece, whole
+from jobs.checkpoint.shard import MAX_WRITERS, ShardRecord, read_part
+from jobs.errors import BadCheckpointError
+from jobs.rundir import CheckpointDir
+
+VERSION: Final = 1
+_KEYS: Final = {"version", "step", "attempt", "files", "tensors", "meta"}
+_HEX: Final = frozenset("0123456789abcdef")
+
+
+@dataclass(frozen=True)
+class ShardFile:
+    """A shard as the commit saw it."""
+
+    file: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A logical tensor: its type, its global shape, and its parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.piece.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One checkpoint; `tensors` by name, `meta` whatever its saver says of it."""
+
+    step: int
+    attempt: int
+    files: tuple[ShardFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    meta: Mapping[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(each.bytes for each in self.files)
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The bytes of the file."""
+        return sealed.seal(self._body())
+
+    @cached_property
+    def sha256(self) -> str:
+        """The hash that the file carries: two checkpoints with one hash hold the same."""
+        return sealed.sha256_of(self.encoded)
+
+    def piece(self, name: str) -> Piece:
+        """Return a whole tensor.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        tensor = self.tensors[name]
+        return whole(name, tensor.dtype, tensor.shape)
+
+    @cached_property
+    def parts(self) -> list[list[Part]]:
+        """What each shard holds."""
+        found: list[list[Part]] = [[] for _ in self.files]
+        for tensor in self.tensors.values():
+            for part in tensor.parts:
+                found[part.writer].append(part)
+        return found
+
+    def _body(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "step": self.step,
+            "attempt": self.attempt,
+            "files": [{"file": each.file, "bytes": each.bytes, "sha256": each.sha256} for each in self.files],
+            "tensors": {
+                name: {
+                    "dtype": tensor.dtype,
+                    "shape": tensor.shape,
+                    "parts": [{"file": part.writer, **part.range_record} for part in tensor.parts],
+                }
+                for name, tensor in self.tensors.items()
+            },
+            "meta": self.meta,
+        }
+
+
+def manifest_of(folder: CheckpointDir, records: Sequence[ShardRecord]) -> Manifest:
+    """Make the manifest of shards, one record per writer, in order.
+
+    Raises:
+        BadCheckpointError: together they are no checkpoint: a tensor has a hole, an overlap, or two shapes.
+    """
+    step, attempt = identity(folder)
+    tensors: dict[str, StoredTensor] = {}
+    parts: dict[str, list[Part]] = {}
+    for record in records:
+        for part in record.parts:
+            parts.setdefault(part.piece.name, []).append(part)
+    for name, stored in sorted(parts.items()):
+        first = stored[0].piece
+        if any((part.piece.dtype, part.piece.shape) != (first.dtype, first.shape) for part in stored):
+            raise BadCheckpointError(f"{folder.path}: {name}: its writers do not agree on its type and shape")
+        tensors[name] = StoredTensor(first.dtype, first.shape, tuple(stored))
+    files = tuple(ShardFile(each.file, each.bytes, each.sha256) for each in records)
+    # Through its own bytes: what is committed is what a reader will take, and holds what JSON holds.
+    made = Manifest(step, attempt, files, tensors, dict(records[0].meta or {}))
+    return parse_manifest(folder, made.encoded)
+
+
+def read_manifest(folder: CheckpointDir, *, patience_s: float = 0.0) -> Manifest:
+    """Read a manifest strictly; one that is not there yet, as another node sees it, is waited for.
+
+    Raises:
+        FileNotFoundError: there is none: the checkpoint does not exist.
+        BadCheckpointError: it is damaged, or describes what cannot be; the message says what.
+        StorageError: it cannot be read.
+    """
+    with disk.opened_folder(folder.path) as within:
+        path = folder.manifest
+        data = disk.read_small(within, path.name, path, sealed.MAX_BYTES, patience_s=patience_s)
+    return parse_manifest(folder, data)
+
+
+def parse_manifest(folder: CheckpointDir, data: bytes) -> Manifest:
+    """Check every value of a manifest's bytes.
+
+    Raises:
+        BadCheckpointError: as `read_manifest`.
+    """
+    where = folder.manifest
+    body = sealed.unseal(data, where)
+    if type(body.get("version")) is not int or body["version"] != VERSION:
+        raise BadCheckpointError(f"{where}: version {body.get('version')!r:.40}, wanted {VERSION}")
+    if body.keys() != _KEYS:
+        raise BadCheckpointError(f"{where}: wanted the keys {', '.join(sorted(_KEYS))}")
+    for key, value in zip(("step", "attempt"), identity(folder), strict=True):
+        if type(body[key]) is not int or body[key] != value:
+            raise BadCheckpointError(f"{where}: {key} {body[key]!r:.40} in a folder of {value}: of another generation")
+    if not isinstance(body["meta"], dict):
+        raise BadCheckpointError(f"{where}: meta must be an object")
+    files = _files(folder, body["files"])
+    tensors = _tensors(body["tensors"], len(files), where)
+    manifest = Manifest(body["step"], body["attempt"], files, tensors, body["meta"])
+    for name, tensor in tensors.items():
+        check_coverage(name, [part.piece for part in tensor.parts], where)
+    _check_files(manifest, where)
+    if manifest.encoded != data:
+        raise BadCheckpointError(f"{where}: not spelt as we spell it")
+    return manifest
+
+
+def _files(folder: CheckpointDir, given: Any) -> tuple[ShardFile, ...]:
+    where = folder.manifest
+    if not isinstance(given, list) or not 0 < len(given) <= MAX_WRITERS:
+        raise BadCheckpointError(f"{where}: files must list 1 to {MAX_WRITERS} shards")
+    files = []
+    for writer, each in enumerate(given):
+        if not isinstance(each, dict) or each.keys() != {"file", "bytes", "sha256"}:
+            raise BadCheckpointError(f"{where}: a file has file, bytes and sha256")
+        name, size, digest = each["file"], each["bytes"], each["sha256"]
+        if name != folder.shard(writer).name:
+            raise BadCheckpointError(f"{where}: file {name!r:.80}, wanted {folder.shard(writer).name}")
+        if type(size) is not int or not LENGTH_BYTES + 2 <= size <= 8 * MAX_ELEMENTS:
+            raise BadCheckpointError(f"{where}: {name}: {size!r:.40} bytes cannot be")
+        if not isinstance(digest, str) or len(digest) != 64 or not _HEX.issuperset(digest):
+            raise BadCheckpointError(f"{where}: {name}: sha256 must be 64 hexadecimal digits")
+        files.append(ShardFile(name, size, digest))
+    return tuple(files)
+
+
+def _tensors(given: Any, writers: int, where: object) -> dict[str, StoredTensor]:
+    if not isinstance(given, dict):
+        raise BadCheckpointError(f"{where}: tensors must be an object")
+    tensors = {}
+    for name, each in given.items():
+        if not isinstance(each, dict) or each.keys() != {"dtype", "shape", "parts"}:
+            raise BadCheckpointError(f"{where}: {name!r:.80}: a tensor has dtype, shape and parts")
+        if not isinstance(each["parts"], list) or not each["parts"]:
+            raise BadCheckpointError(f"{where}: {name!r:.80}: parts must be a list")
+        parts = []
+        for record in each["parts"]:
+            if not isinstance(record, dict) or not record.keys() <= {"file", "offset", "box", "flat"}:
+                raise BadCheckpointError(f"{where}: {name!r:.80}: a part has file, offset, and box or flat")
+            writer = record.get("file")
+            if type(writer) is not int or not 0 <= writer < writers:
+                raise BadCheckpointError(f"{where}: {name!r:.80}: file {writer!r:.40} of {writers}")
+            parts.append(read_part(record, name, each["dtype"], each["shape"], writer, where))
+        tensors[name] = StoredTensor(parts[0].piece.dtype, parts[0].piece.shape, tuple(parts))
+    return tensors
+
+
+def _check_files(manifest: Manifest, where: object) -> None:
+    """Check that the parts fill their files, behind a header."""
+    for parts, file in zip(manifest.parts, manifest.files, strict=True):
+        spans = [(part.offset, part.end, part.piece.key) for part in parts]
+        begin = min(spans)[0] if spans else file.bytes
+        if begin < LENGTH_BYTES + 2:
+            raise BadCheckpointError(f"{where}: {file.file}: a part begins inside the header")
+        check_tiling(spans, begin, file.bytes, f"{where}: {file.file}")

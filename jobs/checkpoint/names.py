@@ -1,0 +1,30 @@
+"""The names of checkpoint folders, read back: only the exact spelling of `jobs/rundir.py` counts."""
+
+import re
+from pathlib import Path
+
+from jobs.errors import BadCheckpointError
+from jobs.rundir import CheckpointDir, RunDir
+
+_NAME = re.compile(r"step-([0-9]{8,15})\.a([0-9]{3,9})")
+
+
+def step_and_attempt(name: str) -> tuple[int, int] | None:
+    """Return the steps done and the attempt that a folder's name says; None for any other name."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        return None
+    step, attempt = int(match[1]), int(match[2])
+    return (step, attempt) if RunDir(Path()).checkpoint(step, attempt).name == name else None
+
+
+def identity(folder: CheckpointDir) -> tuple[int, int]:
+    """Return the steps done and the attempt of a checkpoint's folder.
+
+    Raises:
+        BadCheckpointError: it is not called as one of ours.
+    """
+    found = step_and_attempt(folder.name)
+    if found is None:
+        raise BadCheckpointError(f"{folder.path}: not a checkpoint of ours by its name (step-00000050.a000)")
+    return found

@@ -1,0 +1,196 @@
+"""A piece: the part of one logical tensor that somebody holds, without a word about ranks.
+
+A tensor has a name, a type and a global shape; a part of it is a box (a range per dimension: tensor parallel, pipeline)
+or a flat range of its row-major elements (ZeRO). Whoever saves and whoever loads say which parts they hold, and
+`runs()` is what both come down to: ranges of row-major elements, in order.
+
+Names are `model/<name>` for parameters and buffers, `optimizer/<name>/<key>` for the optimizer's state; layer numbers
+in them are global. Types are spelt as safetensors spells them.
+"""
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+Range = tuple[int, int]
+
+ITEM_BYTES: Final = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "I16": 2,
+    "U16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "I32": 4,
+    "U32": 4,
+    "F32": 4,
+    "C64": 8,
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+}
+MAX_NAME: Final = 1024
+MAX_DIMENSIONS: Final = 32
+MAX_ELEMENTS: Final = 2**52  # products of what a stranger wrote stay far below what 64 bits hold
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of one tensor: `box`, a [start, stop) per dimension, or `flat`, one of row-major elements, or all of it.
+
+    Raises:
+        ValueError: the name, type, shape or range cannot be; the message says which.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    box: tuple[Range, ...] | None = None
+    flat: Range | None = None
+
+    def __post_init__(self) -> None:
+        _check_tensor(self.name, self.dtype, self.shape)
+        if self.box is not None and self.flat is not None:
+            raise ValueError(f"{self.name}: a piece is a box or a flat range, got both")
+        if self.box is not None:
+            if len(self.box) != len(self.shape):
+                raise ValueError(f"{self.name}: a box of {len(self.box)} ranges, the shape has {len(self.shape)}")
+            for each, size in zip(self.box, self.shape, strict=True):
+                _check_range(self.name, each, size)
+        if self.flat is not None:
+            _check_range(self.name, self.flat, self.tensor_elements)
+
+    @cached_property
+    def tensor_elements(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def extent(self) -> tuple[int, ...]:
+        """The shape of the part: of a flat range, one dimension."""
+        if self.flat is not None:
+            return (self.flat[1] - self.flat[0],)
+        return self.shape if self.box is None else tuple(stop - start for start, stop in self.box)
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of the part."""
+        return math.prod(self.extent)
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.elements * self.item_bytes
+
+    @property
+    def is_whole(self) -> bool:
+        """True when the part is the tensor, in its own shape."""
+        return self.flat is None and self.extent == self.shape
+
+    @property
+    def key(self) -> str:
+        """The name in a shard: the tensor's own when the piece is whole, else with its range behind it."""
+        if self.is_whole:
+            return self.name
+        if self.flat is not None:
+            return f"{self.name}[flat {self.flat[0]}:{self.flat[1]}]"
+        return f"{self.name}[{','.join(f'{start}:{stop}' for start, stop in self.box or ())}]"
+
+    def runs(self) -> "Runs":
+        """Return the part as ranges of the tensor's row-major elements, ascending; the part's own order is theirs."""
+        if self.elements == 0:
+            return Runs(0, 0, ())
+        if self.flat is not None:
+            return Runs(self.flat[0], self.elements, ())
+        box = self.box if self.box is not None else tuple((0, size) for size in self.shape)
+        # From the last dimension on, as long as they are whole: one run spans them all, and the dimension before.
+        inner, first = 1, len(box)
+        while first > 0 and inner == math.prod(self.shape[first:]):
+            first -= 1
+            inner *= box[first][1] - box[first][0]
+        start, stride, outer = 0, self.tensor_elements, []
+        for dimension, ((begin, end), size) in enumerate(zip(box, self.shape, strict=True)):
+            stride //= size
+            start += begin * stride
+            if dimension < first:
+                outer.append((end - begin, stride))
+        return Runs(start, inner, tuple(outer))
+
+
+def whole(name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
+    """Return the piece that is all of a tensor."""
+    return Piece(name, dtype, tuple(shape))
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Ranges of equal length, ascending, computed where asked for: a column of a huge matrix has a run per row."""
+
+    start: int
+    length: int
+    outer: tuple[tuple[int, int], ...]  # (count, stride in elements) of each dimension outside a run, outermost first
+
+    @cached_property
+    def count(self) -> int:
+        """How many there are."""
+        return math.prod(count for count, _ in self.outer) if self.length else 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Range:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        start = self.start
+        for count, stride in reversed(self.outer):
+            index, at = divmod(index, count)
+            start += at * stride
+        return start, start + self.length
+
+    def __iter__(self) -> Iterator[Range]:
+        if not self.count:
+            return
+        for offsets in itertools.product(*(range(0, count * stride, stride) for count, stride in self.outer)):
+            start = self.start + sum(offsets)
+            yield start, start + self.length
+
+    def first_after(self, element: int, begin: int = 0) -> int:
+        """Return the index, from `begin` on, of the first run that holds an element or lies behind it."""
+        if begin < self.count and self[begin][1] > element:
+            return begin  # the one that a reader who walks in order asks for
+        return bisect.bisect_right(range(self.count), element, begin, key=lambda index: self[index][1])
+
+
+def _check_tensor(name: object, dtype: object, shape: tuple[object, ...]) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable() or name == "__metadata__":
+        raise ValueError(f"a tensor's name is 1 to {MAX_NAME} printable characters, got {name!r:.80}")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise ValueError(f"{name}: an unknown type {dtype!r:.40}; known: {', '.join(ITEM_BYTES)}")
+    if not isinstance(shape, tuple) or len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"{name}: a shape has at most {MAX_DIMENSIONS} dimensions")
+    elements = 1
+    for size in shape:
+        if type(size) is not int or not 0 <= size <= MAX_ELEMENTS:
+            raise ValueError(f"{name}: a dimension is a whole number from 0 to {MAX_ELEMENTS}, got {size!r:.40}")
+        elements *= max(size, 1)
+        if elements > MAX_ELEMENTS:
+            raise ValueError(f"{name}: more than {MAX_ELEMENTS} elements")
+
+
+def _check_range(name: str, given: object, size: int) -> None:
+    if not isinstance(given, tuple) or len(given) != 2 or any(type(each) is not int for each in given):
+        raise ValueError(f"{name}: a range is two whole numbers, got {given!r:.60}")
+    if not 0 <= given[0] <= given[1] <= size:
+        raise ValueError(f"{name}: the range {given[0]}:{given[1]} does not lie in 0:{size}")

@@ -1,0 +1,156 @@
+"""Reading parts of a checkpoint, split in any way, whatever the split it was saved in."""
+
+import os
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Final
+
+from typing_extensions import Buffer, Self
+
+from jobs.checkpoint import disk
+from jobs.checkpoint.layout import Part
+from jobs.checkpoint.manifest import Manifest
+from jobs.checkpoint.pieces import Piece
+from jobs.errors import BadCheckpointError, RefusedError
+from jobs.rundir import CheckpointDir
+
+DIRECT_BYTES: Final = 64 << 10  # runs from this size on are read where they belong, shorter ones in windows
+WINDOW_BYTES: Final = 1 << 20
+
+Run = tuple[int, int, int]  # byte in the file, byte in the buffer, bytes
+
+
+class Reader:
+    """Reads pieces of one committed checkpoint; a context manager, for it keeps its shards open."""
+
+    def __init__(self, folder: CheckpointDir, manifest: Manifest, *, patience_s: float = 0.0) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._patience_s = patience_s
+        self._open: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the shards."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def names(self) -> list[str]:
+        """List the tensors, sorted."""
+        return sorted(self._manifest.tensors)
+
+    def piece(self, name: str) -> Piece:
+        """Return the whole of a tensor.
+
+        Raises:
+            RefusedError: the checkpoint has no such tensor.
+        """
+        if name not in self._manifest.tensors:
+            raise RefusedError(f"{self._folder.path}: it holds no tensor {name}; was the model changed?")
+        return self._manifest.piece(name)
+
+    def read_into(self, piece: Piece, buffer: Buffer) -> None:
+        """Fill a buffer with a piece of a stored tensor.
+
+        Raises:
+            RefusedError: the checkpoint has no such tensor, or one of another type or shape.
+            BadCheckpointError: a shard is gone, or ends too early.
+            StorageError: it cannot be read.
+            ValueError: the buffer does not fit the piece.
+        """
+        stored = self.piece(piece.name)
+        if (stored.dtype, stored.shape) != (piece.dtype, piece.shape):
+            found, wanted = f"{stored.dtype} {list(stored.shape)}", f"{piece.dtype} {list(piece.shape)}"
+            raise RefusedError(f"{self._folder.path}: {piece.name} is {found}, the job wants {wanted}")
+        view = memoryview(buffer)
+        if view.readonly or not view.c_contiguous or view.nbytes != piece.nbytes:
+            raise ValueError(f"{piece.key}: a writable, contiguous buffer of {piece.nbytes} bytes is needed")
+        if not piece.nbytes:
+            return
+        for part in self._manifest.tensors[piece.name].parts:
+            runs = joined(shared_runs(part, piece))
+            if (first := next(runs, None)) is not None:
+                self._read(part.writer, first, runs, view.cast("B"))
+
+    def _read(self, writer: int, first: Run, rest: Iterator[Run], view: memoryview) -> None:
+        """Read runs: long ones into their place, short ones many at a time."""
+        path, descriptor = self._folder.shard(writer), self._shard(writer)
+        window, begin = memoryview(b""), 0
+        run: Run | None = first
+        while run is not None:
+            at, to, count = run
+            if count >= DIRECT_BYTES:
+                _read_direct(descriptor, view[to : to + count], at, path)
+            else:
+                if not begin <= at <= at + count <= begin + len(window):
+                    end = min(at + WINDOW_BYTES, self._manifest.files[writer].bytes)
+                    window, begin = memoryview(disk.pread(descriptor, end - at, at, path)), at
+                view[to : to + count] = window[at - begin : at - begin + count]
+            run = next(rest, None)
+
+    def _shard(self, writer: int) -> int:
+        if writer not in self._open:
+            path, wanted = self._folder.shard(writer), self._manifest.files[writer]
+            try:
+                with disk.opened_folder(self._folder.path) as within:
+                    descriptor = disk.open_regular(within, wanted.file, path, patience_s=self._patience_s)
+            except FileNotFoundError as error:
+                raise BadCheckpointError(f"{path}: missing") from error
+            self._open[writer] = descriptor
+            if (size := os.fstat(descriptor).st_size) != wanted.bytes:
+                raise BadCheckpointError(f"{path}: {size} bytes, saved were {wanted.bytes}")
+        return self._open[writer]
+
+
+def shared_runs(part: Part, wanted: Piece) -> Iterator[Run]:
+    """Yield what a stored part and a wanted piece share, ascending: both are ranges of row-major elements."""
+    stored_runs, wanted_runs, item = part.piece.runs(), wanted.runs(), wanted.item_bytes
+    if not len(stored_runs) or not len(wanted_runs):
+        return
+    i = j = 0
+    while i < len(stored_runs) and j < len(wanted_runs):
+        start, stop = stored_runs[i]
+        low, high = wanted_runs[j]
+        if stop <= low:
+            i = stored_runs.first_after(low, i + 1)
+        elif high <= start:
+            j = wanted_runs.first_after(start, j + 1)
+        else:
+            first, last = max(start, low), min(stop, high)
+            from_element = i * stored_runs.length + first - start
+            to_element = j * wanted_runs.length + first - low
+            yield part.offset + from_element * item, to_element * item, (last - first) * item
+            i, j = (i + 1, j) if stop <= high else (i, j + 1)
+
+
+def joined(runs: Iterator[Run]) -> Iterator[Run]:
+    """Join neighbours that follow one another in the file and in the buffer."""
+    held = next(runs, None)
+    if held is None:
+        return
+    for run in runs:
+        if run[0] == held[0] + held[2] and run[1] == held[1] + held[2]:
+            held = (held[0], held[1], held[2] + run[2])
+        else:
+            yield held
+            held = run
+    yield held
+
+
+def _read_direct(descriptor: int, view: memoryview, at: int, where: object) -> None:
+    while view:
+        try:
+            count = os.preadv(descriptor, [view], at)
+        except OSError as error:
+            raise disk.read_error(where, error) from error
+        if not count:
+            raise BadCheckpointError(f"{where}: ends at byte {at}: it was cut short")
+        view, at = view[count:], at + count

@@ -1,0 +1,146 @@
+"""Which checkpoints go: after a commit and a full read, never below two that are known to be good."""
+
+import contextlib
+import shutil
+import stat
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from jobs.checkpoint import disk
+from jobs.checkpoint.choose import quarantine
+from jobs.checkpoint.lineage import began_from, candidates, folder_names
+from jobs.checkpoint.manifest import read_manifest
+from jobs.checkpoint.names import step_and_attempt
+from jobs.checkpoint.verify import is_verified, mark_verified, verify
+from jobs.errors import BadCheckpointError
+from jobs.rundir import CheckpointDir, RunDir
+
+LEAST: Final = 2
+State = Literal["verified", "committed", "unfinished", "bad", "trash"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A checkpoint folder as retention sees it; `abandoned`: of a branch that the run has given up."""
+
+    name: str
+    step: int
+    attempt: int
+    state: State
+    abandoned: bool = False
+
+
+def plan(checkpoints: Sequence[Entry], keep: int, protect: Collection[str] = ()) -> list[str]:
+    """Choose what to delete, oldest first; pure.
+
+    Kept are the newest `keep` verified ones, at least two, in the order of the lineage, and whatever is newer than
+    the oldest of them. With fewer than that nothing that is committed or bad goes. `trash-` always goes.
+    """
+    ordered = sorted(checkpoints, key=lambda each: (each.attempt, each.step))
+    good = [each for each in ordered if each.state == "verified" and not each.abandoned]
+    gone = [each.name for each in ordered if each.state == "trash"]
+    if len(good) < LEAST:
+        return gone
+    kept = good[-max(keep, LEAST) :]
+    oldest = (kept[0].attempt, kept[0].step) if len(kept) >= max(keep, LEAST) else (-1, -1)
+    newest = (good[-1].attempt, good[-1].step)
+    for each in ordered:
+        place = (each.attempt, each.step)
+        if each.name in protect or each.state == "trash" or each in kept:
+            continue
+        if place < (newest if each.state in ("unfinished", "bad") or each.abandoned else oldest):
+            gone.append(each.name)
+    return gone
+
+
+def retain(run: RunDir, keep: int, protect: Collection[str] = (), *, say: disk.Say = lambda _: None) -> list[str]:
+    """Read the newest commits again where that was not done yet, then delete what is not kept; return the names.
+
+    What the newest attempts began from stays as well. Called by one process of a run, after a commit.
+
+    Raises:
+        StorageError, RunFolderError: a folder cannot be read, moved or deleted; what is kept is untouched.
+    """
+    entries = survey(run, keep, say=say)
+    gone = plan(entries, keep, {*protect, *_beginnings(run, say=say)})
+    for name in gone:
+        _delete(run, name)
+    return gone
+
+
+def survey(run: RunDir, keep: int, *, say: disk.Say) -> list[Entry]:
+    """List the checkpoint folders, and read those again whose goodness the plan depends on."""
+    wanted, good = max(keep, LEAST), 0
+    lineage = candidates(run, say=say)
+    for folder in lineage:
+        if good == wanted:
+            break
+        good += _is_good(folder, say)
+    inside = {folder.name for folder in lineage}
+    found = []
+    for name in folder_names(run):
+        plain = name.removeprefix("bad-").removeprefix("trash-")
+        if (place := step_and_attempt(plain)) is None:
+            continue
+        state = _state(run, name)
+        if state is not None:
+            found.append(Entry(name, *place, state, state in ("verified", "committed") and name not in inside))
+    return found
+
+
+def _is_good(folder: CheckpointDir, say: disk.Say) -> bool:
+    """Say whether a checkpoint is known to be good; read it as a whole where nobody has."""
+    try:
+        manifest = read_manifest(folder)
+        if not is_verified(folder, manifest):
+            mark_verified(folder, verify(folder))
+    except FileNotFoundError:
+        return False
+    except BadCheckpointError as error:
+        quarantine(folder, error, say=say)
+        return False
+    return True
+
+
+def _state(run: RunDir, name: str) -> State | None:
+    folder = CheckpointDir(run.checkpoints / name)
+    try:
+        if not stat.S_ISDIR(folder.path.lstat().st_mode):
+            return None  # a file or a link: not made by us, not touched
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise disk.read_error(folder.path, error) from error
+    if name.startswith("trash-"):
+        return "trash"
+    if name.startswith("bad-"):
+        return "bad"
+    try:
+        manifest = read_manifest(folder)
+        return "verified" if is_verified(folder, manifest) else "committed"
+    except FileNotFoundError:
+        return "unfinished"
+    except BadCheckpointError:
+        return None  # looked at, and put aside, when its turn to be loaded comes
+
+
+def _beginnings(run: RunDir, *, say: disk.Say) -> set[str]:
+    """Name what the newest attempt that began from a checkpoint began from."""
+    for attempt in reversed(run.attempt_numbers()):
+        begun = began_from(run, attempt, say=say)
+        if begun is not None:
+            return {begun.name} if begun.name is not None else set()
+    return set()
+
+
+def _delete(run: RunDir, name: str) -> None:
+    """Rename, so that nobody takes it for whole, then delete; what a crash leaves of it goes next time."""
+    trash = run.checkpoints / (name if name.startswith("trash-") else f"trash-{name.removeprefix('bad-')}")
+    with disk.writing(run.checkpoints / name):
+        if name != trash.name:
+            with contextlib.suppress(FileNotFoundError):  # another process of ours was faster
+                (run.checkpoints / name).rename(trash)
+                disk.sync_folder(run.checkpoints)
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(trash)  # follows no link

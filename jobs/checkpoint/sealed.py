@@ -1,0 +1,127 @@
+"""Small JSON files that carry the sha256 of their own bytes: one changed bit anywhere, and they are refused.
+
+    {"body":{...},"sha256":"..."}
+
+The hash is that of the body's bytes as they stand there, so it is checked before anything is parsed. It says that
+nothing was damaged, not who wrote it: what is inside is read as strictly as anything from a stranger.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+from jobs.errors import BadCheckpointError
+
+MAX_BYTES: Final = 64 << 20
+MAX_VALUES: Final = 4_000_000  # a parsed value costs about 20 times its text
+MAX_DEPTH: Final = 64
+MAX_DIGITS: Final = 19
+_BEGIN: Final = b'{"body":'
+_MIDDLE: Final = b',"sha256":"'
+_END: Final = b'"}\n'
+_TAIL: Final = len(_MIDDLE) + 64 + len(_END)
+
+
+def seal(body: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a sealed file; numbers that are not finite become null."""
+    try:
+        data = _dump(body)
+    except (ValueError, TypeError):  # rare, and the other way takes longer: NaN, or a mapping that is no dict
+        data = _dump(_finite(body))
+    return _BEGIN + data + _MIDDLE + hashlib.sha256(data).hexdigest().encode() + _END
+
+
+def _dump(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def sha256_of(data: bytes) -> str:
+    """Return the hash that sealed bytes carry."""
+    return data[-len(_END) - 64 : -len(_END)].decode("ascii", errors="replace")
+
+
+def unseal(data: bytes, where: object) -> dict[str, Any]:
+    """Return the body of a sealed file.
+
+    Raises:
+        BadCheckpointError: its bytes are not what was written, or nothing of ours.
+    """
+    body = data[len(_BEGIN) : -_TAIL]
+    if not data.startswith(_BEGIN) or len(data) < len(_BEGIN) + _TAIL or not data.endswith(_END):
+        raise BadCheckpointError(f"{where}: not a file of ours, or cut short")
+    if data[-_TAIL : -_TAIL + len(_MIDDLE)] != _MIDDLE or hashlib.sha256(body).hexdigest() != sha256_of(data):
+        raise BadCheckpointError(f"{where}: its bytes do not have the sha256 that it carries: it was damaged")
+    return parse(body, where)
+
+
+def parse(data: bytes, where: object, *, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Parse a JSON object strictly: bounded in size, depth and digits, no key twice, no NaN.
+
+    Raises:
+        BadCheckpointError: it is not that.
+    """
+    if len(data) > max_bytes or sum(map(data.count, (b",", b"[", b"{"))) > MAX_VALUES:
+        raise BadCheckpointError(f"{where}: larger than any of ours")
+    try:
+        value = json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_once,
+            parse_int=_bounded,
+            parse_float=_real,
+            parse_constant=_real,
+        )
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise BadCheckpointError(f"{where}: not the JSON that it should be: {error!s:.120}") from error
+    if not isinstance(value, dict):
+        raise BadCheckpointError(f"{where}: a JSON object was wanted, got {type(value).__name__}")
+    if _is_deep(value):
+        raise BadCheckpointError(f"{where}: nested deeper than any of ours")
+    return value
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands there twice")
+    return found
+
+
+def _bounded(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"a number that is not finite: {text:.40}")
+    return value
+
+
+def _is_deep(value: object) -> bool:
+    """Say whether a value nests deeper than MAX_DEPTH, without recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for each in level
+            if isinstance(each, (dict, list))
+            for inner in (each.values() if isinstance(each, dict) else each)
+            if isinstance(inner, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value

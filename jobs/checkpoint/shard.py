@@ -1,0 +1,171 @@
+"""A shard: what one writer saves, a safetensors file, and the `.ok` beside it that says so."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from typing_extensions import Buffer
+
+from jobs.checkpoint import disk, sealed
+from jobs.checkpoint.layout import Part, as_tuple, header_of
+from jobs.checkpoint.names import identity
+from jobs.checkpoint.pieces import Piece
+from jobs.errors import BadCheckpointError, RunFolderError
+from jobs.rundir import CheckpointDir
+
+CHUNK_BYTES: Final = 4 << 20
+MAX_WRITERS: Final = 100_000
+_KEYS: Final = {"file", "bytes", "sha256", "step", "attempt", "writer", "writers", "tensors", "meta"}
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What a writer has written; writer 0's carries `meta`, the JSON that belongs to the whole checkpoint."""
+
+    file: str
+    bytes: int
+    sha256: str
+    step: int
+    attempt: int
+    writer: int
+    writers: int
+    parts: tuple[Part, ...]
+    meta: Mapping[str, Any] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "file": self.file,
+            "bytes": self.bytes,
+            "sha256": self.sha256,
+            "step": self.step,
+            "attempt": self.attempt,
+            "writer": self.writer,
+            "writers": self.writers,
+            "tensors": [
+                {"name": each.piece.name, "dtype": each.piece.dtype, "shape": each.piece.shape, **each.range_record}
+                for each in self.parts
+            ],
+            "meta": self.meta,
+        }
+
+
+def write_shard(
+    folder: CheckpointDir,
+    writer: int,
+    writers: int,
+    pieces: Sequence[tuple[Piece, Buffer]],
+    *,
+    meta: Mapping[str, Any] | None = None,
+) -> ShardRecord:
+    """Write the shard of one writer, then its `.ok`; both are on the disk when this returns.
+
+    A piece without elements, of a tensor that has some, is left out. Nothing that is there is written again.
+
+    Raises:
+        StorageError: the disk is full or failing; nothing new is left but, at worst, a whole shard without `.ok`.
+        RunFolderError: the folder cannot be written, or this writer has already written.
+        ValueError: a buffer does not fit its piece, or a piece is given twice.
+    """
+    step, attempt = identity(folder)
+    if not 0 <= writer < writers <= MAX_WRITERS:
+        raise ValueError(f"writer {writer} of {writers}")
+    path, ok = folder.shard(writer), folder.ok(writer)
+    with disk.writing(folder.path):
+        there = [each for each in (path, ok) if disk.is_there(folder.path, each.name)]
+    if there:
+        raise RunFolderError(f"{there[0]}: is there already; nothing is written twice: save under a new attempt")
+    kept = [(piece, _bytes_of(piece, data)) for piece, data in pieces if piece.elements or not piece.tensor_elements]
+    kept.sort(key=lambda each: -each[0].item_bytes)  # stable: wide elements first, so that each is aligned
+    ordered = [piece for piece, _ in kept]
+    metadata = {"format": "pt", "step": str(step), "attempt": str(attempt), "parts": _parts_text(ordered)}
+    header, offsets = header_of([(piece.key, piece) for piece in ordered], metadata)
+    size = len(header) + sum(piece.nbytes for piece in ordered)
+    digest = hashlib.sha256()
+
+    def chunks() -> Iterator[memoryview]:
+        for data in (memoryview(header), *(data for _, data in kept)):
+            for start in range(0, len(data), CHUNK_BYTES):
+                chunk = data[start : start + CHUNK_BYTES]
+                digest.update(chunk)
+                yield chunk
+
+    disk.write_file(folder.path, path.name, chunks(), reserve=size)
+    parts = tuple(Part(piece, writer, offset) for piece, offset in zip(ordered, offsets, strict=True))
+    record = ShardRecord(path.name, size, digest.hexdigest(), step, attempt, writer, writers, parts, meta)
+    disk.write_file(folder.path, ok.name, [sealed.seal(record.record())])
+    return record
+
+
+def read_ok(folder: CheckpointDir, within: int, writer: int) -> ShardRecord:
+    """Read the `.ok` of a writer, from its open folder.
+
+    Raises:
+        FileNotFoundError: it is not there yet.
+        BadCheckpointError: it is damaged, or speaks of another shard.
+        StorageError: it cannot be read.
+    """
+    path = folder.ok(writer)
+    body = sealed.unseal(disk.read_small(within, path.name, path, sealed.MAX_BYTES), path)
+    if body.keys() != _KEYS:
+        raise BadCheckpointError(f"{path}: wanted the keys {', '.join(sorted(_KEYS))}")
+    step, attempt = identity(folder)
+    wanted = {"file": folder.shard(writer).name, "step": step, "attempt": attempt, "writer": writer}
+    for key, value in wanted.items():
+        if body[key] != value or type(body[key]) is not type(value):
+            raise BadCheckpointError(f"{path}: {key} is {body[key]!r:.60}, wanted {value!r}")
+    size, writers, meta = body["bytes"], body["writers"], body["meta"]
+    if type(size) is not int or type(writers) is not int or not writer < writers <= MAX_WRITERS:
+        raise BadCheckpointError(f"{path}: bytes or writers are no such numbers")
+    if not isinstance(meta, dict) and (meta is not None or writer == 0):
+        raise BadCheckpointError(f"{path}: meta must be an object")
+    if not isinstance(body["sha256"], str) or not isinstance(body["tensors"], list):
+        raise BadCheckpointError(f"{path}: sha256 or tensors are missing")
+    parts = tuple(_part(each, writer, path) for each in body["tensors"])
+    return ShardRecord(body["file"], size, body["sha256"], step, attempt, writer, writers, parts, meta)
+
+
+def read_part(record: Any, name: Any, dtype: Any, shape: Any, writer: int, where: object) -> Part:
+    """Read a stored piece's range and offset.
+
+    Raises:
+        BadCheckpointError: it cannot be.
+    """
+    try:
+        box = record.get("box")
+        ranges = None if box is None else tuple(as_tuple(each) for each in as_tuple(box))
+        flat = None if record.get("flat") is None else as_tuple(record["flat"])
+        piece = Piece(name, dtype, as_tuple(shape), ranges, flat)  # it checks what it is given
+    except ValueError as error:
+        raise BadCheckpointError(f"{where}: {error!s:.200}") from error
+    offset = record.get("offset")
+    if type(offset) is not int or offset < 0:
+        raise BadCheckpointError(f"{where}: {piece.name:.80}: the offset must be a whole number, got {offset!r:.40}")
+    return Part(piece, writer, offset)
+
+
+def _part(record: Any, writer: int, where: object) -> Part:
+    if not isinstance(record, dict) or not record.keys() <= {"name", "dtype", "shape", "offset", "box", "flat"}:
+        raise BadCheckpointError(f"{where}: a tensor has name, dtype, shape, offset, and box or flat")
+    return read_part(record, record.get("name"), record.get("dtype"), record.get("shape"), writer, where)
+
+
+def _bytes_of(piece: Piece, data: Buffer) -> memoryview:
+    view = memoryview(data)
+    if not view.c_contiguous:
+        raise ValueError(f"{piece.key}: its buffer is not contiguous")
+    if view.nbytes != piece.nbytes:
+        raise ValueError(f"{piece.key}: a buffer of {view.nbytes} bytes for a piece of {piece.nbytes}")
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _parts_text(pieces: Sequence[Piece]) -> str:
+    """Return name, global shape and range of each part that is not a whole tensor, for who has this file only."""
+    partial = {
+        piece.key: {"name": piece.name, "shape": piece.shape, "box": piece.box, "flat": piece.flat}
+        for piece in pieces
+        if not piece.is_whole
+    }
+    return json.dumps(partial, separators=(",", ":"))

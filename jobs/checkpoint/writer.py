@@ -1,0 +1,173 @@
+"""The writer process: writes a rank's part of a checkpoint beside the training, and for rank 0 commits the whole.
+
+    python -I boot.py jobs.checkpoint.writer --fd SOCKET --parent PID
+
+From the rank, each with two descriptors attached - the shared memory that holds the tensors, and the order's text:
+
+    {"do": "save"}                     the text is an `Order`: what to save, where it lies in the memory, and where to
+    {"do": "give_up", "step": n}       another rank's part will not come: do not wait for it
+
+To the rank:
+
+    {"did": "shard", "step": n, "bytes": b}                         its part is on the disk
+    {"did": "commit", "step": n, "checkpoint": name, "bytes": b}    only writer 0: the checkpoint exists
+    {"did": "all", "step": n}                  writer 0: it was read again and is right, and old ones are deleted
+    {"did": "nothing", "step": n, "kind": "StorageError", "message": "..."}
+
+It imports no torch, starts in a fraction of a second, gives way to the training, and dies with its rank.
+"""
+
+import argparse
+import contextlib
+import json
+import mmap
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jobs import linux
+from jobs.checkpoint.commit import IncompleteError, begin, commit
+from jobs.checkpoint.pieces import Piece
+from jobs.checkpoint.retain import retain
+from jobs.checkpoint.shard import write_shard
+from jobs.checkpoint.verify import mark_verified, verify
+from jobs.errors import MusterError
+from jobs.rundir import CheckpointDir, RunDir
+
+NICE: Final = 10
+LISTEN_S: Final = 0.5  # how often a commit that waits looks whether it should give up
+POLL_S: Final = 0.02
+MESSAGE_BYTES: Final = 1 << 12
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to save: `pieces` with their offsets in the shared memory; see the module's head."""
+
+    run: str
+    step: int
+    attempt: int
+    writer: int
+    writers: int
+    pieces: list[tuple[Piece, int]]
+    meta: Mapping[str, Any] | None
+    wait_s: float  # for the other writers
+    keep: int
+    protect: str | None  # a checkpoint that is not deleted however old: the one that this attempt began from
+
+    def text(self) -> str:
+        """Spell it as JSON."""
+        pieces = [[each.name, each.dtype, each.shape, each.box, each.flat, offset] for each, offset in self.pieces]
+        return json.dumps({**self.__dict__, "pieces": pieces})
+
+    @classmethod
+    def read(cls, text: bytes) -> "Order":
+        """Read what `text` wrote."""
+        record = json.loads(text)
+        pieces = [
+            (Piece(name, dtype, tuple(shape), box and tuple(map(tuple, box)), flat and tuple(flat)), offset)
+            for name, dtype, shape, box, flat, offset in record["pieces"]
+        ]
+        return cls(**{**record, "pieces": pieces})
+
+
+class Writer:
+    """One rank's writer, on the socket to its rank."""
+
+    def __init__(self, rank: socket.socket) -> None:
+        self.rank = rank
+        self.given_up = -1  # the step of the newest save that should not wait
+
+    def serve(self) -> None:
+        """Do what the rank orders until it is gone."""
+        self.rank.setblocking(True)
+        while True:
+            data, descriptors, _, _ = socket.recv_fds(self.rank, MESSAGE_BYTES, 2)
+            if not data:
+                return
+            for message in map(json.loads, data.splitlines()):
+                if message["do"] == "save":
+                    memory, text = descriptors
+                    self._save(memory, text)
+                else:
+                    self.given_up = message["step"]
+
+    def _save(self, memory: int, text: int) -> None:
+        order = Order.read(contents(text)[:])
+        try:
+            self._write_and_commit(order, contents(memory))
+        except MusterError as error:
+            self._say("nothing", order, kind=type(error).__name__, message=str(error))
+        except Exception as error:  # a fault of ours costs this save; the training, and the next save, go on
+            traceback.print_exc()
+            self._say("nothing", order, kind=type(error).__name__, message=f"{type(error).__name__}: {error}")
+
+    def _write_and_commit(self, order: Order, memory: mmap.mmap) -> None:
+        folder = begin(RunDir(Path(order.run)), order.step, order.attempt)
+        if not folder.ok(order.writer).exists():  # at the end of a training a save may be tried twice
+            data = memoryview(memory)
+            pieces = [(piece, data[offset : offset + piece.nbytes]) for piece, offset in order.pieces]
+            write_shard(folder, order.writer, order.writers, pieces, meta=order.meta)
+        self._say("shard", order, bytes=sum(piece.nbytes for piece, _ in order.pieces))
+        if order.writer == 0:
+            self._commit(order, folder)
+        self._say("all", order)
+
+    def _commit(self, order: Order, folder: CheckpointDir) -> None:
+        run = RunDir(Path(order.run))
+        deadline = time.monotonic() + order.wait_s
+        while True:
+            wait_s = min(LISTEN_S, deadline - time.monotonic())
+            try:
+                manifest = commit(run, folder, order.writers, deadline_s=max(wait_s, 0.0), poll_s=POLL_S)
+                break
+            except IncompleteError:
+                if time.monotonic() >= deadline or self._is_given_up(order.step):
+                    raise
+        self._say("commit", order, checkpoint=folder.name, bytes=manifest.nbytes)
+        mark_verified(folder, verify(folder))
+        retain(run, order.keep, [order.protect] if order.protect else [])
+
+    def _is_given_up(self, step: int) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            # The rank sends one order at a time: while one is being done, this is all it can say.
+            for line in self.rank.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT).splitlines():
+                self.given_up = json.loads(line)["step"]
+        return self.given_up >= step
+
+    def _say(self, did: str, order: Order, **more: Any) -> None:
+        message = {"did": did, "step": order.step, **more}
+        self.rank.sendall((json.dumps(message) + "\n").encode())
+
+
+def contents(descriptor: int) -> mmap.mmap:
+    """Map a file for reading; takes the descriptor over."""
+    try:
+        return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+
+
+def main() -> None:
+    """Serve one rank."""
+    parser = argparse.ArgumentParser(description="internal: started by a rank that saves checkpoints")
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the rank")
+    parser.add_argument("--parent", type=int, required=True, help="the rank's process id")
+    args = parser.parse_args()
+    linux.die_with_parent(args.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the rank's to answer: this process ends with it
+    os.nice(NICE)
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the rank has gone, and nobody is left to tell
+        Writer(socket.socket(fileno=args.fd)).serve()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()
