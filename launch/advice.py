@@ -35,6 +35,9 @@ TABLE: Final[tuple[Advice, ...]] = (
         class_name="stopped",
     ),
     Advice(
+        "it was stopped on purpose, and nothing of it was saved: muster run starts anew", class_name="stopped-unsaved"
+    ),
+    Advice(
         "it saved its work and left before its time was up: muster resume RUN goes on with it, as Slurm does by itself "
         "with a job that it queues again",
         class_name="requeue",

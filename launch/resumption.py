@@ -27,7 +27,7 @@ def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:
     if not saves(context):
         return context
     run = context.run
-    wanted: Any = context.options.get("from")
+    wanted: Any = context.options.get("from") if context.options.get("from_attempt") == context.attempt else None
     asked = {} if wanted is None else {"step": wanted} if isinstance(wanted, int) else {"name": wanted}
     chosen = newest_good(run, say=say, **asked)
     if chosen is None and run.checkpoints.is_dir() and any(run.checkpoints.glob("bad-*")):
@@ -42,5 +42,5 @@ def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:
             "step": chosen.manifest.step,
             "sha256": chosen.manifest.sha256,
         }
-    options = {name: value for name, value in context.options.items() if name != "from"}
+    options = {name: value for name, value in context.options.items() if name not in ("from", "from_attempt")}
     return replace(context, options={**options, "saving": True, "resume": resume})

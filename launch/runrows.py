@@ -13,7 +13,6 @@ from jobs.rundir import RunDir
 
 TAIL_BYTES: Final = 1 << 16
 TOLD: Final = frozenset({"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining"})
-TOLD: Final = frozenset({"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining"})
 
 
 @dataclass

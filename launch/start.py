@@ -108,6 +108,7 @@ def detach(run: RunDir, python: str, code: str | None) -> None:
         MusterError: it ended at once; its own words.
         StartTimeoutError: it did not take over in time.
     """
+    before = _supervisors(run)
     with run.supervisor_log.open("ab") as log:
         supervisor = subprocess.Popen(
             [*module_argv(python, "launch.supervise", code), str(run.path)],
@@ -119,7 +120,7 @@ def detach(run: RunDir, python: str, code: str | None) -> None:
         )
     deadline = time.monotonic() + DETACH_S
     while time.monotonic() < deadline:
-        if any(row.get("event") == "submitted" for row in read_lines(run.events)):
+        if _supervisors(run) > before:
             return
         if (code_ := supervisor.poll()) is not None:
             said = run.supervisor_log.read_text(errors="replace").strip().removeprefix("muster: ")
@@ -129,3 +130,8 @@ def detach(run: RunDir, python: str, code: str | None) -> None:
         time.sleep(POLL_S)
     os.killpg(supervisor.pid, signal.SIGTERM)
     raise StartTimeoutError(f"the supervisor did not begin within {DETACH_S:g} s; see {run.supervisor_log}")
+
+
+def _supervisors(run: RunDir) -> int:
+    """Count the supervisors that have taken over a run so far."""
+    return sum(row.get("event") == "submitted" for row in read_lines(run.events))

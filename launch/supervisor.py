@@ -9,13 +9,14 @@ Everything that happens comes through one inbox, in order; every wait has a dead
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final
 
 from jobs import exits
 from jobs.errors import MusterError, RefusedError
 from jobs.words import counted
 from launch import processes, resumption
+from launch.advice import next_step
 from launch.attempt import Attempt
 from launch.channel import ChannelClosed, Message
 from launch.console import Console
@@ -56,7 +57,6 @@ class Supervisor:
         self.succession = Succession(context.job, self.crew, saves=resumption.saves(context))
         self.stop: Stop | None = None  # what somebody has asked for
         self.request: float | None = None  # when `muster stop` was called last
-        self.advice = ""
 
     async def run(self) -> Verdict:
         """Make attempts to the end and record them; whatever happens, no process of the run is left."""
@@ -69,7 +69,8 @@ class Supervisor:
             await self._farewell()
         self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
-        self.console.end(verdict, time.time() - began, self.run_dir.run_id, self.advice)
+        advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
+        self.console.end(verdict, time.time() - began, self.run_dir.run_id, advice)
         return verdict
 
     async def _attempts(self) -> Verdict:
@@ -143,7 +144,7 @@ class Supervisor:
         if choice is not None:
             following = f"attempt {attempt.number + 1} on {counted(len(choice.slots), 'node')}"
         row = attempt.story.row(attempt.roster.nodes, verdict, following, over)
-        self.advice = self.log.attempt_ended(attempt.number, verdict, attempt.began, over=over, **row)
+        self.log.attempt_ended(attempt.number, verdict, attempt.began, over=over, **row)
         if choice is not None:
             self.succession.announce(attempt.number + 1, verdict, decision, choice, self.log, self.console)
         return decision, choice

@@ -186,10 +186,10 @@ def _next_step(state: RunState, verdict: dict[str, Any]) -> str:
     if state.state == "done" or (state.state == "stopped" and _going_on(state)):
         return ""
     first, message = verdict.get("first"), str(verdict.get("message") or "")
-    class_name = str(verdict.get("class") or "")
-    if state.state == "lost" and first is None:
-        class_name = "lost" if _going_on(state) else "lost-unsaved"
-    given = verdict.get("next_step") or next_step(class_name, first, message)
+    class_name, given = str(verdict.get("class") or ""), verdict.get("next_step")
+    if (state.state == "lost" and first is None) or state.class_name == "stopped":  # a verdict knows no checkpoints
+        class_name, given = state.state + "-unsaved" * (_going_on(state) is None), None
+    given = given or next_step(class_name, first, message)
     return re.sub(r"\bRUN\b", state.run_id, str(given))
 
 

@@ -93,7 +93,7 @@ def test_a_drain_is_waited_for_as_long_as_the_supervisor_gives_it(make_run, must
 
     def answer(request) -> None:
         folder.event("draining", 3.0, attempt=0, by="muster stop", deadline_s=30.0)
-        time.sleep(1.0)  # far beyond the grace
+        time.sleep(0.7)  # far beyond the grace
         folder.ended(4.0, code=130, name="stopped")
 
     supervise(folder, answer)

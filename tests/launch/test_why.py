@@ -76,7 +76,7 @@ def test_a_run_that_the_user_stopped_blames_nobody(make_run, muster) -> None:
     folder.ended(code=130, name="stopped")
     assert muster("why")[1] == (
         f"{ID} was stopped\n\n  stopped by the user\n\n  ranks 0-1 were stopped\n\n"
-        "next: it was stopped on purpose; muster resume goes on with what it saved, muster run starts anew\n"
+        "next: it was stopped on purpose, and nothing of it was saved: muster run starts anew\n"
     )
 
 
@@ -168,7 +168,7 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("do-not-restart", {"message": "3 attempts in a row without a new checkpoint: x"}, "checkpoint.every_s"),
         ("unreachable", {"message": "x; 1 node left, and the job needs 2 (restart.min_nodes), and"}, "min_nodes=N"),
         ("signal", {"signal": "SIGKILL", "message": "x; 5 restarts used up (restart.max)"}, "--set restart.max=N"),
-        ("stopped", {"signal": "SIGKILL"}, "on purpose"),
+        ("stopped", {"signal": "SIGKILL"}, "on purpose; muster resume"),
         ("failed", {"code": 3}, "muster logs --rank 3"),
     ],
 )

@@ -1,0 +1,87 @@
+"""`muster resume RUN`: begin the next attempt of a run that is over, from its newest good checkpoint."""
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from launch import options
+
+if TYPE_CHECKING:
+    from launch.prepare import Prepared
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    options.add_run(parser)
+    parser.add_argument(
+        "--from",
+        metavar="STEP|NAME",
+        dest="origin",
+        help="go on from the checkpoint of this step, or of this name (muster checkpoint list; default: newest good)",
+    )
+    parser.add_argument("--detach", action="store_true", help="leave once it has begun, as muster submit does")
+    parser.add_argument("--quiet", action="store_true", help="say nothing unless it fails; logs are kept all the same")
+    changes = parser.add_argument_group("what is to be different", "all else is as it was submitted")
+    options.add_changes(changes)
+    changes.add_argument("--site", metavar="FILE", help="another site file (default: the one it was started with)")
+    options.add_transport(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check that it can go on, then start as `muster run` does; the exit code is the verdict's."""
+    from jobs.rundir import find_run, runs_root
+    from launch import resume
+    from launch.commands.run import by_hand
+    from launch.start import check_torch
+
+    def say(text: str) -> None:
+        if not args.quiet:
+            print(f"muster: {text}", file=sys.stderr)
+
+    folder = find_run(runs_root(args.runs), args.run)
+    given = list(args.overrides)
+    prepared = resume.again(folder, args, say)
+    if prepared.submission.route.transport == "hand":
+        if args.detach:
+            from jobs.errors import UsageError
+
+            raise UsageError("--detach: by hand, node 0's line is the supervisor, and stays; leave it out")
+        prepared = by_hand(prepared, args)
+    check_torch(prepared.submission)
+    resume.write(prepared, given)
+    return _leave(prepared) if args.detach else _stay(prepared, quiet=args.quiet)
+
+
+def _leave(prepared: "Prepared") -> int:
+    """Leave a supervisor behind, or a job in the queue, and say so."""
+    from launch.commands.submit import QUEUES, is_queued
+    from launch.start import detach
+
+    submission, context = prepared.submission, prepared.context
+    if is_queued(prepared):
+        QUEUES[submission.route.transport](submission)
+    else:
+        detach(context.run, context.python, context.code)
+    print(context.run.run_id)
+    return 0
+
+
+def _stay(prepared: "Prepared", *, quiet: bool) -> int:
+    """Supervise it here, or follow it through its queue; return the exit code of its verdict."""
+    from launch.commands.submit import QUEUES, is_queued
+    from launch.console import Console
+    from launch.start import supervise
+
+    submission, console = prepared.submission, Console(quiet=quiet)
+    if not is_queued(prepared):
+        return supervise(submission, console).code
+    if submission.route.transport == "submitit":
+        from launch.submitit_run import run_here
+
+        return run_here(submission, console)
+    from launch.held_signals import holding_signals
+    from launch.slurm_follow import follow
+
+    with holding_signals() as asked:
+        QUEUES[submission.route.transport](submission)
+        return follow(prepared.context.run, console, asked)

@@ -1,0 +1,65 @@
+"""Attempts of one run on real ranks, each going on from what the one before has saved."""
+
+import hashlib
+from pathlib import Path
+
+from jobs import page
+from jobs.checkpoint.choose import newest_good
+from jobs.checkpoint.read import Reader
+from jobs.page import Page
+from jobs.reports import Reporter
+from jobs.rundir import RunDir
+from jobs.shapes import POOL, VGG_SHAPES, VggShape
+from jobs.spec import Job, TrainSettings
+from jobs.train.main import Start, train_in
+from jobs.train.restoring import Resume
+from jobs.train.world import World
+
+TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
+COSINE = {"name": "cosine", "warmup_steps": 2}
+VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 240, "steps": 8, "optimizer": SGD, "schedule": COSINE}
+VGG["evaluate"] = False
+ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
+GPT_MODEL = {"name": "gpt-nano", "dropout": 0.1}
+GPT = {"model": GPT_MODEL, "data": "synthetic", "batch_size": 12, "steps": 8, "optimizer": ADAMW, "evaluate": False}
+AT_THE_END = {"every_steps": 1000}
+
+
+def attempt(
+    world: World,
+    folder: str,
+    settings: dict,
+    number: int = 0,
+    stop_at: int | None = None,
+    checkpoint: dict | None = None,
+) -> int:
+    """Make attempt `number` of a run, from the newest checkpoint; return this rank's exit code."""
+    VGG_SHAPES["vgg-tiny"] = TINY_VGG
+    page.own = Page()
+    if stop_at is not None:
+        page.own.set_stop_at(stop_at)
+    train = TrainSettings.model_validate(settings)
+    job = Job.model_validate({"kind": "train", "settings": train, "checkpoint": checkpoint or AT_THE_END})
+    run = RunDir(Path(folder))
+    chosen = newest_good(run, mark=False) if number else None
+    resume = Resume(chosen.folder.name, chosen.manifest.step, chosen.manifest.sha256) if chosen else None
+    return train_in(Start(run, number, resume), job, world, Reporter({}))
+
+
+def tensors(folder: Path) -> dict[str, bytes]:
+    """Return every tensor of a run's newest checkpoint, as bytes."""
+    chosen = newest_good(RunDir(folder))
+    assert chosen is not None
+    found = {}
+    with Reader(chosen.folder, chosen.manifest) as reader:
+        for name in reader.names():
+            room = bytearray(reader.piece(name).nbytes)
+            reader.read_into(reader.piece(name), room)
+            found[name] = bytes(room)
+    return found
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Return the sha256 of every tensor of a run's newest checkpoint."""
+    return {name: hashlib.sha256(data).hexdigest() for name, data in tensors(folder).items()}
