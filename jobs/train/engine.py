@@ -20,7 +20,7 @@ from jobs.train.keyed import key
 from jobs.train.loading import MicroInput, ShardInput
 from jobs.train.modes import WRAP, Replica, broadcast_buffers
 from jobs.train.optim import build_optimizer, clip
-from jobs.train.state import Part, buffer_parts, deal, optimizer_parts, parameter_parts, wanted_replica
+from jobs.train.state import DealtState, Part, wanted_replica
 from jobs.train.world import World
 
 
@@ -72,6 +72,7 @@ class DataParallelEngine:
         self.dropout_seed = settings.seed if settings.model.dropout > 0.0 else None
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.norms = [module for module in self.module.modules() if isinstance(module, _NormBase)]
+        self.dealt = DealtState(self.module, optimizer, rank=world.rank, ranks=world.size)
         self.tracking = True
 
     def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
@@ -98,9 +99,8 @@ class DataParallelEngine:
         broadcast_buffers(self.module, self.world.group)
 
     def held_state(self) -> list[Part]:
-        """Deal the replica out to the ranks; buffers are rank 0's, whose running statistics count."""
-        shared = [*parameter_parts(self.module), *optimizer_parts(self.module, self.optimizer)]
-        return deal(buffer_parts(self.module), shared, rank=self.world.rank, ranks=self.world.size)
+        """Deal the replica out to the ranks."""
+        return self.dealt.parts()
 
     def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
         """Ask for all of it."""

@@ -202,3 +202,28 @@ def test_a_node_is_what_the_start_called_one_as_far_as_the_hosts_agree(hosts, no
     env = RankEnv(0, len(hosts), 0, each, 0, nodes, "10.0.0.1", 29500)
     placement = placement_of(env, list(hosts))
     assert [(node.first_rank, node.ranks) for node in placement.nodes] == blocks
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_under_any_launcher(tmp_path):
+    saves = ("--set", "checkpoint.every_steps=2")
+    results = by_hand(tmp_path, range(2), 2, *saves, "--set", "train.steps=3")
+    assert [code for _, _, code in results] == [0, 0], results
+    run = only_run(tmp_path)
+    results = by_hand(tmp_path, range(2), 2, *saves, "--set", "train.steps=5", "--resume", run.name[-6:])
+    assert [code for _, _, code in results] == [0, 0], results
+    assert "goes on from step-00000003.a000, step 3 of 5" in results[0][0]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["attempt"]) for row in rows] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1)]
+    assert json.loads((run / "attempt-001" / "resume.json").read_text()) == {
+        "checkpoint": "step-00000003.a000",
+        "step": 3,
+    }
+    assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))][-1] == "step-00000005.a001"
+
+
+def test_a_run_without_a_checkpoint_cannot_be_gone_on_with_on_any_rank(tmp_path):
+    (_, _, code), _ = by_hand(tmp_path, range(2), 2)
+    assert code == 0
+    for _, err, code in by_hand(tmp_path, range(2), 2, "--resume", only_run(tmp_path).name):
+        assert code == 66
+        assert "no usable checkpoint; leave --resume out to begin anew" in err

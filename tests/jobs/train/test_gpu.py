@@ -1,6 +1,7 @@
 """Training on CUDA devices, through `muster run`. `pytest -m gpu` on a machine that has at least two."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from jobs.files import read_lines
 from jobs.rundir import RunDir
 from support.live import LiveRun
+from support.resuming import ADAMW, VGG
 
+ROOT = Path(__file__).parents[3]
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 JOB = """
@@ -102,3 +105,35 @@ def test_more_cuda_ranks_than_devices_are_refused(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, job(ranks=64))
     assert live.end() == 78
     assert "train.device: cuda:" in live.err
+
+
+def test_a_training_on_cuda_goes_on_bit_by_bit_from_copies_made_beside_its_steps(tmp_path: Path) -> None:
+    settings = {**VGG, "mode": "single", "device": "cuda", "deterministic": True, "steps": 12, "model": "vgg11"}
+    settings |= {"batch_size": 64, "optimizer": ADAMW, "log_every": 1}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    script = "; ".join(
+        [
+            "import sys, json, torch",
+            "from support.resuming import attempt, hashes",
+            "from jobs.train.world import World",
+            "from pathlib import Path",
+            "alone = World(0, 1, None, torch.device('cuda', 0))",
+            "settings, more = json.loads(sys.argv[2]), json.loads(sys.argv[3])",
+            "code = attempt(alone, sys.argv[1], settings, checkpoint={'every_steps': 2}, **more)",
+            "print(json.dumps([code, hashes(Path(sys.argv[1]))]))",
+        ]
+    )
+
+    def train_on(folder: Path, **more: int) -> Any:
+        folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-c", script, str(folder), json.dumps(settings), json.dumps(more)]
+        environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    assert train_on(parts, stop_at=5)[0] == 75
+    for lost in (parts / "checkpoints").glob("step-00000005.*"):  # what was saved at the end, with the device waiting
+        lost.rename(lost.with_name(f"bad-{lost.name}"))
+    code, resumed = train_on(parts, number=1)
+    assert (code, train_on(whole)) == (0, [0, resumed])

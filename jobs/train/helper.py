@@ -1,0 +1,88 @@
+"""The rank's end of its writer process (jobs/checkpoint/writer.py): started by exec, asked, never waited for in vain.
+
+Nothing here blocks: orders are tiny and there is one at a time, so they fit the socket of a writer that is frozen.
+"""
+
+import contextlib
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any, Final
+
+from jobs.boot import module_argv
+from jobs.checkpoint.writer import Order
+
+MESSAGE_BYTES: Final = 1 << 16
+BURIED_S: Final = 0.2
+
+
+class WriterGone(Exception):
+    """The writer process has ended, or does not take an order."""
+
+
+class WriterProcess:
+    """A writer process, from its start to its end."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            argv = [*module_argv(sys.executable, "jobs.checkpoint.writer"), "--fd", str(theirs.fileno())]
+            self.process = subprocess.Popen(
+                [*argv, "--parent", str(os.getpid())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        self._socket.setblocking(False)
+        self._unread = b""
+
+    def order(self, order: Order, memory: int) -> None:
+        """Hand over an order, with the descriptor of the memory that it speaks of.
+
+        Raises:
+            WriterGone: it cannot be given.
+        """
+        text = os.memfd_create("muster-order", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(text), "wb") as file:
+                file.write(order.text().encode())
+            socket.send_fds(self._socket, [b'{"do": "save"}\n'], [memory, text])
+        except (BrokenPipeError, ConnectionResetError, BlockingIOError) as error:
+            raise WriterGone from error
+        finally:
+            os.close(text)
+
+    def give_up(self, step: int) -> None:
+        """Have the writer not wait any longer for the other writers of a save."""
+        try:
+            self._socket.send((json.dumps({"do": "give_up", "step": step}) + "\n").encode())
+        except (BrokenPipeError, ConnectionResetError, BlockingIOError):
+            return  # it is gone or frozen, which shows where its answer is waited for
+
+    def messages(self, *, wait_s: float = 0.0) -> Iterator[dict[str, Any]]:
+        """Yield what the writer has said, after waiting for it a little if asked.
+
+        Raises:
+            WriterGone: it has ended.
+        """
+        if wait_s > 0.0:
+            select.select([self._socket], [], [], wait_s)
+        while True:
+            try:
+                data = self._socket.recv(MESSAGE_BYTES)
+            except BlockingIOError:
+                return
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                raise WriterGone
+            *lines, self._unread = (self._unread + data).split(b"\n")
+            yield from map(json.loads, lines)
+
+    def end(self) -> None:
+        """End it, whatever it does; one that waits for a disk ends when the disk answers, and nobody waits for it."""
+        self._socket.close()
+        self.process.kill()  # also when it is frozen
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(BURIED_S)

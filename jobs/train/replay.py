@@ -1,0 +1,72 @@
+"""The replay audit: losses of steps that are done again, beside those that an earlier attempt logged of them.
+
+A resume that lost its place in the data, its momenta or its schedule gives other losses soon, though not at once; equal
+ones, bit by bit, over a dozen steps say that nothing was lost.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jobs.files import read_lines
+from jobs.reports import Reporter
+from jobs.words import counted
+
+
+def logged_losses(metrics: Path, *, after: int, attempt: int) -> dict[int, float | None]:
+    """Return the newest logged loss of each step beyond `after`, of attempts before this one; None: not a number."""
+    found: dict[int, float | None] = {}
+    for row in read_lines(metrics):
+        step, of = row.get("step"), row.get("attempt")
+        if row.get("evaluation") or not isinstance(step, int) or not isinstance(of, int):
+            continue
+        if step > after and of < attempt:
+            found[step] = row.get("loss")
+    return found
+
+
+class Replay:
+    """Compares as the steps come in; says the result once, when the last logged step has been done again."""
+
+    def __init__(self, logged: dict[int, float | None], reporter: Reporter) -> None:
+        self.logged = logged
+        self.reporter = reporter
+        self.left = set(logged)
+        self.began_s = time.monotonic()
+        self.steps = 0
+        self.worst = 0.0
+        self.differs = False
+
+    def check(self, losses: Sequence[tuple[int, float]]) -> str | None:
+        """Take the losses of new steps; return what there is to say when all that was logged is compared."""
+        if not self.left:
+            return None
+        last = max(self.logged)
+        for step, loss in losses:
+            self.steps += step <= last
+            if step not in self.left:
+                continue
+            self.left.discard(step)
+            difference = relative_difference(loss, self.logged[step])
+            self.worst = max(self.worst, difference)
+            self.differs |= difference > 0.0
+        if losses and losses[-1][0] >= last:
+            self.left.clear()
+        return self._tell() if not self.left else None
+
+    def _tell(self) -> str:
+        seconds = time.monotonic() - self.began_s
+        worst = self.worst if math.isfinite(self.worst) else 1e308
+        self.reporter.replayed(steps=self.steps, seconds=seconds, compared=len(self.logged), worst=worst)
+        done = f"{counted(self.steps, 'step')} done again:"
+        if not self.differs:
+            return f"{done} the same losses, bit by bit"
+        return f"{done} losses differ by at most {self.worst:.1g}, relative to the logged ones"
+
+
+def relative_difference(now: float, before: float | None) -> float:
+    """Return how far a loss is from the logged one, relative to it; no number equals no number."""
+    if before is None or not math.isfinite(now):
+        return 0.0 if before is None and not math.isfinite(now) else math.inf
+    return abs(now - before) / max(abs(before), 1e-300) if now != before else 0.0

@@ -1,0 +1,314 @@
+"""Saving while training goes on: when, what, and what becomes of it.
+
+    step ─ step ─ log point ─ copy ─ step ─ step ─ step ─ step      this rank: a save costs it the copy
+                      │         └► write ─ sync ─ .ok               its writer process, beside it
+                      └ agreed                  └► commit ─ read again ─ delete old ones     rank 0's writer
+
+Every rank saves after the same step or none does: at a log point each says whether its last save is done, and rank 0
+whether the next one is due, in the all-gather that carries the losses. One save is in flight; while it is, others are
+left out. A writer that dies, hangs or meets a full disk costs that save; three in a row end the training.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from jobs import page
+from jobs.checkpoint.writer import Order
+from jobs.errors import RefusedError, StorageError
+from jobs.failover_settings import CheckpointSettings
+from jobs.page import Phase
+from jobs.reports import Reporter
+from jobs.rundir import RunDir
+from jobs.train.engine import Engine
+from jobs.train.helper import WriterGone, WriterProcess
+from jobs.train.schedule import Schedule
+from jobs.train.snapshot import Snapshot
+from jobs.train.world import World, spell_ranks
+
+MOST_MISSED: Final = 3
+END_TRIES: Final = 2
+PATIENCE_S: Final = 30.0  # with a writer that says nothing, and
+SLOWEST_BYTES_PER_S: Final = 20e6  # this much for its bytes
+POLL_S: Final = 0.02
+NONE: Final = -1
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where this attempt saves, and what it began from."""
+
+    run: RunDir
+    attempt: int
+    began_from: str | None = None
+    step: int = 0  # done when it began
+
+
+@dataclass
+class InFlight:
+    """A save that was begun: what was ordered of the writer, and until when (monotonic seconds) it should answer."""
+
+    order: Order
+    began_s: float
+    stall_s: float
+    deadline_s: float
+    ordered: bool = False
+    told_left_out: bool = False
+
+
+class NotSaving:
+    """What the loop asks of saving, for a job that saves nothing."""
+
+    def is_due(self, done: int) -> bool:
+        """True when the ranks should meet at a log point after `done` steps, to save."""
+        return False
+
+    def note(self, done: int) -> Sequence[float]:
+        """Return what this rank tells the others at a log point."""
+        return ()
+
+    def hear(self, done: int, notes: Sequence[Sequence[float]]) -> None:
+        """Take what every rank has told: the same on each."""
+
+    def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Save if that was agreed; look after a save that is in flight."""
+
+    def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Wait until the state after `done` steps, the last ones, is saved."""
+
+
+class Saver(NotSaving):
+    """Saves one rank's part, by the side of all others."""
+
+    def __init__(
+        self,
+        target: Target,
+        settings: CheckpointSettings,
+        engine: Engine,
+        world: World,
+        schedule: Schedule,
+        describe: Callable[[int, str | None, Sequence[tuple[int, float]]], Mapping[str, Any]],
+        reporter: Reporter,
+        *,
+        patience_s: float = PATIENCE_S,
+    ) -> None:
+        self.target = target
+        self.settings = settings
+        self.engine = engine
+        self.world = world
+        self.schedule = schedule
+        self.describe = describe  # (steps done, parent, losses) -> what a checkpoint says of itself
+        self.reporter = reporter
+        self.patience_s = patience_s
+        self.due = schedule.ask(target.step)[1] if settings.every_steps is not None else NONE
+        self.agreed = False
+        self.safe = target.step if target.began_from else NONE  # this rank's part of it is on the disk
+        self.parent = target.began_from
+        self.failed = NONE  # the newest step whose save came to nothing here
+        self.missed = 0  # in a row
+        self.left_out = 0  # since the last commit
+        self.flight: InFlight | None = None
+        self.writer: WriterProcess | None = None
+        self.snapshot: Snapshot | None = None
+
+    # At log points --------------------------------------------------------------------------------------------------
+
+    def is_due(self, done: int) -> bool:
+        """True when the ranks should meet at a log point after `done` steps, to save."""
+        return done == self.due
+
+    def note(self, done: int) -> Sequence[float]:
+        """Return what this rank tells the others: is it free, which save failed; rank 0: is one due, the next one."""
+        self._look()
+        saves, due = self.schedule.ask(done)
+        return (float(self.flight is None), float(self.failed), float(saves), float(due))
+
+    def hear(self, done: int, notes: Sequence[Sequence[float]]) -> None:
+        """Take what every rank has told: the same on each."""
+        _, _, saves, due = notes[0]
+        busy = [rank for rank, (free, *_) in enumerate(notes) if not free]
+        failed = [rank for rank, (_, step, *_) in enumerate(notes) if self.flight and step == self.flight.order.step]
+        if failed and self.writer is not None:
+            self.writer.give_up(int(notes[failed[0]][1]))  # its part of the save in flight will not come
+        self.due = int(due)
+        self.agreed = bool(saves) and not busy
+        if saves and busy:
+            self._leave_out(done, busy)
+        if self.writer is None:
+            self._prepare()  # after a first step, when the optimizer has made its state
+
+    def _leave_out(self, done: int, busy: list[int]) -> None:
+        self.left_out += 1
+        if self.world.rank == 0 and self.flight is not None and not self.flight.told_left_out:
+            self.flight.told_left_out = True
+            text = f"left out: the save of step {self.flight.order.step} is not done yet on {spell_ranks(busy[:8])}"
+            self.reporter.missed(step=done, missed=0, message=text)
+
+    # A save ---------------------------------------------------------------------------------------------------------
+
+    def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Save if that was agreed; look after a save that is in flight."""
+        if self.agreed:
+            self.agreed = False
+            self._save(done, losses)
+            if self.settings.blocking:
+                self._wait()
+        elif self.flight is not None:
+            self._look()
+
+    def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        """Wait until the state after `done` steps, the last ones, is saved.
+
+        Raises:
+            StorageError: it cannot be.
+        """
+        tries = 0
+        self._wait()
+        while self.safe != done:
+            if tries == END_TRIES:
+                raise StorageError(
+                    f"{self.target.run.checkpoints}: the state after step {done} could not be saved; the last good one "
+                    f"is {self.parent or 'not there'}; mend the storage, then: muster resume {self.target.run.run_id}"
+                )
+            tries += 1
+            self._save(done, losses)
+            self._wait()
+        self.close()
+        # Nobody leaves before rank 0 has committed: the first exit may be taken for a failure, and end the others.
+        page.own.enter(Phase.SAVE)
+        self.world.gather(torch.zeros(1, device=self.world.device))
+
+    def close(self) -> None:
+        """End the writer and give the memory back."""
+        if self.writer is not None:
+            self.writer.end()
+        if self.snapshot is not None:
+            self.snapshot.close()
+        self.writer = self.snapshot = None
+
+    def _prepare(self) -> None:
+        """Start the writer, and make room for the copy."""
+        parts = self.engine.held_state()
+        if self.writer is None:
+            self.writer = WriterProcess()
+        if self.snapshot is None or [part.piece for part in parts] != self.snapshot.pieces:
+            if self.snapshot is not None:
+                self.snapshot.close()
+            self.snapshot = Snapshot(parts, self.world.device)
+
+    def _save(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
+        began_s = time.perf_counter()
+        parts = self.engine.held_state()
+        if self.writer is None or self.snapshot is None or [part.piece for part in parts] != self.snapshot.pieces:
+            self._prepare()
+        assert self.snapshot is not None
+        self.snapshot.take(parts)
+        order = self._order(done, losses, self.snapshot)
+        now_s, wait_s = time.monotonic(), self._patience(self.snapshot.nbytes)
+        self.flight = InFlight(order, now_s, 0.0, now_s + wait_s)
+        self._look()
+        if self.flight is not None:
+            self.flight.stall_s = time.perf_counter() - began_s
+
+    def _order(self, done: int, losses: Sequence[tuple[int, float]], snapshot: Snapshot) -> Order:
+        return Order(
+            run=str(self.target.run.path),
+            step=done,
+            attempt=self.target.attempt,
+            writer=self.world.rank,
+            writers=self.world.size,
+            pieces=list(zip(snapshot.pieces, snapshot.offsets, strict=True)),
+            meta=self.describe(done, self.parent, losses) if self.world.rank == 0 else None,
+            wait_s=2 * self._patience(snapshot.nbytes),
+            keep=self.settings.keep,
+            protect=self.target.began_from,
+        )
+
+    def _patience(self, nbytes: int) -> float:
+        return self.patience_s + nbytes / SLOWEST_BYTES_PER_S
+
+    # What becomes of it ---------------------------------------------------------------------------------------------
+
+    def _wait(self) -> None:
+        """Wait until no save is in flight; every answer has its deadline."""
+        if self.flight is None:
+            return
+        page.own.enter(Phase.SAVE)
+        if self.snapshot is not None:
+            self.snapshot.wait()
+        while self.flight is not None:
+            self._look(wait_s=POLL_S)
+            page.own.beat()
+        page.own.enter(Phase.RUN)
+
+    def _look(self, *, wait_s: float = 0.0) -> None:
+        """Pass the order on when the copy is complete; hear what the writer says; give up one that says nothing."""
+        flight = self.flight
+        if flight is None or self.snapshot is None or not self.snapshot.is_complete:
+            return
+        try:
+            if self.writer is None:
+                self.writer = WriterProcess()
+            if not flight.ordered:
+                self.writer.order(flight.order, self.snapshot.descriptor)
+                flight.ordered = True
+            for message in self.writer.messages(wait_s=wait_s):
+                self._hear_writer(flight, message)
+        except WriterGone:
+            self._lose_writer("the writer process has ended")
+        if self.flight is flight and time.monotonic() >= flight.deadline_s:
+            waited_s = time.monotonic() - flight.began_s
+            self._lose_writer(f"the writer process has not answered for {waited_s:.0f} s")
+
+    def _hear_writer(self, flight: InFlight, message: Mapping[str, Any]) -> None:
+        did, now_s = message["did"], time.monotonic()
+        flight.deadline_s = now_s + self._patience(message.get("bytes", 0))
+        if did == "shard":
+            flight.deadline_s += flight.order.wait_s if self.world.rank == 0 else 0.0
+        elif did == "commit":
+            self._committed(flight, message["checkpoint"], message["bytes"])
+        elif did == "all":
+            self.safe, self.missed, self.flight = flight.order.step, 0, None
+        elif did == "nothing":
+            if message["kind"] == "FencedError":
+                raise RefusedError(message["message"])
+            self._miss(flight, message["message"])
+
+    def _committed(self, flight: InFlight, checkpoint: str, nbytes: int) -> None:
+        seconds = time.monotonic() - flight.began_s
+        self.parent = checkpoint
+        self.schedule.measured(stall_s=flight.stall_s, save_s=seconds)
+        after = f", after {self.left_out} left out" if self.left_out else ""
+        self.left_out = 0
+        cost = f"{nbytes / 2**20:.1f} MB in {seconds:.2f} s, stall {1e3 * flight.stall_s:.1f} ms"
+        print(f"saved {checkpoint}  {cost}{after}", flush=True)
+        self.reporter.saved(
+            step=flight.order.step, checkpoint=checkpoint, stall_s=flight.stall_s, seconds=seconds, nbytes=nbytes
+        )
+
+    def _lose_writer(self, why: str) -> None:
+        assert self.flight is not None
+        if self.writer is not None:
+            self.writer.end()
+        self.writer = None
+        self._miss(self.flight, why)
+
+    def _miss(self, flight: InFlight, message: str) -> None:
+        """Count a save that came to nothing.
+
+        Raises:
+            StorageError: it is the third in a row.
+        """
+        step = flight.order.step
+        self.flight, self.failed = None, step
+        self.missed += 1
+        with suppress(OSError):  # standard error may lie on the very disk that is full
+            print(f"muster: step {step} was not saved ({self.missed} in a row): {message}", file=sys.stderr, flush=True)
+        self.reporter.missed(step=step, missed=self.missed, message=message)
+        if self.missed >= MOST_MISSED:
+            raise StorageError(f"{self.missed} saves in a row came to nothing; the last: {message}")

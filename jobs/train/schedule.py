@@ -1,0 +1,78 @@
+"""When to save next: on rank 0, by its clock; the others are told the number of steps (jobs/train/saving.py).
+
+Every so many steps is a multiple of the whole training's steps, so that a resume does not move it. Every so many
+seconds becomes steps by the speed of late, asked anew at every log point.
+"""
+
+import math
+import time
+from collections.abc import Callable
+
+from jobs.checkpoint.interval import mean_time_between_failures, young_daly
+from jobs.failover_settings import CheckpointSettings
+from jobs.files import read_lines
+from jobs.rundir import RunDir
+
+GUESSED_STALL_S = 0.05  # before the first save has shown it
+
+
+class Schedule:
+    """Decides on rank 0 after how many steps a save is due."""
+
+    def __init__(
+        self,
+        settings: CheckpointSettings,
+        done: int,
+        *,
+        elapsed_s: float = 0.0,
+        failures: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.began_s = self.saved_s = self._asked_s = clock()
+        self._asked_done = done
+        self._step_s = 0.0
+        self.elapsed_s = elapsed_s  # of earlier attempts
+        self.failures = failures
+        self.stall_s = GUESSED_STALL_S
+        self.save_s = 0.0
+
+    def measured(self, *, stall_s: float, save_s: float) -> None:
+        """Learn what a save costs: how long the training stood still, and how long all of it took."""
+        self.stall_s, self.save_s = stall_s, save_s
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two saves."""
+        if isinstance(self.settings.every_s, float):
+            return self.settings.every_s
+        mtbf_s = mean_time_between_failures(self.elapsed_s + self.clock() - self.began_s, self.failures)
+        return young_daly(self.stall_s, mtbf_s, step_s=self._step_s, save_s=self.save_s)
+
+    def ask(self, done: int) -> tuple[bool, int]:
+        """Say whether to save after these `done` steps, and after how many the next save is due."""
+        if self.settings.every_steps is not None:
+            every = self.settings.every_steps
+            return done % every == 0, (done // every + 1) * every
+        now = self.clock()
+        if done > self._asked_done:
+            self._step_s = (now - self._asked_s) / (done - self._asked_done)
+            self._asked_s, self._asked_done = now, done
+        left_s = self.interval_s - (now - self.saved_s)
+        # Half a step before its time is nearer than half a step after it.
+        saves = left_s <= self._step_s / 2
+        if saves:
+            self.saved_s, left_s = now, self.interval_s
+        return saves, done + max(1, round(left_s / max(self._step_s, 1e-6)))
+
+
+def failures_so_far(run: RunDir) -> tuple[float, int]:
+    """Return how long the attempts of a run took, in seconds, and how many of them failed."""
+    elapsed_s, failures = 0.0, 0
+    for row in read_lines(run.attempts):
+        started, ended = row.get("started"), row.get("ended")
+        if isinstance(started, int | float) and isinstance(ended, int | float) and math.isfinite(ended - started):
+            elapsed_s += max(ended - started, 0.0)
+            failures += row.get("class") not in ("done", "requeue", "stopped")
+    return elapsed_s, failures

@@ -1,0 +1,199 @@
+"""An engine's state as named parts, to be saved and to be read back: parameters, buffers, optimizer state.
+
+Names are "model/<name>" and "optimizer/<name of the parameter>/<key>", whatever ranks hold them. An engine says what
+it holds and answers for (`held_state`), and what it needs of what is stored (`wanted_state`). A part is whole, a box,
+or a flat range of a logical tensor: replicas are dealt out as flat ranges; an engine that owns only a range or some
+layers says so, and nobody deals.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from jobs.checkpoint.pieces import Piece, whole
+from jobs.errors import RefusedError
+
+MODEL: Final = "model/"
+OPTIMIZER: Final = "optimizer/"
+DTYPES: Final[dict[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a logical tensor, and the tensor of its shape that holds it on this rank."""
+
+    piece: Piece
+    tensor: Tensor
+
+
+def whole_part(name: str, tensor: Tensor) -> Part:
+    """Return a tensor that this rank holds in full."""
+    return Part(whole(name, DTYPES[tensor.dtype], tuple(tensor.shape)), tensor.detach())
+
+
+def buffer_parts(module: nn.Module) -> list[Part]:
+    """List the buffers that belong to the state, in the model's order; a shared one once."""
+    persistent = module.state_dict().keys()
+    return [whole_part(MODEL + name, buffer) for name, buffer in module.named_buffers() if name in persistent]
+
+
+def parameter_parts(module: nn.Module) -> list[Part]:
+    """List the parameters, frozen ones too, in the model's order; a shared one once."""
+    return [whole_part(MODEL + name, parameter) for name, parameter in module.named_parameters()]
+
+
+def optimizer_parts(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
+    """List what the optimizer keeps of each parameter by now: before its first step that is nothing."""
+    return [
+        whole_part(f"{OPTIMIZER}{name}/{key}", value)
+        for name, parameter in module.named_parameters()
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor)
+    ]
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Return the further names of shared parameters, each with the name that it is saved under."""
+    first = {id(parameter): name for name, parameter in module.named_parameters()}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in named if first[id(parameter)] != name}
+
+
+def deal(own: Sequence[Part], shared: Sequence[Part], *, rank: int, ranks: int) -> list[Part]:
+    """Return one rank's part of a replica's state, so that all ranks write the same number of bytes, each byte once.
+
+        rank 0   own own own s      `own` is rank 0's alone; if that is more than its share, it gets no more
+        rank 1   s s s s s s s
+        rank 2   s s s s s s s
+
+    The cuts fall between elements, and depend on names and shapes alone.
+    """
+    total = sum(part.piece.nbytes for part in shared)
+    of_own = sum(part.piece.nbytes for part in own)
+    first = max(0, min(total, (total + of_own) // ranks - of_own)) if ranks > 1 else total
+    cuts = [0, *(first + (total - first) * each // max(ranks - 1, 1) for each in range(ranks))]
+    parts = list(own) if rank == 0 else []
+    begins = 0
+    for part in shared:
+        size = part.tensor.element_size()
+        start, stop = (_element(cut - begins, size, part.piece.elements) for cut in cuts[rank : rank + 2])
+        if cuts[rank + 1] == total:
+            stop = part.piece.elements
+        if start < stop or (part.piece.elements == 0 and rank == 0):
+            parts.append(flat_part(part, start, stop))
+        begins += part.piece.nbytes
+    return parts
+
+
+class DealtState:
+    """A rank's share of a replica's state, dealt anew only when the optimizer has made state since.
+
+    To list a thousand tensors takes longer than to copy a small model, and would be part of every save's stall.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, ranks: int) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.rank = rank
+        self.ranks = ranks
+        self._parts: list[Part] = []
+        self._dealt: list[object] | None = None  # the optimizer's state as it was dealt; None: deal every time
+
+    def parts(self) -> list[Part]:
+        """Return the share; the buffers are rank 0's, whose running statistics count."""
+        now = [value for state in self.optimizer.state.values() for value in state.values()]
+        if self._dealt is None or len(now) != len(self._dealt) or not all(map(operator.is_, now, self._dealt)):
+            shared = [*parameter_parts(self.module), *optimizer_parts(self.module, self.optimizer)]
+            self._parts = deal(buffer_parts(self.module), shared, rank=self.rank, ranks=self.ranks)
+            # A range of a tensor that is not row-major is a copy, which the next step would leave behind.
+            self._dealt = now if all(part.tensor.is_contiguous() for part in shared) else None
+        return self._parts
+
+
+def _element(byte: int, size: int, elements: int) -> int:
+    """Return the first element that begins at or after a byte of a tensor, which may lie outside it."""
+    return min(max(-(-byte // size), 0), elements)
+
+
+def flat_part(part: Part, start: int, stop: int) -> Part:
+    """Return elements [start, stop) of a whole tensor, in row-major order."""
+    if (start, stop) == (0, part.piece.elements):
+        return part
+    piece = Piece(part.piece.name, part.piece.dtype, part.piece.shape, box=None, flat=(start, stop))
+    return Part(piece, part.tensor.reshape(-1)[start:stop])  # a copy only where the tensor is not row-major
+
+
+def wanted_replica(module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Piece]) -> list[Part]:
+    """List what a replica reads: its whole model, and of the optimizer what is stored, which is made here.
+
+    Raises:
+        RefusedError: the checkpoint is of another model.
+    """
+    parts = [*buffer_parts(module), *parameter_parts(module)]
+    model_names = {part.piece.name for part in parts}
+    if other := sorted({name for name in stored if name.startswith(MODEL)} ^ model_names):
+        side = "only in the checkpoint" if other[0] in stored else "not in the checkpoint"
+        raise RefusedError(f"the checkpoint is of another model: {other[0].removeprefix(MODEL)} is {side}; check model")
+    parts += stored_optimizer(module, optimizer, stored)
+    for part in parts:
+        require_same_form(part.piece, stored[part.piece.name])
+    return parts
+
+
+def stored_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Piece]) -> list[Part]:
+    """Make the stored state of the optimizer, empty, where a first step would have made it.
+
+    Raises:
+        RefusedError: it belongs to a parameter that this model does not train.
+    """
+    options = {id(each): group for group in optimizer.param_groups for each in group["params"]}
+    by_name = {name: each for name, each in module.named_parameters() if id(each) in options}
+    torch_dtypes = {name: dtype for dtype, name in DTYPES.items()}
+    parts = []
+    for name, piece in stored.items():
+        if not name.startswith(OPTIMIZER):
+            continue
+        owner, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+        if owner not in by_name:
+            raise RefusedError(f"the checkpoint is of another model: it has {key} of {owner}; check model")
+        parameter = by_name[owner]
+        group = options[id(parameter)]
+        # PyTorch keeps a step count on the host, unless a kernel on the device reads it.
+        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+        if piece.shape == tuple(parameter.shape) and key != "step":
+            value = torch.zeros_like(parameter, dtype=torch_dtypes[piece.dtype])
+        else:
+            value = torch.zeros(
+                piece.shape, dtype=torch_dtypes[piece.dtype], device="cpu" if on_host else parameter.device
+            )
+        optimizer.state[parameter][key] = value
+        parts.append(whole_part(name, value))
+    return parts
+
+
+def require_same_form(wanted: Piece, found: Piece) -> None:
+    """Compare a tensor's type and shape with the stored one's.
+
+    Raises:
+        RefusedError: they differ.
+    """
+    if (wanted.dtype, wanted.shape) != (found.dtype, found.shape):
+        raise RefusedError(
+            f"the checkpoint is of another model: {wanted.name} is {found.dtype} {list(found.shape)} there, "
+            f"{wanted.dtype} {list(wanted.shape)} here; check model and precision"
+        )

@@ -1,0 +1,130 @@
+"""A training that is stopped and gone on with is the training that was never stopped."""
+
+import json
+import struct
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jobs.checkpoint.choose import newest_good
+from jobs.rundir import RunDir
+from support.resuming import GPT, VGG, attempt, hashes, tensors
+
+pytestmark = pytest.mark.ranks
+
+
+def rows(folder: Path, *, evaluation: bool = False) -> list[dict]:
+    read = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in read if row.get("evaluation", False) == evaluation]
+
+
+@pytest.fixture
+def whole(tmp_path):
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def parts(tmp_path):
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [(VGG, "single"), (VGG, "ddp"), (VGG, "allreduce"), (GPT, "single"), (GPT, "ddp"), (GPT, "gather_scatter")],
+    ids=lambda value: value if isinstance(value, str) else value["optimizer"]["name"],
+)
+def test_two_resumes_within_an_epoch_change_no_bit(on_ranks, whole, parts, settings, mode):
+    # On three ranks the order of a sum shows: PyTorch's DDP deals its buckets anew after the first backward it sees.
+    size = 1 if mode == "single" else 3
+    job = {**settings, "mode": mode}
+    assert on_ranks(size, attempt, folder=str(whole), settings=job) == [0] * size
+    assert on_ranks(size, attempt, folder=str(parts), settings=job, stop_at=2) == [75] * size
+    assert on_ranks(size, attempt, folder=str(parts), settings=job, number=1, stop_at=4) == [75] * size
+    assert on_ranks(size, attempt, folder=str(parts), settings=job, number=2) == [0] * size
+    assert hashes(parts) == hashes(whole)
+    assert [row["loss"] for row in rows(parts)] == [row["loss"] for row in rows(whole)]
+    assert [row["lr"] for row in rows(parts)] == [row["lr"] for row in rows(whole)]
+
+
+def test_loader_processes_and_accumulation_resume_bit_by_bit(on_ranks, whole, parts):
+    job = {**GPT, "mode": "ddp", "loader_workers": 2, "grad_accumulation": 2, "clip_norm": 0.1}
+    on_ranks(2, attempt, folder=str(whole), settings=job)
+    assert on_ranks(2, attempt, folder=str(parts), settings=job, stop_at=3) == [75, 75]
+    assert on_ranks(2, attempt, folder=str(parts), settings=job, number=1) == [0, 0]
+    assert hashes(parts) == hashes(whole)
+
+
+def test_exact_training_moves_between_one_two_and_four_ranks_without_a_changed_bit(on_ranks, whole, parts):
+    job = {**VGG, "mode": "allreduce", "exact": True, "virtual_ranks": 4}
+    on_ranks(1, attempt, folder=str(whole), settings=job)
+    assert on_ranks(2, attempt, folder=str(parts), settings=job, stop_at=3) == [75, 75]
+    assert on_ranks(4, attempt, folder=str(parts), settings=job, number=1, stop_at=5) == [75] * 4
+    assert on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "gather_scatter"}, number=2) == [0]
+    assert hashes(parts) == hashes(whole)
+
+
+def test_on_other_worlds_and_in_other_modes_float64_agrees_within_rounding(on_ranks, whole, parts):
+    # Batch norm takes its statistics per rank, so another number of ranks is another function; a GPT has none.
+    job = {**GPT, "model": {"name": "gpt-nano"}, "precision": "fp64", "mode": "ddp"}
+    on_ranks(2, attempt, folder=str(whole), settings=job)
+    assert on_ranks(2, attempt, folder=str(parts), settings=job, stop_at=2) == [75, 75]
+    assert (
+        on_ranks(3, attempt, folder=str(parts), settings={**job, "mode": "allreduce"}, number=1, stop_at=4) == [75] * 3
+    )
+    assert on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "single"}, number=2, stop_at=6) == [75]
+    assert on_ranks(4, attempt, folder=str(parts), settings=job, number=3) == [0] * 4
+    theirs = tensors(whole)
+    for name, mine in tensors(parts).items():
+        if name.endswith("/step"):
+            assert mine == theirs[name]
+            continue
+        pairs = zip(struct.iter_unpack("<d", mine), struct.iter_unpack("<d", theirs[name]), strict=True)
+        assert max(abs(a - b) for (a,), (b,) in pairs) < 1e-12, name
+
+
+def test_every_sample_is_seen_once_an_epoch_over_resumes_on_other_worlds(on_ranks, parts):
+    # 1437 samples; 240 a step make six steps, the last with 237.
+    job = {**VGG, "mode": "ddp", "steps": 6}
+    on_ranks(2, attempt, folder=str(parts), settings=job, stop_at=2)
+    on_ranks(3, attempt, folder=str(parts), settings=job, number=1, stop_at=5)
+    on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "single"}, number=2)
+    seen = Counter()
+    for path in parts.glob("attempt-*/metrics-*.jsonl"):
+        for line in path.read_text().splitlines():
+            row = json.loads(line)
+            seen[row["step"]] += row["samples"]
+    assert seen == {1: 240, 2: 240, 3: 240, 4: 240, 5: 240, 6: 237}
+    chosen = newest_good(RunDir(parts))
+    assert chosen is not None
+    assert (chosen.manifest.meta["samples"], chosen.manifest.meta["epoch"]) == (1437, 1)
+
+
+def test_a_run_that_is_complete_ends_at_once_and_adds_nothing(on_ranks, parts):
+    job = {**VGG, "mode": "ddp", "evaluate": True, "steps": 3}
+    on_ranks(2, attempt, folder=str(parts), settings=job)
+    before = (
+        rows(parts),
+        rows(parts, evaluation=True),
+        sorted(path.name for path in (parts / "checkpoints").iterdir()),
+    )
+    assert on_ranks(2, attempt, folder=str(parts), settings=job, number=1) == [0, 0]
+    after = (rows(parts), rows(parts, evaluation=True), sorted(path.name for path in (parts / "checkpoints").iterdir()))
+    assert after == before
+
+
+def test_an_evaluation_that_is_done_again_stands_in_the_metrics_once(on_ranks, parts):
+    job = {**VGG, "mode": "single", "evaluate": True, "steps": 3, "batch_size": 720}
+    # Saved after one step; the evaluation after the second is done in both attempts.
+    on_ranks(1, attempt, folder=str(parts), settings=job, stop_at=1)
+    on_ranks(1, attempt, folder=str(parts), settings=job, number=1)
+    newest = newest_good(RunDir(parts))
+    assert newest is not None
+    newest.folder.path.rename(newest.folder.trash)
+    on_ranks(1, attempt, folder=str(parts), settings=job, number=2)
+    assert [row["step"] for row in rows(parts)] == [1, 2, 3, 2, 3]
+    assert [row["step"] for row in rows(parts, evaluation=True)] == [2, 3]

@@ -1,0 +1,280 @@
+"""Saves beside the training, with real writer processes: what they cost when the writer or the disk fails."""
+
+import json
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jobs.checkpoint.choose import newest_good
+from jobs.checkpoint.read import Reader
+from jobs.errors import RefusedError, StorageError
+from jobs.failover_settings import CheckpointSettings
+from jobs.reports import Reporter
+from jobs.rundir import RunDir
+from jobs.train.saving import Saver, Target
+from jobs.train.schedule import Schedule
+from jobs.train.state import Part, whole_part
+from jobs.train.world import World
+
+DEADLINE_S = 20.0
+
+
+class Engine:
+    """One tensor to save."""
+
+    def __init__(self) -> None:
+        self.weight = torch.zeros(1000)
+
+    def held_state(self) -> list[Part]:
+        return [whole_part("model/weight", self.weight)]
+
+
+class Told(Reporter):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.rows: list[dict[str, Any]] = []
+
+    def _send(self, report: dict[str, Any]) -> None:
+        self.rows.append(report)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["report"] == kind]
+
+
+class Training:
+    """A loop of steps that train nothing: step n makes the weight n."""
+
+    def __init__(self, run: RunDir, *, patience_s: float = 10.0, **settings: Any) -> None:
+        run.attempt(0).path.mkdir(exist_ok=True)
+        self.run, self.engine, self.told, self.done = run, Engine(), Told(), 0
+        checkpoint = CheckpointSettings.model_validate({"every_steps": 1, "keep": 2, **settings})
+        self.saver = Saver(
+            Target(run, 0),
+            checkpoint,
+            self.engine,  # type: ignore[arg-type]
+            World(0, 1, None, torch.device("cpu")),
+            Schedule(checkpoint, 0),
+            lambda done, parent, losses: {"step": done, "parent": parent, "losses": list(losses)},
+            self.told,
+            patience_s=patience_s,
+        )
+
+    def step(self) -> None:
+        """Do a step; save after it if the settings say so."""
+        self.done += 1
+        self.engine.weight.fill_(float(self.done))
+        if self.saver.is_due(self.done):
+            self.saver.hear(self.done, [self.saver.note(self.done)])
+        self.saver.step_done(self.done, [(self.done, 0.5)])
+
+    def look_until(self, is_so: Callable[[], bool]) -> None:
+        """Look after the save in flight, as steps do, until something is so."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not is_so():
+            assert time.monotonic() < deadline
+            self.saver._look(wait_s=0.01)
+
+    def settle(self) -> None:
+        self.look_until(lambda: self.saver.flight is None)
+
+    @property
+    def writer_pid(self) -> int:
+        assert self.saver.writer is not None
+        return self.saver.writer.process.pid
+
+
+def newest(run: RunDir) -> tuple[int, float]:
+    """Return the step of the newest good checkpoint, and the one value in its weight."""
+    chosen = newest_good(run)
+    assert chosen is not None
+    room = torch.empty(1000)
+    with Reader(chosen.folder, chosen.manifest) as reader:
+        data = bytearray(4000)
+        reader.read_into(reader.piece("model/weight"), data)
+        room = torch.frombuffer(data, dtype=torch.float32)
+    (value,) = room.unique().tolist()
+    return chosen.manifest.step, value
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+Start = Callable[..., Training]
+
+
+@pytest.fixture
+def start(run: RunDir) -> Iterator[Start]:
+    """Return what starts a training in the run; at the end their writers are ended."""
+    started = []
+
+    def begin(**settings: Any) -> Training:
+        started.append(Training(run, **settings))
+        return started[-1]
+
+    yield begin
+    for training in started:
+        training.saver.close()
+
+
+def fill_disk(training: Training) -> None:
+    """Let no file over 1 kB fit, as far as the training's writer is concerned."""
+    resource.prlimit(training.writer_pid, resource.RLIMIT_FSIZE, (1024, 1024))
+
+
+def test_what_is_saved_is_the_state_at_its_step_though_training_goes_on(run: RunDir, start: Start) -> None:
+    training = start(every_steps=2)
+    training.step()
+    training.step()
+    os.kill(training.writer_pid, signal.SIGSTOP)  # it reads the memory when the weight has long changed
+    training.engine.weight.fill_(99.0)
+    os.kill(training.writer_pid, signal.SIGCONT)
+    training.settle()
+    assert newest(run) == (2, 2.0)
+    (saved,) = training.told.of("saved")
+    assert (saved["step"], saved["checkpoint"]) == (2, "step-00000002.a000")
+    assert saved["bytes"] >= 4000
+
+
+def test_one_save_is_in_flight_and_others_are_left_out_and_counted(run: RunDir, start: Start) -> None:
+    training = start()
+    training.step()
+    os.kill(training.writer_pid, signal.SIGSTOP)
+    for _ in range(3):
+        training.step()
+    os.kill(training.writer_pid, signal.SIGCONT)
+    training.settle()
+    training.step()
+    training.settle()
+    assert [row["step"] for row in training.told.of("saved")] == [1, 5]
+    (missed,) = training.told.of("missed")
+    assert (missed["step"], missed["missed"]) == (2, 0)
+    assert missed["message"] == "left out: the save of step 1 is not done yet on rank 0"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "frozen"])
+def test_a_writer_that_is_dead_or_frozen_costs_one_save(run: RunDir, start: Start, number: int) -> None:
+    training = start()
+    training.step()
+    training.settle()
+    training.saver.patience_s = 0.3
+    os.kill(training.writer_pid, signal.SIGSTOP)
+    training.step()
+    if number == signal.SIGKILL:
+        os.kill(training.writer_pid, number)
+    training.settle()
+    (missed,) = training.told.of("missed")
+    assert (missed["step"], missed["missed"]) == (2, 1)
+    training.saver.patience_s = 10.0
+    training.step()
+    training.settle()
+    assert newest(run) == (3, 3.0)
+    assert training.saver.missed == 0
+
+
+def test_a_full_disk_leaves_the_training_and_the_last_good_one_and_the_third_miss_ends_it(
+    run: RunDir, start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    training = start(blocking=True)
+    training.step()
+    fill_disk(training)
+    training.step()
+    training.step()
+    assert [row["missed"] for row in training.told.of("missed")] == [1, 2]
+    assert capfd.readouterr().err.count("muster: step 2 was not saved (1 in a row): ") == 1
+    with pytest.raises(StorageError, match=r"3 saves in a row came to nothing; the last: .*File too large"):
+        training.step()
+    assert newest(run) == (1, 1.0)
+
+
+def test_a_save_that_succeeds_begins_the_count_of_misses_anew(run: RunDir, start: Start) -> None:
+    training = start(blocking=True)
+    training.step()
+    fill_disk(training)
+    training.step()
+    training.step()
+    training.saver.writer.end()  # the next one finds room
+    training.saver.writer = None
+    training.step()
+    assert newest(run)[0] == 4
+    assert training.saver.missed == 0
+
+
+def test_the_end_is_saved_though_it_is_no_multiple_and_a_save_was_in_flight(run: RunDir, start: Start) -> None:
+    training = start(every_steps=2)
+    for _ in range(3):
+        training.step()
+    training.saver.finish(3, [])
+    assert newest(run) == (3, 3.0)
+    assert [row["step"] for row in training.told.of("saved")] == [2, 3]
+
+
+def test_the_end_is_tried_again_when_its_writer_dies_and_then_is_a_storage_error(run: RunDir, start: Start) -> None:
+    training = start()
+    training.step()
+    training.settle()
+    training.done += 1
+    os.kill(training.writer_pid, signal.SIGKILL)
+    training.saver.finish(2, [])
+    assert newest(run)[0] == 2
+
+
+def test_an_end_that_cannot_be_saved_is_a_storage_error_that_names_the_last_good_one(run: RunDir, start: Start) -> None:
+    training = start(every_steps=2)
+    training.step()
+    training.step()
+    training.settle()
+    training.step()
+    fill_disk(training)
+    message = r"after step 3 could not be saved; the last good one is step-00000002\.a000"
+    with pytest.raises(StorageError, match=message):
+        training.saver.finish(3, [])
+
+
+def test_blocking_waits_for_the_commit_at_every_save(run: RunDir, start: Start) -> None:
+    training = start(blocking=True)
+    for step in (1, 2, 3):
+        training.step()
+        assert newest(run) == (step, float(step))
+    names = {path.name for path in run.checkpoints.iterdir()}
+    assert names == {"step-00000002.a000", "step-00000003.a000"}, "retention keeps two"
+
+
+def test_an_attempt_that_a_newer_one_has_replaced_ends(run: RunDir, start: Start) -> None:
+    training = start()
+    training.step()
+    training.settle()
+    run.attempt(1).path.mkdir()
+    training.step()
+    with pytest.raises(RefusedError, match="attempt 1 has begun"):
+        training.settle()
+
+
+def test_the_writer_ends_with_its_rank(run: RunDir, start: Start) -> None:
+    training = start()
+    training.step()
+    training.settle()
+    writer = training.saver.writer
+    assert writer is not None
+    writer._socket.close()
+    assert writer.process.wait(timeout=DEADLINE_S) == 0
+
+
+def test_meta_of_a_checkpoint_names_its_parent_and_the_last_losses(run: RunDir, start: Start) -> None:
+    training = start(blocking=True)
+    training.step()
+    training.step()
+    chosen = newest_good(run)
+    assert chosen is not None
+    assert chosen.manifest.meta == {"step": 2, "parent": "step-00000001.a000", "losses": [[2, 0.5]]}
+    assert json.loads(json.dumps(chosen.manifest.meta)) == chosen.manifest.meta
