@@ -18,6 +18,7 @@ from jobs.checkpoint.choose import newest_good
 from jobs.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
 from jobs.files import write_text
 from jobs.hosts import HostSet, choose
+from jobs.kept import KEPT, require_settings
 from jobs.placement import Placement
 from jobs.rundir import RunDir
 from jobs.spec import Job, TrainSettings
@@ -162,6 +163,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
 
     Raises:
         NoCheckpointError: there is nothing, or not what `wanted` names.
+        RefusedError: it was saved with other settings than the job has now.
     """
     if job.checkpoint is None:
         raise NoCheckpointError(
@@ -169,11 +171,14 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
             f"muster run {run.job} --set checkpoint.every_s=auto"
         )
     asked: dict[str, Any] = _asked(wanted)
-    if newest_good(run, say=say, deep=False, mark=False, **asked) is None:
+    chosen = newest_good(run, say=say, deep=False, mark=False, **asked)
+    if chosen is None:
         raise NoCheckpointError(
             f"{run.checkpoints}: nothing was saved before it ended, or nothing of it is whole (muster checkpoint list "
             f"{run.run_id}); start it anew: muster run {run.job}"
         )
+    if isinstance(job.settings, TrainSettings):
+        require_settings(chosen.manifest.meta.get(KEPT), job.settings, chosen.folder.name)
 
 
 def _asked(wanted: str | None) -> dict[str, Any]:

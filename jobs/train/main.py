@@ -31,7 +31,7 @@ from jobs.rundir import RunDir
 from jobs.spec import Job, TrainSettings
 from jobs.train.data import Data, open_data
 from jobs.train.failures import is_lost_connection
-from jobs.train.identity import kept_settings, meta_of
+from jobs.train.identity import kept_of, meta_of
 from jobs.train.loading import move
 from jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
 from jobs.train.meeting import connect, meet
@@ -187,7 +187,7 @@ def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
     trainer = build_trainer(settings_of(job), data, world)
     saving, replay, first = NOT_SAVING, None, 0
     if job.checkpoint is not None or start.resume is not None:
-        kept = kept_settings(trainer.settings, data, trainer.plan)
+        kept = kept_of(trainer.settings, data, trainer.plan)
         if start.resume is not None:
             first, replay = go_on(start, start.resume, trainer, kept, reporter)
         if job.checkpoint is not None and first < trainer.steps:

@@ -261,7 +261,7 @@ def test_a_second_agent_for_a_node_and_one_with_another_token_are_turned_away(li
     shells.paste(found[0])
     turned_away = shells.paste(stranger)
     turned_away.communicate(timeout=50)
-    assert turned_away.returncode == 69
+    assert turned_away.returncode == 78
     shells.paste(found[1])
     codes, said = shells.end()
-    assert codes == [0, 69, 0], said
+    assert codes == [0, 78, 0], said

@@ -244,6 +244,8 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
     attempt = "/runs/demo-20250101T000000Z-abc123/attempt-000"
     assert message == {
         "do": "start",
+        "attempt": 0,
+        "node": 1,
         "attempt_dir": attempt,
         "apart": False,
         "workdir": "/srv/job",

@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from jobs.files import append_line, read_lines, write_json
+from jobs.kept import DATA, KEPT, kept_settings
 from jobs.rundir import RunDir
+from jobs.spec import TrainSettings
 from launch import lease, processes, resume, start
 from launch.cli import main
 from launch.commands import run as run_command
@@ -46,6 +48,10 @@ class Folder:
         self.run.job.write_text(prepared.job_text)
         self.run.site.write_text(prepared.site_text)
         replace(prepared.submission, context=replace(prepared.context, run=self.run)).write()
+        settings = prepared.context.job.settings
+        if isinstance(settings, TrainSettings):
+            kept = kept_settings(settings, samples=1000, virtual_ranks=settings.virtual_world_size(1))
+            self.saved.meta = {KEPT: {**kept, DATA: {"name": "python-source", "samples": 1000, "sha256": "0" * 64}}}
         self.kind, self.transport = prepared.context.job.kind, prepared.submission.route.transport
 
     def event(self, event: str, **fields: Any) -> "Folder":
@@ -295,3 +301,22 @@ def test_a_sign_of_life_while_it_is_watched_keeps_the_run_as_it_is(make, muster,
     renewing.join()
     assert (code, supervised) == (78, [])
     assert "its supervisor on elsewhere has renewed its lease" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("train.batch_size=4", "train.batch_size 8, the job has 4"),
+        ("train.seed=3", "train.seed 0, the job has 3"),
+        ("train.precision=fp64", "train.precision fp32, the job has fp64"),
+        ("train.optimizer.name=adamw", "train.optimizer.name sgd, the job has adamw"),
+        ("train.model=gpt-micro", "train.model.name gpt-nano, the job has gpt-micro"),
+    ],
+)
+def test_what_must_stay_equal_is_refused_before_anything_is_written(make, muster, change: str, said: str) -> None:
+    folder = make().ended()
+    folder.saved.save(10)
+    before = (folder.run.job.read_text(), folder.run.submission.read_text(), folder.run.events.read_text())
+    code, error = muster("--set", change)
+    assert (code, f"step-00000010.a000: it was saved with {said}; give the value" in error) == (78, True), error
+    assert (folder.run.job.read_text(), folder.run.submission.read_text(), folder.run.events.read_text()) == before

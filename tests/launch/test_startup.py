@@ -103,6 +103,7 @@ def test_then_every_node_tries_the_way_to_it_and_looks_for_what_was_written(tmp_
         "iface": None,
         "run": str(start.run.path),
         "nonce": nonce,
+        "attempt": 0,
     }
     assert start.orders("reach") == [(0, reach), (1, reach)]
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from jobs.checkpoint import commit
 from jobs.checkpoint.manifest import Manifest
@@ -26,6 +27,7 @@ class Saved:
         self.run = RunDir(path)
         self.run.path.mkdir()
         self.said: list[str] = []
+        self.meta: dict[str, Any] = {}  # what is told beside step and losses
         self.attempt(0)
 
     def attempt(self, number: int, begun: str | None = "unsaid", step: int = 0) -> None:
@@ -51,7 +53,8 @@ class Saved:
             ],
         ]
         for writer in writers:
-            write_shard(folder, writer, 2, pieces[writer], meta={"step": step, "losses": [[step, 1.5]]})
+            meta = {"step": step, "losses": [[step, 1.5]], **self.meta}
+            write_shard(folder, writer, 2, pieces[writer], meta=meta)
         return folder
 
     def save(self, step: int, attempt: int = 0) -> CheckpointDir:
