@@ -21,9 +21,9 @@ from jobs.errors import MusterError
 from jobs.hosts import HostSet
 from jobs.site import SshSettings
 from launch.channel import Channel
-from launch.child import Child
-from launch.ssh_command import base_options
+from launch.transports.child import Child
 from launch.transports.ssh import Ssh
+from launch.transports.ssh_command import base_options
 
 REACH_S, REACH_RATIO, REACH_CPU_MS = 3.0, 2.5, 15.0
 NAME = "agents"

@@ -28,9 +28,9 @@ def supervise(job: str, runs: str, nodes: int, ranks: int) -> int:
     from launch.commands import run
     from launch.console import Console
     from launch.fingerprint import fingerprint
-    from launch.prepare import prepare
-    from launch.start import write_run
-    from launch.supervisor import Supervisor
+    from launch.submit.prepare import prepare
+    from launch.submit.start import write_run
+    from launch.supervision.supervisor import Supervisor
     from launch.transports.dialled import Dialled, Starter
 
     parser = argparse.ArgumentParser()

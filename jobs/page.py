@@ -18,7 +18,7 @@ _PHASE, _STEPS, _BEATS, _SLOWEST_US, _HELD, _HOLD, _STOP_AT = range(7)
 
 
 class Phase(IntEnum):
-    """What a rank is busy with; each has its own limit of silence (launch/progress.py)."""
+    """What a rank is busy with; each has its own limit of silence (launch/supervision/progress.py)."""
 
     START = 0
     LOAD = 1

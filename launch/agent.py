@@ -2,7 +2,7 @@
 
 Started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours, and told
 everything over its channel: nothing of the user's stands on its command line. The carrier is its standard input and
-output, or, with --connect, a TCP connection that it dials and shows a token on. Then `launch/node.py` takes over.
+output, or, with --connect, a TCP connection that it dials and shows a token on. Then `launch/node/serve.py` takes over.
 
 Of 64 nodes that are started from one machine the last has greeted when the sum of all starts is done. So nothing is
 imported up to the greeting that Python has not imported already (json costs 5 ms, socket 4, where all of this costs 1),
@@ -46,7 +46,7 @@ def main() -> None:
             f"{os.uname().nodename}: the supervisor at {options['connect']} does not know this token: the line is of "
             "another job, or of other options; print it again with muster cmd",
         )
-    from launch.node import serve
+    from launch.node.serve import serve
 
     keeper = int(options["keeper-fd"]) if "keeper-fd" in options else None
     lease_s = float(options.get("lease-s", 0))

@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any, TextIO
 
-from launch.plan import NodePlan
-from launch.verdict import Verdict
+from launch.submit.plan import NodePlan
+from launch.supervision.verdict import Verdict
 
 
 class Console:

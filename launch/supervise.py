@@ -11,11 +11,11 @@ from pathlib import Path
 from jobs.errors import MusterError, RunFolderError
 from jobs.rundir import RunDir
 from launch.console import Console
-from launch.prepare import allocated
-from launch.requeue import own_job
-from launch.spares import place_crew
-from launch.start import supervise
-from launch.submission import Submission
+from launch.scheduler.requeue import own_job
+from launch.submit.prepare import allocated
+from launch.submit.spares import place_crew
+from launch.submit.start import supervise
+from launch.submit.submission import Submission
 
 
 def main() -> int:

@@ -26,9 +26,9 @@ from jobs.hosts import HostSet
 from jobs.placement import Host
 from jobs.site import SshSettings
 from launch.fingerprint import PACKAGES, fingerprint
-from launch.snapshot import own_files
-from launch.ssh_command import NOT_EXECUTABLE, NOT_FOUND, explain, ssh_argv
-from launch.worktree import survey
+from launch.submit.snapshot import own_files
+from launch.submit.worktree import survey
+from launch.transports.ssh_command import NOT_EXECUTABLE, NOT_FOUND, explain, ssh_argv
 
 FANOUT: Final = 32
 DEADLINE_S: Final = 300.0
@@ -57,7 +57,7 @@ SCRIPT: Final = (
     'elif [ -d "$t" ]; then cat >/dev/null; k=0; until [ -e "$n" ]; do '
     f'if [ -d "$t" ] && [ $k -lt {WAIT_S} ]; then sleep 1; k=$((k+1)); else exit {NOT_DONE}; fi; done; echo shared; '
     f'else mkdir "$t"; exit {BLOCKED}; fi; fi; '
-    'exec "$y" -I "$d/launch/boot.py" launch.nodefacts'
+    'exec "$y" -I "$d/launch/boot.py" launch.check.nodefacts'
 )
 
 

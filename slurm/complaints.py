@@ -6,7 +6,7 @@ lines are those of slurmstepd, in the output of the batch script and on srun's s
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from jobs import exits
@@ -24,6 +24,7 @@ class Complaint:
     message: str
     again: bool = False
     of_a_node: bool = False
+    host: str = ""  # the node, where it says so
 
 
 # In order of weight: a row is the cause of those below it, where several are found.
@@ -56,7 +57,20 @@ COMPLAINTS: Final = (
 )
 
 
+# Which node had too little memory. That a job has, the batch script's own node says, wherever it was.
+OUT_OF_MEMORY_AT: Final = (
+    r"slurmstepd-(?P<host>[\w.-]+): error: (?:Step\S*|StepId=\S+)(?: \S+)? exceeded memory limit|"
+    r"slurmstepd-(?P<of>[\w.-]+): error: Detected \d+ oom|"
+    r"srun: error: (?P<task>[\w.-]+): tasks? [\d,-]+: Out Of Memory"
+)
+
+
 def complaint(lines: Iterable[str]) -> Complaint | None:
     """Return why Slurm ended what printed these lines, or None when it did not say."""
-    found = [index for line in lines for index, (said, _) in enumerate(COMPLAINTS) if re.search(said, line)]
-    return COMPLAINTS[min(found)][1] if found else None
+    kept = list(lines)
+    found = [index for line in kept for index, (said, _) in enumerate(COMPLAINTS) if re.search(said, line)]
+    if not found:
+        return None
+    worst = COMPLAINTS[min(found)][1]
+    where = next(filter(None, (re.search(OUT_OF_MEMORY_AT, line) for line in kept)), None)
+    return replace(worst, host=next(filter(None, where.groups()))) if worst.of_a_node and where else worst

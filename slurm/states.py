@@ -155,9 +155,13 @@ REASONS: Final[tuple[ReasonRow, ...]] = (
 CANNOT_OPEN_OUTPUT: Final = 53
 OUT_OF_MEMORY: Final = r"(?i)exceeded (?:job )?memory limit|oom[-_ ]kill|task \d+: out of memory|out of memory handler"
 _BY_EXIT_CODE: Final = {
-    126: "the interpreter cannot be run on the node; correct interpreter in the site file",
-    127: "the interpreter is not on the node; correct interpreter in the site file",
+    126: "the interpreter{which} cannot be run on {where}; correct interpreter in the site file",
+    127: "the interpreter{which} is not on {where}; correct interpreter in the site file",
 }
+# A shell's words for a program that it cannot run: dash's and bash's.
+_NOT_RUN: Final = (
+    r"(?m)(?:exec: |line \d+: )(?P<program>/.*?): (?:not found|cannot execute|Permission denied|No such file)"
+)
 
 
 def waiting(job: JobState) -> str:
@@ -210,9 +214,17 @@ def outcome(job: JobState, said: str = "") -> Outcome:
     if job.signal:
         return Outcome(exits.SIGNAL_BASE + job.signal, f"{where}: its supervisor was killed by signal {job.signal}")
     code = job.exit_code or FAILED
-    sentence = _BY_EXIT_CODE.get(job.exit_code, "its supervisor left no verdict")
+    program = re.search(_NOT_RUN, said)
+    sentence = _BY_EXIT_CODE.get(job.exit_code, "its supervisor left no verdict").format(
+        which=f" {program['program']}" if program else "", where=job.batch_host or "the node"
+    )
     reason = f", {job.reason}" if job.reason not in ("", "None", "NonZeroExitCode") else ""
     return Outcome(code, f"{where}: failed with code {job.exit_code}: {sentence} ({job.state}{reason})")
+
+
+def never_began(job: JobState) -> bool:
+    """Tell whether a job is over because its batch script could not become our supervisor."""
+    return job.phase == "over" and job.exit_code in _BY_EXIT_CODE
 
 
 def _reason_row(job: JobState) -> ReasonRow | None:

@@ -1,10 +1,10 @@
-"""What submitit runs: one task per node, which is data and three short waits. Started by `launch/submitit_run.py`.
+"""What submitit runs: one task per node, which is data and three short waits. See `launch/scheduler/submitit_run.py`.
 
     task 0   the supervisor as a child, with node 0's agent      told the others how to reach it: rendezvous.json
     task k   node k's agent as a child, as soon as that file is there
 
 Which task this is, the task itself asks. Before the time limit, or when another job takes the nodes, submitit calls
-`checkpoint` in task 0: the attempt is brought to an end, and the requeued task makes the next one in the same run.
+`checkpoint` in task 0: the run saves and ends its attempt, and the requeued task goes on from there in the same run.
 
 submitit's own entry would take the user's folder first on its path, and the code of the day. So its command is ours
 (`main`), below `launch/boot.py`.
@@ -37,11 +37,15 @@ REQUEUE_TEXT: Final = "submitit queues the job again"
 
 @dataclass
 class Task:
-    """What is pickled: two commands, and the run folder. `agent` lacks its node and where the supervisor is."""
+    """What is pickled: two commands, and the run folder. `agent` lacks its node and where the supervisor is.
+
+    `drain_s`: how long the supervisor may save before the end.
+    """
 
     supervise: list[str]
     agent: list[str]
     run: str
+    drain_s: float = DRAIN_S
     _pidfd: int = field(default=-1, repr=False, compare=False)
 
     def __call__(self) -> int:
@@ -52,7 +56,7 @@ class Task:
         return self._agent(rank) if rank else self._supervisor()
 
     def checkpoint(self) -> Any:
-        """End the attempt and return what the requeued task will do; None where there is nothing to do again.
+        """Have the run saved and ended, and return what the requeued task will do; None if there is nothing to do.
 
         submitit calls this in task 0, from a signal handler that interrupts `__call__`.
         """
@@ -60,7 +64,7 @@ class Task:
 
         if self._drain() != exits.REQUEUE:
             return None  # it had ended by itself, or somebody wants it to
-        return DelayedSubmission(Task(self.supervise, self.agent, self.run))
+        return DelayedSubmission(Task(self.supervise, self.agent, self.run, self.drain_s))
 
     def _supervisor(self) -> int:
         run = RunDir(Path(self.run))
@@ -98,16 +102,17 @@ class Task:
             self._pidfd = -1
 
     def _drain(self) -> int | None:
-        """Ask the supervisor to end the attempt; return its exit code, None where it did not end or has not begun.
+        """Ask the supervisor to save and to end; return its exit code, None where it has ended or not begun.
 
         Popen's own wait would not do: it is under way, and holds its lock.
         """
         run = RunDir(Path(self.run))
         if self._pidfd < 0 or _has_ended(self._pidfd, 0.0) or run.stop.exists():
             return None
-        write_json(run.stop, {"time": time.time(), "now": False, "code": exits.REQUEUE, "text": REQUEUE_TEXT})
+        request = {"time": time.time(), "now": False, "code": exits.REQUEUE, "who": "submitit", "text": REQUEUE_TEXT}
+        write_json(run.stop, request)
         try:
-            if not _has_ended(self._pidfd, DRAIN_S):
+            if not _has_ended(self._pidfd, self.drain_s):
                 return exits.REQUEUE  # the end of this process is its end
         finally:
             run.stop.unlink(missing_ok=True)  # or the next attempt would end too

@@ -17,7 +17,8 @@ from cloudlab.box.status import BoxStatus
 from jobs.errors import UsageError
 from jobs.rundir import runs_root
 from jobs.words import counted
-from launch import options, screen
+from launch import options
+from launch.look import screen
 
 COLUMNS: Final = ("node", "address", "state", "sshd", "slurm", "processes>")
 

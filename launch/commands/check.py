@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from launch.judges import Answer, Expected
-    from launch.plan import Context
-    from launch.preflight import Row
-    from launch.prepare import Prepared
+    from launch.check.judges import Answer, Expected
+    from launch.check.preflight import Row
+    from launch.submit.plan import Context
+    from launch.submit.prepare import Prepared
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MusterError: as `muster run` does before it starts anything.
     """
-    from launch.prepare import prepare
+    from launch.submit.prepare import prepare
 
     return check(prepare(args), as_json=args.json)
 
@@ -43,10 +43,10 @@ def check(prepared: "Prepared", *, as_json: bool) -> int:
 
     from jobs.errors import RefusedError
     from jobs.rundir import make_run
+    from launch.check.inspection import Inspection
+    from launch.check.preflight import exit_code, rows
     from launch.commands.submit import is_queued
-    from launch.inspection import Inspection
-    from launch.preflight import exit_code, rows
-    from launch.routes import make_transport
+    from launch.submit.routes import make_transport
 
     if is_queued(prepared) or prepared.submission.route.transport == "hand":
         transport = prepared.submission.route.transport
@@ -92,8 +92,8 @@ def names_of(context: "Context") -> list[str]:
 
 def expected_of(context: "Context") -> "Expected":
     """Return what the job and this machine ask of the nodes; where node 0 is reached is learnt from it."""
+    from launch.check.judges import Expected
     from launch.fingerprint import fingerprint
-    from launch.judges import Expected
 
     return Expected(
         code=fingerprint(),
@@ -111,9 +111,9 @@ def as_text(found: "Sequence[Row]", spare: int) -> str:
     """Render the report: the table, what is worth a word, what is bad, and how to go on; `spare` hosts are unused."""
     import shlex
 
-    from launch.judges import BAD, MARKS, WARNING
-    from launch.preflight import remarks, titles, without
-    from launch.screen import table
+    from launch.check.judges import BAD, MARKS, WARNING
+    from launch.check.preflight import remarks, titles, without
+    from launch.look.screen import table
 
     columns = titles(found)
     cells = (
@@ -135,7 +135,7 @@ def as_data(found: "Sequence[Row]", answers: "Sequence[Answer]", code: int) -> d
     """Return the report as plain JSON values."""
     from dataclasses import asdict
 
-    from launch.preflight import without
+    from launch.check.preflight import without
 
     nodes = [
         {"node": row.node, "host": row.host, "state": row.state, "cells": asdict(row)["cells"], "facts": answer.facts}

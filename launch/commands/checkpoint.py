@@ -17,7 +17,8 @@ from jobs.checkpoint.names import identity, step_and_attempt
 from jobs.checkpoint.verify import is_verified, verify
 from jobs.errors import BadCheckpointError, NoCheckpointError, StorageError, UsageError
 from jobs.rundir import CheckpointDir, RunDir, find_run, runs_root
-from launch import options, screen
+from launch import options
+from launch.look import screen
 
 MB: Final = 1 << 20  # as in settings
 LAST_TIME: Final = 253402300800  # the end of the year 9999: a clock can show it

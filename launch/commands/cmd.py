@@ -23,8 +23,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print one line per node asked for."""
     from jobs.errors import UsageError
-    from launch.byhand import lines
-    from launch.prepare import overrides, prepare
+    from launch.submit.byhand import lines
+    from launch.submit.prepare import overrides, prepare
 
     prepared = prepare(args, here=False)  # the lines are for other machines
     count = len(prepared.context.crew)

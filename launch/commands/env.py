@@ -43,7 +43,7 @@ def describe(environ: Mapping[str, str]) -> tuple[dict[str, Any], MusterError | 
 
 def render(record: dict[str, Any]) -> str:
     """Lay the record out: who started this process, its rank, and the variables that were looked at."""
-    from launch.screen import table
+    from launch.look.screen import table
 
     lines = [f"started by  {record['launcher'] or 'unknown'}"]
     if record["rank_environment"] is not None:

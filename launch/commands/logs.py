@@ -17,10 +17,11 @@ from typing import Final, NamedTuple
 
 from jobs.errors import UsageError
 from jobs.rundir import RunDir, find_run, runs_root
-from launch import options, rankset
-from launch.follow import LineFollower, as_shown, decoded, offset_of_last
-from launch.runrows import node_of_rank
-from launch.runstate import DIRECT, RunState, read_state
+from launch import options
+from launch.look import rankset
+from launch.look.follow import LineFollower, as_shown, decoded, offset_of_last
+from launch.look.runrows import node_of_rank
+from launch.look.runstate import DIRECT, RunState, read_state
 
 POLL_S: Final = 0.1
 STATE_EVERY_S: Final = 1.0

@@ -10,8 +10,8 @@ from jobs.words import counted
 from launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from launch.plan import NodePlan
-    from launch.prepare import Prepared
+    from launch.submit.plan import NodePlan
+    from launch.submit.prepare import Prepared
 
 UNDECIDED = ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 WIDEST = 48  # characters of a value: PATH would push its origin off the screen; --json has all of it
@@ -27,8 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compute the plan as records, then print them."""
-    from launch.plan import Machine, plan_nodes
-    from launch.prepare import prepare, this_machine
+    from launch.submit.plan import Machine, plan_nodes
+    from launch.submit.prepare import prepare, this_machine
 
     prepared = prepare(args)
     nodes = prepared.context.placement.nodes
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 def commands_of(prepared: "Prepared") -> list[list[str]]:
     """Return the argv of what would start the agents."""
     from launch.commands.submit import is_queued
-    from launch.routes import make_transport
+    from launch.submit.routes import make_transport
 
     if is_queued(prepared):
         return [["sbatch", str(prepared.context.run.sbatch)]]

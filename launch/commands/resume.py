@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from launch import options
 
 if TYPE_CHECKING:
-    from launch.prepare import Prepared
+    from launch.submit.prepare import Prepared
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,9 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check that it can go on, then start as `muster run` does; the exit code is the verdict's."""
     from jobs.rundir import find_run, runs_root
-    from launch import resume
     from launch.commands.run import by_hand
-    from launch.start import check_torch
+    from launch.submit import resume
+    from launch.submit.start import check_torch
 
     def say(text: str) -> None:
         if not args.quiet:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 def _leave(prepared: "Prepared") -> int:
     """Leave a supervisor behind, or a job in the queue, and say so."""
     from launch.commands.submit import QUEUES, is_queued
-    from launch.start import detach
+    from launch.submit.start import detach
 
     submission, context = prepared.submission, prepared.context
     if is_queued(prepared):
@@ -70,17 +70,17 @@ def _stay(prepared: "Prepared", *, quiet: bool) -> int:
     """Supervise it here, or follow it through its queue; return the exit code of its verdict."""
     from launch.commands.submit import QUEUES, is_queued
     from launch.console import Console
-    from launch.start import supervise
+    from launch.submit.start import supervise
 
     submission, console = prepared.submission, Console(quiet=quiet)
     if not is_queued(prepared):
         return supervise(submission, console).code
     if submission.route.transport == "submitit":
-        from launch.submitit_run import run_here
+        from launch.scheduler.submitit_run import run_here
 
         return run_here(submission, console)
-    from launch.held_signals import holding_signals
-    from launch.slurm_follow import follow
+    from launch.scheduler.held_signals import holding_signals
+    from launch.scheduler.slurm_follow import follow
 
     with holding_signals() as asked:
         QUEUES[submission.route.transport](submission)

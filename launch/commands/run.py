@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from launch.options import add_job, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from launch.prepare import Prepared
+    from launch.submit.prepare import Prepared
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -24,8 +24,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare, then start and supervise; a queue's jobs are submitted and followed."""
     from launch.commands import submit
-    from launch.prepare import prepare
-    from launch.start import start
+    from launch.submit.prepare import prepare
+    from launch.submit.start import start
 
     prepared = prepare(args)
     if prepared.submission.route.transport == "hand":
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 def by_hand(prepared: "Prepared", args: argparse.Namespace) -> "Prepared":
     """Fix port and token as the pasted lines have them; started without a line, print those for the other nodes."""
     from launch.agent import TOKEN
-    from launch.byhand import lines, port_of, token_of
+    from launch.submit.byhand import lines, port_of, token_of
 
     route = prepared.submission.route
     given = os.environ.pop(TOKEN, "")

@@ -8,8 +8,10 @@ from typing import Final
 
 from jobs.rundir import RunDir, find_run, runs_root
 from jobs.words import counted
-from launch import lease, options, screen
-from launch.runstate import DIRECT, RunState, read_state
+from launch import options
+from launch.look import screen
+from launch.look.runstate import DIRECT, RunState, read_state
+from launch.supervision import lease
 
 REFRESH_S: Final = 1.0
 CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"

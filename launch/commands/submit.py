@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from launch.options import add_job, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from launch.prepare import Prepared
-    from launch.submission import Submission
+    from launch.submit.prepare import Prepared
+    from launch.submit.submission import Submission
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, then hand over."""
-    from launch.prepare import prepare
+    from launch.submit.prepare import prepare
 
     prepared = prepare(args)
     if args.dry_run:
@@ -49,7 +49,7 @@ def is_queued(prepared: "Prepared") -> bool:
 
 def put_into_slurm(submission: "Submission") -> None:
     """Hand a run to sbatch."""
-    from launch.slurm_run import submit
+    from launch.scheduler.slurm_run import submit
 
     if notes := submit(submission).notes:
         print(f"muster: {notes}", file=sys.stderr)
@@ -57,7 +57,7 @@ def put_into_slurm(submission: "Submission") -> None:
 
 def put_into_submitit(submission: "Submission") -> None:
     """Hand a run to submitit."""
-    from launch.submitit_run import submit
+    from launch.scheduler.submitit_run import submit
 
     submit(submission)
 
@@ -73,7 +73,7 @@ def leave(prepared: "Prepared", *, snapshot: bool) -> str:
         MusterError: it could not be started or submitted.
     """
     from jobs.errors import UsageError
-    from launch.start import check_torch, detach, write_run
+    from launch.submit.start import check_torch, detach, write_run
 
     if prepared.submission.route.transport == "hand":
         raise UsageError("--on hand: node 0's line is the supervisor, and stays; use muster run, or nohup around it")
@@ -91,11 +91,11 @@ def show(prepared: "Prepared") -> int:
     from launch.commands.plan import commands_of
 
     if prepared.submission.route.transport == "submitit":
-        from launch.submitit_run import script as submitit_script
+        from launch.scheduler.submitit_run import script as submitit_script
 
         print(submitit_script(prepared.submission), end="")
     elif is_queued(prepared):
-        from launch.slurm_run import script
+        from launch.scheduler.slurm_run import script
 
         print(script(prepared.submission), end="")
     else:
@@ -108,13 +108,13 @@ def follow(prepared: "Prepared", *, quiet: bool) -> int:
     from launch.console import Console
 
     if prepared.submission.route.transport == "submitit":
-        from launch.start import check_torch, write_run
-        from launch.submitit_run import run_here
+        from launch.scheduler.submitit_run import run_here
+        from launch.submit.start import check_torch, write_run
 
         check_torch(prepared.submission)
         return run_here(write_run(prepared, snapshot=True), Console(quiet=quiet))
-    from launch.held_signals import holding_signals
-    from launch.slurm_follow import follow as follow_slurm
+    from launch.scheduler.held_signals import holding_signals
+    from launch.scheduler.slurm_follow import follow as follow_slurm
 
     with holding_signals() as asked:
         leave(prepared, snapshot=True)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from launch.prepare import Prepared
-    from launch.sweep import Grid, Point, SweepRecord
+    from launch.submit.prepare import Prepared
+    from launch.sweeps.sweep import Grid, Point, SweepRecord
 
 COLUMNS: Final = ("point", "state", "exit>", "took>", "step>", "loss>", "rate>", "run")
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Prepare every point, run them, print the table; the exit code is that of the first point that failed."""
     from jobs import exits
     from jobs.rundir import runs_root
-    from launch.sweep import SweepRecord, find_sweep, read_grids
+    from launch.sweeps.sweep import SweepRecord, find_sweep, read_grids
 
     if args.show:
         folder = find_sweep(runs_root(args.runs), args.job)
@@ -89,9 +89,9 @@ def prepare_points(args: argparse.Namespace, grids: "list[Grid]") -> "tuple[str,
         UsageError, JobFileError, RefusedError: what is wrong with any of them, all at once.
     """
     from jobs.errors import MusterError, UsageError
-    from launch.prepare import prepare
-    from launch.sweep import complaint, points_of
-    from launch.sweep_run import is_array
+    from launch.submit.prepare import prepare
+    from launch.sweeps.sweep import complaint, points_of
+    from launch.sweeps.sweep_run import is_array
 
     def attempt(point: "Point", name: str | None) -> "Prepared | MusterError":
         changed = copy.copy(args)
@@ -123,7 +123,7 @@ def make_sweep(job: str, name: str, points: "list[Point]", prepared: "list[Prepa
         RunFolderError, StorageError: it cannot be written.
     """
     from jobs.rundir import RunDir, make_run
-    from launch.sweep import SweepRecord, sweep_path
+    from launch.sweeps.sweep import SweepRecord, sweep_path
 
     folder = sweep_path(prepared[0].context.run.path.parent, name)
     make_run(RunDir(folder))
@@ -144,12 +144,12 @@ def execute(
     points: "list[Point]", prepared: "list[Prepared]", folder: Path, *, limit: int | None, keep_going: bool
 ) -> bool:
     """Run the points; return False when the user ended the sweep."""
-    from launch.sweep_run import Element, is_array, run_here, submit_arrays
+    from launch.sweeps.sweep_run import Element, is_array, run_here, submit_arrays
 
     elements = [Element(point, each) for point, each in zip(points, prepared, strict=True)]
     if not is_array(prepared[0]):
         return run_here(elements, say, keep_going=keep_going)
-    from launch.sweep_follow import follow
+    from launch.sweeps.sweep_follow import follow
 
     submit_arrays(elements, folder, say, limit=limit)
     return follow(elements, say)
@@ -157,9 +157,9 @@ def execute(
 
 def show(record: "SweepRecord", folder: Path, *, as_json: bool) -> int:
     """Print the table of a sweep as it is now; return the exit code of its first point that failed."""
-    from launch import screen
-    from launch.runstate import read_state
-    from launch.sweep import exit_code, summary
+    from launch.look import screen
+    from launch.look.runstate import read_state
+    from launch.sweeps.sweep import exit_code, summary
 
     runs = record.runs(folder)
     states = [read_state(run) if run.path.is_dir() else None for run in runs]
@@ -177,7 +177,7 @@ def say(text: str) -> None:
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:
-    from launch import screen
+    from launch.look import screen
 
     rate = None if row["rate"] is None else f"{row['rate']:,.1f} {row['unit'] or ''}".strip()
     steps = row["step"] if row["steps"] is None else f"{row['step']} of {row['steps']}"

@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from jobs.boot import CODE_ROOT
     from jobs.errors import UsageError
     from launch.fingerprint import fingerprint
-    from launch.hostsource import host_set
-    from launch.prepare import interpreter_of, site_of
+    from launch.submit.hostsource import host_set
+    from launch.submit.prepare import interpreter_of, site_of
     from launch.sync import sync
 
     site = site_of(args)

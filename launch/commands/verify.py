@@ -20,8 +20,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the mode and the reference in one run, then show how they compare."""
     from jobs.errors import UsageError
-    from launch.prepare import prepare
-    from launch.start import start
+    from launch.submit.prepare import prepare
+    from launch.submit.start import start
 
     if args.steps < 1:
         raise UsageError(f"--steps: must be at least 1, got {args.steps}")
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from launch.verify_view import render
+        from launch.look.verify_view import render
 
         Console().print(render(record))
     return verdict.code

@@ -8,14 +8,15 @@ from typing import Any, Final
 
 from jobs.files import read_lines
 from jobs.rundir import RunDir, find_run, runs_root
-from launch import options, processes, rankset, screen
-from launch.advice import next_step
-from launch.follow import tail_lines
-from launch.history import History, read_history
-from launch.history_view import attempt_lines
-from launch.runrows import Rows, number, read_rows, real
-from launch.runstate import RunState, is_here, read_state
-from launch.verdict import Ending, judge
+from launch import options, processes
+from launch.look import rankset, screen
+from launch.look.advice import next_step
+from launch.look.follow import tail_lines
+from launch.look.history import History, read_history
+from launch.look.history_view import attempt_lines
+from launch.look.runrows import Rows, number, read_rows, real
+from launch.look.runstate import RunState, is_here, read_state
+from launch.supervision.verdict import Ending, judge
 
 LAST_LINES: Final = 20
 TOOK_ALONG: Final = {  # cause of a victim: what is said of one rank, of several, and of its link to the first failure

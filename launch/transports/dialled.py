@@ -20,8 +20,8 @@ from jobs.files import write_secret
 from jobs.rundir import RunDir
 from launch.agent import TOKEN
 from launch.channel import Listener
-from launch.child import FAREWELL_S, Child
 from launch.transports.base import Gate
+from launch.transports.child import FAREWELL_S, Child
 from launch.transports.watched import Watched
 
 READING_S: Final = 1.0
@@ -47,6 +47,7 @@ class Starter:
     prefix: str = ""  # before what it says of a node
     names: Mapping[str, int] = field(default_factory=dict)  # what it calls nodes on its standard error; best name first
     explain: Callable[[str, int, Sequence[str]], MusterError] | None = None
+    passes_on: Callable[[str], bool] = lambda line: False  # what of its standard error belongs on ours
 
 
 class Dialled:
@@ -142,6 +143,8 @@ class Dialled:
                 line.cancel()
                 await asyncio.wait([reading], timeout=READING_S)
                 continue
+            if starter.passes_on(line.result()):
+                print(line.result(), file=sys.stderr, flush=True)
             found = PDSH_LINE.fullmatch(line.result().removeprefix(starter.prefix))
             if found is None or found["host"] not in starter.names:
                 continue

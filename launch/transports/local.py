@@ -13,9 +13,9 @@ from functools import partial
 
 from jobs.boot import module_argv
 from jobs.errors import UnreachableError
-from launch.child import FAREWELL_S, Child
-from launch.keeper_link import start_warm
+from launch.node.keeper_link import start_warm
 from launch.transports.base import Gate
+from launch.transports.child import FAREWELL_S, Child
 from launch.transports.watched import Watched
 
 

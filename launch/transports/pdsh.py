@@ -10,9 +10,9 @@ from jobs.hosts import HostSet
 from jobs.placement import Host, Login
 from jobs.rundir import RunDir
 from jobs.site import SshSettings
-from launch.ssh_command import base_options, explain
 from launch.transports.base import LEASE_S
 from launch.transports.dialled import Dialled, Starter
+from launch.transports.ssh_command import base_options, explain
 
 
 def pdsh_transport(

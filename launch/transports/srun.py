@@ -1,17 +1,28 @@
 """The Slurm transport: one step of agents inside an allocation. srun copies one input to all, so they dial back."""
 
+import errno
 import os
 from collections.abc import Sequence
+from typing import Final
 
 from jobs.boot import module_argv
-from jobs.errors import MusterError, UnreachableError
+from jobs.errors import MusterError, RefusedError, UnreachableError
 from jobs.placement import Host
 from jobs.rundir import RunDir
-from launch.ssh_command import explain
 from launch.transports.base import LEASE_S
 from launch.transports.dialled import Dialled, Starter
+from launch.transports.ssh_command import explain
 from slurm.allocation import read_allocation
+from slurm.complaints import complaint
 from slurm.steps import srun_argv, step_environment
+
+NOT_STARTED: Final = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
+
+
+def is_of_a_node(line: str) -> bool:
+    """Tell whether Slurm says in a line what it did to one node."""
+    found = complaint([line])
+    return found is not None and found.of_a_node
 
 
 def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str | None, alone: str = "") -> Dialled:
@@ -36,6 +47,9 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
         )
 
     def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
+        if name and code in NOT_STARTED and not any("boot.py" in line for line in errors):
+            why = os.strerror(code)  # slurmstepd ends with the error of its execve, and may say so later
+            return RefusedError(f"{name}: {python} cannot be run there: {why}; correct interpreter in the site file")
         if name:
             return explain(Host(name, ""), code, errors)
         last = next((line for line in reversed(errors) if line.strip()), "it said nothing")
@@ -51,6 +65,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
             explain=told,
             replaces=step_environment(os.environ),
             prefix="srun: error: ",
+            passes_on=is_of_a_node,  # into the output of the batch script, for launch/scheduler/slurm_output.py
             names={name: number for number, name in enumerate(nodes)},
         ),
     )

@@ -10,9 +10,9 @@ from jobs.hosts import HostSet
 from jobs.placement import Host
 from jobs.site import SshSettings
 from launch.channel import ChannelClosed
-from launch.child import FAREWELL_S, Child
-from launch.ssh_command import explain, ssh_argv
 from launch.transports.base import LEASE_S, Gate
+from launch.transports.child import FAREWELL_S, Child
+from launch.transports.ssh_command import explain, ssh_argv
 from launch.transports.watched import Watched
 
 FANOUT: Final = 64  # key exchanges under way at once

@@ -11,8 +11,8 @@ from jobs.boot import module_argv
 from jobs.errors import RefusedError, UnreachableError
 from jobs.rundir import RunDir
 from launch.agent import TOKEN
-from launch.child import Child
 from launch.transports.base import LEASE_S, Gate
+from launch.transports.child import Child
 from launch.transports.dialled import READING_S, Dialled, Starter
 from slurm.submitit_job import WAIT_S, publish
 

@@ -5,10 +5,10 @@ import time
 import pytest
 
 from jobs.files import append_line, write_json
-from launch import lease
-from launch.doing import doing, newest_saved
-from launch.runrows import read_rows
-from launch.runstate import read_state
+from launch.look.doing import doing, newest_saved
+from launch.look.runrows import read_rows
+from launch.look.runstate import read_state
+from launch.supervision import lease
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from jobs.errors import RefusedError
-from launch import inspection
+from launch.check import inspection
 from launch.cli import main
 from launch.fingerprint import fingerprint
-from launch.master import own_address
+from launch.supervision.master import own_address
 from support.box import LiveBox
 
 JOB = "name: look\nnodes: 2\ncommand: ['true']\n"

@@ -11,8 +11,8 @@ import pytest
 from jobs.placement import NodePlacement
 from jobs.rundir import RunDir
 from launch.console import Console
-from launch.plan import NodePlan, RankPlan
-from launch.verdict import Ending, Verdict, judge
+from launch.submit.plan import NodePlan, RankPlan
+from launch.supervision.verdict import Ending, Verdict, judge
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRESS = {"report": "progress", "step": 20, "steps": 196, "loss": 2.1, "rate": 812.0, "unit": "samples/s"}
@@ -145,7 +145,7 @@ def test_without_somebody_to_read_it_rank_0s_output_stays_in_its_log(capsys) -> 
 TALK = """
 import sys
 from launch.console import Console
-from launch.verdict import Verdict
+from launch.supervision.verdict import Verdict
 console = Console()
 for number in range(3):
     console.lines("out", [f"line {number}"])

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from launch.commands.status import render
-from launch.runstate import read_state
+from launch.look.runstate import read_state
 
 ID = "vgg-20250101T000000Z-abc123"
 

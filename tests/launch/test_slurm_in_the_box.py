@@ -14,9 +14,9 @@ import pytest
 
 from jobs.files import read_lines
 from jobs.rundir import RunDir, list_runs
-from launch import slurm_follow
 from launch.console import Console
-from launch.slurm_job import SlurmJob
+from launch.scheduler import slurm_follow
+from launch.scheduler.slurm_job import SlurmJob
 from support.box import LiveBox
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]

@@ -38,3 +38,28 @@ def test_slurms_last_words_tell_why(lines: list[str], code: int, message: str) -
 def test_output_of_a_program_is_no_complaint() -> None:
     assert complaint([]) is None
     assert complaint(["srun: error: node1: task 1: Killed", "Traceback (most recent call last):", "CANCELLED"]) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "host"),
+    [
+        # Recorded: the node of the batch script complains of the whole job, the other one of its step.
+        (
+            [
+                "slurmstepd-node0: error: Exceeded job memory limit",
+                "slurmstepd-node1: error: StepId=17.0 exceeded memory limit (807878656 > 419430400), being killed",
+            ],
+            "node1",
+        ),
+        (
+            ["slurmstepd: error: Detected 1 oom_kill event in StepId=5.0.", "srun: error: n2: task 1: Out Of Memory"],
+            "n2",
+        ),
+        (["slurmstepd: error: Detected 1 oom_kill event in StepId=5.0."], ""),
+        ([f"slurmstepd: error: *** JOB 9 ON n1 {AT} ***"], ""),
+    ],
+)
+def test_the_node_that_ran_out_of_memory_is_named(lines: list[str], host: str) -> None:
+    found = complaint(lines)
+    assert found is not None
+    assert found.host == host

@@ -14,7 +14,7 @@ import pytest
 from jobs.ranks import RankEnv
 from jobs.rundir import RunDir
 from jobs.train.direct_run import placement_of
-from launch.runstate import read_state
+from launch.look.runstate import read_state
 from support.live import LiveRun
 
 pytestmark = pytest.mark.ranks

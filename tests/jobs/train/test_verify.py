@@ -159,7 +159,7 @@ def test_exact_sums_in_another_order_fail_the_comparison(on_ranks):
 
 
 def test_the_view_names_each_tensor_and_closes_with_the_verdict(on_ranks):
-    from launch.verify_view import render
+    from launch.look.verify_view import render
 
     good = check(on_ranks, 2, mode="gather_scatter", **VGG)
     bad = on_ranks(2, verify, train={**VGG, "mode": "allreduce"}, fault="division")[0]

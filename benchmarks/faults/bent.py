@@ -1,0 +1,128 @@
+"""Faults inside of a rank, put there from outside: the supervisor's table of kinds names our entry instead of its own.
+
+    python benchmarks/faults/bent.py WHAT:RANK:STEP:ATTEMPTS run JOB.yaml ...
+
+is `muster run JOB.yaml ...` in which rank RANK (or `all`) does WHAT when it begins loop index STEP, in the attempts
+given (`0`, `0,1`, `all`). The product knows nothing of this: entry and hook are set in our own processes, and the text
+travels in the environment that the local transport hands on.
+
+    raise     a ValueError                         absent   sleeps in Python and never enters the step's collective
+    import    a ValueError before it has joined    gil      sleeps in C and keeps the interpreter's lock
+    nan       one weight becomes NaN               skip     leaves out the step's reduction of gradients and goes on
+    disagree  is told another checkpoint than the others
+"""
+
+import ctypes
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+VARIABLE = "BENCHMARK_BEND"
+FOREVER_S = 100_000
+
+
+@dataclass(frozen=True)
+class Bend:
+    """One fault: what, on which rank (None: all), at which loop index, in which attempts (None: all)."""
+
+    what: str
+    rank: int | None
+    step: int
+    attempts: tuple[int, ...] | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Bend":
+        """Read `WHAT:RANK:STEP:ATTEMPTS`."""
+        what, rank, step, attempts = text.split(":")
+        if what not in ACTS and what not in EARLY:
+            raise ValueError(f"{text!r}: {what!r} is none of {', '.join([*ACTS, *EARLY])}")
+        return cls(
+            what,
+            None if rank == "all" else int(rank),
+            int(step),
+            None if attempts == "all" else tuple(int(each) for each in attempts.split(",")),
+        )
+
+    def is_for(self, rank: int, attempt: int) -> bool:
+        """Say whether a rank of an attempt has it."""
+        return self.rank in (None, rank) and (self.attempts is None or attempt in self.attempts)
+
+
+def _raise(engine: Any) -> None:
+    raise ValueError("a planted failure")
+
+
+def _absent(engine: Any) -> None:
+    threading.Event().wait(FOREVER_S)
+
+
+def _gil(engine: Any) -> None:
+    ctypes.PyDLL(None).sleep(FOREVER_S)  # PyDLL, unlike CDLL, keeps the lock during the call
+
+
+def _nan(engine: Any) -> None:
+    next(iter(engine.module.parameters())).data.view(-1)[0] = float("nan")
+
+
+def _skip(engine: Any) -> None:
+    whole = engine.replica.finish
+
+    def left_out() -> None:
+        engine.replica.finish = whole  # the next step's is done again
+
+    engine.replica.finish = left_out
+
+
+ACTS: dict[str, Callable[[Any], None]] = {"raise": _raise, "absent": _absent, "gil": _gil, "nan": _nan, "skip": _skip}
+EARLY = ("import", "disagree")
+
+
+def run_rank(payload: Mapping[str, Any]) -> int:
+    """Run a rank of a `train:` job with the fault in it."""
+    from jobs import ranks
+    from jobs.train import main
+    from jobs.train.engine import DataParallelEngine
+
+    env = ranks.read(os.environ)
+    bend = Bend.parse(os.environ[VARIABLE])
+    if not bend.is_for(env.rank, env.attempt):
+        return main.run_rank(payload)
+    if bend.what == "import":
+        raise ValueError("a planted failure at import")
+    if bend.what == "disagree":
+        return main.run_rank(other_checkpoint(payload))
+    whole = DataParallelEngine.train_step
+
+    def train_step(self: Any, step: int, shards: Sequence[Any]) -> Any:
+        if step == bend.step:
+            print(f"bent: {bend.what} at step {step}, {time.time()!r}", file=sys.stderr, flush=True)
+            ACTS[bend.what](self)
+        return whole(self, step, shards)
+
+    DataParallelEngine.train_step = train_step  # type: ignore[method-assign]
+    return main.run_rank(payload)
+
+
+def other_checkpoint(payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a payload that names a checkpoint of another content."""
+    told = payload.get("resume") or {"checkpoint": None, "step": 0, "sha256": None}
+    return {**payload, "resume": {**told, "step": told["step"] + 1, "sha256": "0" * 64}}
+
+
+def main() -> int:
+    """Be `muster`, with one row of its table of kinds changed."""
+    Bend.parse(sys.argv[1])
+    os.environ[VARIABLE] = sys.argv[1]
+    from launch.cli import main as muster
+    from launch.kinds import BY_KEY
+
+    object.__setattr__(BY_KEY["train"], "entry", "benchmarks.faults.bent:run_rank")
+    return muster(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

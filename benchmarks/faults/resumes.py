@@ -1,0 +1,228 @@
+"""Resumes on other ranks, drains, programs that fail by themselves, clocks and ports (rows 18 to 21, 23 and 24)."""
+
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from faults.bench import Bench, killed_then_resumed
+from faults.disks import call
+from faults.live import Live, resume, signal_all
+from faults.state import largest_difference, last_step, tensors
+from faults.table import Expected, Fault, Outcome
+from faults.work import MODEL, job
+from jobs import exits, ports
+
+PLAIN = job()
+CLOSE = 1e-12
+HOUR_S = 3600
+LONG_BYTES = 8
+
+
+def on_other_ranks(*sizes: int, virtual_ranks: int = 4) -> Callable[[Bench], Outcome]:
+    """Return a row's run: the supervisor is killed, and the run resumed on another number of ranks, again and again."""
+    text = job(nodes=1, ranks=2, train={"virtual_ranks": virtual_ranks}, steps=90)
+
+    def run(bench: Bench) -> Outcome:
+        return bench.hurt(text, _kill, then=_resumed_on(sizes, killed=True))
+
+    return run
+
+
+def in_float64(bench: Bench) -> Outcome:
+    """Resume 2 -> 1 -> 4 ranks in one epoch, in float64 and without `exact`: equal but for the order of sums.
+
+    Without dropout: its draws are keyed by virtual rank, of which there are as many as ranks.
+    """
+    train = {
+        "precision": "fp64",
+        "exact": False,
+        "virtual_ranks": None,
+        "mode": "ddp",
+        "model": {**MODEL, "dropout": 0},
+    }
+    train_text = job(nodes=1, ranks=2, train=train, steps=90)
+    found: list[float] = []
+    wanted = bench.reference(train_text)
+
+    def then(live: Live, code: int) -> Live:
+        last = _resumed_on((1, 4), killed=True)(live, code)
+        last.end()
+        found.append(largest_difference(tensors(last.run), wanted))
+        return last
+
+    outcome = bench.hurt(train_text, _kill, then=then)
+    wrong = () if found[0] <= CLOSE else (f"largest difference {found[0]:.2g}, at most {CLOSE:g}",)
+    return replace(outcome, equal=None, notes=(f"largest difference {found[0]:.2g}",), wrong=(*outcome.wrong, *wrong))
+
+
+def _resumed_on(sizes: Sequence[int], *, killed: bool) -> Callable[[Live, int], Live]:
+    """Resume on each number of ranks; all but the last are killed after ten new steps."""
+
+    def then(live: Live, code: int) -> Live:
+        for size in sizes:
+            done = live.steps()
+            live = resume(live, "--ranks-per-node", str(size))
+            live.wait_event("first_step", attempt=live.first_attempt)
+            if size is not sizes[-1] or len(sizes) == 1:
+                if len(sizes) == 1:
+                    break
+                live.wait_step(done + 10, live.first_attempt)
+                live.kill()
+        return live
+
+    return then
+
+
+# Drains ---------------------------------------------------------------------------------------------
+
+
+def drained(
+    number: signal.Signals, ready: Callable[[Live], object], *, frozen_rank: bool = False, twice: bool = False
+) -> Callable[[Bench], Outcome]:
+    """Return a row's run: the supervisor is told to stop, then the run is resumed."""
+
+    def run(bench: Bench) -> Outcome:
+        notes: list[str] = []
+
+        def act(live: Live) -> float:
+            if frozen_rank:
+                signal_all([live.ranks()[1]], signal.SIGSTOP)
+            began = time.time()
+            live.process.send_signal(number)
+            if twice:
+                live.wait_event("draining")
+                live.process.send_signal(number)
+            return began
+
+        def then(live: Live, code: int) -> Live:
+            notes.append(f"trained to {live.steps()}, saved {last_step(live.run)}")
+            return resume(live)
+
+        outcome = bench.hurt(job(steps=200), act, ready=ready, then=then)
+        return replace(outcome, notes=(*outcome.notes, *notes))
+
+    return run
+
+
+def failing(what: str, step: int, attempts: str, rank: str = "1") -> Callable[[Bench], Outcome]:
+    """Return a row's run: a rank fails by itself, in all the attempts given."""
+
+    def run(bench: Bench) -> Outcome:
+        def act(live: Live) -> float:
+            return float(live.wait_event("exited", attempt=0)["time"])
+
+        return bench.hurt(PLAIN, act, ready=lambda live: live.ranks(0), bend=f"{what}:{rank}:{step}:{attempts}")
+
+    return run
+
+
+def not_a_number(bench: Bench) -> Outcome:
+    """Let one weight become NaN in attempt 0: what is saved after it must not be what the end is made of."""
+
+    def act(live: Live) -> float:
+        live.wait_step(30)
+        return time.time()
+
+    return bench.hurt(PLAIN, act, ready=lambda live: live.wait_step(20), bend="nan:all:24:0")
+
+
+# Clocks and ports ---------------------------------------------------------------------------------------------
+
+
+def clock_jumps(seconds: int) -> Callable[[Bench], Outcome]:
+    """Return a row's run: every process of the run sees its wall clock jump; then a rank is killed."""
+
+    def run(bench: Bench) -> Outcome:
+        offset, library = bench.folder / f"offset-{bench.made}", bench.folder / "jump.so"
+        offset.write_bytes(bytes(LONG_BYTES))
+        call("cc", "-shared", "-fPIC", "-O1", "-o", str(library), str(Path(__file__).with_name("jump.c")), "-ldl")
+        env = {"LD_PRELOAD": str(library), "JUMP_FILE": str(offset)}
+
+        def act(live: Live) -> float:
+            with offset.open("r+b") as file:  # the same bytes, which the processes have mapped
+                file.write(seconds.to_bytes(LONG_BYTES, sys.byteorder, signed=True))
+            live.wait_step(live.steps() + 10)
+            began = time.time()
+            signal_all([live.ranks()[1]], signal.SIGKILL)
+            return began + seconds
+
+        return bench.hurt(job(steps=150), act, env=env)
+
+    return run
+
+
+def ports_taken(bench: Bench) -> Outcome:
+    """Listen on nine of ten ports that a store could have, and leave a stranger's file in /dev/shm; kill a rank."""
+    mark = Path("/dev/shm/somebody-elses-leftover")
+    mark.write_text("not ours\n")
+    found = ports.candidates(*ports.kernel_ranges())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for port in (each for each in found if each % 10):
+            listening = socket.socket()
+            stack.callback(listening.close)
+            try:
+                listening.bind(("127.0.0.1", port))
+                listening.listen(1)
+            except OSError:
+                continue  # taken already, which is as good
+        outcome = bench.hurt(PLAIN, lambda live: signal_all([live.ranks()[1]], signal.SIGKILL))
+    left = mark.exists()
+    mark.unlink(missing_ok=True)
+    return outcome if left else replace(outcome, wrong=(*outcome.wrong, "a stranger's file in /dev/shm was removed"))
+
+
+def _kill(live: Live) -> float:
+    kill, _ = killed_then_resumed()
+    return kill(live)
+
+
+def _in_step(live: Live) -> object:
+    return live.wait_step(24)
+
+
+def _in_save(live: Live) -> object:
+    """Wait for a checkpoint that is being written."""
+    from faults.live import wait_for
+
+    live.wait_committed(1)
+
+    def unfinished() -> bool:
+        folders = live.run.checkpoints.glob("step-*")
+        return any(not (each / "MANIFEST.json").exists() for each in folders)
+
+    return wait_for("a save in flight", unfinished)
+
+
+DRAINED = Expected(code=exits.STOPPED, attempts=2, detect_s=0.5)
+HOPELESS = Expected(code=exits.DO_NOT_RESTART, equal=False)
+
+FAULTS = (
+    Fault(18, "resumed on 1 rank, exact", "2 -> 1", Expected(), on_other_ranks(1), quick=True),
+    Fault(18, "resumed on 4 ranks, exact", "2 -> 4", Expected(), on_other_ranks(4)),
+    Fault(18, "resumed on 3 ranks, exact", "2 -> 3, 12 virtual", Expected(), on_other_ranks(3, virtual_ranks=12)),
+    Fault(18, "two resumes in one epoch, exact", "2 -> 1 -> 4", Expected(), on_other_ranks(1, 4), quick=True),
+    Fault(18, "two resumes in one epoch, float64", "2 -> 1 -> 4", Expected(equal=None), in_float64),
+    Fault(19, "Ctrl-C in a step", "SIGINT", DRAINED, drained(signal.SIGINT, _in_step), quick=True),
+    Fault(19, "SIGTERM in a save", "SIGTERM", DRAINED, drained(signal.SIGTERM, _in_save)),
+    Fault(19, "Ctrl-C twice", "SIGINT, SIGINT", DRAINED, drained(signal.SIGINT, _in_step, twice=True)),
+    Fault(19, "Ctrl-C while a rank is stopped", "STOP rank 1, SIGINT", DRAINED,
+          drained(signal.SIGINT, _in_step, frozen_rank=True)),
+    Fault(20, "raises at the same step always", "ValueError at step 24", replace(HOPELESS, attempts=2),
+          failing("raise", 24, "all"), quick=True),
+    Fault(20, "raises once", "ValueError at step 24", Expected(attempts=2), failing("raise", 24, "0")),
+    Fault(20, "fails at import always", "ValueError", HOPELESS, failing("import", 0, "all", rank="all")),
+    Fault(20, "a weight becomes NaN", "one element, attempt 0", Expected(), not_a_number),
+    Fault(23, "clocks jump by +1 h, then rank killed", "preloaded clock", Expected(attempts=2), clock_jumps(HOUR_S)),
+    Fault(23, "clocks jump by -1 h, then rank killed", "preloaded clock", Expected(attempts=2), clock_jumps(-HOUR_S)),
+    Fault(24, "most ports taken, leftover in /dev/shm", "9 of 10 ports; kill -9 rank 1", Expected(attempts=2),
+          ports_taken),
+)  # fmt: skip

@@ -1,0 +1,209 @@
+"""Ask every node of a job what it has and what it reaches, and start nothing.
+
+    hello ──→ three heartbeats (its clock), what it is and has, the run folder and a nonce in it
+    node 0 ──→ binds a port as for a run ──→ every node tries to reach it
+
+Whoever has not answered within the deadline is reported so. It is the gate of a transport (transports/base.py).
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from jobs.errors import MusterError, RefusedError, UnreachableError
+from jobs.files import write_text
+from jobs.placement import LOOPBACK
+from launch.channel import Channel, ChannelClosed, Message
+from launch.check.judges import Answer
+from launch.submit.plan import Context
+from launch.supervision.crew import ClockOffset
+from launch.supervision.master import own_address
+from launch.transports.base import Transport
+
+LIMIT_S: Final = 9.0  # for all of it, so that the report is there within 10 s
+BEAT_S: Final = 1.0
+BEATS: Final = 3  # at once: the one that travels fastest tells the time best
+QUESTIONS: Final = 3  # that every node is asked
+
+
+class Inspection:
+    """One look at all nodes of a placement; the run folder is there already."""
+
+    def __init__(self, context: Context, transport: Transport, names: Sequence[str]) -> None:
+        self.context = context
+        self.transport = transport
+        self.answers = [Answer(name) for name in names]
+        self.master = ""  # "address:port" once node 0 has bound it
+        self.nonce = secrets.token_hex(16)
+        self._clocks = [ClockOffset() for _ in names]
+        self._answered = [0] * len(names)  # questions
+        self._opened: list[Channel] = []
+        self._channels: dict[int, Channel] = {}  # of those that have said hello
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._missing = set(range(len(names)))
+        self._all_done = asyncio.Event()
+        self._refused: MusterError | None = None
+
+    async def run(self, show: Callable[[], None]) -> None:
+        """Ask all nodes, call `show` once there is nothing more to wait for, then let them go.
+
+        Raises:
+            MusterError: nothing can be started at all, or the run folder cannot be written.
+        """
+        write_text(self.context.run.nonce("supervisor"), self.nonce)
+        try:
+            self._spawn(self._start())
+            self._spawn(self._beat())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._all_done.wait(), LIMIT_S)
+            if self._refused is not None:
+                raise self._refused
+            self._conclude()
+            show()
+        finally:
+            await self._let_go()
+
+    # The gate of the transport ----------------------------------------------------------------------------------------
+
+    def connected(self, channel: Channel) -> None:
+        """Take an agent's channel."""
+        self._opened.append(channel)
+        self._spawn(self._serve(channel))
+
+    def failed(self, node_rank: int, error: MusterError) -> None:
+        """Learn that a node's agent cannot be started, or has ended before it had answered all."""
+        answer = self.answers[node_rank]
+        if node_rank in self._missing and answer.error is None:
+            answer.error = error
+            self._done(node_rank)
+
+    # One node ---------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        try:
+            await self.transport.start(self)
+        except MusterError as error:
+            self._refused = error
+            self._all_done.set()
+
+    async def _serve(self, channel: Channel) -> None:
+        """Ask one node until it has answered all questions."""
+        try:
+            hello = await channel.receive()
+            node = hello["node"]
+            if self.answers[node].hello:
+                channel.close()  # a second agent for one node
+                return
+            self._channels[node] = channel
+            self.answers[node].hello = hello
+            self._ask(node, channel)
+            while node in self._missing:
+                self._take(node, await channel.receive())
+        except ChannelClosed:
+            return  # the transport says why
+
+    def _ask(self, node: int, channel: Channel) -> None:
+        for _ in range(BEATS):
+            channel.post({"do": "beat", "sent": time.time()})
+        channel.post({"do": "inspect"})
+        channel.post({"do": "inspect", "run": str(self.context.run.path), "nonce": self.nonce, "mark": node})
+        if node == 0:
+            channel.post({"do": "prepare", "bind": LOOPBACK if self.context.placement.one_host else ""})
+        self._ask_for_master(node)
+
+    def _ask_for_master(self, node: int) -> None:
+        channel = self._channels.get(node)
+        if self.master and channel is not None:
+            address, _, port = self.master.rpartition(":")
+            with contextlib.suppress(ChannelClosed):
+                channel.post({"do": "inspect", "peer": address, "port": int(port), "iface": self.context.iface})
+
+    def _take(self, node: int, message: Message) -> None:
+        answer, received = self.answers[node], time.time()
+        if message["did"] == "heartbeat":
+            clock = self._clocks[node]
+            clock.note(sent=message["sent"], heard=message["heard"], answered=message["time"], received=received)
+            answer.ahead_s = clock.seconds
+        elif message["did"] == "prepared":
+            self._bound(message)
+        elif message["did"] == "inspected":
+            facts = message["facts"]
+            failed = {**answer.facts.get("failed", {}), **facts.pop("failed", {})}
+            answer.facts |= {**facts, "failed": failed}
+            self._answered[node] += 1
+            self._channels[node].post({"do": "beat", "sent": time.time()})  # the first ones met an agent still starting
+        elif message["did"] == "broken":
+            answer.error = UnreachableError(f"{answer.host}: its agent failed: {message['broken']}")
+            self._done(node)
+        self._look(node)
+
+    def _bound(self, message: Message) -> None:
+        """Node 0 has bound the port: every node that is there tries it; the others will as they come."""
+        answer = self.answers[0]
+        try:
+            address = self.context.placement.master_addr
+            if not self.context.placement.one_host and (self.context.iface or not address):
+                address = own_address(answer.host, answer.hello["address"], message["addresses"], self.context.iface)
+        except RefusedError as error:
+            answer.no_master = str(error).removeprefix(f"{answer.host}: ")
+            for node in list(self._missing):
+                self._look(node)
+            return
+        self.master = f"{address}:{message['port']}"
+        for node in self._channels:
+            self._ask_for_master(node)
+
+    def _look(self, node: int) -> None:
+        """See whether a node has answered all that it can be asked."""
+        first = self.answers[0]
+        lost = not self.master and bool(first.error or first.no_master)  # nobody can be asked to reach it
+        if self._answered[node] >= QUESTIONS - lost and self.answers[node].ahead_s is not None:
+            self._done(node)
+
+    def _done(self, node: int) -> None:
+        self._missing.discard(node)
+        if node == 0 and self.answers[0].error is not None:
+            for each in list(self._missing):
+                self._look(each)
+        if not self._missing:
+            self._all_done.set()
+
+    def _conclude(self) -> None:
+        """Say who has not answered in time, and see whose marks in the run folder can be read here."""
+        for node, answer in enumerate(self.answers):
+            if answer.error is None and not answer.hello:
+                answer.error = UnreachableError(
+                    f"{answer.host}: no answer within {LIMIT_S:g} s; is it on, and reachable from here? try: ssh "
+                    f"{answer.host} true"
+                )
+            if answer.facts.get("storage", {}).get("where") == "shared":
+                mark = self.context.run.nonce(str(node))  # never looked for before, so that no cache holds its absence
+                try:
+                    answer.marked = mark.read_text(encoding="utf-8") == self.nonce
+                except OSError:
+                    answer.marked = False
+
+    # All of them ------------------------------------------------------------------------------------------------------
+
+    async def _beat(self) -> None:
+        """Keep agents from thinking that we have gone (their lease)."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for channel in self._channels.values():
+                with contextlib.suppress(ChannelClosed):
+                    channel.post({"do": "beat", "sent": time.time()})
+
+    async def _let_go(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for channel in self._opened:
+            with contextlib.suppress(ChannelClosed):
+                channel.post({"do": "bye", "code": 0})
+            channel.close()
+        await self.transport.close([*self._missing, *(n for n, each in enumerate(self.answers) if each.error)])
+
+    def _spawn(self, work: Any) -> None:
+        self._tasks.add(asyncio.create_task(work))

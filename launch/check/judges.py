@@ -1,0 +1,302 @@
+"""What can be wrong with a node, one judge for each column of `muster check`. Pure.
+
+A judge sees what the node has answered, what the job expects, and what is usual among the nodes. Whatever is bad says
+what to do. A warning keeps nobody from running: it may cost speed, or only be a surprise.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any, Final
+
+from jobs.errors import MusterError
+from launch.supervision.startup import SKEW_BAD_S, SKEW_WARN_S
+
+GOOD, UNKNOWN, WARNING, BAD = "good", "unknown", "warning", "bad"
+MARKS: Final = {GOOD: "", UNKNOWN: "", WARNING: " !", BAD: " !!"}  # behind a cell
+CLOCK_SHOWN_S: Final = 0.5
+FREE_BAD_MIB: Final = 100
+FREE_WARN_MIB: Final = 1024
+MEMORY_SHARE: Final = 0.7  # of the usual free memory; a node with less is worth a word
+OPEN_FILES: Final = 1024
+
+
+@dataclass
+class Answer:
+    """What one node has answered. `error`: why there is no agent, or why it did not come to an end."""
+
+    host: str
+    error: MusterError | None = None
+    hello: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    ahead_s: float | None = None  # of its clock
+    marked: bool | None = None  # what it wrote into the run folder was read here
+    no_master: str = ""  # of node 0: why it has no address for the others
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the job and this machine ask of the nodes."""
+
+    code: str  # fingerprint of the code here
+    ranks: tuple[int, ...]  # of each node
+    torch: bool  # the ranks are ours
+    device: str  # auto, cpu or cuda; "" for a program of the user's
+    master: str  # "address:port", "" where it is not known
+    one_host: bool
+    remote: bool
+    run: str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One thing about one node: what to show, how it is, and of what is not good why and what to do."""
+
+    text: str
+    state: str = GOOD
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Usual:
+    """What most nodes have, to find those that have something else."""
+
+    python: str
+    torch: str | None
+    cores: int
+    available_mib: float
+    gpus: tuple[str, ...]
+    reach: int  # nodes beside node 0 that tried to reach it
+    reached: int  # and did
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> "Usual":
+        """Find it; of several that are as common the first node's counts."""
+        tries = [answer.facts["connect"] for answer in answers[1:] if "connect" in answer.facts]
+        return cls(
+            python=_commonest([_minor(each) for each in _all(answers, "python")], ""),
+            torch=_commonest([each for each in _all(answers, "torch") if each], None),
+            cores=_commonest(_all(answers, "cores"), 0),
+            available_mib=median([each["available_mib"] for each in _all(answers, "memory")] or [0]),
+            gpus=_commonest([tuple(each) for each in _all(answers, "gpus")], ()),
+            reach=len(tries),
+            reached=sum(not why for why in tries),
+        )
+
+
+Judge = Callable[[int, Answer, Expected, Usual], Cell]
+
+
+def _python(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    version = answer.facts.get("python")
+    if version is None:
+        return _missing(answer, "python")
+    if _minor(version) != usual.python:
+        why = f"runs Python {version}, most nodes {usual.python}; make them alike with interpreter in the site file"
+        return Cell(version, WARNING, why)
+    return Cell(version)
+
+
+def _torch(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    if "torch" not in answer.facts:
+        return _missing(answer, "torch")
+    version, where = answer.facts["torch"], answer.facts.get("executable", "its interpreter")
+    if not expected.torch:
+        return Cell(version or "-")
+    if version is None:
+        why = f"{where} has no torch, which the ranks need; run ./setup.sh there, or set interpreter in the site file"
+        return Cell("none", BAD, why)
+    if version.partition("+")[0] != str(usual.torch).partition("+")[0]:
+        why = f"has torch {version}, most nodes {usual.torch}, and ranks of two versions may not understand one another"
+        return Cell(version, BAD, f"{why}; install one version everywhere: ./setup.sh")
+    if version != usual.torch:
+        return Cell(version, WARNING, f"has another build of torch, {version}, than most nodes, {usual.torch}")
+    return Cell(version)
+
+
+def _code(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    code = answer.facts.get("code")
+    if code is None:
+        return _missing(answer, "code")
+    text = answer.facts.get("commit") or code
+    if code != expected.code:
+        root = answer.facts.get("root", "its folder")
+        why = f"has other code of Muster in {root} ({code}, here {expected.code})"
+        return Cell(text, BAD, f"{why}; run muster sync, or bring both to one commit")
+    return Cell(text)
+
+
+def _clock(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    if answer.ahead_s is None:
+        return Cell("?", WARNING, "did not answer a heartbeat, so its clock was not compared")
+    text = f"{answer.ahead_s:+.1f} s" if abs(answer.ahead_s) >= CLOCK_SHOWN_S else "ok"
+    do = "set it, and keep it right: chronyc makestep, or timedatectl set-ntp true"
+    if abs(answer.ahead_s) > SKEW_BAD_S:
+        return Cell(text, BAD, f"its clock is off by {answer.ahead_s:+.0f} s; {do}")
+    if abs(answer.ahead_s) > SKEW_WARN_S:
+        return Cell(text, WARNING, f"its clock is off by {answer.ahead_s:+.1f} s; {do}")
+    return Cell(text)
+
+
+def _network(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    if answer.no_master:
+        return Cell("none", BAD, answer.no_master)
+    if not expected.master:
+        return Cell("?", UNKNOWN)
+    if "route" not in answer.facts:
+        return _missing(answer, "route")
+    route = answer.facts["route"]
+    if route is None:
+        why = f"has no way to the master {expected.master}; give an address that it reaches: --master-addr, or --iface"
+        return Cell("none", BAD, why)
+    interface, address = route
+    if interface == "lo" and not expected.one_host:
+        why = f"its way to the master {expected.master} is lo, which the other nodes do not share"
+        return Cell(f"lo {address}", BAD, f"{why}; give the address of node 0 that they reach: --master-addr")
+    return Cell(f"{interface} {address}")
+
+
+def _master(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    if not expected.master:
+        return Cell("?", UNKNOWN)
+    if "connect" not in answer.facts:
+        return _missing(answer, "connect")
+    if not expected.one_host and (answer.facts.get("route") or [""])[0] == "lo":
+        return Cell("-", UNKNOWN)  # the column before has said it
+    why = answer.facts["connect"]
+    nobody = usual.reach > 1 and not usual.reached
+    if node == 0 and nobody:
+        firewall = "open its firewall for the other nodes, or give another network: --iface or --master-addr"
+        return Cell("unreached", BAD, f"no other node reaches it at {expected.master}; {firewall}")
+    if not why:
+        return Cell("ok")
+    if nobody:
+        return Cell("no", WARNING, f"cannot reach the master at {expected.master}: {why}, as no other node can")
+    firewall = "open the firewall between the nodes, or give another network: --iface or --master-addr"
+    return Cell("no", BAD, f"cannot reach the master at {expected.master}: {why}; {firewall}")
+
+
+def _storage(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    storage = answer.facts.get("storage")
+    if storage is None:
+        return _missing(answer, "storage")
+    if storage["where"] == "none":
+        return Cell("none", BAD, f"has nowhere to keep the run: {storage['why']}; choose a folder with --runs DIR")
+    if storage["where"] == "apart":
+        why = f"cannot see {expected.run}: logs and metrics come over the network, and failover across nodes is off"
+        return Cell("apart", WARNING, f"{why}; for shared storage choose it with --runs DIR")
+    if answer.marked is False:
+        why = f"reads {expected.run}, and what it writes there is not seen here; is it mounted from another place?"
+        return Cell("one way", BAD, f"{why} choose a folder with --runs DIR that all share")
+    return Cell("shared")
+
+
+def _free(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    storage = answer.facts.get("storage") or {}
+    if "free_mib" not in storage:
+        return Cell("?", UNKNOWN)  # the column before has said why
+    free, path = storage["free_mib"], storage["path"]
+    if free < FREE_WARN_MIB:
+        state = BAD if free < FREE_BAD_MIB else WARNING
+        return Cell(_mib(free), state, f"has {_mib(free)} free in {path}; free some space, or choose --runs DIR")
+    return Cell(_mib(free))
+
+
+def _cores(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    cores = answer.facts.get("cores")
+    if cores is None:
+        return _missing(answer, "cores")
+    ranks = expected.ranks[node]
+    if cores < ranks and expected.remote:
+        why = f"has {cores} cores for {ranks} ranks, which will wait for one another; lower ranks_per_node"
+        return Cell(str(cores), WARNING, why)
+    if cores < usual.cores:
+        return Cell(str(cores), WARNING, f"has {cores} cores, most nodes {usual.cores}: the others will wait for it")
+    return Cell(str(cores))
+
+
+def _memory(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    memory = answer.facts.get("memory")
+    if memory is None:
+        return _missing(answer, "memory")
+    text = f"{_mib(memory['available_mib'])} of {_mib(memory['total_mib'])}"
+    if memory["available_mib"] < usual.available_mib * MEMORY_SHARE:
+        why = f"has {_mib(memory['available_mib'])} of memory free, the usual is {_mib(usual.available_mib)}"
+        return Cell(text, WARNING, f"{why}; see who uses it: ps aux --sort -rss")
+    return Cell(text)
+
+
+def _gpus(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    gpus = answer.facts.get("gpus")
+    if gpus is None:
+        return _missing(answer, "gpus", BAD if expected.device == "cuda" else WARNING)
+    text = f"{len(gpus)} x {gpus[0]}" if gpus else "-"
+    if expected.device == "cpu":
+        return Cell(text)
+    bad = BAD if expected.torch else WARNING  # a program of the user's may use some and not others
+    if not gpus and (usual.gpus or expected.device == "cuda"):
+        why = (
+            "has no GPU, and the job's device is cuda"
+            if expected.device == "cuda"
+            else "has no GPU, and most nodes have"
+        )
+        return Cell("none", bad, f"{why}; see nvidia-smi there, leave it out, or run all on the CPU: train.device=cpu")
+    if gpus and not usual.gpus:
+        why = "has GPUs, and most nodes have none; ranks of both kinds cannot run together: set train.device=cpu"
+        return Cell(text, bad, why)
+    if tuple(gpus) != usual.gpus:
+        return Cell(text, WARNING, f"has {text}, most nodes {len(usual.gpus)} x {usual.gpus[0]}")
+    return Cell(text)
+
+
+def _files(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    limits = answer.facts.get("limits")
+    if limits is None:
+        return _missing(answer, "limits")
+    soft = limits["open_files"]
+    if 0 <= soft < OPEN_FILES:
+        return Cell(
+            str(soft), WARNING, f"allows {soft} open files, which many ranks or data workers exceed; raise ulimit -n"
+        )
+    return Cell("ok")
+
+
+def _missing(answer: Answer, fact: str, state: str = WARNING) -> Cell:
+    why = answer.facts.get("failed", {}).get(fact, "its agent did not say")
+    if answer.error is not None:
+        return Cell("?", UNKNOWN)  # the first column says why
+    return Cell("?", state, f"cannot tell its {NAMES.get(fact, fact)}: {why}")
+
+
+def _all(answers: Iterable[Answer], fact: str) -> list[Any]:
+    return [answer.facts[fact] for answer in answers if fact in answer.facts]
+
+
+def _commonest(values: Sequence[Any], default: Any) -> Any:
+    return Counter(values).most_common(1)[0][0] if values else default
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _mib(mib: float) -> str:
+    return f"{mib / 1024:,.0f} GiB" if mib >= 10_240 else f"{mib / 1024:,.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
+
+
+NAMES: Final = {"route": "network", "connect": "way to the master", "storage": "storage", "limits": "limits"}
+COLUMNS: Final[dict[str, Judge]] = {
+    "python": _python,
+    "torch": _torch,
+    "code": _code,
+    "clock": _clock,
+    "network": _network,
+    "master": _master,
+    "runs": _storage,
+    "free": _free,
+    "cores": _cores,
+    "memory": _memory,
+    "GPUs": _gpus,
+    "files": _files,
+}

@@ -1,0 +1,261 @@
+"""What a node has and what it can reach: an agent's answer to `inspect`. Nothing is started, nothing is left behind.
+
+Every fact is found by a thread of its own with a deadline for all, because each has a way to hang: a dead file server,
+a GPU's driver, a silent peer. A fact that cannot be found is missing from the answer, and `failed` says why.
+"""
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from jobs import network
+from jobs.boot import CODE_ROOT
+from jobs.rundir import RunDir
+from launch.fingerprint import fingerprint
+from launch.submit import gitfacts
+
+DEADLINE_S: Final = 4.0
+REACH_S: Final = 3.0
+MIB: Final = 1 << 20
+NO_LIMIT: Final = 1 << 60  # version 1 of control groups writes a number near 2^63
+CPU_GROUPS: Final = Path("/sys/fs/cgroup")
+OWN_GROUPS: Final = Path("/proc/self/cgroup")
+
+Facts = dict[str, Any]
+Request = Mapping[str, Any]
+Probe = Callable[[], Any]
+
+
+def facts(request: Request) -> Facts:
+    """Return what is asked for and can be found within the deadline; never raises.
+
+    {}                                            what this node is and has
+    {"peer": address, "port": port}               the way to a peer, and whether its port answers
+    {"run": folder, "nonce": text, "mark": name}  whether this node sees a run folder that holds a nonce, and can write
+
+    The last two may be asked in one.
+    """
+    probes: dict[str, Probe] = {}
+    if "run" in request:
+        probes["storage"] = partial(storage, request)
+    if "peer" in request:
+        probes |= {"route": partial(route, request), "connect": partial(connect, request)}
+    return run_probes(probes or STANDING, request.get("deadline_s", DEADLINE_S))
+
+
+def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
+    """Call all probes at once; leave those behind that do not end in time."""
+    found: Facts = {}
+    failed: dict[str, str] = {}
+
+    def probe(name: str, function: Probe) -> None:
+        try:
+            found[name] = function()
+        except Exception as error:  # whatever it is, it is the answer
+            failed[name] = str(error) or type(error).__name__
+
+    threads = {
+        name: threading.Thread(target=probe, args=(name, function), daemon=True, name=f"inspect {name}")
+        for name, function in probes.items()
+    }
+    for thread in threads.values():
+        thread.start()
+    deadline = time.monotonic() + deadline_s
+    for name, thread in threads.items():
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            failed[name] = f"took longer than {deadline_s:g} s"
+    return {**found, "failed": {name: why for name, why in failed.items() if name not in found}}
+
+
+# What the node is ----------------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """Return what two names of one machine have in common, and two machines have not."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {socket.gethostname()}"  # nodes of a box, or containers, share the kernel
+
+
+def torch_version() -> str | None:
+    """Return torch's version without importing it; None where there is none."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def muster_version() -> str | None:
+    """Return the version that is installed; None where our code is run from its folder alone."""
+    try:
+        return metadata.version("muster")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def commit() -> str | None:
+    """Return the commit of our code, + where it was changed since; None where it is no clone, but a copy."""
+    try:
+        return gitfacts.short_commit(CODE_ROOT, "launch/boot.py", deadline_s=DEADLINE_S / 2)
+    except gitfacts.GitError:
+        return None
+
+
+# What it has ---------------------------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    """Return how many cores this process may use: its affinity, or the quota of its control group if that is less."""
+    available = len(os.sched_getaffinity(0))
+    for group in control_groups("cpu"):
+        words = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+        quota, period = words if len(words) == 2 else ("max", "1")
+        if quota.isdecimal():
+            available = min(available, max(1, round(int(quota) / int(period))))
+    return available
+
+
+def memory() -> dict[str, int]:
+    """Return the memory of this node in MiB, in all and free for us, as far as its control group lets us have it."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
+    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
+    for group in control_groups("memory"):
+        limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
+        used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
+        if limit and used and limit[0].isdecimal() and int(limit[0]) < NO_LIMIT:
+            total, available = min(total, int(limit[0])), min(available, max(0, int(limit[0]) - int(used[0])))
+    return {"total_mib": total // MIB, "available_mib": available // MIB}
+
+
+def gpus() -> list[str]:
+    """Return the names of this node's GPUs; by their device files where nvidia-smi is not there."""
+    if shutil.which("nvidia-smi") is None:
+        return ["GPU" for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()]  # noqa: PTH208
+    argv = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=DEADLINE_S)
+    if done.returncode != 0:
+        raise OSError(f"nvidia-smi: {(done.stdout + done.stderr).strip().partition(chr(10))[0]}")
+    return done.stdout.strip().splitlines()
+
+
+def limits() -> dict[str, int]:
+    """Return the limit on open files; -1 stands for none."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {"open_files": soft, "open_files_hard": hard}
+
+
+def control_groups(controller: str) -> list[Path]:
+    """List the folders of this process's control group and of those above it, of either version."""
+    found = []
+    for line in OWN_GROUPS.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "" or controller in controllers.split(","):
+            top = CPU_GROUPS if controllers == "" else CPU_GROUPS / controller
+            group = top / path.lstrip("/")
+            found += [each for each in (group, *group.parents) if each.is_relative_to(top)]
+    return found
+
+
+# What it reaches -----------------------------------------------------------------------------------------------------
+
+
+def route(request: Request) -> list[str] | None:
+    """Return the interface and own address towards the peer; None where there is no way to it."""
+    wanted = request.get("iface")
+    chosen = network.choose(network.own_addresses(), wanted) if wanted else None
+    found = chosen or network.route_to(request["peer"])
+    return list(found) if found else None
+
+
+def connect(request: Request) -> str:
+    """Return "" when the peer's port answers, else why not."""
+    timeout_s = request.get("timeout_s", REACH_S)
+    try:
+        socket.create_connection((request["peer"], request["port"]), timeout=timeout_s).close()
+    except TimeoutError:
+        return f"no answer within {timeout_s:g} s"
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def storage(request: Request) -> dict[str, Any]:
+    """Say whether this node sees the run folder, may write there, and how much is free where it keeps its part.
+
+    {"where": "shared" | "apart" | "none", "path": ..., "free_mib": ..., "why": what keeps it from writing}
+    """
+    run = RunDir(Path(request["run"]))
+    try:
+        shared = run.nonce("supervisor").read_text(encoding="utf-8").strip() == request["nonce"]
+    except OSError:
+        shared = False
+    if shared:
+        why = _try_to_write(run.nonce(str(request["mark"])), request["nonce"])
+        return {"where": "none" if why else "shared", "path": str(run.path), "why": why, **_free(run.path)}
+    why = ""
+    for folder in (_existing(run.path.parent), Path(tempfile.gettempdir())):  # where launch/storage.py would make it
+        if os.access(folder, os.W_OK | os.X_OK):
+            return {"where": "apart", "path": str(folder), "why": "", **_free(folder)}
+        why = why or f"{folder}: cannot be written by this user"
+    return {"where": "none", "path": "", "why": why}
+
+
+def _try_to_write(path: Path, text: str) -> str:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # a full disk or a quota may show only now
+    except OSError as error:
+        return f"{path.parent}: cannot be written: {error.strerror}"
+    return ""
+
+
+def _existing(folder: Path) -> Path:
+    return next((each for each in (folder, *folder.parents) if each.is_dir()), Path("/"))
+
+
+def _free(folder: Path) -> dict[str, int]:
+    status = os.statvfs(folder)
+    return {"free_mib": status.f_bavail * status.f_frsize // MIB}
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
+
+
+STANDING: Final[Mapping[str, Probe]] = {
+    "host": socket.gethostname,
+    "machine": machine,
+    "python": lambda: "{}.{}.{}".format(*sys.version_info[:3]),
+    "executable": lambda: sys.executable,
+    "root": lambda: str(CODE_ROOT),
+    "code": fingerprint,
+    "commit": commit,
+    "torch": torch_version,
+    "muster": muster_version,
+    "cores": cores,
+    "memory": memory,
+    "gpus": gpus,
+    "limits": limits,
+}
+
+
+if __name__ == "__main__":
+    print(json.dumps(facts({})))

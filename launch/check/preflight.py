@@ -1,0 +1,91 @@
+"""The table of `muster check`: one row per node, and what follows from it. Pure.
+
+answers (inspection.py) ── judges ──→ rows ──→ table, JSON, exit code, what to write to go on without the bad
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from jobs import exits, nodelist
+from launch.check.judges import BAD, COLUMNS, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected, Usual
+
+QUIET: Final = ("GPUs", "files")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One node."""
+
+    node: int
+    host: str
+    cells: dict[str, Cell]
+
+    @property
+    def state(self) -> str:
+        """The worst of its cells."""
+        states = {cell.state for cell in self.cells.values()}
+        return next(state for state in (BAD, WARNING, GOOD) if state in states or state == GOOD)
+
+
+def rows(answers: Sequence[Answer], expected: Expected) -> list[Row]:
+    """Judge all nodes."""
+    usual = Usual.of(answers)
+    found = []
+    for node, answer in enumerate(answers):
+        cells = {"agent": _agent(answer)}
+        for title, judge in COLUMNS.items():
+            cells[title] = judge(node, answer, expected, usual) if answer.hello else Cell("-", UNKNOWN)
+        found.append(Row(node, answer.host, cells))
+    return _one_machine(found, answers, expected)
+
+
+def exit_code(found: Sequence[Row], answers: Sequence[Answer]) -> int:
+    """Return 0 when no node is bad, 69 when one cannot be reached, else 78."""
+    bad = [row for row in found if row.state == BAD]
+    if not bad:
+        return exits.DONE
+    lost = any(answer.error is not None and answer.error.exit_code == exits.UNREACHABLE for answer in answers)
+    return exits.UNREACHABLE if lost or any(row.cells["master"].state == BAD for row in bad) else exits.REFUSED
+
+
+def without(found: Sequence[Row]) -> str:
+    """Return the list of nodes to leave out, "" when none need be, or none would be left."""
+    bad = [row.host for row in found if row.state == BAD]
+    return nodelist.fold(bad) if len(bad) < len(found) else ""
+
+
+def titles(found: Sequence[Row]) -> list[str]:
+    """List the columns to show: those of QUIET only where there is something in them."""
+    said = {title: {row.cells[title].text for row in found} - {"-", "ok"} for title in found[0].cells}
+    return [title for title, texts in said.items() if texts or title not in QUIET]
+
+
+def remarks(found: Sequence[Row], state: str) -> list[str]:
+    """Say why cells are in a state and what to do, a line for each reason with all its nodes."""
+    reasons: dict[str, list[str]] = {}
+    for row in found:
+        for cell in row.cells.values():
+            if cell.state == state:
+                reasons.setdefault(cell.why, []).append(row.host)
+    return [f"{nodelist.fold(hosts)}: {why}" for why, hosts in reasons.items()]
+
+
+def _agent(answer: Answer) -> Cell:
+    if answer.error is not None:
+        return Cell("failed", BAD, str(answer.error).removeprefix(f"{answer.host}: "))
+    return Cell("ok")
+
+
+def _one_machine(found: list[Row], answers: Sequence[Answer], expected: Expected) -> list[Row]:
+    """Warn of two nodes that are one machine under two names: it would do the work of both."""
+    seen: dict[str, str] = {}
+    for row, answer in zip(found, answers, strict=True):
+        machine = answer.facts.get("machine")
+        if machine is None or not expected.remote or row.cells["agent"].state == BAD:
+            continue
+        if first := seen.get(machine):
+            why = f"is the same machine as {first}; take one of the two names out of the hosts"
+            row.cells["agent"] = Cell("twice", WARNING, why)
+        seen.setdefault(machine, row.host)
+    return found

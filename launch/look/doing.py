@@ -1,0 +1,74 @@
+"""What a run is at between two steps of its life, in a few words, and what it could go on from: from rows and names."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jobs.checkpoint.names import step_and_attempt
+from jobs.rundir import CheckpointDir, RunDir
+from launch.look.runrows import Rows, number, real
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The newest checkpoint that was committed; `time` is when, in unix seconds by the clock of the file system."""
+
+    name: str
+    step: int
+    attempt: int
+    time: float
+
+
+def newest_saved(run: RunDir) -> Saved | None:
+    """Return the newest committed checkpoint by its name; whether it is good, only reading it would tell."""
+    found = []
+    for entry in run.checkpoints.glob("step-*"):
+        named = step_and_attempt(entry.name)
+        try:
+            committed = CheckpointDir(entry).manifest.lstat().st_mtime
+        except OSError:  # not committed, or deleted meanwhile
+            continue
+        if named is not None:
+            step, attempt = named
+            found.append(Saved(entry.name, step, attempt, committed))
+    return max(found, key=lambda each: (each.attempt, each.step), default=None)
+
+
+def left_out(rows: Rows) -> tuple[str, ...]:
+    """Name the hosts that an earlier attempt of this supervisor was on, and the newest one is not."""
+    every = [*rows.hosts, *([_hosts(rows.restarting)] if rows.restarting else [])]
+    now = set(every[-1]) if every else set()
+    return tuple(dict.fromkeys(host for hosts in every for host in hosts if now and host not in now))
+
+
+def doing(rows: Rows, now: float) -> str | None:
+    """Say what a run that goes on is doing, where that is not simply training; `now` is the time in unix seconds."""
+    told = rows.told
+    if rows.restarting is not None:
+        return _restart(rows.restarting, now)
+    if "draining" in told:
+        limit_s = real(told["draining"].get("deadline_s"))
+        within = "" if limit_s is None else f", within {limit_s:g} s"
+        return f"saving, then stopping{within}: {told['draining'].get('by')}"
+    if "hang" in told:
+        return f"no progress for {real(told['hang'].get('seconds')) or 0.0:.0f} s; every rank is asked where it is"
+    if "resuming" in told and "first_step" not in told:
+        name, step = told["resuming"].get("checkpoint"), told["resuming"].get("step")
+        if "loaded" in told:
+            return f"about to go on after step {step}"
+        return f"loading {name}" if rows.joined else f"starting, to go on from {name}"
+    missed, saved = told.get("missed"), told.get("saved", {})
+    if missed is not None and (real(missed.get("time")) or 0.0) > (real(saved.get("time")) or 0.0):
+        return f"training goes on, but the save of step {missed.get('step')} failed: {missed.get('message')}"
+    return None
+
+
+def _restart(row: dict[str, Any], now: float) -> str:
+    left_s = (real(row.get("time")) or now) + (real(row.get("delay_s")) or 0.0) - now
+    hosts = list(dict.fromkeys(_hosts(row)))
+    where = f" on {', '.join(hosts)}" if hosts else ""
+    when = f"in {left_s:.1f} s" if left_s > 0.05 else "begins"
+    return f"attempt {number(row.get('attempt'))} {when}{where}: {row.get('why')}"
+
+
+def _hosts(row: dict[str, Any] | None) -> list[str]:
+    return [str(host) for host in (row or {}).get("hosts") or ()]

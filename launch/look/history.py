@@ -1,0 +1,265 @@
+"""The attempts of a run, one record each: from where to where it came, what ended it, and what that end cost.
+
+    rows of attempts.jsonl   one per attempt that a supervisor saw to its end
+    rows of events.jsonl     the others: one that goes on, one whose supervisor was lost; and when somebody supervised
+
+    attempt 0 ──failed─ detect ─ stop ─ wait ─ start ─ load ─ replay ──→ where attempt 0 had been
+                        └── attempt 0's own ─┘       └── attempt 1's ──┘  all of it is the price of attempt 0's end
+
+The effective time ratio (ETTR) is the time of the steps that count, each once, by the time in which the run was
+supervised; waiting in a queue, or for somebody to resume it, is no part of either.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+from jobs.files import read_lines
+from jobs.rundir import RunDir
+from launch.look.runrows import first_and_last_step, number, real
+from launch.look.runstate import RunState
+from launch.supervision.verdict import Ending
+
+OF_END: Final[tuple[str, ...]] = ("detect_s", "stop_s")  # told by the row of the attempt that ended
+OF_BEGINNING: Final[tuple[str, ...]] = ("start_s", "load_s", "replay_s")  # told by the row of the one after it
+PARTS: Final = ("detect_s", "stop_s", "wait_s", *OF_BEGINNING)
+ON_PURPOSE: Final = ("stopped", "requeue")
+SUPERVISOR_LOST: Final = "its supervisor was gone"
+
+
+@dataclass(frozen=True)
+class AttemptRecord:
+    """One attempt. Steps are numbers of steps done; times are unix seconds; what is not known is None.
+
+    `lost_steps` were done and are not part of what the next attempt began from; `lost_s` says what its end cost, by
+    part; `idle_s` how long nobody supervised the run after it.
+    """
+
+    attempt: int
+    started: float | None
+    ended: float | None = None
+    class_name: str | None = None
+    code: int | None = None
+    cause: str = ""
+    culprit: str | None = None
+    mode: str | None = None
+    world_size: int | None = None
+    hosts: tuple[str, ...] = ()
+    origin: str | None = None
+    from_step: int = 0
+    last_step: int | None = None
+    saved_step: int | None = None
+    lost_steps: int = 0
+    lost_s: Mapping[str, float] = field(default_factory=dict)
+    idle_s: float | None = None
+    decided: str = ""
+    compared: int | None = None  # losses of steps done again that were compared with the logged ones
+    worst: float | None = None  # and their largest relative difference
+
+    @property
+    def cut_short(self) -> bool:
+        """True when it ended before its work was done, on purpose or not."""
+        return self.ended is not None and self.code != 0
+
+    @property
+    def failed(self) -> bool:
+        """True when nobody wanted its end."""
+        return self.cut_short and self.class_name not in ON_PURPOSE
+
+
+@dataclass(frozen=True)
+class History:
+    """All attempts of a run, oldest first, and what they come to."""
+
+    attempts: tuple[AttemptRecord, ...]
+    lost_steps: int
+    lost_s: float
+    supervised_s: float
+    ettr: float | None  # None where no step tells
+
+
+@dataclass
+class _Told:
+    """What events.jsonl says of one attempt; `span` is the number of its supervisor, counted from 0."""
+
+    row: dict[str, Any]
+    span: int
+    resuming: dict[str, Any] = field(default_factory=dict)
+    saved: dict[str, Any] = field(default_factory=dict)
+    replayed: dict[str, Any] = field(default_factory=dict)
+    last_time: float = 0.0
+    judged: bool = False
+
+
+def read_history(run: RunDir, state: RunState) -> History:
+    """Read the attempts of a run whose state is known."""
+    events = list(read_lines(run.events))
+    told, spans = _sort(events)
+    rows = {row["attempt"]: row for row in read_lines(run.attempts) if number(row.get("attempt")) is not None}
+    newest = max({*told, *rows}, default=None)
+    records = []
+    for attempt in sorted({*told, *rows}):
+        record = _of_row(rows[attempt]) if attempt in rows else _of_events(run, attempt, told[attempt])
+        if attempt not in rows and (attempt != newest or state.is_over):
+            ended = _last_sign(run, attempt, told[attempt])
+            record = replace(record, ended=ended, class_name="lost", code=None, cause=SUPERVISOR_LOST)
+            span = spans[told[attempt].span]
+            span[1] = max(span[1], ended)
+        again = told[attempt].replayed if attempt in told else {}
+        records.append(replace(record, compared=number(again.get("compared")), worst=real(again.get("worst"))))
+    records = _with_prices(records, rows, {attempt: each.span for attempt, each in told.items()})
+    until = time.time() if not state.is_over else None
+    supervised_s = sum((end if end is not None else until or begin) - begin for begin, end in _closed(spans, until))
+    useful_s = _useful_s(run, records, done=state.state == "done", goes_on=not state.is_over)
+    return History(
+        attempts=tuple(records),
+        lost_steps=sum(each.lost_steps for each in records),
+        lost_s=sum(sum(each.lost_s.values()) for each in records),
+        supervised_s=supervised_s,
+        ettr=min(1.0, useful_s / supervised_s) if useful_s and supervised_s > 0 else None,
+    )
+
+
+def _sort(events: Sequence[dict[str, Any]]) -> tuple[dict[int, _Told], list[list[float]]]:
+    """Sort events by attempt; and list from when to when each supervisor that began an attempt was at work."""
+    told: dict[int, _Told] = {}
+    spans: list[list[float]] = []
+    submitted = 0.0
+    ahead: dict[int, dict[str, Any]] = {}
+    for row in events:
+        now, attempt, event = real(row.get("time")) or 0.0, number(row.get("attempt")), row.get("event")
+        if event == "submitted":
+            submitted = now
+        elif event == "resuming" and attempt is not None:
+            ahead[attempt] = row
+        elif event == "attempt" and attempt is not None:
+            if submitted or not spans:
+                spans.append([submitted or now, now])
+                submitted = 0.0
+            told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))
+        if submitted or attempt not in told or (event == "ended" and not told[attempt].judged):
+            continue  # of a queue; or the last row of a lost run, written by who found it so
+        spans[told[attempt].span][1] = told[attempt].last_time = now
+        told[attempt].judged |= event == "attempt_ended"
+        if event == "saved":
+            told[attempt].saved = row
+        elif event == "replayed":
+            told[attempt].replayed = row
+    return told, spans
+
+
+def _last_sign(run: RunDir, attempt: int, told: _Told) -> float:
+    """Return when an attempt whose end nobody saw was last at work."""
+    _, newest = first_and_last_step(run, attempt)
+    return max(told.last_time, real(newest.get("time")) or 0.0)
+
+
+def _closed(spans: Sequence[Sequence[float]], until: float | None) -> list[tuple[float, float | None]]:
+    """Return the spans, the last one of a run that goes on without an end."""
+    found: list[tuple[float, float | None]] = [(begin, end) for begin, end in spans]
+    return [*found[:-1], (found[-1][0], None)] if found and until is not None else found
+
+
+def _of_row(row: Mapping[str, Any]) -> AttemptRecord:
+    first = row.get("first") or {}
+    rank, node, host = first.get("rank"), number(first.get("node")) or 0, str(first.get("host") or "?")
+    return AttemptRecord(
+        attempt=row["attempt"],
+        started=real(row.get("started")),
+        ended=real(row.get("ended")),
+        class_name=row.get("class"),
+        code=number(row.get("code")),
+        cause=str(row.get("cause") or row.get("message") or ""),
+        culprit=Ending(rank, node, host, None, None, 0.0, "own").where() if first else None,
+        mode=row.get("mode"),
+        world_size=number(row.get("world_size")),
+        hosts=tuple(map(str, row.get("hosts") or ())),
+        origin=row.get("from"),
+        from_step=number(row.get("from_step")) or 0,
+        last_step=number(row.get("last_step")),
+        saved_step=number(row.get("saved_step")),
+        lost_steps=number(row.get("lost_steps")) or 0,
+        decided=str(row.get("next") or ""),
+    )
+
+
+def _of_events(run: RunDir, attempt: int, told: _Told) -> AttemptRecord:
+    """Make the record of an attempt that has no row (yet)."""
+    _, newest = first_and_last_step(run, attempt)
+    from_step = number(told.resuming.get("step")) or 0
+    saved = number(told.saved.get("step"))
+    last = max((step for step in (number(newest.get("step")), saved) if step is not None), default=None)
+    return AttemptRecord(
+        attempt=attempt,
+        started=real(told.row.get("time")),
+        world_size=number(told.row.get("world_size")),
+        hosts=tuple(map(str, told.row.get("hosts") or ())),
+        origin=told.resuming.get("checkpoint"),
+        from_step=from_step,
+        last_step=last,
+        saved_step=saved,
+        lost_steps=0 if last is None else max(0, last - (from_step if saved is None else saved)),
+    )
+
+
+def _with_prices(
+    records: list[AttemptRecord], rows: Mapping[int, Mapping[str, Any]], spans: Mapping[int, int]
+) -> list[AttemptRecord]:
+    """Add to each attempt that was followed by another what its end cost."""
+    priced = []
+    for record, following in zip(records, [*records[1:], None], strict=False):
+        if not record.cut_short:
+            priced.append(replace(record, lost_steps=0))
+            continue
+        own, after = _times(rows.get(record.attempt)), _times(rows.get(following.attempt) if following else None)
+        lost = {part: own[part] for part in OF_END if part in own}
+        idle_s = None
+        lost_steps = record.lost_steps
+        if following is not None:
+            if record.ended is not None and following.started is not None:
+                gap_s = max(0.0, following.started - record.ended)
+                if spans.get(record.attempt) == spans.get(following.attempt):
+                    lost["wait_s"] = round(gap_s, 3)
+                else:
+                    idle_s = gap_s
+            lost |= {part: after[part] for part in OF_BEGINNING if part in after}
+            if record.last_step is not None:
+                lost_steps = max(0, record.last_step - following.from_step)
+        priced.append(replace(record, lost_s=lost, idle_s=idle_s, lost_steps=lost_steps))
+    return priced
+
+
+def _times(row: Mapping[str, Any] | None) -> dict[str, float]:
+    times = (row or {}).get("times") or {}
+    return {name: value for name in times if (value := real(times[name])) is not None}
+
+
+def _useful_s(run: RunDir, records: Sequence[AttemptRecord], *, done: bool, goes_on: bool) -> float:
+    """Return how long the steps took that count, each once, at the pace of the attempt that did them.
+
+    Walks back: what an attempt did beyond the step from which the next one began was done in vain.
+    """
+    total_s, limit = 0.0, float("inf")
+    for index, record in reversed(list(enumerate(records))):
+        last, newest = record.last_step, index == len(records) - 1
+        if newest and not done and not goes_on:  # only what was saved is left of it
+            last = record.saved_step if record.saved_step is not None else record.from_step
+        if last is None:
+            _, last_row = first_and_last_step(run, record.attempt)
+            last = number(last_row.get("step")) or record.from_step
+        kept = max(0.0, min(last, limit) - record.from_step)
+        total_s += kept * _step_s(run, record.attempt) if kept else 0.0
+        if newest and done and kept:  # the last evaluation and save
+            _, last_row = first_and_last_step(run, record.attempt)
+            total_s += max(0.0, (record.ended or 0.0) - (real(last_row.get("time")) or record.ended or 0.0))
+        limit = min(limit, record.from_step)
+    return total_s
+
+
+def _step_s(run: RunDir, attempt: int) -> float:
+    """Return how long a step of an attempt took, saves and evaluations between them with it."""
+    first, last = first_and_last_step(run, attempt)
+    steps = (number(last.get("step")) or 0) - (number(first.get("step")) or 0)
+    seconds = (real(last.get("time")) or 0.0) - (real(first.get("time")) or 0.0)
+    return max(0.0, seconds / steps) if steps > 0 else 0.0

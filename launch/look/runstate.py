@@ -1,0 +1,226 @@
+"""What a run folder says of its run, as one frozen record. Only reads; the newest attempt counts.
+
+    events.jsonl   submitted … attempt … joined … stopping … attempt_ended … restarting … attempt … joined … ended
+    state          starting ───────────→ running → stopping ───────────────→ restarting ──→ starting → running   done |
+                                                                                                     stopped | failed
+A run without an `ended` row is `lost` when its supervisor is gone: its pid, with the start time that the `submitted`
+row gives, is no process of this host any more. On another host that cannot be seen, and its lease tells, which it
+renews every two seconds: fresh, it lives; two minutes old, it is lost; between them a clock may be off, and the state
+is marked as not sure ("lost?"), as is one without a lease ("running?"). Of a run in Slurm's queue, Slurm is asked
+(`launch/scheduler/slurm_job.py`).
+"""
+
+import socket
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from jobs import exits
+from jobs.rundir import RunDir
+from launch import processes
+from launch.look.doing import Saved, doing, left_out, newest_saved
+from launch.look.runrows import Rows, last_metrics, number, read_rows, real
+from launch.supervision import lease
+
+if TYPE_CHECKING:
+    from launch.scheduler.slurm_job import Seen
+
+State = Literal["starting", "running", "restarting", "stopping", "done", "failed", "stopped", "lost"]
+RankPhase = Literal["waiting", "running", "done", "failed", "victim", "stopped", "unknown"]
+
+OVER: Final[frozenset[State]] = frozenset({"done", "failed", "stopped", "lost"})
+DIRECT: Final = "direct"
+STOPPED_CLASSES: Final = (exits.class_of(exits.STOPPED), exits.class_of(exits.REQUEUE))
+PHASE_OF_CAUSE: Final[dict[str, RankPhase]] = {
+    "done": "done",
+    "own": "failed",
+    "peer": "victim",
+    "stopped": "stopped",
+}
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank of the newest attempt; `host` and `pid` are None until it is started."""
+
+    rank: int
+    node: int | None
+    host: str | None
+    pid: int | None
+    state: RankPhase
+    code: int | None = None
+    signal: str | None = None
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at one moment; what is not known (yet) is None. Times are unix seconds, `rate` is in `unit`."""
+
+    run_id: str
+    path: str
+    state: State
+    sure: bool
+    name: str
+    kind: str | None
+    transport: str | None
+    host: str | None
+    pid: int | None
+    pid_start: int | None
+    grace_s: float
+    nodes: int | None
+    world_size: int | None
+    started: float | None
+    ended: float | None
+    seconds: float | None
+    attempt: int | None
+    restarts: int
+    doing: str | None
+    checkpoint: Saved | None
+    left_out: tuple[str, ...]
+    heard_s: float | None  # how long ago its supervisor on another host gave a sign of life
+    code: int | None
+    class_name: str | None
+    message: str | None
+    step: int | None
+    steps: int | None
+    epoch: int | None
+    loss: float | None
+    rate: float | None
+    unit: str | None
+    ranks: tuple[RankState, ...]
+    warnings: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The state as a person reads it: with a question mark where it cannot be seen from here."""
+        return self.state if self.sure else f"{self.state}?"
+
+    @property
+    def is_over(self) -> bool:
+        """True when nothing more will be written; a run that may be lost may come back."""
+        return self.state in OVER and (self.sure or self.state != "lost")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record for --json; `class_name` is spelt `class` as in the rows."""
+        record = asdict(self)
+        return {"class" if key == "class_name" else key: value for key, value in record.items()}
+
+
+def read_state(run: RunDir) -> RunState:
+    """Read a run folder; a folder that is half written, or from a direct start, has more values at None."""
+    rows = read_rows(run)
+    seen = _ask_slurm(run, rows)
+    alive = _supervisor_lives(run, rows.submitted) if seen is None else seen.alive
+    if alive is False and rows.ended is None:
+        # It may have written its last row and left between our two looks.
+        rows = read_rows(run)
+    if seen is not None and (seen.waits or rows.ended is None):  # waiting once more, its last row is that of a try
+        rows.ended = seen.ended
+    step_row, _ = last_metrics(run)
+    attempt = number(rows.attempt.get("attempt"))
+    of_now = not rows.attempts if attempt is None else step_row.get("attempt", 0) == attempt  # direct: no attempt row
+    waits = seen is not None and seen.waits and rows.ended is None
+    heard_s = None if is_here(rows.submitted.get("host")) else lease.age_s(run)
+    silent = alive is None and seen is None and heard_s is not None
+    gone = False if silent else alive
+    has_steps = bool(step_row) and of_now
+    state = "starting" if waits else _state(rows, gone, stop_asked=run.stop.exists(), has_steps=has_steps)
+    submitted, ended, now = rows.submitted, rows.ended or {}, time.time()
+    started, ended_s = real(submitted.get("time")), real(ended.get("time"))
+    until = ended_s if ended_s is not None else rows.last_time if state == "lost" else now
+    return RunState(
+        run_id=run.run_id,
+        path=str(run.path),
+        state=state,
+        sure=rows.ended is not None or alive is not None,
+        name=str(submitted.get("name") or run.run_id.rsplit("-", 2)[0]),
+        kind=submitted.get("kind"),
+        transport=submitted.get("transport"),
+        host=submitted.get("host"),
+        pid=number(submitted.get("pid")),
+        pid_start=number(submitted.get("pid_start")),
+        grace_s=real(submitted.get("grace_s")) or 5.0,
+        nodes=(rows.hosts and len(rows.hosts[-1])) or number(submitted.get("nodes")),
+        world_size=number(rows.attempt.get("world_size", submitted.get("world_size"))),
+        started=started,
+        ended=ended_s,
+        seconds=None if started is None or until is None else max(0.0, until - started),
+        attempt=attempt,
+        restarts=max(0, rows.attempts - 1),
+        doing=None if state in OVER or waits else doing(rows, now),
+        checkpoint=newest_saved(run),
+        left_out=() if state in OVER else left_out(rows),
+        heard_s=heard_s,
+        code=number(ended.get("code")),
+        class_name=ended.get("class"),
+        message=ended.get("message") or (seen.message if seen is not None else None),
+        step=number(step_row.get("step")),
+        steps=number(step_row.get("steps")),
+        epoch=number(step_row.get("epoch")),
+        loss=real(step_row.get("loss")),
+        rate=real(step_row.get("rate")),
+        unit=step_row.get("unit"),
+        ranks=_ranks(rows, over=state in OVER),
+        warnings=tuple(dict.fromkeys(rows.warnings)),  # attempt after attempt says the same
+    )
+
+
+def is_here(host: str | None) -> bool:
+    """Say whether a host's name is this host's; domains are left aside."""
+    return host is not None and host.partition(".")[0] == socket.gethostname().partition(".")[0]
+
+
+def _state(rows: Rows, alive: bool | None, *, stop_asked: bool, has_steps: bool) -> State:
+    if rows.ended is not None:
+        name = rows.ended.get("class") or exits.class_of(number(rows.ended.get("code")) or 0)
+        return "done" if name == "done" else "stopped" if name in STOPPED_CLASSES else "failed"
+    if alive is False:
+        return "lost"
+    if rows.restarting is not None and not stop_asked:
+        return "restarting"
+    if rows.stopping or stop_asked or "draining" in rows.told:
+        return "stopping"
+    # A command need not tell when its ranks have met: it runs once its ranks do.
+    told = {rank for row in rows.started for rank, _ in row.get("ranks", ())}
+    all_started = rows.submitted.get("kind") == "command" and len(told) >= (rows.attempt.get("world_size") or 1)
+    return "running" if rows.joined or all_started or has_steps else "starting"
+
+
+def _ask_slurm(run: RunDir, rows: Rows) -> "Seen | None":
+    final = rows.ended is not None and number(rows.ended.get("code")) not in (exits.STOPPED, exits.REQUEUE)
+    if final or not run.slurm.exists():
+        return None
+    from launch.scheduler.slurm_job import see  # runs of other transports need not wait for its imports
+
+    return see(run, rows)
+
+
+def _supervisor_lives(run: RunDir, submitted: dict[str, Any]) -> bool | None:
+    """Say whether the process that writes the events is there; None when that cannot be seen from this host.
+
+    From another host its lease tells: fresh, or so old that no clock is to blame.
+    """
+    pid, ticks = number(submitted.get("pid")), number(submitted.get("pid_start"))
+    if pid is None or not is_here(submitted.get("host")):
+        age = lease.age_s(run)
+        return None if age is None else True if age < lease.STALE_S else False if age > lease.DEAD_S else None
+    if ticks is not None:
+        return processes.is_same(pid, ticks)
+    return None if processes.start_ticks(pid) is not None else False
+
+
+def _ranks(rows: Rows, *, over: bool) -> tuple[RankState, ...]:
+    world_size = number(rows.attempt.get("world_size", rows.submitted.get("world_size"))) or 0
+    where: dict[int, tuple[int | None, str | None, int | None]] = {}
+    for row in rows.started:
+        where.update((rank, (row.get("node"), row.get("host"), pid)) for rank, pid in row.get("ranks", ()))
+    exited = {rank: row for row in rows.exited if (rank := number(row.get("rank"))) is not None}  # None: a whole node
+    states = []
+    for rank in sorted({*range(world_size), *where, *exited}):
+        exit_row = exited.get(rank, {})
+        node, host, pid = where.get(rank, (exit_row.get("node"), exit_row.get("host"), None))
+        phase: RankPhase = "unknown" if over else "running" if rank in where else "waiting"
+        if exit_row:
+            phase = PHASE_OF_CAUSE.get(exit_row.get("cause", ""), "unknown")
+        states.append(RankState(rank, node, host, pid, phase, exit_row.get("code"), exit_row.get("signal")))
+    return tuple(states)

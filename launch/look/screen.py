@@ -1,0 +1,74 @@
+"""Values as people read them: plain where possible, and tables that never wrap or cut a value."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from typing import Final
+
+from launch.look.runstate import RunState
+
+WIDE: Final = 100_000
+STYLES: Final = {
+    "starting": "yellow",
+    "running": "green",
+    "restarting": "yellow",
+    "stopping": "yellow",
+    "done": "green",
+    "failed": "red",
+    "victim": "yellow",
+    "lost": "red",
+}
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Render rows under headings; a column whose name ends in `>` is aligned right; None is shown as `-`.
+
+    Coloured on a terminal, where its own line wrap shows what is wider than it.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        grid.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", no_wrap=True)
+    for row in rows:
+        texts = ("-" if value is None else str(value) for value in row)
+        grid.add_row(*(Text(text, style=STYLES.get(text.rstrip("?"), "")) for text in texts))
+    console = Console(file=sys.stdout, width=WIDE)
+    with console.capture() as capture:
+        console.print(grid)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def clock(unix_s: float | None) -> str:
+    """Write a time as UTC, the same on every host."""
+    if unix_s is None:
+        return "-"
+    return f"{datetime.fromtimestamp(unix_s, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+
+
+def duration(seconds: float | None) -> str:
+    """Write a duration with two units at most: 4.2 s, 3 min 07 s, 2 h 05 min."""
+    if seconds is None:
+        return "-"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def progress(state: RunState) -> str | None:
+    """Write how far a run is: `20`, or `20 of 196` where the end is known; None before the first step."""
+    if state.step is None:
+        return None
+    return str(state.step) if state.steps is None else f"{state.step} of {state.steps}"
+
+
+def outcome(state: RunState) -> str | None:
+    """Write how a run ended: its class and, where that is not 0, its code; None while it goes on."""
+    if state.class_name is None:
+        return None
+    return state.class_name if not state.code else f"{state.class_name} ({state.code})"

@@ -1,0 +1,254 @@
+"""One attempt on one node: what its ranks write, how far they are, and how each ended.
+
+The agent (`serve.py`) lives longer than it, and so does the keeper. Everything that it tells carries its number, so
+that what comes late is known as such.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+from jobs.files import write_json
+from jobs.rundir import AttemptDir, RunDir
+from launch import processes, storage
+from launch.agent import identity
+from launch.channel import Message
+from launch.look.follow import LineFollower, tail_lines
+from launch.node import census
+from launch.node.dumping import Dumps
+from launch.node.keeper_link import KeeperLink
+from launch.node.pulse import Pulse
+
+LOOK_S: Final = 1.0
+HOLD_LOOK_S: Final = 0.02
+FOLLOW_S: Final = 0.1
+LAST_LINES: Final = 20
+LONGEST_LAST: Final = 1000  # characters
+BATCH_BYTES: Final = 1 << 18  # of a rank's output in one message
+GONE_S: Final = 2.0  # for ranks to be dead whose keeper is
+GONE_LOOK_S: Final = 0.02
+ASK_S: Final = 1.0  # for the keeper to ask the ranks for their stacks
+
+RankProcessId = tuple[int, int | None]  # pid, and when it began in clock ticks after boot; None: it was gone already
+Tell = Callable[[Message], Awaitable[None]]
+Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
+
+
+class NodeAttempt:
+    """An attempt's ranks on this node. `slot` is the node's number where the start message gives it none."""
+
+    def __init__(self, number: int, slot: int, tell: Tell, guard: Guard) -> None:
+        self.number = number
+        self.node = slot
+        self.start: Message = {}
+        self.pids: dict[int, RankProcessId] = {}
+        self._tell_agent = tell
+        self._guard = guard
+        self._unseen: dict[int, int] = {}  # {rank: pid} of programs that have not been seen at the store
+        self._followers: dict[int, dict[str, LineFollower]] = {}
+        self._courier: storage.Courier | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sending = asyncio.Lock()  # a file is read by one task at a time
+        self.pulse = Pulse()
+        self._looked = asyncio.Event()
+        self._hurry = asyncio.Event()  # set while ranks are asked to hold, and none has been seen to
+        self._dumped: asyncio.Future[dict[str, str]] | None = None
+
+    @property
+    def ours(self) -> bool:
+        """True when its ranks run functions of ours."""
+        return any("argv" not in start for start in self.start.get("ranks", ()))
+
+    @property
+    def folder(self) -> AttemptDir:
+        """Its part of the run folder, as this node sees it."""
+        return AttemptDir(Path(self.start["attempt_dir"]))
+
+    async def tell(self, message: Message) -> None:
+        """Tell the supervisor, with the number of the attempt."""
+        await self._tell_agent({**message, "attempt": self.number})
+
+    # Its beginning and its end --------------------------------------------------------------------------------------
+
+    def open(self, message: Message) -> None:
+        """Take the start message; make what it needs of the run folder."""
+        self.start = message
+        self.node = message.get("node", self.node)
+        self._followers = {
+            rank: {"out": LineFollower(self.folder.out(rank)), "err": LineFollower(self.folder.err(rank))}
+            for rank in message["console"]
+        }
+        if message["apart"]:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            ranks = [start["rank"] for start in message["ranks"]]
+            self._courier = storage.Courier(RunDir(self.folder.path.parent), self.folder, self.node, ranks)
+
+    def follow(self, keeper: KeeperLink) -> None:
+        """Begin to watch: the ranks have been ordered to start."""
+        for work in (self._forward(), self._look(keeper) if self.ours else self._take_census()):
+            self._tasks.add(asyncio.create_task(self._guard(work)))
+
+    async def close(self) -> None:
+        """Send what is still to be sent, and watch no more; may come twice."""
+        async with self._sending:  # not in the middle of what has been read already
+            tasks, self._tasks = self._tasks, set()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for rank in self._followers:
+            await self._forward_rank(rank, ended=True)
+        await self.deliver()
+
+    def abandon(self) -> None:
+        """Watch no more, whatever is still to be sent: nobody takes it."""
+        for task in self._tasks:
+            task.cancel()
+
+    # From the keeper ------------------------------------------------------------------------------------------------
+
+    async def on_keeper(self, message: Message) -> None:
+        """Take what the keeper tells of this attempt."""
+        if "looked" in message:
+            await self._on_looked(message)
+        elif "dumped" in message:
+            if self._dumped is not None and not self._dumped.done():
+                self._dumped.set_result(message["dumped"])
+        elif "started" in message:
+            self._note_started(message)
+            await self.tell({"did": "started", "ranks": message["started"], "time": message["time"]})
+        elif "exited" in message:
+            rank = message.pop("exited")
+            self._unseen.pop(rank, None)
+            self.pulse.ended(rank, message["steps"])
+            await self.deliver()
+            await self._forward_rank(rank, ended=True)
+            await self.tell({"did": "exited", "rank": rank, "last_lines": self._last_lines(rank), **message})
+        else:
+            did = next(key for key in ("report", "swept", "broken") if key in message)
+            if did == "swept":
+                await self.close()
+            await self.tell({"did": did, **message})
+
+    def _note_started(self, message: Message) -> None:
+        pids = dict(message["started"])
+        self.pids = {rank: (pid, processes.start_ticks(pid)) for rank, pid in pids.items()}
+        if not self.ours:  # a program of the user's: it tells us nothing, so we look
+            self._unseen = dict(pids)
+        ranks = [
+            {"rank": start["rank"], "pid": pids[start["rank"]], "cores": start["cores"], "gpus": start["gpus"]}
+            for start in self.start["ranks"]
+        ]
+        record = {**identity(), "node": self.node, "ranks": ranks}
+        write_json(self.folder.node(self.node), record)
+
+    def _last_lines(self, rank: int) -> list[str]:
+        return last_lines(self.folder.err(rank)) or last_lines(self.folder.out(rank))
+
+    # How far the ranks are ------------------------------------------------------------------------------------------
+
+    async def _look(self, keeper: KeeperLink) -> None:
+        """Ask the keeper how far the ranks are: each second, and often while they are asked to hold."""
+        while True:
+            self._looked.clear()
+            await keeper.order({"do": "look"})
+            await self._looked.wait()
+            if self._hurry.is_set():
+                await asyncio.sleep(HOLD_LOOK_S)
+                continue
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), LOOK_S)
+
+    async def _on_looked(self, message: Message) -> None:
+        self.pulse.note(message["looked"], time.monotonic())
+        self._looked.set()
+        held = self.pulse.held
+        if self._hurry.is_set() and held is not None:
+            self._hurry.clear()
+            await self.tell({"did": "held", "steps": held})
+
+    def hold(self) -> None:
+        """Look often from now on, and tell once a rank waits between two steps."""
+        self._hurry.set()
+
+    async def dump(self, keeper: KeeperLink) -> None:
+        """Have the ranks write their stacks, and send these."""
+        if self._dumped is not None and not self._dumped.done():
+            return  # one is on its way
+        self._dumped = asyncio.get_running_loop().create_future()
+        ranks = [start["rank"] for start in self.start.get("ranks", ()) if "argv" not in start]
+        dumps = Dumps({rank: self.folder.err(rank) for rank in ranks})
+        await keeper.order({"do": "look"})  # answered before the dump: how far each is by now
+        await keeper.order({"do": "dump"})
+        try:
+            states = await asyncio.wait_for(self._dumped, ASK_S)
+        except asyncio.TimeoutError:  # the keeper itself stands still
+            states = {}
+        lines = await dumps.gather(list(map(int, states)))
+        told = {
+            rank: {"state": state, "lines": lines.get(int(rank), []), **self.pulse.seen(int(rank))}
+            for rank, state in states.items()
+        }
+        await self.tell({"did": "stacks", "ranks": told})
+
+    async def _take_census(self) -> None:
+        """Look which programs of the user's have come to the store."""
+        while True:
+            for rank in census.connected(self._unseen, self.start["master_port"]) if self._unseen else ():
+                self._unseen.pop(rank, None)
+                await self.tell({"did": "report", "rank": rank, "report": {"report": "arrived"}})
+            await asyncio.sleep(LOOK_S)
+
+    # What ranks write -----------------------------------------------------------------------------------------------
+
+    async def _forward(self) -> None:
+        """Send what the console's ranks print to the supervisor, line by line, and files that it cannot see."""
+        while True:
+            for rank in self._followers:
+                await self._forward_rank(rank)
+            await self.deliver()
+            await asyncio.sleep(FOLLOW_S)
+
+    async def deliver(self) -> None:
+        """Send what is new in this node's part of the run folder, where the supervisor cannot see it."""
+        if self._courier is None:
+            return
+        async with self._sending:
+            for message in self._courier.news():
+                await self.tell(message)
+
+    async def _forward_rank(self, rank: int, *, ended: bool = False) -> None:
+        async with self._sending:
+            await self._send_lines(rank, ended=ended)
+
+    async def _send_lines(self, rank: int, *, ended: bool) -> None:
+        for stream, follower in self._followers.get(rank, {}).items():
+            batch: list[str] = []
+            room = BATCH_BYTES
+            for line in chain(follower.poll(), follower.flush() if ended else ()):
+                batch.append(line.decode(errors="replace"))
+                room -= len(line) + 1
+                if room < 0:
+                    await self.tell({"did": "log", "rank": rank, "stream": stream, "lines": batch})
+                    batch, room = [], BATCH_BYTES
+            if batch:
+                await self.tell({"did": "log", "rank": rank, "stream": stream, "lines": batch})
+
+
+def last_lines(path: Path) -> list[str]:
+    """Return the last lines of a log, long ones cut: a verdict is one row of a log."""
+    lines = tail_lines(path, LAST_LINES)
+    return [line if len(line) <= LONGEST_LAST else f"{line[:LONGEST_LAST]}… ({len(line)} characters)" for line in lines]
+
+
+async def gone(ranks: Collection[RankProcessId]) -> list[int]:
+    """Wait for the end of processes that are about to end, for `GONE_S`; return the pids of those that live on."""
+    deadline = time.monotonic() + GONE_S
+    while left := [pid for pid, ticks in ranks if ticks is not None and processes.is_same(pid, ticks)]:
+        if time.monotonic() > deadline:
+            break
+        await asyncio.sleep(GONE_LOOK_S)
+    return left

@@ -1,0 +1,127 @@
+"""A run inside a scheduler's job of its own: what of earlier starts counts, and being queued again after a drain.
+
+begin   note the start; compare Slurm's count of starts; refuse after too many without a new checkpoint
+end     75 (drained with a commit) ──running──→ scontrol requeue ──→ Slurm starts launch.supervise again
+                 │                   └── cancelled, or queued again by Slurm itself: there is nothing to do
+                 └── may not, or scontrol does not: exit 75, for the site's RequeueExit=75, or muster resume
+"""
+
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jobs import exits
+from jobs.files import read_lines
+from jobs.rundir import RunDir
+from launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocations, disagreement, fruitless
+from launch.scheduler.slurm_output import BatchOutput
+from launch.scheduler.slurm_run import close, settings_of
+from launch.submit.submission import Submission
+from launch.supervision.eventlog import EventLog
+from slurm.allocation import inside_allocation, read_allocation
+from slurm.requeue import RUNNING, queue_again, state_of
+from slurm.states import Outcome
+
+
+@dataclass(frozen=True)
+class OwnJob:
+    """The scheduler's job that a supervisor is in, and that exists for its run alone."""
+
+    run: RunDir
+    job: str  # what scontrol calls it
+    restarts: int | None  # Slurm's count of earlier starts; None: nobody counts
+    saves: bool  # the run makes checkpoints
+    by_us: bool  # it is ours to have it queued again, and not submitit's
+    may: bool  # slurm.requeue
+    output: BatchOutput
+    environ: Mapping[str, str]
+
+    def begin(self) -> Outcome | None:
+        """Note that the job has started; return how the run ends where it must not go on."""
+        found = allocations(read_lines(self.run.events), self.job)
+        if self.restarts is not None and (text := disagreement(found, self.restarts, self.job)):
+            self._warn(text)
+        EventLog(self.run).event(EVENT, job=self.job, restarts=len(found) if self.restarts is None else self.restarts)
+        count = fruitless(found, self.restarts)
+        return self._hopeless(count) if self.saves and count >= MAX_FRUITLESS else None
+
+    def end(self, code: int) -> int:
+        """Have the job queued again after a verdict that asks for it; return the exit code of this process."""
+        if code != exits.REQUEUE:
+            return code
+        count = fruitless(allocations(read_lines(self.run.events), self.job))
+        if self.saves and count >= MAX_FRUITLESS:
+            return self._hopeless(count).code
+        return self._queue_again() if self.by_us else code
+
+    def _queue_again(self) -> int:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, as soon as it has agreed
+        why = f"{self.run.submission.name} says slurm.requeue: false"
+        if self.may:
+            state, complaint = state_of(self.job, self.environ), self.output.complaint()
+            if self.run.stop.exists():  # too late for the supervisor, which was stopping already
+                return self._stopped("stopped by muster stop")
+            if state != RUNNING and complaint is not None and complaint.again:
+                return exits.REQUEUE
+            if state != RUNNING and complaint is not None and complaint.code == exits.STOPPED:
+                return self._stopped(complaint.message)
+            EventLog(self.run).event("requeueing", job=self.job)
+            answer = queue_again(self.job, self.environ)
+            if answer.done:
+                print(f"muster: Slurm job {self.job} is queued again, and goes on from its checkpoint", file=sys.stderr)
+                return exits.REQUEUE
+            why = f"scontrol requeue {self.job}: {answer.said}"
+        self._warn(
+            f"{why}; it ends with code {exits.REQUEUE}, which a site's RequeueExit={exits.REQUEUE} answers; without "
+            f"that, go on with: muster resume {self.run.run_id}"
+        )
+        return exits.REQUEUE
+
+    def _stopped(self, message: str) -> int:
+        """Say that the run is over though it was to go on: somebody wants it so."""
+        close(self.run, Outcome(exits.STOPPED, f"{message}, after a save"), anew=True)
+        return exits.STOPPED
+
+    def _hopeless(self, count: int) -> Outcome:
+        """End the run: every further start would be like the last ones."""
+        outcome = Outcome(
+            exits.DO_NOT_RESTART,
+            f"{count} starts of job {self.job} in a row have made no new checkpoint, so it is not queued again; raise "
+            f"slurm.time, or save more often (checkpoint.every_s), then: muster resume {self.run.run_id}",
+        )
+        close(self.run, outcome, anew=True)
+        print(f"muster: {outcome.message}", file=sys.stderr)
+        return outcome
+
+    def _warn(self, text: str) -> None:
+        EventLog(self.run).event("warning", text=text)
+        print(f"muster: warning: {text}", file=sys.stderr)
+
+
+def own_job(submission: Submission, environ: Mapping[str, str]) -> OwnJob | None:
+    """Return the scheduler's job of a run, when this process is in it; somebody's own allocation is not the run's.
+
+    Raises:
+        RefusedError: the environment of the job contradicts itself.
+    """
+    context, transport = submission.context, submission.route.transport
+    run = context.run
+    local = environ.get("SUBMITIT_LOCAL_JOB_ID")
+    if transport not in ("slurm", "submitit") or not (run.sbatch.exists() or run.slurm.exists() or local):
+        return None
+    restarts: int | None = None
+    job = local or ""
+    if inside_allocation(environ):
+        allocation = read_allocation(environ)
+        job, restarts = allocation.requeue_id, allocation.restarts
+    return OwnJob(
+        run=run,
+        job=job,
+        restarts=restarts,
+        saves=context.job.checkpoint is not None,
+        by_us=transport == "slurm",
+        may=settings_of(context).requeue,
+        output=BatchOutput(run, job),
+        environ=environ,
+    )

@@ -1,0 +1,250 @@
+"""The Slurm job of a run: its number in `slurm.json`, and what Slurm says of it where the run folder says too little.
+
+A run's folder is asked first. While its supervisor renews the lease, Slurm is asked nothing; before it has begun and
+after it has gone, squeue tells, then scontrol, then sacct.
+
+    no lease yet      pending: why it waits        running: the supervisor is about to begin
+    lease is stale    over: how Slurm ended it     pending: queued again        running, but let go of its first node
+"""
+
+import contextlib
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from jobs import exits
+from jobs.errors import MusterError, RunFolderError
+from jobs.files import write_json
+from jobs.rundir import RunDir
+from launch.look.follow import tail_lines
+from launch.look.runrows import Rows, number, read_json, read_rows
+from launch.supervision import lease
+from slurm.client import Client
+from slurm.script import OUTPUT
+from slurm.states import JobState, Outcome, is_orphan, outcome, waiting
+
+# Where the clients of one cluster find it: kept, because `muster status` may be called from a shell without them.
+KEPT: Final = ("SLURM_CONF", "SLURM_CLUSTERS")
+# How a run ends that a failed node, a preemption, the time limit or an operator has ended: Slurm may begin it again.
+FROM_OUTSIDE: Final = (exits.STOPPED, exits.REQUEUE, exits.INFRASTRUCTURE, exits.UNREACHABLE)
+LAST_LINES: Final = 20
+ASK_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What `slurm.json` holds; `name` is the job's, `host` and `pid` are those of the process that submitted it."""
+
+    job_id: str
+    name: str
+    cluster: str | None = None
+    time: float = 0.0
+    host: str = ""
+    pid: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, run: RunDir) -> "SlurmJob | None":
+        """Read the job of a run; None when the run went through no queue.
+
+        Raises:
+            RunFolderError: the file is there, but is not ours.
+        """
+        if not run.slurm.exists():
+            return None
+        try:
+            return cls(**read_json(run.slurm))
+        except TypeError as error:
+            raise RunFolderError(f"{run.slurm}: cannot be read ({error}); see squeue --name={run.run_id}") from error
+
+    def write(self, run: RunDir) -> None:
+        """Write it; errors as `jobs.rundir.write_json`."""
+        write_json(run.slurm, asdict(self))
+
+    def client(self) -> Client:
+        """Return the commands of its cluster."""
+        conf = self.environment.get("SLURM_CONF")
+        known = {} if conf and not Path(conf).exists() else self.environment  # of another machine
+        return Client({**os.environ, **known}, self.cluster)
+
+    def ask(self) -> JobState | None:
+        """Ask Slurm; None when it does not know this job (any more), or has another one of that number.
+
+        Raises:
+            RefusedError, UnreachableError: Slurm cannot be asked from here.
+        """
+        return self.own(self.client().query([self.job_id]))
+
+    def own(self, states: Mapping[str, JobState]) -> JobState | None:
+        """Pick this job out of what Slurm says of several."""
+        state = states.get(self.job_id)
+        return state if state is None or state.name in ("", self.name) else None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What Slurm adds to the rows of a run.
+
+    `alive`: whether somebody will still write rows, None when that cannot be seen. `waits`: it is in the queue.
+    `ended`: the last row, as it would be, of a run whose job is over without one.
+    """
+
+    alive: bool | None
+    waits: bool = False
+    message: str | None = None
+    ended: dict[str, Any] | None = None
+
+
+def kept_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the client commands of a run need later."""
+    return {name: environ[name] for name in KEPT if name in environ}
+
+
+def this_process() -> dict[str, Any]:
+    """Return the fields of SlurmJob that say who submits."""
+    return {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+
+
+def see(run: RunDir, rows: Rows) -> Seen | None:
+    """Ask Slurm about a run without a last row; None when its rows and its lease say all, or it went through no queue.
+
+    Raises:
+        RunFolderError: slurm.json is not ours.
+    """
+    if rows.ended is not None:
+        return _queued_again(run, rows)
+    job = SlurmJob.read(run)
+    if job is None:
+        return None
+    if _has_lease(run):
+        return Seen(alive=True)
+    try:
+        state = _lately(run, job)
+    except MusterError as error:
+        return Seen(alive=None, message=str(error))
+    return judge(job, state, begun=has_begun(job, rows), said=last_words(run, job), attempt=rows.attempt.get("attempt"))
+
+
+def _queued_again(run: RunDir, rows: Rows) -> Seen | None:
+    """Say that a run whose last try was ended from outside waits in the queue once more; None where it does not."""
+    code = number((rows.ended or {}).get("code"))
+    job = SlurmJob.read(run) if code in FROM_OUTSIDE and not run.stop.exists() else None
+    if job is None:
+        return None
+    try:
+        state = _lately(run, job)
+    except MusterError:  # its last row is what there is to say
+        return None
+    if state is None or state.state != "PENDING":
+        return None
+    return judge(job, state, begun=True, said="", attempt=rows.attempt.get("attempt"))
+
+
+def ask_together(runs: Iterable[RunDir]) -> None:
+    """Ask about all waiting runs with one call of squeue for each cluster; `see` then finds the answers.
+
+    What cannot be asked is left out: `see` will say why.
+
+    Raises:
+        RunFolderError: a slurm.json is not ours.
+    """
+    groups: dict[tuple[Any, ...], list[tuple[RunDir, SlurmJob]]] = {}
+    for run in runs:
+        job = SlurmJob.read(run)
+        if job is not None and not _has_lease(run) and read_rows(run).ended is None:
+            groups.setdefault((job.cluster, *sorted(job.environment.items())), []).append((run, job))
+    for group in groups.values():
+        with contextlib.suppress(MusterError):
+            states = group[0][1].client().query(job.job_id for _, job in group)
+            _ANSWERS.update({run.path: (time.monotonic(), job.own(states)) for run, job in group})
+
+
+# By run folder, with when: squeue's manual asks programs not to call it in loops, as `muster status --watch` would.
+_ANSWERS: dict[Path, tuple[float, JobState | None]] = {}
+
+
+def forget(run: RunDir) -> None:
+    """Ask anew next time: the job was changed since the last answer."""
+    _ANSWERS.pop(run.path, None)
+
+
+def _lately(run: RunDir, job: SlurmJob) -> JobState | None:
+    """Ask Slurm, or take the answer of a moment ago."""
+    now = time.monotonic()
+    asked, state = _ANSWERS.get(run.path, (-math.inf, None))
+    if now - asked >= ASK_S:
+        state = job.ask()
+        _ANSWERS[run.path] = (now, state)
+    return state
+
+
+def _has_lease(run: RunDir) -> bool:
+    age_s = lease.age_s(run)
+    return age_s is not None and age_s < lease.STALE_S
+
+
+def has_begun(job: SlurmJob, rows: Rows) -> bool:
+    """Say whether a supervisor has taken over from the process that submitted."""
+    who = (rows.submitted.get("host"), number(rows.submitted.get("pid")))
+    return bool(rows.submitted) and who != (job.host, job.pid)
+
+
+def judge(job: SlurmJob, state: JobState | None, *, begun: bool, said: str, attempt: int | None) -> Seen:
+    """Decide what Slurm's word means for a run whose supervisor is not seen. Pure."""
+    if state is None:
+        return Seen(alive=False, message=f"Slurm does not know job {job.job_id} (any more)")
+    if state.phase == "pending":
+        again = "queued again: " if begun else ""
+        return Seen(alive=True, waits=True, message=f"Slurm job {job.job_id}: {again}{waiting(state)}")
+    if is_orphan(state):  # not over: what is left of it holds its nodes until somebody cancels it
+        return Seen(alive=False, message=outcome(state).message)
+    if state.phase == "over":
+        result = outcome(state, said)
+        return Seen(alive=False, message=result.message, ended=last_row(result, state.end_time, attempt))
+    where = f"Slurm job {job.job_id} runs on {state.nodes}"
+    if begun:
+        return Seen(alive=None, message=f"{where}, but its supervisor has not been heard for {lease.STALE_S:g} s")
+    return Seen(alive=True, message=f"{where}; its supervisor begins")
+
+
+def last_row(result: Outcome, time_s: float | None, attempt: int | None) -> dict[str, Any]:
+    """Return the `ended` row that a supervisor should have written."""
+    return {
+        "time": time.time() if time_s is None else time_s,
+        "event": "ended",
+        "attempt": attempt,
+        "code": result.code,
+        "class": exits.class_of(result.code),
+        "message": result.message,
+    }
+
+
+def last_words(run: RunDir, job: SlurmJob) -> str:
+    """Return the end of what the batch script printed: what Slurm, the shell or the supervisor said last."""
+    return "\n".join(tail_lines(output_path(run, job), LAST_LINES))
+
+
+def output_path(run: RunDir, job: SlurmJob) -> Path:
+    """Return the file into which Slurm puts the output of the batch script."""
+    return run.path / OUTPUT.replace("%j", job.job_id)
+
+
+def since_submission(run: RunDir, job: SlurmJob) -> int:
+    """Return where in the events the row of the job's submission begins: a run that goes on has older ones."""
+    offset = found = 0
+    if not run.events.exists():
+        return 0
+    with run.events.open("rb") as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                row = json.loads(line)
+                said = [row.get(key) for key in ("event", "host", "pid")] if isinstance(row, dict) else []
+                found = offset if said == ["submitted", job.host, job.pid] else found
+            offset += len(line)
+    return found

@@ -1,0 +1,50 @@
+"""Why Slurm ended the job that a supervisor is in, from the output of the batch script that it has become.
+
+scancel, a requeue, a preemption, the time limit: Slurm signals supervisor, agents and ranks alike, at once. The
+supervisor then sees agents go, or ranks die of SIGTERM, before it hears itself why; Slurm's own line in the output was
+written before any signal was sent.
+"""
+
+from pathlib import Path
+
+from jobs import exits
+from jobs.rundir import RunDir
+from launch.supervision.verdict import Ending, Stop
+from slurm.complaints import Complaint, complaint
+from slurm.script import OUTPUT
+
+KILLED = ("SIGTERM", "SIGKILL")
+
+
+class BatchOutput:
+    """The output of this batch script from now on: a job that was queued again appends to that of its last try."""
+
+    def __init__(self, run: RunDir, job: str) -> None:
+        self.path = Path(run.path) / OUTPUT.replace("%j", job)
+        self.offset = self.path.stat().st_size if self.path.is_file() else 0
+        self.judged = self.offset  # what stands before it belongs to an attempt before
+
+    def complaint(self) -> Complaint | None:
+        """Return what Slurm has said of the end of the job, if anything."""
+        return complaint(self._lines(self.offset))
+
+    def _lines(self, offset: int) -> list[str]:
+        if not self.path.is_file():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            lines = file.read().decode(errors="replace").splitlines()
+            self.judged = file.tell()
+        return lines
+
+    def cause(self, first: Ending | None) -> Stop | None:
+        """Return why Slurm ended an attempt, where it says so and the first failure may come from that."""
+        by_slurm = first is not None and (first.rank is None or first.signal in KILLED)
+        lines = self._lines(self.judged)
+        found = complaint(lines) if by_slurm else None
+        if found is None or first is None:
+            return None
+        if found.of_a_node:
+            where = first.where() if found.host in ("", first.host) else found.host
+            return Stop(found.code, f"{where}: {found.message}")
+        return Stop(found.code, found.message, final=found.code != exits.UNREACHABLE)

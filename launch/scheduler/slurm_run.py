@@ -1,0 +1,156 @@
+"""A run through Slurm's queue: its batch script, its submission, and its last row when nobody else can write it.
+
+submit   the `submitted` row, sbatch.sh, sbatch, slurm.json; from then on the supervisor in the job writes
+close    Slurm says that the job is over, and its supervisor left no last row
+"""
+
+import math
+import os
+import time
+from dataclasses import fields
+from typing import Any, Final
+
+from jobs import exits
+from jobs.boot import module_argv
+from jobs.errors import MusterError
+from jobs.files import append_line, read_lines, write_text
+from jobs.rundir import RunDir
+from jobs.slurm_settings import SlurmSettings, merged, seconds_of
+from jobs.spec import Job
+from launch.console import Console
+from launch.look.advice import next_step
+from launch.look.runrows import number, read_rows, real
+from launch.scheduler.slurm_job import SlurmJob, kept_environment, last_row, this_process
+from launch.submit.plan import Context
+from launch.submit.spares import crew_size
+from launch.submit.submission import Submission
+from launch.supervision.eventlog import EventLog
+from launch.supervision.verdict import Ending, Verdict
+from slurm.allocation import clean_environment
+from slurm.client import Client, SubmissionRefusedError, Submitted
+from slurm.refusals import refusal
+from slurm.script import options_of, overriding_variables, sbatch_text
+from slurm.states import Outcome
+
+TRANSPORT: Final = "slurm"
+SAVING_S: Final = 90  # before the time limit: to agree on a step, to save after it, and to be queued again
+
+
+def script(submission: Submission) -> str:
+    """Return the batch script of a submission, as `submit` would write it.
+
+    Raises:
+        RefusedError: the settings of job and site do not fit together.
+    """
+    context = submission.context
+    argv = [*module_argv(context.python, "launch.supervise", context.code), str(context.run.path)]
+    return sbatch_text(
+        name=context.run.run_id,
+        folder=context.run.path,
+        nodes=crew_size(context.job),
+        argv=argv,
+        settings=settings_of(context),
+        cpus_per_task=cores_of(context.job),
+    )
+
+
+def submit(submission: Submission) -> Submitted:
+    """Submit a run whose folder is made; `sbatch` returns as soon as the job is in the queue.
+
+    Raises:
+        RefusedError: sbatch refuses, or Slurm is not on this machine.
+        UnreachableError: the controller does not answer.
+        RunFolderError, StorageError: the run folder cannot be written.
+    """
+    context, run = submission.context, submission.context.run
+    settings, nodes = settings_of(context), crew_size(context.job)
+    write_text(run.sbatch, script(submission))
+    # Before sbatch: once the job runs, its supervisor writes such a row of its own, and the last one counts.
+    EventLog(run).submitted(context, TRANSPORT)
+    base = {**os.environ, **submission.route.hosts.environment}
+    client = Client(base)
+    options = options_of(name=run.run_id, folder=run.path, nodes=nodes, settings=settings)
+    dropped = overriding_variables(options)
+    environment = {name: value for name, value in clean_environment(base).items() if name not in dropped}
+    try:
+        submitted = client.submit(run.sbatch, name=run.run_id, environment=environment)
+    except SubmissionRefusedError as error:
+        refused = refusal(str(error), settings, nodes, partitions=client.partitions())
+        close(run, Outcome(refused.exit_code, str(refused)))
+        raise refused from error
+    except MusterError as error:
+        close(run, Outcome(error.exit_code, str(error)))
+        raise
+    SlurmJob(
+        job_id=submitted.job_id,
+        name=run.run_id,
+        cluster=submitted.cluster,
+        environment=kept_environment(base),
+        **this_process(),
+    ).write(run)
+    return submitted
+
+
+def settings_of(context: Context) -> SlurmSettings:
+    """Return what Slurm is asked for; a job that saves is told of its time limit early enough to do so.
+
+    Raises:
+        RefusedError: the settings of job and site do not fit together.
+    """
+    site, job = context.site.slurm, context.job.slurm
+    settings = merged(site, job)
+    if context.job.checkpoint is None or "signal_s" in site.model_fields_set | job.model_fields_set:
+        return settings
+    limit_s = math.inf if settings.time is None else seconds_of(settings.time)
+    return settings.model_copy(update={"signal_s": int(min(SAVING_S, limit_s // 2))})
+
+
+def cores_of(job: Job) -> int | None:
+    """Return the cores that a node's ranks need, which its one task asks for; None where the node itself decides."""
+    if job.ranks_per_node == "slots":
+        return None
+    return job.ranks_per_node * (1 if job.threads_per_rank == "auto" else job.threads_per_rank)
+
+
+def close(run: RunDir, outcome: Outcome, *, anew: bool = False) -> None:
+    """Write the last row of a run whose supervisor will not, unless it has; `anew`: it has, for an earlier try.
+
+    Raises:
+        RunFolderError, StorageError: it cannot be written.
+    """
+    rows = read_rows(run)
+    if rows.ended is not None and not anew:
+        return
+    attempt = None if anew else number(rows.attempt.get("attempt"))
+    if attempt is None:  # nothing was ever started: there is no attempt to judge
+        append_line(run.events, last_row(outcome, time.time(), None))
+        return
+    began = real(rows.attempt.get("time")) or time.time()
+    EventLog(run).ended(attempt, Verdict(outcome.code, outcome.message), began)
+
+
+def stopped(by: str, what: str) -> Outcome:
+    """Return the outcome of a run that was cancelled on request."""
+    return Outcome(exits.STOPPED, f"stopped by {by} while {what}")
+
+
+def show_end(run: RunDir, console: Console, ended: dict[str, Any]) -> None:
+    """Show how a run ended, as its supervisor would."""
+    attempt = ended.get("attempt")
+    row = next((row for row in read_lines(run.attempts) if row.get("attempt") == attempt and attempt is not None), {})
+    code, message = number(ended.get("code")) or 0, str(ended.get("message") or "")
+    verdict = Verdict(
+        code, message, _ending(row.get("first")), tuple(filter(None, map(_ending, row.get("victims") or ())))
+    )
+    began = real(row.get("started")) or real(read_rows(run).submitted.get("time"))
+    until = real(ended.get("time")) or time.time()
+    advice = str(row.get("next_step") or next_step(verdict.name, row.get("first"), message))
+    console.end(verdict, until - (until if began is None else began), run.run_id, advice)
+
+
+def _ending(row: dict[str, Any] | None) -> Ending | None:
+    """Read how a rank ended from the row of an attempt, which a later version may have given more fields."""
+    if not row:
+        return None
+    names = {each.name for each in fields(Ending)}
+    return Ending(**{key: value for key, value in row.items() if key in names})

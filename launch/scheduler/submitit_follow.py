@@ -1,0 +1,152 @@
+"""Follow a run of submitit's local executor in its folder, and pass on what rank 0 prints."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+from jobs import exits
+from jobs.errors import MusterError
+from jobs.files import read_lines, write_json
+from jobs.rundir import RunDir
+from launch import processes
+from launch.console import Console
+from launch.look.event_texts import lines_of
+from launch.look.follow import LineFollower, as_shown, decoded
+from launch.look.runrows import number, read_rows
+from launch.look.runstate import read_state
+from launch.scheduler.slurm_run import close, show_end
+from slurm.states import Outcome
+
+POLL_S: Final = 0.1
+SIGNALS: Final = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
+
+
+class RankZero:
+    """What rank 0 prints, of the newest attempt; of those that are there at first it shows nothing."""
+
+    def __init__(self, run: RunDir, console: Console) -> None:
+        self.run, self.console = run, console
+        self._attempt = max(run.attempt_numbers(), default=-1)
+        self._outputs: dict[str, LineFollower] = {}
+
+    def pass_on(self, *, last: bool = False) -> None:
+        """Show the lines that came since the last call."""
+        newest = max(self.run.attempt_numbers(), default=-1)
+        if newest != self._attempt:
+            self._show(last=True)
+            folder, self._attempt = self.run.attempt(newest), newest
+            self._outputs = {"out": LineFollower(folder.out(0)), "err": LineFollower(folder.err(0))}
+        self._show(last=last)
+
+    def _show(self, *, last: bool) -> None:
+        for stream, output in self._outputs.items():
+            lines = [as_shown(decoded(line)) for line in output.poll()]
+            lines += [as_shown(decoded(line)) for line in output.flush()] if last else []
+            self.console.lines(stream, lines)
+
+
+def ended_early(run: RunDir) -> MusterError:
+    """Return the error of a job of submitit's that ended before its supervisor had begun, and write the last row."""
+    said = run.supervisor_log.read_text(errors="replace")
+    task = sorted(run.submitit.glob("*_0_log.err"))
+    said += task[-1].read_text(errors="replace") if task else ""
+    error = failure(said, exits.REFUSED)
+    close(run, Outcome(error.exit_code, str(error)))
+    return error
+
+
+def failure(said: str, code: int | None) -> MusterError:
+    """Return what a process of ours said last, as the error that it stands for."""
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "")
+    error = MusterError(last.removeprefix("muster: ") or f"submitit ended with code {code}")
+    error.exit_code = code if code is not None and code > 0 else 1
+    return error
+
+
+def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], console: Console) -> int:
+    """Start a run of the local executor and follow it until submitit has ended, which may start it several times.
+
+    The first Ctrl-C stops the run, the second at once.
+
+    Raises:
+        UnreachableError: submitit ended before the run had begun.
+    """
+    lines, asked, said = RankZero(run, console), 0, len(list(read_lines(run.events)))
+    before, controller = begun(run), start()
+    with listening() as signals:
+        while controller.poll() is None or _goes_on(run):
+            said = _tell(run, console, said)
+            lines.pass_on()
+            if len(signals) > asked:
+                asked = len(signals)
+                _ask_to_stop(run, console, signals[-1], now=asked > 1)
+            time.sleep(POLL_S)
+    _tell(run, console, said)
+    lines.pass_on(last=True)
+    if begun(run) == before:
+        raise ended_early(run)
+    rows = read_rows(run)
+    if rows.ended is None:
+        close(
+            run,
+            Outcome(exits.UNREACHABLE, f"submitit's job ended, and its supervisor left no verdict; see {run.submitit}"),
+        )
+        rows = read_rows(run)
+    ended = rows.ended or {}
+    show_end(run, console, ended)
+    return number(ended.get("code")) or 0
+
+
+def begun(run: RunDir) -> int:
+    """Count how often a supervisor has begun."""
+    return sum(row.get("event") == "submitted" for row in read_lines(run.events))
+
+
+def _goes_on(run: RunDir) -> bool:
+    """Say whether a supervisor is at work though the process that called submitit has gone."""
+    return run.events.exists() and not read_state(run).is_over
+
+
+def _tell(run: RunDir, console: Console, said: int) -> int:
+    """Say what is new among the events; return how many there are."""
+    rows = list(read_lines(run.events))
+    for row in rows[said:]:
+        for line in lines_of(row):
+            console.say(line)
+    return len(rows)
+
+
+def _ask_to_stop(run: RunDir, console: Console, by: str, *, now: bool) -> None:
+    """Have the supervisor stop the run; a second time its own signal says at once."""
+    console.say(f"stopping the run: {by}")
+    if not now:
+        who = f"{socket.gethostname()}:{os.getpid()}"
+        text = f"stopped by {by}"
+        write_json(run.stop, {"time": time.time(), "grace_s": None, "now": False, "by": who, "text": text})
+        return
+    submitted = read_rows(run).submitted
+    pid, ticks = number(submitted.get("pid")), number(submitted.get("pid_start"))
+    if pid is not None and ticks is not None:
+        processes.send(pid, ticks, signal.SIGTERM)
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """Take the signals that ask for an end as requests to stop the run."""
+    asked: list[str] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        asked.append(SIGNALS[signal.Signals(number)])
+
+    before = {each: signal.signal(each, note) for each in SIGNALS}
+    try:
+        yield asked
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,112 @@
+"""What submitit is ordered to do: pure. `slurm/submitit_submit.py` reads it, `slurm/submitit_job.py` does it."""
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+from jobs.boot import module_argv
+from jobs.slurm_settings import SlurmSettings, seconds_of, split_option
+from launch.scheduler.slurm_run import cores_of, settings_of
+from launch.submit.spares import crew_size
+from launch.submit.submission import Submission
+from launch.transports.submitit import agent_argv
+from slurm.submitit_job import DRAIN_S, END_S, Task
+
+YEAR_MINUTES: Final = 525_600
+OFTEN: Final = 1_000_000
+DEVICES: Final = "CUDA_VISIBLE_DEVICES"
+# A dead task ends nothing by itself: the supervisor judges. Nothing of the user's stands in --export.
+SRUN: Final = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--input=none", "--export=ALL")
+
+
+def order(
+    submissions: Sequence[Submission],
+    *,
+    name: str,
+    environ: Mapping[str, str],
+    limit: int | None = None,
+    folder: Path | None = None,
+) -> dict[str, Any]:
+    """Say what submitit is to do for runs of one shape: `limit` of them at a time; several are one array.
+
+    `folder` is where it keeps its own files (default: inside the first run's).
+
+    Raises:
+        RefusedError: the settings of job and site do not fit together.
+    """
+    context, executor = submissions[0].context, submissions[0].route.executor
+    entry = module_argv(context.python, "slurm.submitit_job", context.code)
+    settings = settings_of(context)
+    if executor == "slurm":
+        # submitit ends a job that reached its limit four times; one that saves goes on, for we look whether it gets on.
+        constructor: dict[str, Any] = {"slurm_max_num_timeout": OFTEN} if context.job.checkpoint is not None else {}
+        parameters = slurm_parameters(settings, nodes=crew_size(context.job), cores=cores_of(context.job), entry=entry)
+        parameters |= {"slurm_array_parallelism": limit} if limit else {}
+    else:
+        # submitit's local executor knows one node: its tasks are our pretend nodes.
+        constructor = {"local_python": shlex.join(entry)}
+        minutes = YEAR_MINUTES if settings.time is None else math.ceil(seconds_of(settings.time) / 60)
+        parameters = {"timeout_min": minutes, "tasks_per_node": crew_size(context.job)}
+    return {
+        "executor": executor,
+        "folder": str(folder or context.run.submitit),
+        "constructor": constructor,
+        "parameters": {"name": name, **parameters},
+        "tasks": [_words(task_of(each, environ)) for each in submissions],
+        "dry_run": False,
+    }
+
+
+def task_of(submission: Submission, environ: Mapping[str, str]) -> Task:
+    """Return the task of a run: two commands and the folder."""
+    context, run = submission.context, str(submission.context.run.path)
+    before: list[str] = []
+    if submission.route.executor == "local":  # which hides all GPUs that were not asked for
+        before = ["env", f"{DEVICES}={environ[DEVICES]}"] if DEVICES in environ else ["env", "-u", DEVICES]
+    supervise = [*module_argv(context.python, "launch.supervise", context.code), run]
+    agent = agent_argv(context.python, context.code)
+    early_s = settings_of(context).signal_s - END_S if submission.route.executor == "slurm" else 0.0
+    return Task([*before, *supervise], [*before, *agent], run, max(DRAIN_S, early_s))
+
+
+def slurm_parameters(settings: SlurmSettings, *, nodes: int, cores: int | None, entry: Sequence[str]) -> dict[str, Any]:
+    """Spell our settings as submitit's parameters; `entry` runs its tasks, instead of its own command.
+
+    That takes the interpreter's place behind srun's options, for submitit forgets its `python` in arrays.
+    """
+    cpus = settings.cpus_per_task or (None if settings.exclusive else cores)
+    more: dict[str, Any] = {"no-kill": True, "requeue" if settings.requeue else "no-requeue": True, "chdir": "/"}
+    more |= {name: True if value is None else value for name, value in map(split_option, settings.extra)}
+    gpus = settings.gpus_per_node
+    if isinstance(gpus, str):
+        more["gpus-per-node"] = gpus
+    if settings.reservation is not None:
+        more["reservation"] = settings.reservation
+    srun = [*SRUN, *([f"--cpus-per-task={cpus}"] if cpus else []), *entry]
+    given = {
+        "nodes": nodes,
+        "tasks_per_node": 1,
+        "cpus_per_task": cpus,
+        "gpus_per_node": gpus if isinstance(gpus, int) else None,
+        "slurm_mem": settings.mem,
+        "slurm_time": None if settings.time is None else math.ceil(seconds_of(settings.time) / 60),
+        "slurm_partition": settings.partition,
+        "slurm_account": settings.account,
+        "slurm_qos": settings.qos,
+        "slurm_constraint": settings.constraint,
+        "slurm_nodelist": settings.nodelist,
+        "slurm_exclude": settings.exclude,
+        "slurm_comment": settings.comment,
+        "slurm_exclusive": settings.exclusive or None,
+        "slurm_signal_delay_s": settings.signal_s,
+        "slurm_additional_parameters": more,
+        "slurm_srun_args": srun,
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _words(task: Task) -> dict[str, Any]:
+    return {name: value for name, value in asdict(task).items() if not name.startswith("_")}

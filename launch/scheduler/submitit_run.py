@@ -1,0 +1,230 @@
+"""A run through submitit: submitted, left or followed. What its tasks do is `slurm/submitit_job.py`.
+
+slurm   one sbatch, an array for several runs; from then on as any run in Slurm's queue (slurm_follow.py)
+local   submitit's controller on this machine, one task per pretend node, left behind with the process that called it
+debug   in this very process: one task, whose supervisor starts all pretend nodes
+"""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from jobs.boot import module_argv
+from jobs.errors import MusterError, RefusedError, StartTimeoutError, UsageError
+from jobs.files import folder_error
+from jobs.slurm_settings import merged
+from launch.console import Console
+from launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
+from launch.scheduler.slurm_run import close
+from launch.scheduler.submitit_follow import RankZero, begun, ended_early, failure, follow_local
+from launch.scheduler.submitit_order import order, task_of
+from launch.submit.spares import crew_size
+from launch.submit.submission import Submission
+from launch.supervision.eventlog import EventLog
+from slurm.allocation import clean_environment
+from slurm.client import Client
+from slurm.refusals import refusal
+from slurm.script import options_of, overriding_variables
+from slurm.states import Outcome
+
+TRANSPORT: Final = "submitit"
+SUBMIT_S: Final = 90.0
+BEGIN_S: Final = 30.0
+POLL_S: Final = 0.1
+
+
+def run_here(submission: Submission, console: Console) -> int:
+    """Submit a run whose folder is made, and stay to its end; return the exit code of its verdict.
+
+    Raises:
+        MusterError: it could not be submitted or started.
+    """
+    from launch.scheduler.slurm_follow import follow
+
+    executor, run = submission.route.executor, submission.context.run
+    if executor == "slurm":
+        submit_array([submission], name=run.run_id)
+        return follow(run, console)
+    if executor == "debug":
+        return debug(submission, console)
+    return follow_local(run, partial(start_local, submission), console)
+
+
+def submit(submission: Submission) -> None:
+    """Submit a run whose folder is made, and return when it is in the queue, or has begun.
+
+    Raises:
+        UsageError: submitit's debug executor cannot be left.
+        MusterError: it could not be submitted or started.
+    """
+    executor, run = submission.route.executor, submission.context.run
+    if executor == "debug":
+        raise UsageError("--executor debug: runs in the calling process, which stays; use muster run, or another")
+    if executor == "slurm":
+        submit_array([submission], name=run.run_id)
+        return
+    before, controller = begun(run), start_local(submission)
+    deadline = time.monotonic() + BEGIN_S
+    while begun(run) == before:
+        if controller.poll() is not None:
+            raise ended_early(run)
+        if time.monotonic() > deadline:
+            os.killpg(controller.pid, signal.SIGTERM)
+            raise StartTimeoutError(f"submitit did not begin within {BEGIN_S:g} s; see {run.submitit}")
+        time.sleep(POLL_S)
+    controller.returncode = 0  # it stays behind on purpose: Popen need not warn
+
+
+def script(submission: Submission) -> str:
+    """Return what submitit would give to sbatch, or run here.
+
+    Raises:
+        RefusedError: submitit is not installed.
+    """
+    if submission.route.executor == "debug":
+        return shlex.join(task_of(submission, os.environ).supervise) + "\n"
+    wanted = order([submission], name=submission.context.run.run_id, environ=os.environ)
+    if submission.route.executor == "local":
+        return "\n".join(shlex.join(wanted["tasks"][0][part]) for part in ("supervise", "agent")) + "\n"
+    wanted["dry_run"] = True
+    return str(_call(wanted, _environment(submission))["text"])
+
+
+def submit_array(
+    submissions: Sequence[Submission], *, name: str, limit: int | None = None, folder: Path | None = None
+) -> list[str]:
+    """Submit runs of one shape to Slurm through submitit; note each one's job number in its folder, and return them.
+
+    Several are one array, `limit` of them at a time, whose common files lie in `folder`.
+
+    Raises:
+        RefusedError: sbatch refuses, submitit is not installed, or Slurm is not on this machine.
+        UnreachableError: the controller does not answer.
+    """
+    first = submissions[0]
+    for each in submissions:
+        EventLog(each.context.run).submitted(each.context, TRANSPORT)
+    try:
+        environment = _environment(first)
+        told = _call(order(submissions, name=name, environ=os.environ, limit=limit, folder=folder), environment)
+        if said := told.get("refused"):
+            settings = merged(first.context.site.slurm, first.context.job.slurm)
+            partitions = Client(environment).partitions()
+            raise refusal(str(said), settings, crew_size(first.context.job), partitions=partitions)
+    except MusterError as error:
+        for each in submissions:
+            close(each.context.run, Outcome(error.exit_code, str(error)))
+        raise
+    job_ids = [str(each) for each in told["job_ids"]]
+    for each, job_id in zip(submissions, job_ids, strict=True):
+        run, kept = each.context.run, kept_environment(environment)
+        job = SlurmJob(job_id=job_id, name=name, environment=kept, **this_process())
+        job.write(run)
+        # What its first task said, where who reads a run looks for the output of its job.
+        output_path(run, job).symlink_to((folder or run.submitit) / f"{job_id}_0_log.err")
+    return job_ids
+
+
+def start_local(submission: Submission) -> "subprocess.Popen[bytes]":
+    """Start submitit's local executor in a session of its own; the process ends with its job.
+
+    Raises:
+        RefusedError: submitit is not installed.
+    """
+    run = submission.context.run
+    wanted = order([submission], name=run.run_id, environ=os.environ)
+    try:
+        run.submitit.mkdir(exist_ok=True)
+    except OSError as error:
+        raise folder_error(run.submitit, error) from error
+    with run.supervisor_log.open("ab") as log:
+        process = _start(_environment(submission), stdout=subprocess.PIPE, stderr=log)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process.stdin, process.stdout:
+        process.stdin.write(json.dumps(wanted).encode())
+        process.stdin.close()
+        if not process.stdout.readline():
+            process.wait()
+            raise ended_early(run)
+    return process
+
+
+def debug(submission: Submission, console: Console) -> int:
+    """Run it by submitit's debug executor, in this process; return the exit code of its verdict.
+
+    Raises:
+        RefusedError: submitit is not installed.
+    """
+    try:
+        import submitit
+    except ModuleNotFoundError as error:
+        raise RefusedError(f"--on submitit: {sys.executable} has no {error.name}; run ./setup.sh") from error
+    run = submission.context.run
+    executor = submitit.AutoExecutor(run.submitit, cluster="debug")
+    job = executor.submit(task_of(submission, os.environ))
+    over = threading.Event()
+    lines = RankZero(run, console)
+
+    def pass_on() -> None:
+        while not over.wait(POLL_S):
+            lines.pass_on()
+
+    reader = threading.Thread(target=pass_on, daemon=True)
+    reader.start()
+    try:
+        return int(job.result())
+    finally:
+        over.set()
+        reader.join()
+        lines.pass_on(last=True)
+
+
+def _call(wanted: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    process = _start(environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        out, said = process.communicate(json.dumps(wanted).encode(), timeout=SUBMIT_S)
+    except subprocess.TimeoutExpired as error:
+        process.kill()
+        process.communicate()
+        raise StartTimeoutError(f"submitit: has not submitted within {SUBMIT_S:g} s; see squeue") from error
+    if process.returncode or not out:
+        raise failure(said.decode(errors="replace"), process.returncode)
+    answer: dict[str, Any] = json.loads(out)
+    return answer
+
+
+def _start(environment: Mapping[str, str], *, stdout: Any, stderr: Any) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        module_argv(sys.executable, "slurm.submitit_submit"),
+        env=environment,
+        cwd="/",
+        stdin=subprocess.PIPE,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+    )
+
+
+def _environment(submission: Submission) -> dict[str, str]:
+    """Return what submitit is called with: no rank, no job around it, nothing that would change what is ordered."""
+    base = {**os.environ, **submission.route.hosts.environment}
+    run, job = submission.context.run, submission.context.job
+    settings = merged(submission.context.site.slurm, job.slurm)
+    dropped = overriding_variables(
+        options_of(name=run.run_id, folder=run.path, nodes=crew_size(job), settings=settings)
+    )
+    return {
+        name: value
+        for name, value in clean_environment(base).items()
+        if name not in dropped and not name.startswith("SUBMITIT_")
+    }

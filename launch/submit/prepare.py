@@ -1,0 +1,298 @@
+"""From the command line to a submission: load job and site, find the hosts, place the ranks, check what can be here.
+
+Nothing is started and nothing is written, so that `muster plan` and `muster run` share it to the end.
+"""
+
+import argparse
+import ipaddress
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import yaml
+
+from jobs.datafiles import cifar10_files, data_root, text_file
+from jobs.errors import RefusedError, UsageError
+from jobs.hosts import HostSet
+from jobs.load import load_job
+from jobs.nodelist import expand
+from jobs.placement import Host, divide
+from jobs.rundir import RunDir, run_path, runs_root
+from jobs.site import Site, load_site
+from jobs.slurm_settings import merged
+from jobs.spec import Job, TrainSettings
+from launch.kinds import BY_KEY, KINDS
+from launch.submit.hostsource import SOURCES, host_set, ssh_settings
+from launch.submit.plan import Context, Machine, shared_environment
+from launch.submit.spares import crew_size, place_crew
+from launch.submit.submission import Route, Submission
+from slurm.allocation import inside_allocation, read_allocation
+
+LOCAL_ADDRESS = "127.0.0.1"
+LOCAL_NODES = 256  # each is an agent and a warm process
+LOCAL_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a run is made of, and the texts that its folder keeps."""
+
+    submission: Submission
+    job_text: str
+    site_text: str
+
+    @property
+    def context(self) -> Context:
+        """What all nodes share."""
+        return self.submission.context
+
+
+def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None = None) -> Prepared:
+    """Load, place and check a job. `here`: pretend nodes are on this very machine, which then has limits.
+
+    `route` is that of a run that goes on; otherwise the options tell it.
+
+    Raises:
+        UsageError: no job file is named, or options contradict one another.
+        JobFileError: the job, site or hosts file is wrong.
+        RefusedError: job, hosts and machine do not fit together.
+    """
+    if not args.job:
+        raise UsageError("JOB: is empty; name a job file, such as jobs/examples/hello.yaml")
+    loaded = load_job(Path(args.job), KINDS, overrides(args))
+    job = loaded.job
+    site = site_of(args)
+    route = route or route_of(args, site)
+    local = route.is_here
+    try:
+        if here and local:
+            check_size(job)
+        hosts = pretend_nodes(job, this_machine()) if local else nodes_of(job, site, route)
+        placement, spares = place_crew(job, hosts)
+        BY_KEY[job.kind].check(job.settings, placement.world_size)
+        if here and local:
+            check_files(job, {**os.environ, **data_of(site), **site.env, **job.env})
+    except RefusedError as error:
+        raise RefusedError(f"{args.job}: {error}") from error
+    if address := getattr(args, "master_addr", None):
+        placement = placement.meeting_at(numeric(address))
+        if placement.one_host and len(placement.nodes) > 1 and route.transport not in ("local", "hand"):
+            raise UsageError(f"--master-addr: {address} is each node's own; give an address of node 0 that all reach")
+    context = Context(
+        job=job,
+        site=site,
+        placement=placement,
+        run=RunDir(run_path(runs_root(args.runs or site.runs), job.name)),
+        workdir=job.workdir or str(Path.cwd()),
+        python=interpreter_of(site, here=local),
+        entry=BY_KEY[job.kind].entry,
+        code=site.code,
+        remote=route.transport != "local",
+        iface=route.iface,
+        spares=spares,
+    )
+    shared_environment(context, this_machine(), 1)  # refuses variables that are not a job's to set
+    site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
+    return Prepared(Submission(route, context), loaded.text, site_text)
+
+
+def overrides(args: argparse.Namespace) -> list[str]:
+    """Spell the options that stand for values of the job file as overrides."""
+    given = list(args.overrides)
+    if args.name is not None:
+        given.append(f"name={json.dumps(args.name)}")
+    if args.nodes is not None:
+        given.append(f"nodes={args.nodes}")
+    if args.ranks_per_node is not None:
+        given.append(f"ranks_per_node={args.ranks_per_node}")
+    if getattr(args, "on", None) in ("slurm", "submitit"):
+        given += slurm_choice(args)
+    for word in args.exported:
+        name, is_given, value = word.partition("=")
+        if not is_given and name not in os.environ:
+            raise UsageError(f"-x {name}: is not set here; write -x {name}=VALUE")
+        value = value if is_given else os.environ[name]
+        if any("\ud800" <= each <= "\udfff" for each in value):  # how Python holds bytes that are no text
+            raise UsageError(f"-x {name}: its value is not UTF-8, which job files are; leave it out")
+        given.append(f"env.{name}={json.dumps(value)}")
+    return given
+
+
+def slurm_choice(args: argparse.Namespace) -> list[str]:
+    """Spell the choice of hosts as Slurm takes it, for there Slurm chooses.
+
+    Raises:
+        UsageError: Slurm has no such choice.
+    """
+    if args.include:
+        raise UsageError(
+            "--include: Slurm chooses the nodes; name them all with -w LIST, or leave some out with -e LIST"
+        )
+    wanted = {"exclude": args.exclude, "nodelist": args.nodelist}
+    return [f"slurm.{key}={json.dumps(','.join(expand(text)))}" for key, text in wanted.items() if text]
+
+
+def site_of(args: argparse.Namespace) -> Site:
+    """Load the site file, with what the command line says of ssh laid over it."""
+    site = load_site(args.site)
+    return site.model_copy(update={"ssh": ssh_settings(args, site)}) if hasattr(args, "ssh_opt") else site
+
+
+def route_of(args: argparse.Namespace, site: Site) -> Route:
+    """Tell the transport, and the hosts that it goes to.
+
+    Raises:
+        UsageError: the transport needs hosts, and nobody names any.
+    """
+    wanted = getattr(args, "on", None)
+    named = any(getattr(args, name, None) for name in SOURCES)
+    transport = wanted or ("ssh" if named else "local")
+    executor = executor_of(args, transport)
+    if transport == "local":
+        if named:
+            raise UsageError("--on local: hosts are given, and local uses none; use --on ssh, or leave them out")
+        return Route("local", HostSet((), "this machine"))
+    queued = transport in ("slurm", "submitit")
+    if queued:  # Slurm takes the choice (slurm_choice); a box only tells where Slurm is
+        args = argparse.Namespace(**{**vars(args), "nodelist": None, "exclude": None})
+        named = any(getattr(args, name) for name in SOURCES)
+    hosts = host_set(args, site) if not queued or named else None
+    if hosts is None and transport in ("ssh", "pdsh"):
+        raise UsageError(
+            f"--on {transport}: no hosts; give -H FILE, -w 'n[01-04]', --manifest FILE, --hosts box, or hosts: in the "
+            "site file"
+        )
+    return Route(
+        transport=transport,
+        hosts=hosts or HostSet((), transport),
+        fanout=args.fanout,
+        port=args.port,
+        iface=args.iface or site.iface,
+        executor=executor,
+    )
+
+
+def executor_of(args: argparse.Namespace, transport: str) -> str:
+    """Tell which of submitit's executors is meant; "" for another transport.
+
+    Raises:
+        UsageError: one is named, and the transport is not submitit.
+    """
+    given = getattr(args, "executor", None)
+    if transport == "submitit":
+        return given or ("local" if shutil.which("sbatch") is None else "slurm")
+    if given:
+        raise UsageError(f"--executor {given}: is for --on submitit; add that, or leave it out")
+    return ""
+
+
+def nodes_of(job: Job, site: Site, route: Route) -> list[Host]:
+    """Return the hosts that a job may use; outside an allocation only the number of Slurm's nodes is known."""
+    if route.transport == "hand" and not route.hosts.hosts:
+        return [Host(f"node{number}", "") for number in range(crew_size(job))]
+    if route.transport not in ("slurm", "submitit"):
+        return list(route.hosts.hosts)
+    if route.transport == "slurm" and inside_allocation(os.environ):
+        return allocated(job)
+    asked = merged(site.slurm, job.slurm)
+    gpus = str(asked.gpus_per_node or "").rpartition(":")[2]
+    slots = int(gpus) if gpus else asked.cpus_per_task
+    return [Host(f"slurm-{number}", "", slots=slots) for number in range(crew_size(job))]
+
+
+def allocated(job: Job) -> list[Host]:
+    """Return the nodes of the allocation that this process is in; their cores limit a job only if it asks for slots."""
+    left_out = set(expand(job.slurm.exclude)) if job.slurm.exclude else set()  # in a job of ours Slurm has done it
+    hosts = [host for host in read_allocation(os.environ).hosts() if host.name not in left_out]
+    return [host if job.ranks_per_node == "slots" else replace(host, slots=None) for host in hosts]
+
+
+def numeric(address: str) -> str:
+    """Return an address that means the same on every node.
+
+    Raises:
+        UsageError: it is a name.
+    """
+    try:
+        return str(ipaddress.IPv4Address(address))
+    except ValueError:
+        raise UsageError(f"--master-addr: must be an IPv4 address, such as 10.10.1.1, got {address!r}") from None
+
+
+def pretend_nodes(job: Job, machine: Machine) -> list[Host]:
+    """Return this machine as many hosts; they divide its GPUs, or else its cores.
+
+    On one's own machine more ranks than cores are welcome: slots count only for a job that asks for them.
+    """
+    if job.ranks_per_node != "slots":
+        return [Host(machine.host, LOCAL_ADDRESS)] * crew_size(job)
+    shares = divide(machine.gpus or machine.cores, crew_size(job))
+    return [Host(machine.host, LOCAL_ADDRESS, slots=len(share)) for share in shares]
+
+
+def data_of(site: Site) -> dict[str, str]:
+    """Return the variable that stands for the site's folder of data sets."""
+    return {} if site.data is None else {"MUSTER_DATA": site.data}
+
+
+def interpreter_of(site: Site, *, here: bool = True) -> str:
+    """Return the Python that agents and ranks run: the site's, else this one. `here`: it will run on this machine.
+
+    Raises:
+        RefusedError: the site's cannot be run here.
+    """
+    if site.interpreter is None:
+        return sys.executable
+    if here and not os.access(site.interpreter, os.X_OK):
+        raise RefusedError(f"site file: interpreter: {site.interpreter}: cannot be run here; correct it, or remove it")
+    return site.interpreter
+
+
+def check_size(job: Job) -> None:
+    """Refuse what would only bring this machine to its knees.
+
+    Raises:
+        RefusedError: more pretend nodes or ranks than one machine is for.
+    """
+    nodes = crew_size(job)
+    ranks = nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
+    if nodes > LOCAL_NODES:
+        raise RefusedError(f"nodes: must be at most {LOCAL_NODES} on one machine, got {nodes}; lower nodes")
+    if ranks > LOCAL_RANKS:
+        raise RefusedError(
+            f"ranks_per_node: must be such that one machine has at most {LOCAL_RANKS} ranks, got {nodes} nodes x "
+            f"{job.ranks_per_node}; lower nodes or ranks_per_node"
+        )
+
+
+def check_files(job: Job, environ: Mapping[str, str]) -> None:
+    """Check that what the ranks will read is on this machine, before any of them is started.
+
+    Raises:
+        RefusedError: the working folder, the text or the prepared data set is not there.
+    """
+    if job.workdir is not None and not Path(job.workdir).is_dir():
+        found = "is not a folder" if Path(job.workdir).exists() else "no such folder"
+        raise RefusedError(f"workdir: {job.workdir}: {found}; make it, or correct workdir")
+    if not isinstance(job.settings, TrainSettings):
+        return
+    if job.settings.data.text is not None:
+        text_file(job.settings.data.text)
+    elif job.settings.data.name == "cifar10":
+        try:
+            cifar10_files(data_root(environ))
+        except RefusedError as error:
+            raise RefusedError(f"train.data: {error}") from error
+
+
+def this_machine() -> Machine:
+    """Describe this machine as its agent would."""
+    from launch.agent import visible_gpus
+
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return Machine(socket.gethostname(), cores, tuple(visible_gpus()), environ=os.environ)

@@ -1,0 +1,275 @@
+"""Going on with a run that is over, or whose supervisor is gone: what its next attempt is made of.
+
+    is it over?  ──→  the submission again, with what is to be different  ──→  is there a checkpoint?  ──→  written back
+    lost: what is left of it is ended first        (prepare.py)                        (the supervisor chooses and reads it)
+
+Whatever is refused is refused before anything of the run is changed.
+"""
+
+import argparse
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+from jobs.checkpoint.choose import newest_good
+from jobs.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
+from jobs.files import write_text
+from jobs.hosts import HostSet, choose
+from jobs.kept import KEPT, require_settings
+from jobs.placement import Placement
+from jobs.rundir import RunDir
+from jobs.spec import Job, TrainSettings
+from jobs.words import counted
+from launch.commands.stop import end_leftovers, stop
+from launch.look.runrows import read_json
+from launch.look.runstate import DIRECT, RunState, read_state
+from launch.submit.hostsource import SOURCES
+from launch.submit.prepare import Prepared, prepare, route_of, site_of
+from launch.submit.submission import Route, Submission
+from launch.supervision import lease
+from launch.supervision.eventlog import EventLog
+from launch.transports.base import LEASE_S
+
+POLL_S: Final = 0.1
+NODES_S: Final = LEASE_S + 3.0  # after which no node of a supervisor that is gone has a rank any more
+OF_HOSTS: Final = ("ssh", "pdsh", "hand")
+
+Say = Callable[[str], None]
+
+
+def again(run: RunDir, args: argparse.Namespace, say: Say) -> Prepared:
+    """Return a run's submission as its next attempt is to have it; leftovers of a lost supervisor are ended.
+
+    Raises:
+        RefusedError: it still runs, is done, cannot go on, or does not fit the hosts any more.
+        NoCheckpointError: nothing was saved, or not what `--from` names.
+        UsageError, JobFileError, RunFolderError: as for a start.
+    """
+    state = read_state(run)
+    if not state.is_over:
+        refuse_running(run, state)
+    if state.transport == DIRECT:
+        raise RefusedError(f"{run.run_id}: was started directly, not by muster run; start it again in the same way")
+    before = Submission.read(run)
+    prepared = changed(run, before, args)
+    job = prepared.context.job
+    check_kind(run, job, wanted=args.origin)
+    if state.state == "done":
+        check_longer(run, before.context.job, job, wanted=args.origin)
+    if state.state == "lost":
+        end_lost(run, state, remote=before.context.remote, say=say)
+    if job.kind == "train":
+        check_saved(run, job, args.origin, say)
+    return prepared
+
+
+# Whether it may go on -----------------------------------------------------------------------------------------------
+
+
+def refuse_running(run: RunDir, state: RunState) -> None:
+    """Refuse a run that may still be supervised; one that gives no sign of life any more is let through.
+
+    Raises:
+        RefusedError: it runs, or whether it does cannot be seen.
+    """
+    where = f"its supervisor is pid {state.pid} on {state.host}"
+    ways = f"muster status {run.run_id} shows it, muster stop {run.run_id} ends it"
+    if state.message:  # what Slurm says of it
+        raise RefusedError(f"{run.run_id}: is not over ({state.label}): {state.message}; {ways}")
+    if state.sure:
+        raise RefusedError(f"{run.run_id}: is not over ({state.label}): {where}; {ways}")
+    if state.state != "lost":
+        raise RefusedError(
+            f"{run.run_id}: is not over as far as can be seen here: {where}; resume it there, or stop it there first"
+        )
+
+
+def watch_lease(run: RunDir, say: Say) -> None:
+    """Make sure that a supervisor on another host is gone: its lease does not change for long. No clock is trusted.
+
+    Raises:
+        RefusedError: it has given a sign of life.
+    """
+    seen = read_json(run.lease)
+    say(f"watching for {lease.STALE_S:g} s whether its supervisor on {seen.get('host')} gives a sign of life")
+    deadline = time.monotonic() + lease.STALE_S
+    while time.monotonic() < deadline:
+        if read_json(run.lease) != seen:
+            raise RefusedError(f"{run.run_id}: still runs: its supervisor on {seen.get('host')} has renewed its lease")
+        time.sleep(POLL_S)
+
+
+def end_lost(run: RunDir, state: RunState, *, remote: bool, say: Say) -> None:
+    """End what a lost supervisor left, and wait until its nodes have done the same.
+
+    Raises:
+        RefusedError: it is not lost after all.
+        StartTimeoutError: a process cannot be ended.
+    """
+    if not state.sure:
+        watch_lease(run, say)
+    elif run.slurm.exists():
+        stop(run, grace_s=None, now=True)  # what is left of its job holds nodes
+        return
+    deadline = time.monotonic() + NODES_S
+    age_s = lease.age_s(run)
+    if remote and age_s is not None and age_s < NODES_S:
+        say(f"waiting up to {NODES_S - age_s:.0f} s for the nodes of its lost supervisor to end their ranks")
+        while (lease.age_s(run) or NODES_S) < NODES_S and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+    end_leftovers(run, term_s=1.0, message="supervisor was gone")
+
+
+def check_kind(run: RunDir, job: Job, *, wanted: str | None) -> None:
+    """Refuse what has nothing to go on from by its kind; a program of the user's simply starts once more.
+
+    Raises:
+        RefusedError: it is a benchmark.
+        UsageError: a checkpoint is asked for, and there cannot be one.
+    """
+    if job.kind not in ("train", "command"):
+        raise RefusedError(f"{run.run_id}: a {job.kind}: job saves nothing; muster run {run.job} starts it anew")
+    if job.kind == "command" and wanted is not None:
+        raise UsageError(
+            f"--from {wanted}: Muster saves nothing of a command: job, whose program starts again; leave it out"
+        )
+
+
+def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) -> None:
+    """Refuse a run that is done, unless it is to do more, or to go back.
+
+    Raises:
+        RefusedError: there is nothing left to do.
+    """
+    if wanted is not None:
+        return
+    anew = f"muster run {run.job} starts it anew"
+    if not isinstance(before.settings, TrainSettings) or not isinstance(after.settings, TrainSettings):
+        raise RefusedError(f"{run.run_id}: is done; {anew}")
+    key = "steps" if before.settings.steps is not None else "epochs"
+    had, has = getattr(before.settings, key) or 1, getattr(after.settings, key)
+    if has is None or has <= had:
+        raise RefusedError(
+            f"{run.run_id}: is done ({counted(had, key[:-1])}); to train on, give it more: "
+            f"muster resume {run.run_id} --set train.{key}={2 * had}; {anew}"
+        )
+
+
+def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
+    """Check that something was saved; that it is whole is for the supervisor to read.
+
+    Raises:
+        NoCheckpointError: there is nothing, or not what `wanted` names.
+        RefusedError: it was saved with other settings than the job has now.
+    """
+    if job.checkpoint is None:
+        raise NoCheckpointError(
+            f"{run.run_id}: the job has no checkpoint: section, so nothing of it was saved; start it anew, with one: "
+            f"muster run {run.job} --set checkpoint.every_s=auto"
+        )
+    asked: dict[str, Any] = _asked(wanted)
+    chosen = newest_good(run, say=say, deep=False, mark=False, **asked)
+    if chosen is None:
+        raise NoCheckpointError(
+            f"{run.checkpoints}: nothing was saved before it ended, or nothing of it is whole (muster checkpoint list "
+            f"{run.run_id}); start it anew: muster run {run.job}"
+        )
+    if isinstance(job.settings, TrainSettings):
+        require_settings(chosen.manifest.meta.get(KEPT), job.settings, chosen.folder.name)
+
+
+def _asked(wanted: str | None) -> dict[str, Any]:
+    if wanted is None:
+        return {}
+    return {"step": int(wanted)} if wanted.isdecimal() else {"name": wanted}
+
+
+# What it is made of -------------------------------------------------------------------------------------------------
+
+
+def changed(run: RunDir, before: Submission, args: argparse.Namespace) -> Prepared:
+    """Return the submission with what the command line wants to be different; all else is as it was."""
+    args.job, args.name = str(run.job), None
+    if not run.job.is_file():
+        raise RunFolderError(f"{run.path}: has no job.yaml; submit the job anew")
+    args.site, other_site = args.site or str(run.site), args.site is not None
+    route = _route(before.route, args)
+    prepared = prepare(args, route=route)
+    was, now = before.context, prepared.context
+    moved = any(each.partition("=")[0] == "workdir" for each in args.overrides)
+    context = replace(
+        now,
+        run=run,
+        attempt=was.attempt,
+        workdir=now.workdir if moved else was.workdir,
+        python=now.python if other_site else was.python,
+        code=now.code if other_site and now.site.code else was.code,
+        placement=now.placement if args.master_addr else _meeting(was.placement, now.placement),
+        options=_options(was.attempt, args.origin),
+    )
+    return replace(prepared, submission=Submission(prepared.submission.route, context))
+
+
+def _options(attempt: int, wanted: str | None) -> dict[str, Any]:
+    """Say which checkpoint to go on from, for this attempt alone: a later one takes the newest again."""
+    asked = _asked(wanted)
+    return {"from": next(iter(asked.values())), "from_attempt": attempt} if asked else {}
+
+
+def _route(before: Route, args: argparse.Namespace) -> Route:
+    """Return the transport and hosts: those of before, but for what is named anew."""
+    if any(getattr(args, name) for name in SOURCES) or args.executor:
+        return route_of(args, site_of(args))
+    args.on = args.on or before.transport
+    if args.on != before.transport and (args.on not in OF_HOSTS or not before.hosts.hosts):
+        return route_of(args, site_of(args))
+    hosts: HostSet = before.hosts
+    if args.on in OF_HOSTS and (args.include or args.exclude):
+        hosts = replace(hosts, hosts=tuple(choose(hosts.hosts, args.include, args.exclude)))
+    return replace(
+        before,
+        transport=args.on,
+        hosts=hosts,
+        fanout=args.fanout or before.fanout,
+        port=args.port or before.port,
+        iface=args.iface or before.iface,
+        token="",
+    )
+
+
+def _meeting(before: Placement, now: Placement) -> Placement:
+    """Keep the address that was given for node 0, as long as that is the same host."""
+    same = before.nodes[0].host == now.nodes[0].host and before.one_host == now.one_host
+    return now.meeting_at(before.master_addr) if same and before.master_addr else now
+
+
+# Written back -------------------------------------------------------------------------------------------------------
+
+
+def write(prepared: Prepared, changes: list[str]) -> Submission:
+    """Write the submission over the one before, and say in the events what was changed, with the job as it was.
+
+    Raises:
+        RunFolderError, StorageError: the folder cannot be written.
+    """
+    submission, context = prepared.submission, prepared.context
+    run, earlier = context.run, context.run.job.read_text(encoding="utf-8")
+    same = earlier == prepared.job_text
+    EventLog(run).event(
+        "resumed",
+        attempt=context.attempt,
+        by=f"{socket.gethostname()}:{os.getpid()}",
+        changes=changes,
+        **context.options,
+        **({} if same else {"job": earlier}),
+    )
+    if not same:
+        write_text(run.job, prepared.job_text)
+    write_text(run.site, prepared.site_text)
+    submission.write()
+    for old in (run.stop, run.slurm, run.sbatch):  # of attempts before: a request, and the job that they were
+        old.unlink(missing_ok=True)
+    return submission

@@ -1,0 +1,104 @@
+"""The transports: a row makes each from a submission."""
+
+from collections.abc import Callable
+from typing import Final
+
+from jobs.boot import module_argv
+from jobs.errors import RefusedError
+from jobs.placement import Host
+from jobs.slurm_settings import merged
+from launch.submit.submission import Submission
+from launch.transports.base import Transport
+from launch.transports.dialled import Dialled
+from launch.transports.local import Local
+from launch.transports.pdsh import pdsh_transport
+from launch.transports.srun import srun_transport
+from launch.transports.ssh import Ssh
+from launch.transports.submitit import Submitit
+
+
+def make_transport(submission: Submission) -> Transport:
+    """Make the transport of a submission.
+
+    Raises:
+        RefusedError: it cannot be used here.
+    """
+    row = ROWS.get(submission.route.transport)
+    if row is None:
+        raise RefusedError(f"transport: {submission.route.transport!r} is none of {', '.join(ROWS)}")
+    return row(submission)
+
+
+def _local(submission: Submission) -> Transport:
+    return Local(len(submission.context.crew), python=submission.context.python)
+
+
+def _ssh(submission: Submission) -> Transport:
+    context, route = submission.context, submission.route
+    ssh = context.site.ssh
+    return Ssh(_hosts(submission), route.hosts, ssh, python=context.python, code=context.code, fanout=route.fanout)
+
+
+def _pdsh(submission: Submission) -> Transport:
+    context, route = submission.context, submission.route
+    return pdsh_transport(
+        _hosts(submission),
+        route.hosts,
+        context.site.ssh,
+        run=context.run,
+        python=context.python,
+        code=context.code,
+        fanout=route.fanout,
+    )
+
+
+def _slurm(submission: Submission) -> Transport:
+    context = submission.context
+    nodes = [node.host for node in context.crew]
+    alone = ""
+    if context.run.sbatch.exists():  # the job is this run's own, and not somebody's allocation
+        alone = "requeue" if merged(context.site.slurm, context.job.slurm).requeue else "cancel"
+    return srun_transport(nodes, run=context.run, python=context.python, code=context.code, alone=alone)
+
+
+def _hand(submission: Submission) -> Transport:
+    context, route = submission.context, submission.route
+    return Dialled(
+        "hand",
+        len(context.crew),
+        run=context.run,
+        starter=None,
+        listen="127.0.0.1" if context.placement.one_host else "",
+        port=route.port,
+        token=route.token,
+        own_agent=[*module_argv(context.python, "launch.agent", context.code), "--node", "0"],
+        patience_s=HAND_S,
+    )
+
+
+def _submitit(submission: Submission) -> Transport:
+    context, route = submission.context, submission.route
+    nodes = [node.host for node in context.crew]
+    if route.executor == "debug":  # one process, the caller's: its nodes are those of the local transport
+        local = Local(len(nodes), python=context.python)
+        local.name = "submitit"
+        return local
+    one_host = context.placement.one_host
+    return Submitit(nodes, run=context.run, python=context.python, code=context.code, one_host=one_host)
+
+
+def _hosts(submission: Submission) -> list[Host]:
+    """Return the hosts of the crew, in the order of their slots."""
+    by_name = {host.name: host for host in submission.route.hosts.hosts}
+    return [by_name[node.host] for node in submission.context.crew]
+
+
+HAND_S: Final = 600.0  # for people to paste their lines
+ROWS: Final[dict[str, Callable[[Submission], Transport]]] = {
+    "local": _local,
+    "ssh": _ssh,
+    "pdsh": _pdsh,
+    "slurm": _slurm,
+    "hand": _hand,
+    "submitit": _submitit,
+}

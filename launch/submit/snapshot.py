@@ -1,0 +1,231 @@
+"""The code as it was submitted, in the run folder: what waits in a queue never sees a later edit.
+
+    <run>/code/muster    our own packages, which agents are started from (jobs/boot.py)
+    <run>/code/work      of a `command:` job, the user's working folder, as far as it is code (worktree.py)
+    <run>/code/code.json where both came from: commit, branch, what differs from the commit, the names of all files
+
+Files are copied, never hard-linked: an edit in place would reach both names.
+"""
+
+import errno
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jobs.boot import CODE_ROOT
+from jobs.errors import MusterError, RefusedError
+from jobs.files import folder_error, write_text
+from jobs.rundir import RunDir, list_runs
+from jobs.words import counted
+from launch.fingerprint import PACKAGES, fingerprint
+from launch.submit import gitfacts
+from launch.submit.gitfacts import GitError
+from launch.submit.worktree import NEITHER, Survey, heaviest_folder, survey
+
+MUSTER: Final = "muster"
+WORK: Final = "work"
+RECORD: Final = "code.json"
+MOST_BYTES: Final = 64 << 20
+MOST_FILES: Final = 5_000
+COPIERS: Final = 8  # files under way at once: on network storage each waits for its server
+VANISHED: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
+OWN_FILE: Final = "launch/boot.py"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of the code: where agents start, where ranks run, and what the user should know about it."""
+
+    code: Path
+    workdir: Path
+    notes: tuple[str, ...] = ()
+
+
+def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ()) -> Snapshot:
+    """Copy Muster's code, and with `program` the code in the user's working folder, into a run folder.
+
+    `argv` is the program's: words of it that name the working folder itself are told in the notes.
+
+    Raises:
+        RefusedError: the working folder holds too much to be code.
+        RunFolderError, StorageError: the run folder cannot be written; no half copy is left.
+    """
+    work = survey(workdir, other_runs(run, workdir)) if program else None
+    if work is not None:
+        check_size(work)
+    try:
+        run.code.mkdir()
+        own = own_files(CODE_ROOT)
+        copy(CODE_ROOT, own, run.code / MUSTER)
+        record: dict[str, Any] = {"time": time.time(), MUSTER: _own_record(run, len(own)), WORK: None}
+        notes: list[str] = []
+        if work is not None:
+            left_out = copy(workdir, work.files, run.code / WORK)
+            link(workdir, work.links, run.code / WORK)
+            notes = [*work.notes, *left_out, *beside_the_copy(argv, work)]
+            record[WORK] = _work_record(work, left_out)
+        # ASCII: names and a diff may hold bytes that are no text.
+        write_text(run.code / RECORD, json.dumps(record, indent=1) + "\n")
+    except (OSError, MusterError) as error:
+        shutil.rmtree(run.code, ignore_errors=True)
+        raise folder_error(run.code, error) if isinstance(error, OSError) else error from error
+    return Snapshot(run.code / MUSTER, workdir if work is None else run.code / WORK, tuple(notes))
+
+
+def other_runs(run: RunDir, workdir: Path) -> list[Path]:
+    """List the folders that hold runs: theirs together, or each where they lie in the working folder itself."""
+    root = run.path.parent
+    if os.path.realpath(root) != os.path.realpath(workdir):
+        return [root]
+    return [run.path, *(each.path for each in list_runs(root))]
+
+
+def beside_the_copy(argv: Sequence[str], work: Survey) -> list[str]:
+    """Warn of words that name code of the working folder by its whole path: a later edit of it would be seen."""
+    found = []
+    for word in argv:
+        name = os.path.relpath(word, work.folder) if word.startswith("/") else ""
+        if name in work.files:
+            found.append(f"{word}: is not the copy's, and later edits of it will be seen; write it relative: {name}")
+    return found
+
+
+def check_size(work: Survey) -> None:
+    """Hold a working folder to the limits of what can be code.
+
+    Raises:
+        RefusedError: it is too large; says where most of it lies, and what to do.
+    """
+    many, large = len(work.files) > MOST_FILES, work.total_bytes > MOST_BYTES
+    if not many and not large:
+        return
+    weights = work.files if large else dict.fromkeys(work.files, 1)
+    most = heaviest_folder(weights)
+    inside = [size for name, size in work.files.items() if most == "." or name.startswith(f"{most}/")]
+    more = "" if work.complete else "more than "
+    ignore = "list it in .gitignore" if work.by_git else "make this a git repository and list it in .gitignore"
+    raise RefusedError(
+        f"{work.folder}: {more}{_amount(work.files.values())}, too much for a copy of the code (at most {MOST_FILES} "
+        f"files, {_mb(MOST_BYTES)}); most of it is in {most}: {_amount(inside)}; {ignore}, then it is linked; or run "
+        "without a copy: --no-snapshot"
+    )
+
+
+def own_files(root: Path) -> list[str]:
+    """List the files of our packages below a code root: sources and data files."""
+    found = []
+    for package in PACKAGES:
+        for folder, folders, files in os.walk(root / package):
+            folders[:] = [each for each in folders if each not in NEITHER and not each.startswith(".")]
+            inside = Path(folder).relative_to(root).as_posix()
+            found += [f"{inside}/{each}" for each in files]
+    return sorted(found)
+
+
+def copy(source: Path, names: Iterable[str], target: Path) -> list[str]:
+    """Copy files and symbolic links below `source`; say which could not be read. One that has gone is left out.
+
+    Raises:
+        OSError: the target cannot be written.
+    """
+    names = list(names)
+    for folder in sorted({str((target / name).parent) for name in names} | {str(target)}):
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(COPIERS) as pool:
+        said = pool.map(lambda name: _copy_one(source, name, target), names)
+        return [text for text in said if text]
+
+
+def link(source: Path, names: Iterable[str], target: Path) -> None:
+    """Make links in the copy that point at what was not copied.
+
+    Raises:
+        OSError: the target cannot be written.
+    """
+    for name in names:
+        path = target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(source / name)
+
+
+def _copy_one(source: Path, name: str, target: Path) -> str:
+    """Copy one file with its mode and times; return what kept it from being read, if anything."""
+    try:
+        status = (source / name).lstat()
+        if stat.S_ISLNK(status.st_mode):
+            pointed = moved_link(source, name, str((source / name).readlink()))
+            file = None
+        elif stat.S_ISREG(status.st_mode):
+            file = (source / name).open("rb")
+        else:
+            return ""  # it became something else since it was listed
+    except OSError as error:
+        return "" if error.errno in VANISHED else f"{name}: left out, cannot be read: {error.strerror}"
+    path = target / name
+    if file is None:
+        path.symlink_to(pointed)
+        return ""
+    with file, path.open("wb") as copied:
+        shutil.copyfileobj(file, copied, 1 << 20)
+    path.chmod(stat.S_IMODE(status.st_mode) & 0o777 | stat.S_IRUSR | stat.S_IWUSR)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return ""
+
+
+def moved_link(source: Path, name: str, pointed: str) -> str:
+    """Return where a link must point from the copy: into the copy what pointed into the source, else where it did.
+
+    Pure; goes by the words alone, as the copy has the same folders.
+    """
+    folder = os.path.dirname(name)  # noqa: PTH120 (of a relative path that may be any bytes)
+    meant = os.path.normpath(source / folder / pointed)
+    inside = os.path.relpath(meant, source)
+    if inside.partition("/")[0] == os.pardir:
+        return meant
+    return pointed if not pointed.startswith("/") else os.path.relpath(inside, folder or os.curdir)
+
+
+def _own_record(run: RunDir, files: int) -> Mapping[str, Any]:
+    return {
+        "from": str(CODE_ROOT),
+        "fingerprint": fingerprint(str(run.code / MUSTER)),
+        "files": files,
+        "origin": _origin(CODE_ROOT, OWN_FILE),
+    }
+
+
+def _work_record(work: Survey, left_out: list[str]) -> Mapping[str, Any]:
+    return {
+        "from": str(work.folder),
+        "bytes": work.total_bytes,
+        "files": sorted(work.files),
+        "links": work.links,
+        "notes": [*work.notes, *left_out],
+        "origin": _origin(work.folder) if work.by_git else None,
+    }
+
+
+def _origin(folder: Path, tracked: str = "") -> dict[str, Any] | None:
+    """Return what git says of a folder, if it knows it; with `tracked`, if that file of it is its own."""
+    try:
+        if tracked:  # else an installation would pass for the repository that it happens to lie in
+            gitfacts.git(folder, "ls-files", "--error-unmatch", "--", tracked)
+        origin = gitfacts.origin(folder)
+    except GitError:
+        return None
+    return origin.to_json() if origin else None
+
+
+def _amount(sizes: Collection[int]) -> str:
+    return f"{counted(len(sizes), 'file')} of {_mb(sum(sizes))}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / (1 << 20):,.1f} MB"

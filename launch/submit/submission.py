@@ -1,0 +1,126 @@
+"""How a run is started, as a file in its folder: what was decided where it was submitted, for whoever supervises it.
+
+muster run      writes it and supervises at once
+muster submit   writes it and leaves: a detached supervisor, or the batch script, or submitit, reads it
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from jobs.errors import MusterError, RunFolderError
+from jobs.files import write_secret
+from jobs.hosts import HostSet
+from jobs.placement import Host, Login, NodePlacement, Placement
+from jobs.rundir import RunDir
+from jobs.site import Site
+from jobs.spec import Job
+from launch.kinds import BY_KEY
+from launch.submit.plan import Context
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Route:
+    """Over which transport, to which hosts, and what else the transport is told."""
+
+    transport: str
+    hosts: HostSet
+    fanout: int = 0  # 0: the transport's own
+    port: int = 0  # of the supervisor, for agents that dial; 0: one of our choice
+    token: str = ""  # for lines that were printed before the run began
+    iface: str | None = None
+    executor: str = ""  # of submitit: slurm, local or debug
+
+    @property
+    def is_here(self) -> bool:
+        """True when all nodes are pretend nodes of this very machine."""
+        return self.transport == "local" or (self.transport == "submitit" and self.executor != "slurm")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """All that a supervisor needs."""
+
+    route: Route
+    context: Context
+
+    def write(self) -> None:
+        """Write it into the run folder, readable by the user only: environments may hold secrets.
+
+        Raises:
+            RunFolderError, StorageError: the folder cannot be written.
+        """
+        context, route = self.context, self.route
+        record = {
+            "version": VERSION,
+            "route": {**asdict(replace(route, hosts=HostSet((), ""))), "hosts": hosts_record(route.hosts)},
+            "job": context.job.model_dump(mode="json", exclude_unset=True),
+            "site": context.site.model_dump(mode="json", exclude_unset=True),
+            "placement": context.placement.to_json(),
+            "spares": [asdict(node) for node in context.spares],
+            "workdir": context.workdir,
+            "python": context.python,
+            "code": context.code,
+            "options": dict(context.options),
+        }
+        write_secret(context.run.submission, json.dumps(record, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, run: RunDir) -> "Submission":
+        """Read what was written; the attempt is the next one.
+
+        Raises:
+            RunFolderError: there is none, or it is not ours.
+        """
+        try:
+            record = json.loads(run.submission.read_text(encoding="utf-8"))
+            if record["version"] != VERSION:
+                raise RunFolderError(f"{run.submission}: version {record['version']}; this Muster reads {VERSION}")
+            route = {**record["route"], "hosts": hosts_of(record["route"]["hosts"])}
+            kind = BY_KEY[record["job"]["kind"]]
+            settings = kind.settings.model_validate(record["job"]["settings"])
+            context = Context(
+                job=Job.model_validate({**record["job"], "settings": settings}),
+                site=Site.model_validate(record["site"]),
+                placement=Placement.from_json(record["placement"]),
+                run=run,
+                workdir=record["workdir"],
+                python=record["python"],
+                entry=kind.entry,
+                options=record["options"],
+                attempt=len(run.attempt_numbers()),
+                code=record["code"],
+                remote=record["route"]["transport"] != "local",
+                iface=record["route"]["iface"],
+                spares=tuple(NodePlacement(**node) for node in record.get("spares", ())),
+            )
+            return cls(Route(**route), context)
+        except MusterError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(f"{run.submission}: cannot be read: {error}; submit the job anew") from error
+
+
+def hosts_record(hosts: HostSet) -> dict[str, Any]:
+    """Return a host set as plain JSON values."""
+    return {
+        "hosts": [asdict(host) for host in hosts.hosts],
+        "origin": hosts.origin,
+        "ssh_options": list(hosts.ssh_options),
+        "environment": dict(hosts.environment),
+    }
+
+
+def hosts_of(record: Mapping[str, Any]) -> HostSet:
+    """Rebuild what `hosts_record` returned."""
+    return HostSet(
+        hosts=tuple(
+            Host(**{**host, "login": Login(**host["login"]) if host["login"] else None}) for host in record["hosts"]
+        ),
+        origin=record["origin"],
+        ssh_options=tuple(record["ssh_options"]),
+        environment=record["environment"],
+    )

@@ -1,0 +1,307 @@
+"""One attempt: a start of all ranks on some nodes, from the first `prepare` to the last sweep.
+
+    startup.py → every node starts its ranks → they arrive, meet, work, end
+         │                        │
+         │                        ├── a drain: hold, agree on a step, save, end with 75
+         └── a failure, the user, a deadline, a hang or a lost node ──→ stop all: TERM, grace, KILL, sweep
+
+What happens comes in as messages from `supervisor.py`, which lives longer. Node ranks are this attempt's own.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+from jobs import exits
+from jobs.words import counted
+from launch import storage
+from launch.channel import Message
+from launch.console import Console
+from launch.submit.plan import Context
+from launch.supervision import progress, stacks
+from launch.supervision.crew import Node
+from launch.supervision.eventlog import EventLog
+from launch.supervision.roster import Roster
+from launch.supervision.startup import Startup
+from launch.supervision.story import Story
+from launch.supervision.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
+
+SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
+MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first
+STACKS_S: Final = 4.0  # for the stacks of hung ranks to come
+DRAIN_S: Final = 60.0
+KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
+
+Send = Callable[[int, Message], None]
+
+
+class Attempt:
+    """Its ranks, what is asked of them, and how each ended."""
+
+    def __init__(
+        self, context: Context, nodes: Sequence[Node], log: EventLog, console: Console, send: Send, patience_s: float
+    ) -> None:
+        self.context = context
+        self.job = context.job
+        self.number = context.attempt
+        self.log = log
+        self.console = console
+        self.send = send
+        self.ours = context.entry is not None
+        self.roster = Roster(context.placement, nodes, meets=self.ours)
+        self.startup = Startup(context, self.roster, log, console, send)
+        self.story = Story(context, log, console)
+        self.endings: list[Ending] = []
+        self.stop: Stop | None = None
+        self.told: Stop | None = None  # the stop for which a node's SIGTERM was the reason
+        self.told_by: Ending | None = None
+        self.draining: Stop | None = None
+        self.drain_deadline = 0.0
+        self.stop_at: int | None = None
+        self.hang: progress.Hang | None = None
+        self.hang_deadline = 0.0
+        self.stacks: dict[int, dict[str, Any]] = {}
+        self.stuck: set[int] = set()  # node ranks where something survives KILL
+        self.stop_deadline: float | None = None
+        self.began = time.time()
+        self.started_at = time.monotonic()
+        self.deadline = self.started_at + max(context.job.start_timeout_s, patience_s)
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once its ranks have been told to end."""
+        return self.stop_deadline is not None
+
+    def is_over(self) -> bool:
+        """True when no rank of it runs any more, or those that do could not be stopped."""
+        if self.stop_deadline is None:
+            return not self.roster.running
+        if time.monotonic() > self.stop_deadline:
+            return True
+        return all(
+            rank in self.roster.swept or not node.is_alive or not node.hello
+            for rank, node in enumerate(self.roster.nodes)
+        )
+
+    def unswept(self) -> list[int]:
+        """List the node ranks that have an agent, and did not manage to end their ranks."""
+        clean = self.roster.swept - self.stuck
+        nodes = enumerate(self.roster.nodes)
+        return [rank for rank, node in nodes if self.is_stopping and node.is_alive and rank not in clean]
+
+    def verdict(self) -> Verdict:
+        """Judge it by what has ended so far."""
+        verdict = judge(self.endings, self.stop)
+        if self.draining is None or self.stop is not self.draining:
+            return verdict
+        step, saved = self.story.saved_step, self.stop_at is not None and self.story.saved_step == self.stop_at
+        last = f"saved after step {step}" if saved else "nothing more was saved"
+        return replace(verdict, message=f"{verdict.message}; {last}")
+
+    # The start ------------------------------------------------------------------------------------------------------
+
+    def on_prepared(self, node_rank: int, message: Message) -> None:
+        """Go on with the port that node 0 has bound."""
+        self._begin_again()
+        self.advance(lambda: self.startup.prepared(message))
+
+    def on_reached(self, node_rank: int, message: Message) -> None:
+        """Go on when all nodes have tried the way to the master."""
+        self._begin_again()
+        self.advance(lambda: self.startup.reached(node_rank, message))
+
+    def _begin_again(self) -> None:
+        """Count the start time-out anew: it is for each step of the start."""
+        self.started_at = time.monotonic()
+        self.deadline = self.started_at + self.job.start_timeout_s
+
+    def advance(self, step: Callable[[], Stop | None]) -> None:
+        """Take a step of the start, unless we are stopping; it may be the last one, or what stops the attempt."""
+        if not self.is_stopping and (stop := step()):
+            self.stop_all(stop, stop.message.partition("\n")[0], 0.0)
+
+    def on_started(self, node_rank: int, message: Message) -> None:
+        """Note the processes of a node's ranks."""
+        host = self.roster.nodes[node_rank].hello["host"]
+        self.log.event("started", attempt=self.number, node=node_rank, host=host, ranks=message["ranks"])
+
+    def on_report(self, node_rank: int, message: Message) -> None:
+        """Take what a rank tells of itself."""
+        report, rank = message["report"], message["rank"]
+        if report["report"] == "arrived":
+            self.roster.arrived.add(rank)
+        elif report["report"] == "joined":
+            self.roster.joined.add(rank)
+            if len(self.roster.joined) == len(self.roster.node_of):
+                self.story.joined(len(self.roster.joined), time.monotonic() - self.started_at)
+        else:
+            self.story.told(rank, report)
+
+    # Ends -----------------------------------------------------------------------------------------------------------
+
+    def on_exited(self, node_rank: int, message: Message) -> None:
+        """Take the end of a rank."""
+        node = self.roster.nodes[node_rank]
+        ahead_s, drained = node.clock.seconds, self.draining is not None
+        ending = ending_of(message, node_rank, node.hello["host"], ahead_s=ahead_s, ours=self.ours, drained=drained)
+        self.roster.running.discard(message["rank"])
+        self._record(ending)
+        over = self.draining is not None and not self.roster.running and not self.is_stopping
+        if over and any(each.cause == "stopped" for each in self.endings):
+            assert self.draining is not None
+            self.stop_all(self.draining, self.draining.message, 0.0)  # sweeps what is left, the store above all
+
+    def _record(self, ending: Ending) -> None:
+        self.endings.append(ending)
+        self.log.event("exited", attempt=self.number, **asdict(ending))
+        if ending.cause in ("own", "peer"):
+            self.story.failed(ending)
+            self.stop_all(self.draining, f"{ending.where()} has failed", self.job.grace_s)
+
+    def on_swept(self, node_rank: int, message: Message) -> None:
+        """Note that a node has nothing left of the attempt."""
+        self.roster.swept.add(node_rank)
+        if left := message.get("left"):
+            host = self.roster.hosts[node_rank]
+            self.startup.warn(f"{host}: {counted(len(left), 'process')} cannot be killed; see dmesg there")
+            self.stuck.add(node_rank)
+
+    def on_log(self, node_rank: int, message: Message) -> None:
+        """Show what rank 0 prints."""
+        self.console.lines(message["stream"], message["lines"])
+
+    def on_file(self, node_rank: int, message: Message) -> None:
+        """Keep a part of a file of a node that cannot write into our run folder."""
+        storage.keep(self.context.run, message)
+
+    def on_broken(self, node_rank: int, message: Message) -> None:
+        """Take the failure of a node as a whole, whose agent is still there."""
+        if message.get("gone", False):
+            self.roster.swept.add(node_rank)
+        self.lose(node_rank, message["broken"], message.get("code", exits.REFUSED))
+
+    def lose(self, node_rank: int, why: str, code: int, ago_s: float = 0.0) -> None:
+        """Count a node's remaining ranks as ended with it, `ago_s` seconds ago."""
+        lost = {rank for rank in self.roster.running if self.roster.node_of[rank] == node_rank}
+        if not lost:
+            return
+        self.roster.running -= lost
+        # Ranks that lost their connection to this node may have been heard before its own end was.
+        only_victims = self.stop is None and all(each.cause != "own" for each in self.endings)
+        cause: Cause = "own" if not self.is_stopping or only_victims else "stopped"
+        host, ended = self.roster.hosts[node_rank], time.time() - ago_s
+        self._record(Ending(None, node_rank, host, code, None, ended, cause, why))
+
+    def on_told(self, node_rank: int, message: Message) -> None:
+        """Take a node's SIGTERM for the end of the run: a scheduler sends it to agents and ranks, in any order."""
+        where = f"node {node_rank} ({self.roster.hosts[node_rank]})"
+        stop = Stop(exits.STOPPED, f"SIGTERM at {where}: its scheduler, or somebody there, ends the job")
+        if self.told is None and self.drain(replace(stop, code=exits.REQUEUE), "SIGTERM"):
+            self.told = self.draining
+        if self.draining is not None:  # others are told of it, too
+            return
+        if not self.is_stopping:
+            self.stop_all(stop, stop.message, self.job.grace_s)
+        elif self.stop is None and all(each.signal == "SIGTERM" for each in self.endings if each.cause == "own"):
+            self.stop = stop
+        if self.stop is stop:
+            host = self.roster.hosts[node_rank]
+            self.told, self.told_by = stop, Ending(None, node_rank, host, None, "SIGTERM", time.time(), "own")
+
+    # Stopping -------------------------------------------------------------------------------------------------------
+
+    def stop_all(self, stop: Stop | None, reason: str, grace_s: float) -> None:
+        """Tell every node to stop its ranks; a second call only shortens the grace."""
+        if not self.is_stopping:
+            self.stop = stop
+            self.story.decided(time.time())
+            self.log.event("stopping", attempt=self.number, reason=reason)
+            if self.startup.begun and self.roster.running:
+                self.console.say(f"stopping the ranks: {reason}")
+        elif grace_s > 0:
+            return
+        self.stop_deadline = time.monotonic() + grace_s + SWEEP_S
+        for rank, node in enumerate(self.roster.nodes):
+            if node.is_alive:
+                self.send(rank, {"do": "stop", "grace_s": grace_s, "attempt": self.number})
+
+    def drain(self, stop: Stop, by: str) -> bool:
+        """Have all ranks save after one and the same step, and end; False where that is not possible (any more)."""
+        saving = bool(self.startup.context.options.get("saving"))
+        if not saving or self.draining or self.is_stopping or self.story.first_step is None:
+            return False
+        deadline_s = KILL_WAIT_S if by == "SIGTERM" else DRAIN_S
+        self.draining = stop
+        self.drain_deadline = time.monotonic() + deadline_s
+        self.log.event("draining", attempt=self.number, by=by, deadline_s=deadline_s)
+        self.console.say(f"saving, then stopping: {by}" + ("; once more to stop at once" * (by == "Ctrl-C")))
+        self._tell_all({"do": "hold"})
+        return True
+
+    def on_held(self, node_rank: int, message: Message) -> None:
+        """Agree on the step after which all save.
+
+        A rank that waits after n steps keeps every other from ending step n + 1, and none could have ended step n
+        before all had begun it: so after n + 1 steps nobody has passed yet.
+        """
+        if self.stop_at is None:
+            self.stop_at = message["steps"] + 1
+            self._tell_all({"do": "stop_at", "steps": self.stop_at})
+
+    def _tell_all(self, message: Message) -> None:
+        for rank, node in enumerate(self.roster.nodes):
+            if node.is_alive:
+                self.send(rank, {**message, "attempt": self.number})
+
+    # The clock ------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Look at the deadlines."""
+        if self.is_stopping:
+            return
+        if self.draining is not None and now > self.drain_deadline:
+            self.stop_all(self.draining, "the ranks did not save in time", self.job.grace_s)
+            return
+        late_s = now - self.deadline
+        if late_s > 0 and (late := self.roster.late(self.job.start_timeout_s, patient=late_s < MEET_S)):
+            self.stop_all(Stop(exits.TIMEOUT, late), late, self.job.grace_s)
+        elif self.hang is not None:
+            if now > self.hang_deadline:
+                self._end_hang()
+        elif self.ours and self.startup.begun and not self.draining:
+            self._look_for_hang(now)
+
+    def _look_for_hang(self, now: float) -> None:
+        records = [(node.progress, node.progress_at) for node in self.roster.nodes]
+        self.hang = progress.hang(records, now, self.job.hang_s)
+        if self.hang is None:
+            return
+        self.log.event("hang", attempt=self.number, seconds=self.hang.seconds, phase=self.hang.phase)
+        self.console.say(f"no rank has made progress for {self.hang.seconds:.0f} s; asking each where it is")
+        self.hang_deadline = now + STACKS_S
+        self._tell_all({"do": "dump"})
+
+    def on_stacks(self, node_rank: int, message: Message) -> None:
+        """Take the stacks of a node's hung ranks; the last node's end the attempt."""
+        self.stacks.update({int(rank): said for rank, said in message["ranks"].items()})
+        if self.hang is not None and len(self.stacks) >= len(self.roster.running):
+            self._end_hang()
+
+    def _end_hang(self) -> None:
+        """Blame the ranks that are not where the others wait, and end the attempt."""
+        assert self.hang is not None
+        found = stacks.absent(self.stacks)
+        steps = self.hang.steps
+        what = f"made no progress for {self.hang.seconds:.0f} s after step {steps}"
+        if self.is_stopping:
+            return
+        rank = found.ranks[0] if found.ranks else None
+        node = self.roster.node_of[rank] if rank is not None else 0
+        text = f"{what}: {found.text}"
+        lines = [str(line) for line in self.stacks.get(rank, {}).get("lines", [])][-20:] if rank is not None else []
+        if rank is None:
+            self.stop_all(Stop(exits.TIMEOUT, f"the ranks {text}"), "the ranks hang", 0.0)
+            return
+        host, since = self.roster.hosts[node], time.time() - self.hang.seconds
+        self._record(Ending(rank, node, host, exits.TIMEOUT, None, since, "own", text, lines, step=steps, hung=True))

@@ -1,0 +1,70 @@
+"""The supervisor's two logs in the run folder: events as they happen, and one row per attempt with its verdict."""
+
+import os
+import socket
+import time
+from dataclasses import asdict
+from typing import Any
+
+from jobs.files import append_line
+from jobs.rundir import RunDir
+from launch.look.advice import next_step
+from launch.processes import start_ticks
+from launch.submit.plan import Context
+from launch.supervision.verdict import Verdict
+
+
+class EventLog:
+    """The only writer of a run's events.jsonl and attempts.jsonl."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+
+    def event(self, event: str, /, **fields: Any) -> None:
+        """Append one event.
+
+        Raises:
+            RunFolderError, StorageError: it cannot be written.
+        """
+        append_line(self.run.events, {"time": time.time(), "event": event, **fields})
+
+    def submitted(self, context: Context, transport: str) -> None:
+        """Say what was asked for, and which process supervises it."""
+        self.event(
+            "submitted",
+            run_id=self.run.run_id,
+            name=context.job.name,
+            kind=context.job.kind,
+            nodes=len(context.placement.nodes),
+            world_size=context.placement.world_size,
+            transport=transport,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            pid_start=start_ticks(os.getpid()),
+            grace_s=context.job.grace_s,
+        )
+
+    def attempt_ended(
+        self, attempt: int, verdict: Verdict, began: float, *, over: float | None = None, **more: Any
+    ) -> str:
+        """Write the row of an attempt, and say that it is over; return the advice that went with it."""
+        advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
+        ended = time.time() if over is None else over
+        row = {"attempt": attempt, "started": began, "ended": ended, **verdict.record(), **more, "next_step": advice}
+        append_line(self.run.attempts, row)
+        self.event("attempt_ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
+        return advice
+
+    def run_ended(self, attempt: int, verdict: Verdict) -> None:
+        """Write the run's last row."""
+        self.event("ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
+
+    def ended(self, attempt: int, verdict: Verdict, began: float) -> str:
+        """Write the row of the last attempt and the run's last row; return the advice that went with them."""
+        advice = self.attempt_ended(attempt, verdict, began)
+        self.run_ended(attempt, verdict)
+        return advice
+
+
+def _class(verdict: Verdict) -> dict[str, str]:
+    return {"class": verdict.name}

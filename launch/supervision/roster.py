@@ -1,0 +1,51 @@
+"""Who has come, who is still at work, and who is late: the bookkeeping of one attempt."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from jobs.placement import Placement
+from launch.supervision.crew import Node
+
+NAMED: Final = 4  # ranks that a message names before it only counts
+
+
+class Roster:
+    """The nodes and ranks of an attempt. `meets`: every rank will report that it arrived, and that it joined."""
+
+    def __init__(self, placement: Placement, nodes: Sequence[Node], *, meets: bool) -> None:
+        self.meets = meets
+        self.nodes = list(nodes)  # in the order of node ranks
+        self.hosts = [node.host for node in placement.nodes]
+        self.missing = len(self.nodes)  # nodes that have not yet done what the start waits for
+        self.swept: set[int] = set()  # node ranks on which nothing is left of the attempt
+        self.node_of = {rank: node.node_rank for node in placement.nodes for rank in node.rank_range}
+        self.running = set(self.node_of)
+        self.arrived: set[int] = set()
+        self.joined: set[int] = set()
+
+    def late(self, limit_s: float, *, patient: bool) -> str:
+        """Say, after the deadline, who has not come; empty when everybody is where they should be.
+
+        While `patient`, ranks that have arrived are given a moment more: their own time-out says more than ours.
+        """
+        limit = f"{limit_s:g} s (start_timeout_s)"
+        if silent := [number for number, node in enumerate(self.nodes) if not node.hello]:
+            return f"{self._name_nodes(silent)}: the agent did not answer within {limit}"
+        # A program of the user's need not meet anybody; but once one rank waits at the store, all others should come.
+        expected = self.meets or bool(self.running & self.arrived)
+        if expected and (missing := sorted(self.running - self.arrived)):
+            names = self._name(missing)
+            return f"{names} did not reach the rendezvous within {limit}; see muster logs --rank {missing[0]}"
+        if self.meets and not patient and (apart := sorted(self.running - self.joined)):
+            return f"{self._name(apart)} did not meet the others within {limit}"
+        return ""
+
+    def _name_nodes(self, numbers: list[int]) -> str:
+        names = ", ".join(f"{number} ({self.hosts[number]})" for number in numbers[:NAMED])
+        return f"node {names}" + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")
+
+    def _name(self, ranks: list[int]) -> str:
+        names = [f"rank {rank} on node {self.node_of[rank]}" for rank in ranks[:NAMED]]
+        more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
+        host = self.nodes[self.node_of[ranks[0]]].hello.get("host", "?")
+        return ", ".join(names) + more + f" ({host})"

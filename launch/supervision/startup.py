@@ -1,0 +1,223 @@
+"""From the first hello to the start messages; the part of a run in which most goes wrong on a new cluster.
+
+    all nodes answer, or fail ──→ node 0 binds the store's port ──→ every node reaches it, and looks for the run folder
+              │                                                        │
+              └── some failed: one report names them all               └── wrong network, code, clock, storage: the same
+                                                                       │
+                                          plans ──→ start messages ←───┘
+
+On one machine there is nothing to reach, and the second step is left out.
+"""
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from jobs import exits, nodelist
+from jobs.errors import MusterError, RefusedError, UnreachableError
+from jobs.files import write_json, write_text
+from jobs.rundir import RunDir
+from jobs.words import counted
+from launch.channel import Message
+from launch.console import Console
+from launch.fingerprint import fingerprint
+from launch.submit.plan import Context, Machine, NodePlan, plan_nodes, start_message
+from launch.supervision.eventlog import EventLog
+from launch.supervision.master import own_address
+from launch.supervision.roster import Roster
+from launch.supervision.verdict import Stop
+
+LOOPBACK: Final = "127.0.0.1"
+SKEW_WARN_S: Final = 2.0
+SKEW_BAD_S: Final = 60.0
+
+Send = Callable[[int, Message], None]
+
+
+class Startup:
+    """Brings an attempt to its start messages. Every step returns what stops the run, or None."""
+
+    def __init__(self, context: Context, roster: Roster, log: EventLog, console: Console, send: Send) -> None:
+        self.context = context
+        self.roster = roster
+        self.log = log
+        self.console = console
+        self.send = send
+        self.port = 0
+        self.nonce = secrets.token_hex(16)
+        self.begun = False  # ranks are being started
+        self.complete = False  # every node has answered or failed: from now on they are spoken to, and may be silent
+
+    def answered(self) -> Stop | None:
+        """Go on when a node has answered or failed, if it was the last one to."""
+        self.roster.missing -= 1
+        return None if self.roster.missing else self.begin()
+
+    def begin(self) -> Stop | None:
+        """Begin with nodes that have all answered or failed."""
+        self.complete = True
+        for number, node in enumerate(self.roster.nodes):
+            node.heard = time.monotonic()
+            if node.channel is not None:  # its clock is to be known before it is judged
+                self.send(number, {"do": "beat", "sent": time.time()})
+        failed = {number: node.failure for number, node in enumerate(self.roster.nodes) if node.failure is not None}
+        if failed:
+            return self._report(failed)
+        # Ranks of one machine meet on loopback: nobody outside need see the store.
+        bind = LOOPBACK if self.context.placement.one_host else ""
+        self.send(0, {"do": "prepare", "bind": bind, "attempt": self.context.attempt})
+        return None
+
+    def prepared(self, message: Message) -> Stop | None:
+        """Have every node reach the port that node 0 has bound."""
+        self.port = message["port"]
+        if not self.context.remote:
+            return self._start()
+        try:
+            self._learn_master(message["addresses"])
+        except MusterError as error:
+            return Stop(error.exit_code, str(error))
+        write_text(self.context.run.nonce("supervisor"), self.nonce)
+        self.roster.missing = len(self.roster.nodes)
+        reach = {
+            "do": "reach",
+            "address": self.context.placement.master_addr,
+            "port": self.port,
+            "iface": self.context.iface,
+            "run": str(self.context.run.path),
+            "nonce": self.nonce,
+            "attempt": self.context.attempt,
+        }
+        for number in range(len(self.roster.nodes)):
+            self.send(number, reach)
+        return None
+
+    def _learn_master(self, addresses: list[tuple[str, str]]) -> None:
+        """Take node 0's address from its agent where neither hosts nor user gave one.
+
+        Raises:
+            RefusedError: there is none that the other nodes could reach.
+        """
+        placement, host = self.context.placement, self.roster.hosts[0]
+        if placement.one_host or (placement.master_addr and not self.context.iface):
+            return
+        address = own_address(host, str(self.roster.nodes[0].hello["address"]), addresses, self.context.iface)
+        self.context = replace(self.context, placement=placement.meeting_at(address))
+
+    def reached(self, number: int, message: Message) -> Stop | None:
+        """Go on when the last node has tried."""
+        self.roster.nodes[number].reached = message
+        self.roster.missing -= 1
+        if self.roster.missing:
+            return None
+        self.context.run.nonce("supervisor").unlink(missing_ok=True)
+        mine = fingerprint()
+        failed: dict[int, MusterError] = {}
+        for each, node in enumerate(self.roster.nodes):
+            if wrong := self._judge(each, mine):
+                failed[each] = wrong
+            elif abs(node.clock.seconds) > SKEW_WARN_S:
+                self.warn(f"{self.roster.hosts[each]}: its clock is off by {node.clock.seconds:+.1f} s")
+        if failed:
+            return self._report(failed)
+        nodes = zip(self.roster.hosts, self.roster.nodes, strict=True)
+        if apart := [host for host, node in nodes if _apart(node.reached)]:
+            self.warn(
+                f"{nodelist.fold(apart)} cannot see {self.context.run.path}: logs and metrics come over the network, "
+                "and failover across nodes is off" + "; nothing is saved" * bool(self.context.options.get("saving"))
+            )
+            self.context = replace(self.context, options={**self.context.options, "saving": False, "resume": None})
+        return self._start()
+
+    def _judge(self, number: int, code: str) -> MusterError | None:
+        """Tell what keeps a node from taking part, if anything does."""
+        node, host = self.roster.nodes[number], self.roster.hosts[number]
+        said, placement = node.reached, self.context.placement
+        where = f"{placement.master_addr}:{self.port}"
+        if said["why"]:
+            return UnreachableError(
+                f"{host}: cannot reach the master at {where}: {said['why']}; check the firewall between the nodes, or "
+                "give another network with --master-addr or --iface"
+            )
+        if said["interface"] in ("", "lo") and not placement.one_host:
+            return RefusedError(
+                f"{host}: its way to the master {where} is {said['interface'] or 'no interface'}, which the others do "
+                "not share; give the address of node 0 that they reach with --master-addr"
+            )
+        if said["code"] != code:
+            return RefusedError(
+                f"{host}: has other code of Muster ({said['code']}, here {code}); run muster sync, or bring both to "
+                "one commit"
+            )
+        if abs(node.clock.seconds) > SKEW_BAD_S:
+            return RefusedError(f"{host}: its clock is off by {node.clock.seconds:+.0f} s; set it (chronyc makestep)")
+        if said["storage"] == "none":
+            return RefusedError(f"{host}: has nowhere to keep the run: {said['storage_why']}")
+        return None
+
+    def _report(self, failed: dict[int, MusterError]) -> Stop:
+        """Put all bad nodes into one message, with what to write to go on without them."""
+        code = max((error.exit_code for error in failed.values()), key=lambda each: each == exits.UNREACHABLE)
+        lines = [str(error) for error in failed.values()]
+        names = nodelist.fold(self.roster.hosts[number] for number in failed)
+        if len(failed) < len(self.roster.nodes) and self.context.remote:
+            lines.append(f"to go on without: --exclude {names}")
+        return Stop(code, "\n".join(lines))
+
+    def warn(self, text: str) -> None:
+        """Say a warning, and keep it for `muster status`."""
+        self.log.event("warning", text=text)
+        self.console.say(f"muster: warning: {text}")
+
+    def _start(self) -> Stop | None:
+        """Plan, write the plans down, and start the ranks."""
+        context, nodes = self.context, self.roster.nodes
+        machines = [machine_of(node.hello, node.reached) for node in nodes]
+        try:
+            plans = plan_nodes(context, machines, self.port)
+            attempt = context.run.attempt(context.attempt)
+            attempt.make()
+            write_json(attempt.placement, context.placement.to_json())
+            chosen = context.options.get("resume") or {}
+            write_json(attempt.resume, {"checkpoint": chosen.get("checkpoint"), "step": chosen.get("step", 0)})
+        except MusterError as error:
+            return Stop(error.exit_code, str(error))
+        self.begun = True
+        self.announce(plans)
+        for number, plan in enumerate(plans):
+            start = start_message(context, plan, store=machines[0].torch, master_port=self.port)
+            write_json(attempt.command(number), start)
+            self.send(number, start)
+        return None
+
+    def announce(self, plans: list[NodePlan]) -> None:
+        """Say who runs where, and when the ranks were started."""
+        placement = self.context.placement
+        master = {"master_addr": placement.master_addr, "master_port": self.port}
+        hosts = [node.host for node in placement.nodes]
+        self.log.event("attempt", attempt=self.context.attempt, world_size=placement.world_size, hosts=hosts, **master)
+        if self.context.attempt == 0:
+            self.console.plan(str(self.context.run.path), plans, f"{placement.master_addr}:{self.port}")
+        else:
+            ranks, names = counted(placement.world_size, "rank"), nodelist.fold(dict.fromkeys(hosts))
+            self.console.say(f"attempt {self.context.attempt}: {ranks} on {names}")
+
+
+def machine_of(hello: Message, reached: Message) -> Machine:
+    """Return what a node has, as its agent said."""
+    return Machine(
+        host=hello["host"],
+        cores=tuple(hello["cores"]),
+        gpus=tuple(hello["gpus"]),
+        torch=hello["torch"],
+        environ=hello["environ"],
+        interface=reached.get("interface", ""),
+        run=RunDir(Path(reached["run"])) if _apart(reached) else None,
+    )
+
+
+def _apart(reached: Message) -> bool:
+    return reached.get("storage") == "apart"

@@ -1,0 +1,98 @@
+"""What an attempt tells of itself while it runs, and its row in attempts.jsonl: from where to where it came, and what
+its beginning and its end cost.
+
+    … failed ──detect──→ decided ──stop──→ over ──start──→ joined ──load──→ first step ──replay──→ where it had been
+      of the attempt before                      of the next one
+"""
+
+from typing import Any
+
+from launch.console import Console
+from launch.look.runrows import last_metrics, number
+from launch.submit.plan import Context
+from launch.supervision.crew import Node
+from launch.supervision.eventlog import EventLog
+from launch.supervision.verdict import Ending, Verdict
+
+
+class Story:
+    """One attempt's."""
+
+    def __init__(self, context: Context, log: EventLog, console: Console) -> None:
+        self.context = context
+        self.log = log
+        self.console = console
+        self.number = context.attempt
+        chosen = context.options.get("resume") or {}
+        self.origin: str | None = chosen.get("checkpoint")
+        self.origin_step: int = chosen.get("step", 0)
+        self.first_step: int | None = None
+        self.saved_step: int | None = None
+        self.failed_at: float | None = None  # unix seconds, by our clock
+        self.failed_step: int | None = None
+        self.decided_at: float | None = None
+        self.times: dict[str, float] = {}
+
+    def joined(self, ranks: int, seconds: float) -> None:
+        """Note that all ranks have met."""
+        self.times["start_s"] = round(seconds, 3)
+        self.log.event("joined", attempt=self.number, seconds=round(seconds, 3))
+        self.console.say(f"{ranks} rank{'s' * (ranks != 1)} joined after {seconds:.1f} s")
+
+    def told(self, rank: int, report: dict[str, Any]) -> None:
+        """Take a report of a rank; most are rank 0's."""
+        what = report["report"]
+        if what == "progress":
+            self.console.progress(report)
+            return
+        if what == "first_step":
+            self.first_step = report["step"]
+        elif what == "loaded":
+            self.times["load_s"] = round(report["seconds"], 3)
+        elif what == "replayed":
+            self.times["replay_s"] = round(report["seconds"], 3)
+        elif what == "saved":
+            self.saved_step = report["step"]
+        elif what == "missed":
+            self.console.say(f"muster: warning: rank {rank}: {report['message']}")
+        self.log.event(what, attempt=self.number, rank=rank, **{k: v for k, v in report.items() if k != "report"})
+
+    def failed(self, ending: Ending) -> None:
+        """Note the first failure."""
+        if self.failed_at is None:
+            self.failed_at, self.failed_step = ending.ended, ending.step
+
+    def decided(self, now: float) -> None:
+        """Note that the end of the attempt has been decided."""
+        self.decided_at = now
+
+    def last_step(self, nodes: list[Node]) -> int:
+        """Return how many steps were done when it ended: what the ranks said last, or what stands in the metrics."""
+        said = max((node.progress["steps"] for node in nodes if node.progress), default=0)
+        row, _ = last_metrics(self.context.run)
+        logged = number(row.get("step")) or 0 if row.get("attempt") == self.number else 0
+        return max(said, logged, self.failed_step or 0, self.saved_step or 0, self.origin_step)
+
+    def row(self, nodes: list[Node], verdict: Verdict, following: str, over: float) -> dict[str, Any]:
+        """Return what its row says beside its verdict; `over`: when its last rank had ended (unix seconds)."""
+        times = dict(self.times)
+        if self.decided_at is not None:
+            if self.failed_at is not None:
+                times["detect_s"] = round(max(0.0, self.decided_at - self.failed_at), 3)
+            times["stop_s"] = round(max(0.0, over - self.decided_at), 3)
+        last = self.last_step(nodes)
+        kept = self.saved_step if self.saved_step is not None else self.origin_step
+        settings = self.context.job.settings
+        return {
+            "cause": verdict.message,
+            "mode": getattr(settings, "mode", None),
+            "world_size": self.context.placement.world_size,
+            "hosts": [node.host for node in self.context.placement.nodes],
+            "from": self.origin,
+            "from_step": self.origin_step,
+            "last_step": last,
+            "saved_step": self.saved_step,
+            "lost_steps": max(0, last - kept) if verdict.code else 0,
+            "times": times,
+            "next": following,
+        }

@@ -1,0 +1,96 @@
+"""From one attempt to the next: which nodes are left, and how the ranks are dealt to them.
+
+Whether there is a next one is decided in `launch/supervision/recovery.py`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jobs.errors import RefusedError
+from jobs.placement import Placement
+from jobs.spec import Job
+from jobs.words import counted
+from launch.console import Console
+from launch.kinds import BY_KEY
+from launch.supervision.attempt import Attempt
+from launch.supervision.crew import Crew
+from launch.supervision.eventlog import EventLog
+from launch.supervision.recovery import Choice, Decision, Past, blamed, choose, decide
+from launch.supervision.verdict import Verdict
+
+
+class Succession:
+    """The attempts of one supervisor so far, and what follows from them."""
+
+    def __init__(self, job: Job, crew: Crew, *, saves: bool) -> None:
+        self.job = job
+        self.crew = crew
+        self.saves = saves
+        self.past: list[Past] = []
+
+    def follow(
+        self, attempt: Attempt, slots: Sequence[int], verdict: Verdict, *, asked: bool
+    ) -> tuple[Decision, Choice | None]:
+        """Decide what follows an attempt that was on `slots`; `asked`: somebody wants the run to end."""
+        story = attempt.story
+        first = verdict.first  # one that only lost its connection to another is a victim
+        culprit = slots[first.node] if first is not None and first.cause == "own" else None
+        last = Past(verdict, culprit, story.last_step(attempt.roster.nodes), story.saved_step is not None)
+        self.past.append(last)
+        decision = Decision(verdict) if asked else decide(self.past, self.job.restart, saves=self.saves)
+        if not decision.again:
+            return decision, None
+        choice = self._choose(slots, begun=attempt.startup.begun)
+        return (Decision(self._too_few(verdict)) if choice is None else decision), choice
+
+    def _choose(self, slots: Sequence[int], *, begun: bool) -> Choice | None:
+        """Choose the nodes of the next attempt."""
+        lost = [slot for slot in slots if not self.crew.nodes[slot].is_alive]
+        return choose(
+            slots,
+            self.crew.alive(),
+            wanted=self.job.nodes,
+            least=self._least(),
+            avoid=blamed(self.past),
+            revivable=lost if begun or len(self.past) > 1 else [],  # at the very start a name may be wrong
+            fits=self._fits,
+        )
+
+    def _least(self) -> int:
+        restart = self.job.restart
+        return min((restart.min_nodes if restart else None) or self.job.nodes, self.job.nodes)
+
+    def _fits(self, slots: Sequence[int]) -> bool:
+        """Say whether the job can be dealt to the ranks of some nodes."""
+        world_size = sum(self.crew.nodes[slot].place.ranks for slot in slots)
+        try:
+            BY_KEY[self.job.kind].check(self.job.settings, world_size)
+        except RefusedError:
+            return False
+        return bool(slots)
+
+    def _too_few(self, verdict: Verdict) -> Verdict:
+        left = counted(len(self.crew.alive()), "node")
+        wanted = f"the job needs {self._least()} (restart.min_nodes), and ranks that its batch can be dealt to"
+        return replace(verdict, message=f"{verdict.message}; {left} left, and {wanted}")
+
+    def announce(
+        self, number: int, verdict: Verdict, decision: Decision, choice: Choice, log: EventLog, console: Console
+    ) -> None:
+        """Say and write down which attempt follows, where, and why."""
+        hosts, why = self.crew.hosts(choice.slots), verdict.message.partition("\n")[0]
+        log.event("restarting", attempt=number, delay_s=decision.delay_s, hosts=hosts, why=why)
+        wait = f" in {decision.delay_s:g} s" if decision.delay_s else ""
+        fewer = f": {', '.join(hosts)}" if len(hosts) < self.job.nodes else ""
+        console.say(f"muster: {why}")
+        console.say(f"attempt {number}{wait} on {counted(len(hosts), 'node')}{fewer}")
+
+    def placement(self, before: Placement, slots: Sequence[int]) -> Placement:
+        """Number the ranks anew over the nodes that take part."""
+        nodes, first_rank = [], 0
+        for rank, slot in enumerate(slots):
+            place = self.crew.nodes[slot].place
+            nodes.append(replace(place, node_rank=rank, first_rank=first_rank))
+            first_rank += place.ranks
+        same = nodes[0].host == before.nodes[0].host or before.one_host
+        return Placement(tuple(nodes), first_rank, before.master_addr if same else nodes[0].address)

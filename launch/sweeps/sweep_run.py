@@ -1,0 +1,187 @@
+"""Run the points of a sweep: one after another here, or as arrays of Slurm's, one for each shape.
+
+here     every point is started and supervised from this process; Ctrl-C ends the point and the sweep
+arrays   points that ask Slurm for the same are one array, for its elements share what they ask for; directly by sbatch,
+         or through submitit. Then all are followed to their ends (launch/sweeps/sweep_follow.py)
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from jobs import exits
+from jobs.boot import module_argv
+from jobs.errors import MusterError
+from jobs.files import write_text
+from jobs.rundir import RunDir
+from launch.console import Console
+from launch.look.runrows import read_rows
+from launch.scheduler import submitit_run
+from launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
+from launch.scheduler.slurm_run import TRANSPORT, close, cores_of, settings_of
+from launch.submit.prepare import Prepared
+from launch.submit.spares import crew_size
+from launch.submit.start import check_torch, start, write_run
+from launch.submit.submission import Submission
+from launch.supervision.eventlog import EventLog
+from launch.sweeps.sweep import Point
+from slurm.allocation import clean_environment, inside_allocation
+from slurm.client import Client, SubmissionRefusedError
+from slurm.refusals import refusal
+from slurm.script import Array, options_of, overriding_variables, sbatch_text
+from slurm.states import Outcome
+
+BY_SIGNAL: Final = tuple(f"stopped by {by}" for by in ("Ctrl-C", "SIGTERM", "SIGHUP"))
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Element:
+    """One point of a sweep on its way: what was prepared for it."""
+
+    point: Point
+    prepared: Prepared
+
+    @property
+    def run(self) -> RunDir:
+        """The folder of its run."""
+        return self.prepared.context.run
+
+
+def is_array(prepared: Prepared, environ: Mapping[str, str] = os.environ) -> bool:
+    """Say whether the points go into Slurm's queue together."""
+    route = prepared.submission.route
+    if route.transport == "submitit":
+        return route.executor == "slurm"
+    return route.transport == TRANSPORT and not inside_allocation(environ)
+
+
+# One after another -------------------------------------------------------------------------------------------------
+
+
+def run_here(elements: Sequence[Element], say: Say, *, keep_going: bool) -> bool:
+    """Run the points one after another; return False when the user ended the sweep."""
+    for count, element in enumerate(elements, 1):
+        say(f"[{count}/{len(elements)}] {element.point.label}")
+        try:
+            code = _run_one(element.prepared)
+            say(f"  {(read_rows(element.run).ended or {}).get('message', code)}")
+        except MusterError as error:
+            say(f"muster: {error}")
+            code = error.exit_code
+            if element.run.path.is_dir():
+                close(element.run, Outcome(code, str(error)))
+        except KeyboardInterrupt:
+            return False
+        if code == exits.STOPPED and (read_rows(element.run).ended or {}).get("message") in BY_SIGNAL:
+            return False
+        if code and not keep_going:
+            break
+    return True
+
+
+def _run_one(prepared: Prepared) -> int:
+    if prepared.submission.route.transport != "submitit":
+        return start(prepared, quiet=True).code
+    check_torch(prepared.submission)
+    return submitit_run.run_here(write_run(prepared), Console(quiet=True))
+
+
+# Arrays ------------------------------------------------------------------------------------------------------------
+
+
+def submit_arrays(elements: Sequence[Element], folder: Path, say: Say, *, limit: int | None) -> None:
+    """Submit the points, one array for each shape; a shape that is refused ends its points, and no others.
+
+    Raises:
+        RefusedError: the code is too much to be copied.
+        RunFolderError, StorageError: a run folder cannot be written.
+    """
+    submissions = _write_runs([element.prepared for element in elements], folder)
+    for index, members in enumerate(group(submissions)):
+        name = f"{folder.name}-{index}"
+        try:
+            if submissions[0].route.transport == "submitit":
+                ids = submitit_run.submit_array(members, name=name, limit=limit, folder=folder / "submitit")
+            else:
+                ids = submit_array(members, name=name, folder=folder, limit=limit)
+            say(f"Slurm job {ids[0].partition('_')[0]}: {len(members)} of {len(elements)} points")
+        except MusterError as error:
+            say(f"muster: {error}")
+            for each in members:
+                close(each.context.run, Outcome(error.exit_code, str(error)))
+
+
+def group(submissions: Sequence[Submission]) -> list[list[Submission]]:
+    """Put together what asks Slurm for the same, in order of the first of each."""
+    groups: dict[str, list[Submission]] = {}
+    for each in submissions:
+        job = each.context.job
+        settings = settings_of(each.context).model_dump(mode="json")
+        groups.setdefault(json.dumps([crew_size(job), cores_of(job), settings, each.context.code]), []).append(each)
+    return list(groups.values())
+
+
+def submit_array(members: Sequence[Submission], *, name: str, folder: Path, limit: int | None) -> list[str]:
+    """Submit runs as one array, note each one's number in its folder, and return the numbers.
+
+    Raises:
+        RefusedError: sbatch refuses, or Slurm is not on this machine.
+        UnreachableError: the controller does not answer.
+    """
+    context, hosts = members[0].context, members[0].route.hosts
+    settings, nodes = settings_of(context), crew_size(context.job)
+    short = f"array{name.removeprefix(folder.name)}"
+    points = folder / f"{short}.runs"
+    array = Array(points, len(members), limit)
+    argv = module_argv(context.python, "launch.supervise", context.code)
+    cores = cores_of(context.job)
+    shape = {"name": name, "folder": folder, "nodes": nodes, "settings": settings, "cpus_per_task": cores}
+    script = folder / f"{short}.sh"
+    write_text(points, "".join(f"{each.context.run.path}\n" for each in members))
+    write_text(script, sbatch_text(argv=argv, array=array, **shape))  # type: ignore[arg-type]
+    for each in members:
+        EventLog(each.context.run).submitted(each.context, TRANSPORT)
+    base = {**os.environ, **hosts.environment}
+    dropped = overriding_variables(options_of(array=array, **shape))  # type: ignore[arg-type]
+    environment = {key: value for key, value in clean_environment(base).items() if key not in dropped}
+    client = Client(base)
+    try:
+        submitted = client.submit(script, name=name, environment=environment)
+    except SubmissionRefusedError as error:
+        raise refusal(str(error), settings, nodes, partitions=client.partitions()) from error
+    ids = [f"{submitted.job_id}_{index}" for index in range(len(members))]
+    for each, job_id in zip(members, ids, strict=True):
+        run = each.context.run
+        kept = kept_environment(base)
+        job = SlurmJob(job_id=job_id, name=name, cluster=submitted.cluster, environment=kept, **this_process())
+        job.write(run)
+        # Slurm writes an array's output into one folder; who reads a run looks for its own.
+        output = output_path(run, job)
+        output.symlink_to(folder / output.name)
+    return ids
+
+
+def _write_runs(prepared: Sequence[Prepared], folder: Path) -> list[Submission]:
+    """Make all run folders. They share one copy of the code, unless their working folders differ."""
+    if len({(each.context.workdir, each.context.entry is None) for each in prepared}) > 1:
+        return [write_run(each, snapshot=True) for each in prepared]
+    from launch.submit.snapshot import take
+
+    context = prepared[0].context
+    taken = take(RunDir(folder), workdir=Path(context.workdir), program=context.entry is None)
+    for note in taken.notes:
+        print(f"muster: {note}", file=sys.stderr)
+    code, workdir = str(taken.code), str(taken.workdir)
+    return [write_run(_with(each, code=code, workdir=workdir)) for each in prepared]
+
+
+def _with(prepared: Prepared, **changes: str) -> Prepared:
+    submission = prepared.submission
+    context = replace(submission.context, **changes)  # type: ignore[arg-type]
+    return replace(prepared, submission=replace(submission, context=context))

@@ -1,0 +1,87 @@
+"""The page of `muster verify`, from records; and the command itself on every mode."""
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jobs.modes import MODES
+from launch.look.verify_view import render
+
+LONG_NAME = "block2.attention.output.weight"
+
+
+def row(name: str, kind: str, **fields: Any) -> dict[str, Any]:
+    equal = {"bitwise": True, "ulp": 0, "difference": 0.0, "tolerance": 0.0, "ok": True, "drift": None}
+    return {"name": name, "kind": kind, "shape": [64, 64], **equal, **fields}
+
+
+def record(*rows: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    whole = {"job": "nano", "mode": "ddp", "exact": False, "world_size": 3, "virtual_ranks": 3, "device": "cpu"}
+    whole |= {"precision": "fp32", "steps": 1, "batch_size": 16, "class": "bitwise", "why": "the same order"}
+    whole |= {"losses": [{"step": 1, "mode": 5.5, "reference": 5.5}], "differing_ranks": {}, "pass": True}
+    return {**whole, "rows": list(rows), **fields}
+
+
+def page(record: dict[str, Any]) -> str:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render(record))
+    return console.export_text()
+
+
+def test_equal_tensors_are_said_to_be_bitwise_equal_and_pass() -> None:
+    text = page(record(row(LONG_NAME, "gradient"), row(LONG_NAME, "parameter")))
+    (line,) = [line for line in text.splitlines() if line.startswith("block2")]
+    assert line.split()[0] == LONG_NAME
+    assert line.count("bitwise equal") == 2
+    assert "PASS  class bitwise: the same order; 2 of 2 comparisons bitwise equal" in text
+
+
+def test_a_gradient_within_its_bound_shows_its_distance() -> None:
+    near = {"bitwise": False, "ulp": 744, "difference": 7.3e-12, "tolerance": 9.4e-11}
+    rows = row(LONG_NAME, "gradient", **near), row(LONG_NAME, "parameter", drift=4.8e-07)
+    text = page(record(*rows, **{"class": "tight"}))
+    assert "744 ulp, 7.3e-12" in text
+    assert "PASS" in text
+    assert "4.8e-07 away" in " ".join(text.split())
+
+
+def test_what_is_outside_the_class_is_named_and_fails() -> None:
+    far = {"bitwise": False, "ulp": 99_999, "difference": 0.5, "ok": False}
+    rows = row("norm.weight", "gradient", **far), row("norm.weight", "parameter")
+    text = page(record(*rows, **{"pass": False, "differing_ranks": {"norm.weight": [2]}}))
+    assert "0.5: not bitwise equal" in " ".join(text.split()).replace("5.0e-01", "0.5")
+    assert "FAIL" in text
+    assert "1 of the gradients outside the class: norm.weight" in text
+    assert "rank 2 differs from rank 0 in norm.weight" in text
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_holds_its_promise(mode: str, tmp_path: Path) -> None:
+    ranks = 1 if mode == "single" else 3
+    job = tmp_path / "job.yaml"
+    settings = f"{{model: gpt-nano, data: synthetic, mode: {mode}, batch_size: 7, steps: 2}}"
+    job.write_text(f"ranks_per_node: {ranks}\ntrain: {settings}\n")
+    argv = [sys.executable, "-m", "launch", "verify", str(job), "--steps", "2", "--runs", str(tmp_path / "runs")]
+    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["pass"]
+    assert found["class"] == MODES[mode].exactness(ranks)
+    assert found["world_size"] == ranks
+
+
+def test_only_training_can_be_verified(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("command: ['true']\n")
+    argv = [sys.executable, "-m", "launch", "verify", str(job), "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "only a train: job can be verified, this is a command: job" in done.stderr
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,236 @@
+"""From the command line to a submission: hosts, transport, overrides; and what is refused before anything starts."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jobs.errors import JobFileError, RefusedError, UsageError
+from jobs.placement import Host, Login
+from launch.commands import run as command
+from launch.submit import prepare as module
+from launch.submit.plan import Machine, shared_environment
+from launch.submit.prepare import Prepared, prepare
+
+COMMAND = "command: ['true']\n"
+IMAGES_FOR_ALL = "train: {model: vgg11, data: cifar10, batch_size: 300}\n"
+IMAGES = "train: {model: vgg11, data: cifar10}\n"
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    """Read a command line as `muster run` does."""
+    parser = argparse.ArgumentParser()
+    command.configure(parser)
+    return parser.parse_args(words)
+
+
+def prepared(path: Path, text: str, *words: str, here: bool = True) -> Prepared:
+    path.write_text(text)
+    return prepare(parsed(str(path), *words), here=here)
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MUSTER_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CONFIG_HOME", "MUSTER_SITE", "MUSTER_RUNS"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "job.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nodes: 257\n" + COMMAND, "nodes: must be at most 256 on one machine, got 257"),
+        (
+            "nodes: 2\nranks_per_node: 513\n" + COMMAND,
+            "ranks_per_node: must be such that one machine has at most 1024 ranks, got 2 nodes x 513",
+        ),
+        ("workdir: nowhere\n" + COMMAND, "workdir: {folder}/nowhere: no such folder"),
+        ("workdir: job.yaml\n" + COMMAND, "workdir: {folder}/job.yaml: is not a folder"),
+        (IMAGES, "train.data: {folder}/data/cifar10: cifar10 is not on this machine; run: muster data cifar10"),
+        ("env: {MUSTER_DATA: /empty}\n" + IMAGES, "train.data: /empty/cifar10: cifar10 is not on this machine"),
+        ("train: {model: gpt-nano, data: {text: no.txt}}\n", "train.data.text: {folder}/no.txt: no such file"),
+        ("nodes: 2\ntrain: {model: vgg11, data: digits, batch_size: 1}\n", "train.batch_size: 1 is less than"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_with_file_and_key(job: Path, text: str, message: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        prepared(job, text)
+    assert str(caught.value).startswith(f"{job}: {message.format(folder=job.parent)}")
+    assert "\n" not in str(caught.value)
+
+
+def test_lines_for_other_machines_are_not_held_to_what_this_one_has(job: Path) -> None:
+    text = "nodes: 300\nworkdir: /nowhere\n" + IMAGES_FOR_ALL
+    assert len(prepared(job, text, here=False).context.placement.nodes) == 300
+
+
+def test_without_a_job_file_the_word_that_is_missing_is_named() -> None:
+    with pytest.raises(UsageError, match="JOB: is empty; name a job file"):
+        prepare(parsed(""))
+
+
+@pytest.mark.parametrize(
+    ("machine", "nodes", "ranks"),
+    [
+        (Machine("box", tuple(range(8))), 2, [4, 4]),
+        (Machine("box", tuple(range(3))), 2, [2, 1]),
+        (Machine("box", (0, 1)), 3, [1, 1, 1]),
+        (Machine("box", tuple(range(64)), ("a", "b", "c", "d")), 2, [2, 2]),
+    ],
+)
+def test_pretend_nodes_share_the_slots_of_their_machine(
+    job: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine, nodes: int, ranks: list[int]
+) -> None:
+    monkeypatch.setattr(module, "this_machine", lambda: machine)
+    placement = prepared(job, f"nodes: {nodes}\nranks_per_node: slots\n" + COMMAND).context.placement
+    assert [node.ranks for node in placement.nodes] == ranks
+
+
+def with_site(job: Path, site_text: str, *words: str) -> Prepared:
+    site = job.parent / "site.yaml"
+    site.write_text(site_text)
+    return prepared(job, COMMAND, "--site", str(site), *words)
+
+
+def test_the_site_files_interpreter_and_data_folder_are_those_of_the_ranks(job: Path) -> None:
+    context = with_site(job, f"interpreter: {sys.executable}\ndata: sets\n").context
+    assert context.python == sys.executable
+    values = {each.name: (each.value, each.origin) for each in shared_environment(context, Machine("box", ()), 1)}
+    assert values["MUSTER_DATA"] == (str(job.parent / "sets"), "site file: data")
+
+
+def test_a_site_interpreter_that_cannot_be_run_is_refused(job: Path) -> None:
+    with pytest.raises(RefusedError, match=r"site file: interpreter: .*no-python: cannot be run here"):
+        with_site(job, f"interpreter: {job.parent}/no-python\n")
+
+
+def test_on_other_machines_the_interpreter_is_for_them_to_judge(job: Path) -> None:
+    assert with_site(job, "interpreter: /opt/python\n", "-w", "n0").context.python == "/opt/python"
+
+
+# Transport and hosts --------------------------------------------------------------------------------------------------
+
+
+def test_without_hosts_nodes_are_pretend_nodes_of_this_machine(job: Path) -> None:
+    made = prepared(job, "nodes: 3\n" + COMMAND)
+    assert (made.submission.route.transport, made.context.remote) == ("local", False)
+    assert made.context.placement.one_host
+    assert {node.address for node in made.context.placement.nodes} == {"127.0.0.1"}
+
+
+def test_hosts_mean_ssh_unless_another_transport_is_named(job: Path) -> None:
+    made = prepared(job, "nodes: 2\n" + COMMAND, "-w", "n[1-3]")
+    route = made.submission.route
+    assert (route.transport, route.hosts.origin, made.context.remote) == ("ssh", "-w n[1-3]", True)
+    assert [node.host for node in made.context.placement.nodes] == ["n1", "n2"]
+    assert made.context.placement.master_addr == ""  # its agent will tell
+    assert not made.context.placement.one_host
+    assert prepared(job, COMMAND, "-w", "n1", "--on", "pdsh").submission.route.transport == "pdsh"
+
+
+def test_a_hosts_file_gives_slots_addresses_and_logins(job: Path) -> None:
+    hosts = job.parent / "hosts"
+    hosts.write_text("n0 slots=3 address=10.10.1.1 ssh=pc7.example.org port=2222 user=alice\nn1 slots=1\n")
+    made = prepared(job, "nodes: 2\nranks_per_node: slots\n" + COMMAND, "-H", str(hosts))
+    assert made.submission.route.hosts.hosts == (
+        Host("n0", "10.10.1.1", 3, Login("pc7.example.org", "alice", 2222)),
+        Host("n1", "", 1),
+    )
+    placement = made.context.placement
+    assert (placement.world_size, placement.master_addr) == (4, "10.10.1.1")
+
+
+def test_the_site_files_hosts_are_used_where_a_transport_asks_for_hosts(job: Path) -> None:
+    (job.parent / "hosts").write_text("n0\nn1\n")
+    made = with_site(job, "hosts: hosts\n", "--on", "ssh")
+    assert [host.name for host in made.submission.route.hosts.hosts] == ["n0", "n1"]
+    assert with_site(job, "hosts: hosts\n").submission.route.transport == "local"
+    assert with_site(job, "hosts: hosts\n", "-w", "m0").submission.route.hosts.hosts == (Host("m0", ""),)
+
+
+def test_hosts_are_included_then_excluded(job: Path) -> None:
+    made = prepared(job, COMMAND, "-w", "n[1-5]", "-i", "n[2-4]", "-e", "n3")
+    assert [host.name for host in made.submission.route.hosts.hosts] == ["n2", "n4"]
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        (["--on", "ssh"], UsageError, "--on ssh: no hosts; give -H FILE"),
+        (["--on", "pdsh"], UsageError, "--on pdsh: no hosts; give -H FILE"),
+        (["--on", "local", "-w", "n1"], UsageError, "--on local: hosts are given, and local uses none"),
+        (["-w", "n1", "-H", "hosts"], UsageError, "--hosts and --nodelist both name the hosts; keep one of them"),
+        (["--on", "ssh", "-e", "n1"], UsageError, "--include and --exclude choose among hosts, and none are given"),
+        (["-w", "n1", "-e", "n1"], UsageError, "no host is left"),
+        (["-w", "n1", "-e", "n2"], UsageError, "--exclude: 'n2' is none of the hosts; they are n1"),
+        (["-H", "no-such-file"], JobFileError, "no-such-file: no such file; wanted a hosts file"),
+        (["-w", "n1", "-N", "2"], RefusedError, "needs 2 hosts, got 1; add hosts or lower nodes"),
+        (
+            ["-w", "n1", "--master-addr", "head"],
+            UsageError,
+            "--master-addr: must be an IPv4 address, such as 10.10.1.1",
+        ),
+        (["-w", "n1", "--ssh-opt", "Port"], UsageError, "--ssh-opt: must be NAME=VALUE, as for ssh -o, got 'Port'"),
+        (["-x", "NO_SUCH_VARIABLE"], UsageError, "-x NO_SUCH_VARIABLE: is not set here; write -x NO_SUCH_VARIABLE="),
+        (["-x", "BYTES=a\udcffb"], UsageError, "-x BYTES: its value is not UTF-8, which job files are; leave it out"),
+        (["-n", "many"], JobFileError, "ranks_per_node"),
+    ],
+)
+def test_what_contradicts_itself_or_is_missing_is_said_in_one_line(
+    job: Path, words: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as caught:
+        prepared(job, COMMAND, *words)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_address_where_ranks_meet_may_be_given(job: Path) -> None:
+    made = prepared(job, "nodes: 2\n" + COMMAND, "-w", "n[1-2]", "--master-addr", "10.10.1.7", "--iface", "eth1")
+    assert (made.context.placement.master_addr, made.context.iface) == ("10.10.1.7", "eth1")
+
+
+def test_what_the_command_line_says_of_ssh_stands_before_what_the_site_says(job: Path) -> None:
+    site = "ssh: {user: bob, jump: gate, options: [Compression=yes], port: 2200}\n"
+    words = ["-w", "n1", "--jump", "other", "--ssh-opt", "Compression=no", "--cheap-kex"]
+    ssh = with_site(job, site, *words).context.site.ssh
+    assert (ssh.user, ssh.jump, ssh.port, ssh.cheap_kex) == ("bob", "other", 2200, True)
+    assert ssh.options == ["Compression=no", "Compression=yes"]  # ssh takes the first
+    kept = with_site(job, site, "-w", "n1").context.site.ssh
+    assert (kept.user, kept.jump, kept.options, kept.cheap_kex) == ("bob", "gate", ["Compression=yes"], False)
+    assert with_site(job, site, "-w", "n1", "--login", "eve").context.site.ssh.user == "eve"
+
+
+# Overrides ------------------------------------------------------------------------------------------------------------
+
+
+def test_short_options_stand_for_values_of_the_job_file(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROM_HERE", "x")
+    words = ["-N", "2", "-n", "3", "-x", "FROM_HERE", "-x", "GIVEN=a=b", "-x", "EMPTY="]
+    made = prepared(job, COMMAND, *words)
+    assert (made.context.placement.world_size, len(made.context.placement.nodes)) == (6, 2)
+    assert made.context.job.env == {"FROM_HERE": "x", "GIVEN": "a=b", "EMPTY": ""}
+    assert prepared(job, COMMAND, "-n", "slots").context.job.ranks_per_node == "slots"
+
+
+@pytest.fixture
+def export(job: Path) -> Callable[[str], str]:
+    """Return a function that hands a value to the ranks with -x, and says what a rank would get."""
+    return lambda value: prepared(job, COMMAND, "-x", f"VALUE={value}").context.job.env["VALUE"]
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(value=st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])))
+def test_an_exported_value_arrives_as_it_is(export, value: str) -> None:
+    assert export(value) == value
+
+
+@pytest.mark.parametrize("value", ["yes", "1e3", "null", "{a: b}", "[1]", "a: b", "# c", "'", '"', "\\n", "é\u2028 %h"])
+def test_an_exported_value_that_looks_like_yaml_arrives_as_it_is(export, value: str) -> None:
+    assert export(value) == value

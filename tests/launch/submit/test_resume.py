@@ -1,0 +1,324 @@
+"""`muster resume`: what the next attempt is made of, what is refused, and what is ended and written first."""
+
+import argparse
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from jobs.files import append_line, read_lines, write_json
+from jobs.kept import DATA, KEPT, kept_settings
+from jobs.rundir import RunDir
+from jobs.spec import TrainSettings
+from launch import processes
+from launch.cli import main
+from launch.commands import run as run_command
+from launch.commands import submit
+from launch.submit import resume, start
+from launch.submit.prepare import prepare
+from launch.submit.submission import Submission
+from launch.supervision import lease
+from support.checkpoints import Saved
+
+TRAIN = {"model": "gpt-nano", "data": "python-source", "batch_size": 8, "epochs": 2}
+JOB = {"name": "vgg", "nodes": 2, "train": TRAIN, "checkpoint": {"every_steps": 10}}
+COMMAND = {"name": "vgg", "command": ["true"]}
+ID = "vgg-20250101T000000Z-abc123"
+
+
+class Folder:
+    """A run folder as a supervisor leaves it, its submission made by the real way of `muster run`."""
+
+    def __init__(self, root: Path, job: dict[str, Any], *words: str) -> None:
+        root.mkdir()
+        file = root.parent / "job.yaml"
+        file.write_text(yaml.safe_dump(job))
+        parser = argparse.ArgumentParser()
+        run_command.configure(parser)
+        prepared = prepare(parser.parse_args([str(file), "--runs", str(root), *words]))
+        self.saved = Saved(root / ID)
+        self.run: RunDir = self.saved.run
+        self.run.job.write_text(prepared.job_text)
+        self.run.site.write_text(prepared.site_text)
+        replace(prepared.submission, context=replace(prepared.context, run=self.run)).write()
+        settings = prepared.context.job.settings
+        if isinstance(settings, TrainSettings):
+            kept = kept_settings(settings, samples=1000, virtual_ranks=settings.virtual_world_size(1))
+            self.saved.meta = {KEPT: {**kept, DATA: {"name": "python-source", "samples": 1000, "sha256": "0" * 64}}}
+        self.kind, self.transport = prepared.context.job.kind, prepared.submission.route.transport
+
+    def event(self, event: str, **fields: Any) -> "Folder":
+        append_line(self.run.events, {"time": time.time(), "event": event, "attempt": 0, **fields})
+        return self
+
+    def submitted(self, *, alive: bool = False, **fields: Any) -> "Folder":
+        ticks = processes.start_ticks(os.getpid())
+        assert ticks is not None
+        who = {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": ticks if alive else ticks - 1}
+        self.event("submitted", **{"kind": self.kind, "transport": self.transport, **who, **fields})
+        return self.event("attempt", world_size=2, hosts=["n", "n"])
+
+    def ended(self, name: str = "stopped", code: int = 130) -> "Folder":
+        return self.submitted().event("ended", code=code, **{"class": name}, message="m")
+
+    def submission(self) -> Submission:
+        return Submission.read(self.run)
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Folder]:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("XDG_CONFIG_HOME", "MUSTER_SITE", "MUSTER_RUNS"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda job=None, *words: Folder(tmp_path / "runs", job or JOB, *words)
+
+
+@pytest.fixture
+def supervised(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
+    """What would have been supervised from this process."""
+    found: list[Submission] = []
+    monkeypatch.setattr(
+        start, "supervise", lambda submission, console: found.append(submission) or SimpleNamespace(code=42)
+    )
+    return found
+
+
+@pytest.fixture
+def muster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs `muster resume ...`: (code, error output)."""
+
+    def call(*words: str) -> tuple[int, str]:
+        code = main(["resume", *words, "--runs", str(tmp_path / "runs")])
+        return code, capsys.readouterr().err
+
+    return call
+
+
+def last_row(folder: Folder, event: str) -> dict[str, Any]:
+    return [row for row in read_lines(folder.run.events) if row["event"] == event][-1]
+
+
+# What it is made of -------------------------------------------------------------------------------------------------
+
+
+def test_the_next_attempt_is_what_was_submitted(make, muster, supervised) -> None:
+    folder = make().ended()
+    folder.saved.save(10)
+    folder.run.stop.write_text("{}")
+    before, text = folder.submission(), folder.run.job.read_text()
+    assert muster() == (42, "")
+    assert supervised == [before]
+    assert (supervised[0].context.attempt, supervised[0].context.run) == (1, folder.run)
+    assert (folder.submission(), folder.run.job.read_text()) == (before, text)
+    assert not folder.run.stop.exists()
+    row = last_row(folder, "resumed")
+    assert (row["attempt"], row["changes"], "job" in row) == (1, [], False)
+
+
+def test_what_is_to_be_different_is_written_back_and_the_job_before_is_kept(make, muster, supervised) -> None:
+    folder = make().ended()
+    folder.saved.save(10)
+    earlier = folder.run.job.read_text()
+    assert muster("--set", "train.log_every=7", "-N", "1", "-x", "A=b")[0] == 42
+    job = supervised[0].context.job
+    assert (job.settings.log_every, job.nodes, job.env) == (7, 1, {"A": "b"})
+    assert supervised[0].context.placement.world_size == 1
+    assert folder.submission() == supervised[0]
+    assert yaml.safe_load(folder.run.job.read_text())["train"]["log_every"] == 7
+    row = last_row(folder, "resumed")
+    assert (row["changes"], row["job"]) == (["train.log_every=7"], earlier)
+    assert supervised[0].context.workdir == str(Path.cwd())
+
+
+@pytest.mark.parametrize(("wanted", "told"), [("10", 10), ("step-00000010.a000", "step-00000010.a000")])
+def test_an_older_checkpoint_is_for_the_next_attempt_alone(make, muster, supervised, wanted: str, told) -> None:
+    folder = make().ended()
+    folder.saved.save(10)
+    folder.saved.save(20)
+    assert muster("--from", wanted)[0] == 42
+    assert supervised[0].context.options == {"from": told, "from_attempt": 1}
+    folder.event("ended", code=130, **{"class": "stopped"})
+    assert muster()[0] == 42
+    assert supervised[1].context.options == {}
+
+
+def test_hosts_are_those_of_before_but_for_what_is_named(make, muster, supervised) -> None:
+    folder = make(JOB, "-w", "n[1-3]", "--iface", "eth7").ended()
+    folder.saved.save(10)
+    assert muster("-e", "n1")[0] == 42
+    assert [node.host for node in supervised[0].context.placement.nodes] == ["n2", "n3"]
+    assert (supervised[0].route.transport, supervised[0].route.iface) == ("ssh", "eth7")
+    assert muster("--on", "pdsh")[0] == 42
+    assert [node.host for node in supervised[1].context.placement.nodes] == ["n2", "n3"]
+    assert supervised[1].route.transport == "pdsh"
+    assert muster("-w", "m[1-2]")[0] == 42
+    assert [node.host for node in supervised[2].context.placement.nodes] == ["m1", "m2"]
+
+
+def test_a_program_of_the_users_starts_again(make, muster, supervised) -> None:
+    make(COMMAND).ended("failed", 3)
+    assert muster()[0] == 42
+    assert supervised[0].context.attempt == 1
+    assert muster("--from", "3")[0] == 2
+
+
+def test_a_run_that_is_done_goes_on_when_it_is_given_more(make, muster, supervised) -> None:
+    folder = make().ended("done", 0)
+    folder.saved.save(10)
+    code, err = muster()
+    assert (code, supervised) == (78, [])
+    assert "is done (2 epochs); to train on, give it more: muster resume" in err
+    assert "--set train.epochs=4" in err
+    assert muster("--set", "train.epochs=2")[0] == 78
+    assert muster("--set", "train.epochs=3")[0] == 42
+
+
+def test_a_run_can_be_left_to_itself(make, muster, monkeypatch) -> None:
+    folder = make().ended()
+    folder.saved.save(10)
+    left: list[Any] = []
+    monkeypatch.setattr(start, "detach", lambda *what: left.append(what))
+    assert muster("--detach")[0] == 0
+    assert left == [(folder.run, folder.submission().context.python, None)]
+
+
+def test_a_job_of_slurms_is_submitted_again(make, muster, monkeypatch) -> None:
+    folder = make(JOB, "--on", "slurm").ended()
+    folder.saved.save(10)
+    write_json(folder.run.slurm, {"job_id": "7", "name": ID})
+    submitted: list[Submission] = []
+    monkeypatch.setitem(submit.QUEUES, "slurm", submitted.append)
+    assert muster("--detach", "-e", "n7")[0] == 0
+    assert submitted[0].context.job.slurm.exclude == "n7"
+    assert not folder.run.slurm.exists()  # it is another job's
+
+
+# What is refused ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_goes_on_is_left_alone(make, muster, supervised) -> None:
+    folder = make().submitted(alive=True)
+    before = folder.run.events.read_bytes()
+    code, err = muster()
+    assert (code, supervised) == (78, [])
+    assert f"is not over (starting): its supervisor is pid {os.getpid()} on {socket.gethostname()}" in err
+    assert folder.run.events.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("job", "words", "code", "said"),
+    [
+        (JOB, (), 66, "nothing was saved before it ended"),
+        ({**JOB, "checkpoint": None}, (), 66, "has no checkpoint: section"),
+        ({"name": "b", "bench": {"operation": "hello"}}, (), 78, "a bench: job saves nothing"),
+        (JOB, ("--from", "7"), 66, "no good checkpoint of step 7"),
+        (JOB, ("--set", "train.model=nonesuch"), 65, "unknown model 'nonesuch'"),
+        (JOB, ("--set", "train.batch_size=1"), 78, "is less than one sample for each of"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_and_left_as_it_was(make, muster, supervised, job, words, code, said) -> None:
+    folder = make({key: value for key, value in job.items() if value is not None}).ended()
+    before = {path: path.read_bytes() for path in folder.run.path.iterdir() if path.is_file()}
+    got, err = muster(*words)
+    assert (got, supervised) == (code, [])
+    assert said in err
+    assert {path: path.read_bytes() for path in folder.run.path.iterdir() if path.is_file()} == before
+
+
+def test_a_direct_run_and_a_folder_without_submission_are_refused(make, muster) -> None:
+    folder = make().submitted(transport="direct").event("ended", code=1, **{"class": "failed"})
+    assert muster()[0] == 78
+    folder.submitted().event("ended", code=1, **{"class": "failed"})
+    folder.run.submission.unlink()
+    code, err = muster()
+    assert code == 73
+    assert "submission.json: cannot be read" in err
+    assert muster("nonesuch")[0] == 73
+
+
+# A supervisor that is gone ------------------------------------------------------------------------------------------
+
+
+def test_what_a_lost_supervisor_left_is_ended_first(make, muster, supervised, start_process) -> None:
+    folder = make().submitted()
+    folder.saved.save(10)
+    left = start_process(ID)
+    assert muster()[0] == 42
+    assert processes.start_ticks(left) is None
+    assert last_row(folder, "ended")["message"] == "supervisor was gone; 1 leftover process ended"
+    assert supervised[0].context.attempt == 1
+
+
+def test_a_fresh_lease_of_another_host_is_respected(make, muster, supervised) -> None:
+    folder = make().submitted(host="elsewhere")
+    write_json(folder.run.lease, {"time": time.time(), "host": "elsewhere", "pid": 7})
+    assert muster()[0] == 78
+    assert supervised == []
+
+
+def written(age_s: float) -> dict[str, Any]:
+    return {"time": time.time() - age_s, "host": "elsewhere", "pid": 7}
+
+
+def test_a_lease_that_may_be_old_is_watched(make, muster, supervised, monkeypatch) -> None:
+    """Between half a minute and two the clocks may differ: only that it does not change proves anything."""
+    monkeypatch.setattr(lease, "STALE_S", 1.0)
+    folder = make().submitted(host="elsewhere")
+    folder.saved.save(10)
+    write_json(folder.run.lease, written(60.0))
+    code, err = muster()
+    assert (code, len(supervised)) == (42, 1)
+    assert "watching for 1 s whether its supervisor on elsewhere gives a sign of life" in err
+
+
+def test_a_sign_of_life_while_it_is_watched_keeps_the_run_as_it_is(make, muster, supervised, monkeypatch) -> None:
+    monkeypatch.setattr(lease, "STALE_S", 20.0)
+    folder = make().submitted(host="elsewhere")
+    folder.saved.save(10)
+    write_json(folder.run.lease, written(60.0))
+    watching = threading.Event()
+
+    def read(path: Path) -> Any:
+        found = json.loads(path.read_text())
+        watching.set()
+        return found
+
+    def renew() -> None:
+        assert watching.wait(20)
+        write_json(folder.run.lease, written(59.0))
+
+    monkeypatch.setattr(resume, "read_json", read)
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    code, err = muster()
+    renewing.join()
+    assert (code, supervised) == (78, [])
+    assert "its supervisor on elsewhere has renewed its lease" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("train.batch_size=4", "train.batch_size 8, the job has 4"),
+        ("train.seed=3", "train.seed 0, the job has 3"),
+        ("train.precision=fp64", "train.precision fp32, the job has fp64"),
+        ("train.optimizer.name=adamw", "train.optimizer.name sgd, the job has adamw"),
+        ("train.model=gpt-micro", "train.model.name gpt-nano, the job has gpt-micro"),
+    ],
+)
+def test_what_must_stay_equal_is_refused_before_anything_is_written(make, muster, change: str, said: str) -> None:
+    folder = make().ended()
+    folder.saved.save(10)
+    before = (folder.run.job.read_text(), folder.run.submission.read_text(), folder.run.events.read_text())
+    code, error = muster("--set", change)
+    assert (code, f"step-00000010.a000: it was saved with {said}; give the value" in error) == (78, True), error
+    assert (folder.run.job.read_text(), folder.run.submission.read_text(), folder.run.events.read_text()) == before

@@ -1,0 +1,230 @@
+"""One attempt, message by message, without processes: drains, hangs, and what its verdict says."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import exits
+from jobs.failover_settings import CheckpointSettings
+from jobs.files import read_lines
+from jobs.placement import Host, place
+from jobs.rundir import RunDir
+from jobs.site import Site
+from jobs.spec import Job, TrainSettings
+from launch.channel import Message
+from launch.console import Console
+from launch.submit.plan import Context
+from launch.supervision import attempt as module
+from launch.supervision.attempt import Attempt
+from launch.supervision.crew import Node
+from launch.supervision.eventlog import EventLog
+from launch.supervision.progress import Hang
+from launch.supervision.stacks import Absent
+from launch.supervision.verdict import Stop
+
+STOP = Stop(exits.STOPPED, "stopped by Ctrl-C")
+
+
+class Channel:
+    """Takes whatever is posted."""
+
+    def post(self, message: Message) -> None:
+        raise AssertionError("attempts send through the function that they are given")
+
+
+class Played:
+    """An attempt of two nodes with a rank each, whose agents are this test."""
+
+    def __init__(self, folder: Path, *, saving: bool = True) -> None:
+        self.run = RunDir(folder / "run-1")
+        self.run.attempt(0).path.mkdir(parents=True)
+        settings = TrainSettings.model_validate({"model": "vgg11", "data": "digits", "steps": 100})
+        job = Job(name="demo", nodes=2, kind="train", settings=settings, checkpoint=CheckpointSettings())
+        placement = place(job, [Host(f"n{number}", "127.0.0.1") for number in range(2)])
+        options = {"saving": saving, "resume": {"checkpoint": "step-00000010.a000", "step": 10}}
+        context = Context(job, Site(), placement, self.run, "/srv", "/opt/python", "m:f", options=options)
+        nodes = [Node(place) for place in placement.nodes]
+        for number, node in enumerate(nodes):
+            node.hello, node.channel = {"host": f"n{number}"}, Channel()  # type: ignore[assignment]
+        self.nodes = nodes
+        self.sent: list[tuple[int, Message]] = []
+        self.attempt = Attempt(
+            context, nodes, EventLog(self.run), Console(quiet=True), lambda node, m: self.sent.append((node, m)), 0.0
+        )
+        self.attempt.startup.begun = True
+
+    def report(self, what: str, rank: int = 0, **fields: Any) -> None:
+        self.attempt.on_report(rank, {"rank": rank, "report": {"report": what, **fields}})
+
+    def working(self) -> "Played":
+        for rank in range(2):
+            self.report("arrived", rank)
+            self.report("joined", rank)
+        self.report("first_step", step=11)
+        return self
+
+    def exited(self, rank: int, code: int | None, *, sent: str | None = None, **failure: Any) -> None:
+        signal = None if code is not None else sent or "SIGKILL"
+        message = {"rank": rank, "code": code, "signal": signal, "sent": sent, "ended": time.time()}
+        self.attempt.on_exited(rank, {**message, "failure": failure, "last_lines": []})
+
+    def orders(self, do: str) -> list[tuple[int, Message]]:
+        return [(node, message) for node, message in self.sent if message["do"] == do]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [row for row in read_lines(self.run.events) if row["event"] == name]
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Played:
+    return Played(tmp_path).working()
+
+
+def test_a_drain_asks_all_to_hold_and_the_first_that_does_names_the_step(played: Played) -> None:
+    assert played.attempt.drain(STOP, "Ctrl-C")
+    assert [(node, message["attempt"]) for node, message in played.orders("hold")] == [(0, 0), (1, 0)]
+    played.attempt.on_held(1, {"steps": 23})
+    played.attempt.on_held(0, {"steps": 23})
+    assert [(node, message["steps"]) for node, message in played.orders("stop_at")] == [(0, 24), (1, 24)]
+    assert played.orders("stop") == []
+
+
+def test_a_drained_attempt_ends_with_what_was_asked_for_and_says_what_was_saved(played: Played) -> None:
+    played.attempt.drain(STOP, "Ctrl-C")
+    played.attempt.on_held(0, {"steps": 23})
+    played.report("saved", step=24, checkpoint="step-00000024.a000", stall_s=0.1, seconds=0.2, bytes=4)
+    played.exited(0, exits.REQUEUE)
+    assert not played.attempt.is_over()
+    played.exited(1, exits.REQUEUE)
+    for node in range(2):
+        played.attempt.on_swept(node, {})
+    assert played.attempt.is_over()
+    verdict = played.attempt.verdict()
+    assert (verdict.code, verdict.message) == (exits.STOPPED, "stopped by Ctrl-C; saved after step 24")
+    assert verdict.first is None
+
+
+def test_a_drain_whose_save_fails_says_so_and_keeps_its_code(played: Played) -> None:
+    played.attempt.drain(Stop(exits.REQUEUE, "the time limit is near"), "SIGUSR2")
+    played.exited(1, None)
+    assert played.attempt.is_stopping
+    verdict = played.attempt.verdict()
+    assert (verdict.code, verdict.message) == (exits.REQUEUE, "the time limit is near; nothing more was saved")
+
+
+def test_a_training_that_ends_while_it_is_asked_to_drain_is_done(played: Played) -> None:
+    played.attempt.drain(STOP, "Ctrl-C")
+    played.exited(0, 0)
+    played.exited(1, 0)
+    assert played.attempt.is_over()
+    assert played.attempt.verdict().code == exits.DONE
+
+
+def test_a_drain_that_takes_too_long_is_cut_off(played: Played) -> None:
+    played.attempt.drain(STOP, "Ctrl-C")
+    played.attempt.tick(time.monotonic())
+    assert played.orders("stop") == []
+    played.attempt.tick(played.attempt.drain_deadline + 0.1)
+    assert len(played.orders("stop")) == 2
+
+
+@pytest.mark.parametrize("saving", [True, False])
+def test_what_saves_nothing_or_has_not_begun_cannot_drain(tmp_path: Path, saving: bool) -> None:
+    played = Played(tmp_path, saving=saving)
+    if not saving:
+        played.working()
+    assert not played.attempt.drain(STOP, "Ctrl-C")
+    assert played.sent == []
+
+
+def test_a_rank_that_ends_with_75_unasked_has_failed(played: Played) -> None:
+    played.exited(0, exits.REQUEUE)
+    assert played.attempt.is_stopping
+    verdict = played.attempt.verdict()
+    assert (verdict.code, verdict.first is not None) == (exits.REQUEUE, True)
+
+
+def test_a_hang_is_named_by_the_rank_that_is_elsewhere(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.supervision.progress.hang", lambda *_: Hang(31.0, 30.0, "run", 12))
+    monkeypatch.setattr("launch.supervision.stacks.absent", lambda _: Absent((1,), "rank 1 sleeps in data.py:12"))
+    played.attempt.tick(time.monotonic())
+    assert [node for node, _ in played.orders("dump")] == [0, 1]
+    assert played.orders("stop") == []
+    played.attempt.on_stacks(0, {"ranks": {"0": {"state": "S", "lines": ["File a"]}}})
+    assert played.orders("stop") == []
+    played.attempt.on_stacks(1, {"ranks": {"1": {"state": "S", "lines": ["File b"]}}})
+    assert len(played.orders("stop")) == 2
+    played.exited(0, None, sent="SIGTERM")
+    played.exited(1, None, sent="SIGKILL")
+    verdict = played.attempt.verdict()
+    assert verdict.code == exits.TIMEOUT
+    assert verdict.message == (
+        "rank 1 on node 1 (n1) made no progress for 31 s after step 12: rank 1 sleeps in data.py:12"
+    )
+    assert verdict.first is not None
+    assert verdict.first.last_lines == ["File b"]
+    assert [each.rank for each in verdict.victims] == [0]
+
+
+def test_a_hang_whose_stacks_do_not_come_ends_all_the_same(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.supervision.progress.hang", lambda *_: Hang(31.0, 30.0, "run", 12))
+    monkeypatch.setattr("launch.supervision.stacks.absent", lambda _: Absent((), "no stacks came"))
+    now = time.monotonic()
+    played.attempt.tick(now)
+    played.attempt.tick(now + module.STACKS_S / 2)
+    assert played.orders("stop") == []
+    played.attempt.tick(now + module.STACKS_S + 0.1)
+    assert len(played.orders("stop")) == 2
+    assert played.attempt.verdict().code == exits.TIMEOUT
+
+
+def test_the_row_says_from_where_to_where_it_came(played: Played) -> None:
+    played.report("loaded", step=10, seconds=0.25, checkpoint="step-00000010.a000")
+    played.report("replayed", steps=3, seconds=0.5, compared=3, worst=0.0)
+    played.report("saved", step=20, checkpoint="step-00000020.a000", stall_s=0.1, seconds=0.2, bytes=4)
+    played.nodes[0].progress = {"steps": 24}
+    played.exited(1, None)
+    verdict = played.attempt.verdict()
+    row = played.attempt.story.row(played.nodes, verdict, "attempt 1 on 2 nodes", time.time())
+    assert (row["from"], row["from_step"]) == ("step-00000010.a000", 10)
+    assert (row["last_step"], row["saved_step"], row["lost_steps"]) == (24, 20, 4)
+    assert row["times"]["load_s"] == 0.25
+    assert row["times"]["replay_s"] == 0.5
+    assert {"detect_s", "stop_s", "start_s"} <= set(row["times"])
+    assert (row["hosts"], row["world_size"], row["mode"]) == (["n0", "n1"], 2, "ddp")
+    assert [each["step"] for each in played.events("saved")] == [20]
+
+
+def test_a_node_that_cannot_end_its_ranks_is_found(played: Played) -> None:
+    played.attempt.stop_all(STOP, "test", 0.0)
+    played.attempt.on_swept(0, {})
+    assert played.attempt.unswept() == [1]
+    assert not played.attempt.is_over()
+    played.nodes[1].gone = True
+    assert played.attempt.is_over()
+
+
+def test_a_lost_node_is_the_cause_even_if_its_victims_were_heard_first(played: Played) -> None:
+    played.exited(0, 1, kind="RuntimeError", message="Connection reset by peer", peer=True)
+    assert played.attempt.is_stopping
+    played.attempt.lose(1, "its agent has gone", exits.UNREACHABLE)
+    verdict = played.attempt.verdict()
+    assert (verdict.code, verdict.message) == (exits.UNREACHABLE, "node 1 (n1): its agent has gone")
+    assert [each.rank for each in verdict.victims] == [0]
+
+
+def test_a_node_that_goes_after_a_failure_is_not_its_cause(played: Played) -> None:
+    played.exited(0, None)
+    played.attempt.lose(1, "its agent has gone", exits.UNREACHABLE)
+    assert played.attempt.verdict().message == "rank 0 on node 0 (n0) was killed by SIGKILL"
+
+
+def test_a_node_where_something_survives_kill_is_not_used_again(played: Played) -> None:
+    played.attempt.stop_all(STOP, "test", 0.0)
+    played.attempt.on_swept(0, {"swept": 1, "left": []})
+    played.attempt.on_swept(1, {"swept": 1, "left": [{"pid": 7, "state": "D", "name": "python", "rank": 1}]})
+    assert played.attempt.is_over()
+    assert played.attempt.unswept() == [1]
+    assert "1 process cannot be killed" in played.events("warning")[0]["text"]

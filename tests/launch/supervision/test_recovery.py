@@ -1,0 +1,192 @@
+"""What follows an attempt that has ended: pure decisions, as tables."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs import exits
+from jobs.failover_settings import RestartSettings
+from launch.supervision.recovery import Choice, Past, blamed, choose, decide, in_vain
+from launch.supervision.verdict import Ending, Stop, Verdict, judge
+
+ALWAYS = RestartSettings(max=100)
+
+
+def past(
+    *, code: int = 1, signal: str | None = None, node: int = 0, step: int = 10, committed: bool = True, **more: Any
+) -> Past:
+    """An attempt that ended because a rank of a node failed."""
+    message = more.pop("message", "" if signal else f"ValueError: bad value at {step}")
+    ending = Ending(0, node, f"n{node}", None if signal else code, signal, 1.0, "own", message, **more)
+    return Past(judge([ending], None), node, step, committed)
+
+
+def stopped(code: int, message: str = "stopped") -> Past:
+    return Past(judge([], Stop(code, message)), None, 10, False)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        exits.USAGE,
+        exits.BAD_JOB,
+        exits.NO_CHECKPOINT,
+        exits.RUN_FOLDER,
+        exits.STORAGE,
+        exits.REQUEUE,
+        exits.REFUSED,
+        exits.DO_NOT_RESTART,
+        exits.STOPPED,
+    ],
+)
+def test_what_a_restart_cannot_change_ends_the_run_with_its_own_verdict(code: int) -> None:
+    last = stopped(code)
+    decision = decide([last], ALWAYS, saves=True)
+    assert (decision.again, decision.verdict) == (False, last.verdict)
+
+
+@pytest.mark.parametrize("code", [exits.UNREACHABLE, exits.INFRASTRUCTURE, exits.TIMEOUT, 1, 137])
+def test_what_a_restart_may_change_is_tried_again_at_once(code: int) -> None:
+    decision = decide([stopped(code)], ALWAYS, saves=True)
+    assert (decision.again, decision.delay_s) == (True, 0.0)
+
+
+def test_a_run_that_is_done_is_done() -> None:
+    done = Past(Verdict(exits.DONE, "4 ranks ended with 0"), None, 100, committed=True)
+    assert not decide([done], ALWAYS, saves=True).again
+
+
+def test_without_restart_settings_nothing_is_started_again() -> None:
+    assert not decide([past(signal="SIGKILL")], None, saves=True).again
+
+
+def test_the_budget_counts_restarts_and_its_end_keeps_the_cause() -> None:
+    twice = RestartSettings(max=2)
+    killed = [past(signal="SIGKILL", step=step) for step in (5, 10, 15)]
+    assert decide(killed[:1], twice, saves=True).again
+    assert decide(killed[:2], twice, saves=True).again
+    end = decide(killed, twice, saves=True)
+    assert not end.again
+    assert end.verdict.code == 137
+    assert end.verdict.message.endswith("was killed by SIGKILL; 2 restarts used up (restart.max)")
+    assert end.verdict.first == killed[-1].verdict.first
+
+
+def test_the_same_exception_at_the_same_step_twice_is_the_programs_fault() -> None:
+    decision = decide([past(step=7), past(step=7)], ALWAYS, saves=True)
+    assert not decision.again
+    assert decision.verdict.code == exits.DO_NOT_RESTART
+    assert decision.verdict.message.startswith("the same failure at the same step (7) twice: rank 0 on node 0 (n0)")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (past(step=7), past(step=8)),
+        (past(step=7), past(step=7, message="KeyError: 'x'")),
+        (past(signal="SIGKILL", step=7), past(signal="SIGKILL", step=7)),
+        (past(step=7), past(signal="SIGKILL", step=7)),
+    ],
+)
+def test_another_step_another_exception_or_a_signal_is_not_the_same_failure(first: Past, second: Past) -> None:
+    assert decide([first, second], ALWAYS, saves=True).again
+
+
+def test_three_attempts_without_a_new_checkpoint_are_enough() -> None:
+    vain = [past(signal="SIGKILL", step=step, committed=False) for step in (3, 4, 5)]
+    assert decide(vain[:2], ALWAYS, saves=True).again
+    decision = decide(vain, ALWAYS, saves=True)
+    assert (decision.again, decision.verdict.code) == (False, exits.DO_NOT_RESTART)
+    assert decision.verdict.message.startswith("3 attempts in a row without a new checkpoint: ")
+    assert decide(vain, ALWAYS, saves=False).again  # who makes no checkpoints is not held to any
+
+
+def test_a_new_checkpoint_resets_the_count_and_the_delay() -> None:
+    tries = [past(signal="SIGKILL", step=step, committed=False) for step in (3, 4)]
+    good = past(signal="SIGKILL", step=9)
+    assert in_vain([*tries, good]) == 0
+    assert decide([*tries, good], ALWAYS, saves=True).delay_s == 0.0
+    assert in_vain([*tries, good, *tries]) == 2
+
+
+def test_the_delay_doubles_from_the_second_failure_in_a_row_up_to_a_minute() -> None:
+    tries = [past(signal="SIGKILL", step=step, committed=False) for step in range(12)]
+    delays = [decide(tries[:count], ALWAYS, saves=False).delay_s for count in range(1, 12)]
+    assert delays == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+
+
+@pytest.mark.parametrize(("code", "again"), [(1, True), (66, True), (78, True), (126, False), (127, False)])
+def test_a_program_may_mean_anything_by_its_codes_but_those_of_a_missing_one(code: int, again: bool) -> None:
+    assert decide([past(code=code, ours=False, message="")], ALWAYS, saves=False).again is again
+
+
+def test_a_node_is_blamed_after_two_of_three() -> None:
+    assert blamed([past(node=1), past(node=2)]) == frozenset()
+    assert blamed([past(node=1), past(node=2), past(node=1)]) == {1}
+    assert blamed([past(node=1), past(node=1), past(node=0), past(node=2)]) == frozenset()
+    assert blamed([stopped(124), stopped(124)]) == frozenset()
+
+
+def chosen(
+    before: list[int],
+    alive: list[int],
+    *,
+    wanted: int = 4,
+    least: int = 4,
+    avoid: set[int] | None = None,
+    revivable: list[int] | None = None,
+    sizes: tuple[int, ...] = (1, 2, 3, 4, 5, 6),
+) -> Choice | None:
+    return choose(
+        before,
+        alive,
+        wanted=wanted,
+        least=least,
+        avoid=frozenset(avoid or ()),
+        revivable=revivable or [],
+        fits=lambda slots: len(slots) in sizes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        (chosen([0, 1, 2, 3], [0, 1, 2, 3]), Choice((0, 1, 2, 3))),  # nobody is lost
+        (chosen([0, 1, 2, 3], [0, 2, 3, 4]), Choice((0, 2, 3, 4))),  # a spare replaces
+        (chosen([0, 1, 2, 3], [0, 2, 3], least=2), Choice((0, 2, 3))),  # fewer are better than waiting
+        (chosen([0, 1, 2, 3], [0, 2, 3], least=2, sizes=(1, 2, 4)), Choice((0, 2))),  # as many as the job can use
+        (chosen([0, 1, 2, 3], [0, 2, 3], revivable=[1]), Choice((0, 1, 2, 3), (1,))),  # too few: the lost one returns
+        (chosen([0, 1, 2, 3], [0, 2, 3]), None),
+        (chosen([0, 1, 2, 3], [0, 1, 2, 3], least=3, avoid={1}), Choice((0, 2, 3))),  # a blamed one is left out
+        (chosen([0, 1, 2, 3], [0, 1, 2, 3, 4], avoid={1}), Choice((0, 2, 3, 4))),
+        (chosen([0, 1, 2, 3], [0, 1, 2, 3], avoid={1}), Choice((0, 2, 3, 1))),  # unless there is no other
+        (chosen([0, 1], [0, 1, 2, 3], wanted=2, least=1), Choice((0, 1))),
+        (chosen([0, 1], [], wanted=2, least=1, revivable=[0, 1]), Choice((0, 1), (0, 1))),
+    ],
+)
+def test_the_nodes_of_the_next_attempt(what: Choice | None, expected: Choice | None) -> None:
+    assert what == expected
+
+
+@given(
+    alive=st.sets(st.integers(0, 5)),
+    avoid=st.sets(st.integers(0, 5)),
+    revivable=st.sets(st.integers(0, 3)),
+    least=st.integers(1, 4),
+    sizes=st.sets(st.integers(1, 4)),
+)
+def test_a_choice_has_a_size_that_fits_no_node_twice_and_starts_just_the_lost(
+    alive: set[int], avoid: set[int], revivable: set[int], least: int, sizes: set[int]
+) -> None:
+    lost = sorted(revivable - alive)
+    choice = chosen([0, 1, 2, 3], sorted(alive), least=least, avoid=avoid, revivable=lost, sizes=tuple(sorted(sizes)))
+    if choice is None:
+        assert not sizes & set(range(least, 1 + min(4, len(alive))))
+        return
+    assert len(choice.slots) in sizes
+    assert least <= len(choice.slots) <= 4
+    assert len(set(choice.slots)) == len(choice.slots)
+    assert set(choice.revive) == set(choice.slots) - alive
+    assert set(choice.revive) <= set(lost)

@@ -1,0 +1,100 @@
+"""Who is late, as words, and how far clocks are apart: pure."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs.placement import NodePlacement, Placement
+from launch.supervision.crew import ClockOffset, Node
+from launch.supervision.roster import Roster
+
+
+def roster(*, meets: bool = True, answered: bool = True, nodes: int = 2) -> Roster:
+    placed = tuple(NodePlacement(node, f"n{node}", "127.0.0.1", node * 2, 2) for node in range(nodes))
+    made = Roster(Placement(placed, 2 * nodes, "127.0.0.1"), [Node(each) for each in placed], meets=meets)
+    for number, node in enumerate(made.nodes):
+        node.hello = {"host": f"n{number}"} if answered or number == 0 else {}
+    return made
+
+
+def test_nobody_is_late_when_all_have_joined() -> None:
+    made = roster()
+    made.arrived = made.joined = {0, 1, 2, 3}
+    assert made.late(60.0, patient=False) == ""
+
+
+def test_a_silent_agent_comes_before_its_ranks() -> None:
+    assert roster(answered=False).late(60.0, patient=True) == (
+        "node 1 (n1): the agent did not answer within 60 s (start_timeout_s)"
+    )
+
+
+def test_of_many_silent_agents_four_are_named_and_the_others_counted() -> None:
+    assert roster(answered=False, nodes=8).late(60.0, patient=True) == (
+        "node 1 (n1), 2 (n2), 3 (n3), 4 (n4) and 3 more: the agent did not answer within 60 s (start_timeout_s)"
+    )
+
+
+def test_the_ranks_that_have_not_arrived_are_named_with_their_node() -> None:
+    made = roster()
+    made.arrived = {0, 1, 2}
+    message = made.late(60.0, patient=True)
+    assert message.startswith("rank 3 on node 1 (n1) did not reach the rendezvous within 60 s (start_timeout_s)")
+    assert "muster logs --rank 3" in message
+
+
+def test_ranks_that_arrived_but_did_not_join_are_given_a_moment_then_named() -> None:
+    made = roster()
+    made.arrived, made.joined = {0, 1, 2, 3}, {0, 1, 2}
+    assert made.late(60.0, patient=True) == ""
+    assert made.late(60.0, patient=False) == (
+        "rank 3 on node 1 (n1) did not meet the others within 60 s (start_timeout_s)"
+    )
+
+
+def test_a_rank_that_has_ended_is_not_late() -> None:
+    made = roster()
+    made.arrived = made.joined = {0, 1, 2}
+    made.running -= {3}
+    assert made.late(60.0, patient=False) == ""
+
+
+def test_programs_need_not_meet_but_once_one_waits_all_should_come() -> None:
+    made = roster(meets=False)
+    assert made.late(60.0, patient=False) == ""
+    made.arrived = {0}
+    assert "rank 1 on node 0, rank 2 on node 1, rank 3 on node 1" in made.late(60.0, patient=False)
+
+
+# Clocks ---------------------------------------------------------------------------------------------------------------
+
+Seconds = st.floats(0.0, 10.0)
+
+
+@given(
+    ahead_s=st.floats(-1e6, 1e6),
+    travels=st.lists(st.tuples(Seconds, Seconds, Seconds), min_size=1, max_size=8),
+)
+def test_a_clock_is_told_to_within_half_of_the_fastest_exchange(ahead_s: float, travels) -> None:
+    clock = ClockOffset()
+    now = 1e9
+    for there_s, answering_s, back_s in travels:
+        heard = now + there_s + ahead_s
+        received = now + there_s + answering_s + back_s
+        clock.note(sent=now, heard=heard, answered=heard + answering_s, received=received)
+        now = received + 1.0
+    fastest_s = min(there_s + back_s for there_s, _, back_s in travels)
+    assert clock.travel_s == pytest.approx(fastest_s, abs=1e-3)
+    assert abs(clock.seconds - ahead_s) <= fastest_s / 2 + 1e-3
+
+
+def test_an_exchange_that_took_longer_changes_nothing() -> None:
+    clock = ClockOffset()
+    clock.note(sent=100.0, heard=160.1, answered=160.1, received=100.2)
+    assert (clock.seconds, clock.travel_s) == (pytest.approx(60.0), pytest.approx(0.2))
+    clock.note(sent=200.0, heard=265.0, answered=265.0, received=205.0)  # all of it on the way there
+    assert clock.seconds == pytest.approx(60.0)
+
+
+def test_before_any_exchange_clocks_are_taken_to_agree() -> None:
+    assert ClockOffset().seconds == 0.0

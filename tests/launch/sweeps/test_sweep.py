@@ -1,0 +1,387 @@
+"""`muster sweep`: what a sweep is made of, one here, and arrays in a box."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jobs import exits
+from jobs.errors import JobFileError, RefusedError, RunFolderError, UsageError
+from jobs.rundir import list_runs
+from launch.cli import main
+from launch.sweeps.sweep import (
+    Grid,
+    Point,
+    SweepRecord,
+    complaint,
+    exit_code,
+    find_sweep,
+    points_of,
+    read_grid,
+    read_grids,
+    split_values,
+)
+from support.box import LiveBox
+from support.live import argv, wait_until
+
+NANO = """
+name: nano
+train: {model: gpt-nano, data: python-source, batch_size: 4, steps: 2, log_every: 1, optimizer: {name: adamw, lr: 1e-3}}
+"""
+EXIT = "name: exit\ngrace_s: 1\n" + argv("import os; exit(int(os.environ['CODE']))")
+SLEEP = "name: sleep\ngrace_s: 1\n" + argv("import time; print('ready', flush=True); time.sleep(1000)")
+cluster = pytest.mark.cluster
+patient = pytest.mark.timeout(180)
+LISTED = "name: array\ngrace_s: 1\n" + argv("import os; print(os.environ['WHAT'])")
+
+# Grids --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_grid_runs_fastest() -> None:
+    points = points_of(read_grids(["train.mode=allreduce,ddp", "nodes=1,2"]), "vgg")
+    assert [point.label for point in points] == [
+        *("train.mode=allreduce nodes=1", "train.mode=allreduce nodes=2"),
+        *("train.mode=ddp nodes=1", "train.mode=ddp nodes=2"),
+    ]
+    assert [point.name for point in points][:2] == ["vgg-mode-allreduce-nodes-1", "vgg-mode-allreduce-nodes-2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("1,2,4", ["1", "2", "4"]),
+        ("vgg11", ["vgg11"]),
+        ("{name: sgd, lr: 0.1},{name: adamw}", ["{name: sgd, lr: 0.1}", "{name: adamw}"]),
+        ("[1,2],[3]", ["[1,2]", "[3]"]),
+        ("'a,b',\"c,d\"", ["'a,b'", '"c,d"']),
+        ("{lr: [1,{a: 2,b: 3}]},x", ["{lr: [1,{a: 2,b: 3}]}", "x"]),
+        ("it's,no", ["it's", "no"]),
+        ("[1,2", ["[1,2"]),
+        (" 1 , 2 ", ["1", "2"]),
+        ("", [""]),
+    ],
+)
+def test_a_comma_inside_brackets_or_quotes_belongs_to_the_value(text: str, values: list[str]) -> None:
+    assert split_values(text) == values
+
+
+@given(st.lists(st.from_regex(r"[A-Za-z0-9._-]+", fullmatch=True), min_size=1, max_size=6))
+def test_plain_values_come_back(values: list[str]) -> None:
+    assert split_values(",".join(values)) == values
+
+
+@given(st.text())
+def test_any_text_is_split_without_losing_a_letter(text: str) -> None:
+    rejoined = ",".join(split_values(text))
+    assert [each for each in rejoined if not each.isspace()] == [each for each in text if not each.isspace()]
+
+
+@given(
+    st.lists(
+        st.tuples(st.from_regex(r"[a-z]{1,12}", fullmatch=True), st.lists(st.text(min_size=1), min_size=1, max_size=3)),
+        min_size=1,
+        max_size=3,
+    ),
+    st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True),
+)
+def test_names_are_names_of_runs_and_differ(grids: list[tuple[str, list[str]]], base: str) -> None:
+    points = points_of([Grid(key, tuple(values)) for key, values in grids], base)
+    names = [point.name for point in points]
+    assert len(set(names)) == len(names)
+    assert all(len(name) <= 64 and set(name) <= set("-._") | set(map(chr, range(128))) for name in names)
+    assert all(
+        name[0].isalnum() and name.replace("-", "").replace(".", "").replace("_", "").isalnum() for name in names
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("nodes", "must be of the form KEY=VALUE,VALUE"),
+        ("=1,2", "must be of the form KEY=VALUE,VALUE"),
+        ("train..lr=1", "must be of the form KEY=VALUE,VALUE"),
+        ("nodes=", "has no value"),
+        ("nodes=1,,2", "value 2 of 3 is empty"),
+        ("nodes=1,2,1", "1 is given twice"),
+        ("name=a,b", "name cannot be a grid"),
+    ],
+)
+def test_a_bad_grid_is_one_message(word: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_grid(word)
+    assert str(refused.value).startswith(f"--grid {word}: {said}")
+    assert "\n" not in str(refused.value)
+
+
+def test_all_bad_grids_are_told_at_once() -> None:
+    with pytest.raises(UsageError) as refused:
+        read_grids(["nodes", "a=1", "a=2", "b="])
+    assert [line.partition(": ")[0] for line in str(refused.value).splitlines()] == [
+        *("--grid nodes", "--grid a=2", "--grid b="),
+    ]
+
+
+def test_a_sweep_has_grids_and_an_end() -> None:
+    with pytest.raises(UsageError, match="none is given"):
+        read_grids([])
+    numbers = ",".join(map(str, range(40)))
+    with pytest.raises(UsageError, match="make 1600 runs, at most 1000"):
+        read_grids([f"a={numbers}", f"b={numbers}"])
+
+
+def test_what_a_value_does_is_said_once_and_the_rest_names_its_points() -> None:
+    grids = read_grids(["a=1,2", "b=x,y"])
+    points = points_of(grids, "job")
+    bad = [(point, JobFileError(f"--set {point.overrides[0]}: a: unknown key")) for point in points]
+    assert str(complaint(bad, grids, 4)) == "--grid a=1,2: a: unknown key"
+    told = complaint(
+        [(points[1], RefusedError("job.yaml: too many")), (points[3], RefusedError("job.yaml: odd"))], grids, 4
+    )
+    assert str(told) == "point a=1 b=y: job.yaml: too many\npoint a=2 b=y: job.yaml: odd"
+    assert told.exit_code == exits.REFUSED
+    assert complaint([*bad[:1], (points[3], RefusedError("x"))], grids, 4).exit_code == exits.BAD_JOB
+
+
+def test_the_first_failure_is_the_exit_code() -> None:
+    assert exit_code([0, 0]) == 0
+    assert exit_code([0, 7, 9]) == 7
+    assert exit_code([0, None]) == 1
+
+
+# The record ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_reads_back_and_is_found_by_a_part_of_its_name(tmp_path: Path) -> None:
+    points = tuple(points_of([Grid("nodes", ("1", "2"))], "vgg"))
+    record = SweepRecord("vgg", "/job.yaml", "local", 1.5, points, ("run-a", "run-b"))
+    for name in ("sweep-vgg-1", "sweep-vgg-2"):
+        (tmp_path / name).mkdir()
+        record.write(tmp_path / name)
+    assert SweepRecord.read(tmp_path / "sweep-vgg-1") == record
+    assert [run.path for run in record.runs(tmp_path / "sweep-vgg-1")] == [tmp_path / "run-a", tmp_path / "run-b"]
+    assert find_sweep(tmp_path, "vgg-2") == tmp_path / "sweep-vgg-2"
+    assert find_sweep(Path("/nowhere"), str(tmp_path / "sweep-vgg-1")) == tmp_path / "sweep-vgg-1"
+    with pytest.raises(RunFolderError, match="fits 2 sweeps"):
+        find_sweep(tmp_path, "vgg")
+    with pytest.raises(RunFolderError, match="no sweep named 'gpt'; there is: sweep-vgg-1, sweep-vgg-2"):
+        find_sweep(tmp_path, "gpt")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 2}', '{"version": 1}'])
+def test_a_damaged_record_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(RunFolderError, match=r"sweep\.json"):
+        SweepRecord.read(tmp_path)
+
+
+# Here ---------------------------------------------------------------------------------------------------------------
+
+Sweep = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Sweep:
+    """Call `muster sweep` in this process: (code, out, err)."""
+
+    def call(text: str, *words: str) -> tuple[int, str, str]:
+        job = tmp_path / "job.yaml"
+        job.write_text(text)
+        capfd.readouterr()
+        code = main(["sweep", str(job), *words, "--runs", str(tmp_path / "runs")])
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def rows(out: str) -> list[dict[str, Any]]:
+    points: list[dict[str, Any]] = json.loads(out)["points"]
+    return points
+
+
+@pytest.mark.ranks
+@patient
+def test_tiny_trainings_one_after_another_and_their_table(
+    sweep: Sweep, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = sweep(NANO, "--grid", "train.optimizer.lr=1e-3", "--grid", "nodes=1,2", "--json")
+    assert code == 0, err
+    table = rows(out)
+    assert [row["point"] for row in table] == [
+        *("train.optimizer.lr=1e-3 nodes=1", "train.optimizer.lr=1e-3 nodes=2"),
+    ]
+    assert {(row["state"], row["code"], row["step"], row["steps"]) for row in table} == {("done", 0, 2, 2)}
+    assert all(row["loss"] > 0 and row["rate"] > 0 and row["seconds"] > 0 for row in table)
+    assert [run.run_id for run in list_runs(tmp_path / "runs")] == sorted(row["run_id"] for row in table)
+    capfd.readouterr()
+    assert main(["sweep", "--show", "sweep-nano", "--runs", str(tmp_path / "runs"), "--json"]) == 0
+    assert rows(capfd.readouterr().out) == table
+    assert main(["sweep", "--show", "sweep-nano", "--runs", str(tmp_path / "runs")]) == 0
+    head = capfd.readouterr().out.splitlines()[0]
+    assert " ".join(head.split()) == "point state exit took step loss rate run"
+
+
+@pytest.mark.ranks
+def test_a_failed_point_does_not_end_the_sweep_unless_it_shall(sweep: Sweep) -> None:
+    code, out, _ = sweep(EXIT, "--grid", "env.CODE='0','7','9'", "--json")
+    assert code == 7
+    assert [row["code"] for row in rows(out)] == [0, 7, 9]
+    code, out, _ = sweep(EXIT, "--grid", "env.CODE='0','7','9'", "--no-keep-going", "--json")
+    assert code == 7
+    assert [(row["state"], row["code"]) for row in rows(out)] == [("done", 0), ("failed", 7), ("not run", None)]
+
+
+@pytest.mark.ranks
+def test_submitits_local_executor_runs_them_one_after_another(sweep: Sweep) -> None:
+    words = ("--on", "submitit", "--executor", "local", "--json")
+    code, out, err = sweep(EXIT, "--grid", "env.CODE='7','0'", *words)
+    assert code == 7, err
+    assert [row["code"] for row in rows(out)] == [7, 0]
+
+
+def test_every_bad_point_is_told_before_anything_starts(sweep: Sweep, tmp_path: Path) -> None:
+    code, _, err = sweep(NANO, "--grid", "train.batch_size=1,4", "--grid", "nodes=1,2,3")
+    assert code == exits.REFUSED
+    lines = err.removeprefix("muster: ").splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [
+        "point train.batch_size=1 nodes=2",
+        "point train.batch_size=1 nodes=3",
+    ]
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--grid", "train.mdoe=a,b"], exits.BAD_JOB, "--grid train.mdoe=a,b: train.mdoe: unknown key; did you mean"),
+        (["--grid", "nodes=2,x"], exits.BAD_JOB, "--grid nodes=x: nodes: must be a whole number"),
+        (["--grid", "nodes=1,2", "-N", "3"], exits.USAGE, "--grid nodes and -N both set nodes"),
+        (["--grid", "nodes=1", "--set", "nodes=3"], exits.USAGE, "--grid nodes and --set nodes both set nodes"),
+        (["--grid", "nodes=1", "--limit", "0"], exits.USAGE, "--limit: must be at least 1"),
+        (["--grid", "nodes=1", "--limit", "2"], exits.USAGE, "--limit 2: is for arrays of Slurm's"),
+        (["--grid", "nodes=1", "--on", "hand"], exits.USAGE, "--on hand: a sweep starts its runs itself"),
+        ([], exits.USAGE, "--grid: none is given"),
+    ],
+)
+def test_what_is_wrong_is_one_message(sweep: Sweep, words: list[str], code: int, said: str) -> None:
+    ended, _, err = sweep(NANO, *words)
+    assert (ended, err.count("\n")) == (code, 1)
+    assert err.startswith(f"muster: {said}")
+
+
+@pytest.mark.ranks
+def test_ctrl_c_ends_the_point_and_the_sweep(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(SLEEP)
+    runs = tmp_path / "runs"
+    command = [sys.executable, "-m", "launch", "sweep", str(tmp_path / "job.yaml"), "--grid", "nodes=1,2"]
+    with subprocess.Popen([*command, "--runs", str(runs), "--json"], stdout=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: runs.is_dir() and list_runs(runs), "a run")
+        run = list_runs(runs)[0]
+        wait_until(lambda: run.attempt(0).out(0).is_file() and run.attempt(0).out(0).read_text(), "its rank")
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == exits.STOPPED
+    assert [row["state"] for row in rows(out)] == ["stopped", "not run"]
+
+
+# In a box -----------------------------------------------------------------------------------------------------------
+
+ON = [["--on", "slurm"], ["--on", "submitit", "--executor", "slurm"]]
+
+
+class BoxedSweep:
+    """A `muster sweep` in a process of its own, on the nodes of a box."""
+
+    def __init__(self, box: LiveBox, folder: Path) -> None:
+        self.box, self.folder, self.runs = box, folder, folder / "runs"
+        self.left: list[subprocess.Popen[str]] = []
+
+    def start(self, text: str, *words: str) -> subprocess.Popen[str]:
+        (self.folder / "job.yaml").write_text(text)
+        command = [sys.executable, "-m", "launch", "sweep", str(self.folder / "job.yaml"), "--hosts", self.box.spelt]
+        command += ["--runs", str(self.runs), "--json", *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self.left.append(process)
+        return process
+
+    def queue(self) -> list[str]:
+        """The jobs that wait or run, elements of arrays each for itself."""
+        said = self.box.client("squeue", "--noheader", "--array", "--format=%i %j %T").stdout.splitlines()
+        return [line for line in said if " sweep-" in line]
+
+    def stop(self) -> None:
+        for process in self.left:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            process.communicate(timeout=60)
+
+
+@pytest.fixture
+def boxed(box: LiveBox, tmp_path: Path) -> Iterator[BoxedSweep]:
+    made = BoxedSweep(box, tmp_path)
+    yield made
+    made.stop()
+
+
+@cluster
+@patient
+@pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
+def test_points_of_one_shape_are_one_array(boxed: BoxedSweep, on: list[str]) -> None:
+    process = boxed.start(LISTED, "--grid", "env.WHAT=a,b", "--grid", "nodes=1,2", "--limit", "1", *on)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert [line for line in err.splitlines() if line.endswith("2 of 4 points")] != []
+    table = rows(out)
+    assert {(row["state"], row["code"]) for row in table} == {("done", 0)}
+    ids = [json.loads((boxed.runs / row["run_id"] / "slurm.json").read_text())["job_id"] for row in table]
+    arrays = [each.partition("_")[0] for each in ids]
+    assert arrays[0] == arrays[2] != arrays[1] == arrays[3]
+    assert [each.partition("_")[2] for each in ids] == ["0", "0", "1", "1"]
+    first = [(boxed.runs / row["run_id"] / "attempt-000" / "rank-00000.out").read_text() for row in table]
+    assert first == ["a\n", "a\n", "b\n", "b\n"]
+
+
+@cluster
+@patient
+@pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
+def test_each_points_own_code_comes_back_from_an_array(boxed: BoxedSweep, on: list[str]) -> None:
+    process = boxed.start(EXIT, "--grid", "env.CODE='0','7','9'", *on)
+    out, err = process.communicate(timeout=150)
+    assert process.returncode == 7, err
+    assert [row["code"] for row in rows(out)] == [0, 7, 9]
+
+
+@cluster
+@patient
+@pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
+def test_ctrl_c_stops_what_runs_and_cancels_what_waits(boxed: BoxedSweep, on: list[str]) -> None:
+    process = boxed.start(SLEEP, "--grid", "env.WHAT=a,b,c", "--limit", "1", *on)
+    wait_until(lambda: boxed.runs.is_dir() and list_runs(boxed.runs), "the runs")
+    wait_until(lambda: list(boxed.runs.glob("*/attempt-000/rank-00000.out")), "the first point's rank")
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == exits.STOPPED, err
+    assert {row["state"] for row in rows(out)} == {"stopped"}
+    wait_until(lambda: not boxed.queue(), "an empty queue")
+
+
+@cluster
+@patient
+@pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
+def test_a_shape_that_is_refused_ends_its_points_only(boxed: BoxedSweep, on: list[str]) -> None:
+    process = boxed.start(LISTED, "--set", "env.WHAT=x", "--grid", "slurm.partition=nowhere,batch", *on)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == exits.REFUSED, err
+    assert [row["code"] for row in rows(out)] == [exits.REFUSED, 0]
+    assert "muster: slurm.partition: sbatch says: " in err
+
+
+def test_a_point_is_its_overrides() -> None:
+    assert Point(0, ("a=1", "b=x y"), "n").label == "a=1 b=x y"

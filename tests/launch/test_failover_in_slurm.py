@@ -1,0 +1,205 @@
+"""A training in the real Slurm of the box that is told to end, loses a node, an agent, or its nodes to another job."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.boot import CODE_ROOT
+from jobs.files import read_lines
+from jobs.rundir import RunDir, list_runs
+from launch.scheduler.slurm_job import SlurmJob
+from support.box import LiveBox
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
+
+DEADLINE_S = 120.0
+JOB = CODE_ROOT / "jobs" / "examples" / "failover.yaml"
+LONG = ("--set", "train.steps=100000", "--set", "train.log_every=1000")
+BLOCKER = "#!/bin/sh\n#SBATCH --nodes=4 --exclusive --output=/dev/null --partition=batch\nexec sleep 5\n"
+
+
+def wait_until(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+        time.sleep(0.1)
+
+
+class Training:
+    """A training that was submitted; it ends with the test."""
+
+    def __init__(self, box: LiveBox, folder: Path, *words: str) -> None:
+        self.box = box
+        self.runs = folder / "runs"
+        self.muster("submit", str(JOB), "--on", "slurm", "--hosts", box.spelt, *LONG, *words)
+
+    def muster(self, *words: str) -> str:
+        """Call a command of Muster's; return what it printed."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        argv = [sys.executable, "-m", "launch", *words, "--runs", str(self.runs)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, env=env, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    @property
+    def run(self) -> RunDir:
+        """The run folder."""
+        return list_runs(self.runs)[-1]
+
+    @property
+    def job(self) -> SlurmJob:
+        """Its Slurm job."""
+        job = SlurmJob.read(self.run)
+        assert job is not None
+        return job
+
+    def events(self, name: str, attempt: int | None = None) -> list[dict[str, Any]]:
+        rows = [row for row in read_lines(self.run.events) if row["event"] == name]
+        return [row for row in rows if attempt is None or row.get("attempt") == attempt]
+
+    def saved(self, attempt: int) -> int:
+        """Wait until an attempt has saved, and return after which step."""
+        wait_until(lambda: self.events("saved", attempt), f"a checkpoint of attempt {attempt}")
+        return int(self.events("saved", attempt)[-1]["step"])
+
+    def begun_from(self, attempt: int) -> int:
+        """Wait until an attempt goes on from a checkpoint and saves again; return the step that it began from."""
+        self.saved(attempt)
+        return int(self.events("resuming", attempt)[-1]["step"])
+
+    def ended(self, attempt: int) -> dict[str, Any]:
+        """Return the row of an attempt that is over."""
+        wait_until(lambda: self.events("attempt_ended", attempt), f"the end of attempt {attempt}")
+        return self.events("attempt_ended", attempt)[-1]
+
+    def hosts(self, attempt: int) -> list[str]:
+        placement = json.loads(self.run.attempt(attempt).placement.read_text())
+        return [node["host"] for node in placement["nodes"]]
+
+    def client(self, *words: str) -> str:
+        done = self.box.client(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def close(self) -> None:
+        self.job.client().cancel(self.job.job_id)
+        wait_until(lambda: not self.client("squeue", "--noheader"), "an empty queue")
+
+
+@pytest.fixture
+def trainings(box: LiveBox, tmp_path: Path) -> Iterator[list[Training]]:
+    """Those that a test has submitted."""
+    submitted: list[Training] = []
+    yield submitted
+    for each in submitted:
+        each.close()
+
+
+@pytest.fixture
+def train(box: LiveBox, tmp_path: Path, trainings: list[Training]) -> Any:
+    """Return a function that submits a training."""
+
+    def start(*words: str) -> Training:
+        trainings.append(Training(box, tmp_path, *words))
+        return trainings[-1]
+
+    return start
+
+
+def test_the_signal_before_the_time_limit_saves_and_queues_it_again(train: Any) -> None:
+    training: Training = train()
+    training.saved(0)
+    training.client("scancel", "--batch", "--signal=USR2", training.job.job_id)
+    ended = training.ended(0)
+    assert (ended["code"], "saved after step" in ended["message"]) == (75, True)
+    last = training.saved(0)
+    assert training.begun_from(1) == last
+    assert [row["restarts"] for row in training.events("allocation")] == [0, 1]
+    assert training.events("warning") == []  # Slurm's count of starts is ours
+
+
+def test_what_an_operator_queues_again_goes_on_from_its_last_checkpoint(train: Any) -> None:
+    training: Training = train()
+    training.saved(0)
+    training.client("scontrol", "requeue", training.job.job_id)
+    training.ended(0)
+    assert training.begun_from(1) >= 10
+    assert len(training.events("allocation")) == 2
+
+
+def test_a_lost_node_is_replaced_by_a_spare_inside_the_allocation(train: Any, box: LiveBox) -> None:
+    training: Training = train("--set", "restart.spares=1", "--set", "restart.min_nodes=2")
+    training.saved(0)
+    assert training.hosts(0) == ["node0", "node1"]
+    box.fail("node1", "power")
+    try:
+        assert training.begun_from(1) >= 10
+        assert training.hosts(1) == ["node0", "node2"]
+        assert len(training.events("allocation")) == 1
+    finally:
+        box.heal("node1")
+
+
+def test_after_a_lost_node_the_others_go_on_without_leaving_the_queue(train: Any, box: LiveBox) -> None:
+    training: Training = train()
+    training.saved(0)
+    box.fail("node1", "power")
+    try:
+        assert training.begun_from(1) >= 10
+        assert training.hosts(1) == ["node0"]
+        # Slurm itself notices later, and takes only the node out of the job.
+        state = ("squeue", "--noheader", "--format=%T %N")
+        wait_until(lambda: training.client(*state).strip() == "RUNNING node0", "Slurm's word on it")
+        before = training.saved(1)
+        wait_until(lambda: training.saved(1) > before, "a training that goes on")
+        assert len(training.events("allocation")) == 1
+    finally:
+        box.heal("node1")
+
+
+def test_a_lost_agent_is_started_again_by_a_step_of_its_own(train: Any, box: LiveBox) -> None:
+    training: Training = train("--set", "restart.min_nodes=2")
+    training.saved(0)
+    record = json.loads(training.run.attempt(0).node(1).read_text())
+    pid = str(record["pid"])
+    done = box.command("exec", "--name", box.name, record["host"], "--", "kill", "-9", pid)
+    assert done.returncode == 0, done.stderr
+    assert training.begun_from(1) >= 10
+    assert training.hosts(1) == ["node0", "node1"]
+    steps = training.client("squeue", "--steps", "--noheader", "--format=%i %N").split("\n")
+    assert any(step.split() == [f"{training.job.job_id}.1", "node1"] for step in steps if step)
+
+
+def test_the_first_nodes_end_queues_it_again_and_it_goes_on_elsewhere(train: Any, box: LiveBox) -> None:
+    training: Training = train()
+    training.saved(0)
+    box.fail("node0", "power")
+    try:
+        assert training.begun_from(1) >= 10
+        assert "node0" not in training.hosts(1)
+        assert len(training.events("allocation")) == 2
+    finally:
+        box.heal("node0")
+
+
+def test_a_preemption_with_grace_saves_first(train: Any, box: LiveBox, tmp_path: Path) -> None:
+    """Slurm signals every process of the steps, ranks and all; then it waits."""
+    training: Training = train("--set", "slurm.partition=preempt")
+    training.client("scontrol", "update", "PartitionName=preempt", "GraceTime=20")
+    training.saved(0)
+    (tmp_path / "blocker.sh").write_text(BLOCKER)
+    try:
+        training.client("sbatch", str(tmp_path / "blocker.sh"))
+        assert training.ended(0)["code"] == 75
+        last = training.saved(0)
+        assert training.begun_from(1) == last
+        assert len(training.events("allocation")) == 2
+    finally:
+        training.client("scontrol", "update", "PartitionName=preempt", "GraceTime=0")

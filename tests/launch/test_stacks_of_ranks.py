@@ -1,0 +1,107 @@
+"""The stacks of real gloo ranks that hang, each for a reason of its own, and who is named."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from launch.node.dumping import Dumps
+from launch.supervision.stacks import Absent, absent
+from support.live import wait_until
+from support.warm import Warm
+
+pytestmark = pytest.mark.ranks
+
+RANKS = 3
+JOB = """
+import ctypes, os, signal, time
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+
+RANK, CASE = int(os.environ["RANK"]), os.environ["CASE"]
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+store = dist.FileStore(os.environ["STORE"], 3)
+dist.init_process_group("gloo", store=store, rank=RANK, world_size=3, timeout=timedelta(seconds=50))
+
+
+def sum_up():
+    dist.all_reduce(torch.ones(4))
+
+
+def load():
+    time.sleep(1000)
+
+
+def compute():
+    ctypes.PyDLL(None).sleep(1000)  # holds the interpreter's lock
+
+
+dist.barrier()
+print("ready")
+if RANK != 1:
+    sum_up()
+elif CASE == "sleeps":
+    load()
+elif CASE == "stands still":
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif CASE == "holds the lock":
+    compute()
+elif CASE == "skips":
+    dist.barrier()
+"""
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Warm]:
+    """A keeper whose ranks have torch."""
+    made = Warm(tmp_path_factory.mktemp("warm"), 1, "torch,torch.distributed").wait_for_keepers()
+    (made.folder / "job.py").write_text(JOB)
+    yield made
+    made.kill()
+
+
+def line_of(text: str) -> int:
+    """The last line of the job that reads so."""
+    return max(number for number, line in enumerate(JOB.splitlines(), start=1) if line.strip().startswith(text))
+
+
+def diagnose(warm: Warm) -> Absent:
+    """Ask the ranks for their stacks, as an agent does, and judge."""
+    dumps = Dumps({rank: warm.err(rank) for rank in range(RANKS)})
+    warm.tell({"do": "dump"})
+    states = warm.next("dumped")["dumped"]
+    lines = asyncio.run(dumps.gather(range(RANKS)))
+    said: dict[int, dict[str, Any]] = {
+        rank: {"state": states[str(rank)], "lines": lines[rank], "steps": 0} for rank in range(RANKS)
+    }
+    return absent(said)
+
+
+CASES = [
+    ("sleeps", "did not come to all_reduce (", "time.sleep", "load"),
+    ("holds the lock", "did not come to all_reduce (", "ctypes.PyDLL", "compute"),
+    ("skips", "waits elsewhere than the others: it waits in barrier at ", "dist.barrier()", "<module>"),
+    ("stands still", "stands still, stopped by a signal: ", "os.kill", "<module>"),
+]
+
+
+@pytest.mark.parametrize(("case", "why", "line", "function"), CASES)
+def test_the_rank_that_did_not_come_is_named(case: str, why: str, line: str, function: str, warm: Warm) -> None:
+    code = f"import runpy; runpy.run_path({str(warm.folder / 'job.py')!r})"
+    for rank in range(RANKS):
+        warm.out(rank).unlink(missing_ok=True)
+    env = {"CASE": case, "STORE": str(warm.folder / f"store {case}")}
+    warm.start(*(warm.rank(rank, code=code, env={**env, "RANK": str(rank)}) for rank in range(RANKS)))
+    for rank in range(RANKS):
+        warm.wait_for_output(rank)
+    found: list[Absent] = []
+
+    def has_come_to_its_end() -> bool:
+        found.append(diagnose(warm))
+        return found[-1].ranks == (1,) and why in found[-1].text and found[-1].text.count("rank ") == 1
+
+    wait_until(has_come_to_its_end, "the others to wait")
+    assert f"job.py:{line_of(line)} {function}" in found[-1].text
+    warm.stop(*range(RANKS))

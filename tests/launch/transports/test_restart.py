@@ -1,0 +1,247 @@
+"""One agent started once more, over every transport: the new one is heard, and nothing more of the lost one."""
+
+import asyncio
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.boot import module_argv
+from jobs.errors import MusterError, RefusedError, UnreachableError
+from jobs.hosts import HostSet
+from jobs.placement import Host, Login
+from jobs.rundir import RunDir
+from jobs.site import SshSettings
+from launch.agent import TOKEN
+from launch.channel import Channel
+from launch.processes import start_ticks
+from launch.transports.base import Transport
+from launch.transports.dialled import Dialled, Starter
+from launch.transports.local import Local
+from launch.transports.pdsh import pdsh_transport
+from launch.transports.srun import srun_transport
+from launch.transports.ssh import Ssh
+from launch.transports.submitit import Submitit
+
+DEADLINE_S = 30.0
+AGENT = shlex.join(module_argv(sys.executable, "launch.agent"))
+
+
+class Gate:
+    """What a transport has handed over."""
+
+    def __init__(self) -> None:
+        self.channels: asyncio.Queue[Channel] = asyncio.Queue()
+        self.failures: list[tuple[int, str]] = []
+
+    def connected(self, channel: Channel) -> None:
+        self.channels.put_nowait(channel)
+
+    def failed(self, node_rank: int, error: MusterError) -> None:
+        self.failures.append((node_rank, str(error)))
+
+    async def hello(self) -> tuple[Channel, dict[str, Any]]:
+        channel = await self.channels.get()
+        return channel, await channel.receive()
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    async def guarded() -> None:
+        await asyncio.wait_for(test(), DEADLINE_S)
+
+    asyncio.run(guarded())
+
+
+async def lose_and_restart(transport: Transport, slot: int, nodes: int = 2) -> None:
+    """Start, kill the agent of one node, start it again: of that node nothing more is told. Then let all of them go."""
+    gate = Gate()
+    await transport.start(gate)
+    met = {}
+    for _ in range(nodes):
+        channel, hello = await gate.hello()
+        met[hello["node"]] = (channel, hello)
+    channel, hello = met[slot]
+    os.kill(hello["pid"], signal.SIGKILL)
+    while start_ticks(hello["pid"]) is not None:
+        await asyncio.sleep(0.02)
+    channel.close()
+    await transport.restart(slot, gate)
+    met[slot] = await gate.hello()
+    assert (met[slot][1]["node"], met[slot][1]["pid"] != hello["pid"]) == (slot, True)
+    assert [node for node, _ in gate.failures].count(slot) <= 1  # its own end, seen before it was started again
+    for channel, _ in met.values():
+        await channel.send({"do": "bye", "code": 0})
+    await transport.close([])
+    assert [start_ticks(hello["pid"]) for _, hello in met.values()] == [None] * nodes
+    for channel, _ in met.values():
+        channel.close()
+
+
+def test_local_starts_a_pretend_nodes_agent_again() -> None:
+    run(lambda: lose_and_restart(Local(2, python=sys.executable), 1))
+
+
+def played_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put an ssh and a pdsh first on PATH that run their command here."""
+    (folder / "ssh").write_text('#!/bin/sh\nfor last; do :; done\nexec sh -c "$last"\n')
+    (folder / "pdsh").write_text(
+        '#!/bin/sh\nwhile [ "$1" != -w ]; do shift; done\nn=0\n'
+        'for host in $(echo "$2" | tr , " "); do sh -c "$(echo "$3" | sed "s/%n/$n/; s/%%/%/g")" & n=$((n+1)); done\n'
+        "wait\n"
+    )
+    for name in ("ssh", "pdsh"):
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+HOSTS = [Host("n0", "127.0.0.1", None, Login("n0")), Host("n1", "127.0.0.1", None, Login("n1"))]
+
+
+def test_ssh_starts_it_by_a_new_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played_ssh(tmp_path, monkeypatch)
+    made = Ssh(HOSTS, HostSet(tuple(HOSTS), ""), SshSettings(), python=sys.executable, code=None, fanout=1)
+    run(lambda: lose_and_restart(made, 1))
+
+
+def test_pdsh_starts_it_by_a_pdsh_of_its_own_with_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    played_ssh(tmp_path, monkeypatch)
+    made = pdsh_transport(
+        HOSTS,
+        HostSet(tuple(HOSTS), ""),
+        SshSettings(),
+        run=RunDir(tmp_path),
+        python=sys.executable,
+        code=None,
+        fanout=0,
+    )
+    assert made.starter is not None
+    assert made.starter.one is not None
+    argv = made.starter.one("1.2.3.4:5", 1)
+    assert argv[:5] == ["pdsh", "-R", "ssh", "-w", "n1"]
+    assert argv[-1].endswith("--node 1")
+    run(lambda: lose_and_restart(made, 1))
+
+
+def test_an_ssh_that_waits_for_a_host_in_vain_is_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 1000\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    made = Ssh(HOSTS[:1], HostSet(tuple(HOSTS[:1]), ""), SshSettings(), python=sys.executable, code=None, fanout=1)
+
+    async def test() -> None:
+        gate = Gate()
+        await made.start(gate)
+        before = made._started.children[0]
+        await made.restart(0, gate)
+        assert before.ended.done()
+        assert gate.failures == []
+        await made.close([0])
+
+    run(test)
+
+
+# Whose word counts --------------------------------------------------------------------------------------------------
+
+
+def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
+    return UnreachableError(f"{name or 'all'} {code}")
+
+
+def test_what_the_first_program_says_late_of_a_restarted_node_does_not_count(tmp_path: Path) -> None:
+    """pdsh tells of a dead node's ssh when that times out: the node may have a new agent by then."""
+    late = f"mkfifo {tmp_path}/go; read word <{tmp_path}/go; echo 'pc1: ssh exited with exit code 255' >&2; exit 1"
+    one = f'exec {AGENT} --node 0 --connect "$1" --token-file {tmp_path}/token'
+    starter = Starter(
+        argv=lambda connect: ["sh", "-c", late, "sh", connect],
+        one=lambda connect, slot: ["sh", "-c", one, "sh", connect],
+        names={"pc1": 0, "pc2": 1},
+        explain=told,
+    )
+    transport = Dialled("pdsh", 2, run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
+
+    async def test() -> None:
+        gate = Gate()
+        await transport.start(gate)
+        await transport.restart(0, gate)
+        channel, hello = await gate.hello()
+        assert hello["node"] == 0
+        (tmp_path / "go").write_text("word\n")
+        while not gate.failures:
+            await asyncio.sleep(0.02)
+        assert gate.failures == [(1, "pc2 1")]
+        await channel.send({"do": "bye", "code": 0})
+        await transport.close([1])
+        channel.close()
+
+    run(test)
+
+
+# By hand, Slurm, submitit -------------------------------------------------------------------------------------------
+
+
+def test_by_hand_somebody_is_asked_to_paste_the_line_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
+    transport = Dialled("hand", 2, run=RunDir(tmp_path), starter=None, token="printed", own_agent=own)
+
+    async def paste() -> asyncio.subprocess.Process:
+        connect = f"127.0.0.1:{transport._listener.port}"
+        line = [*module_argv(sys.executable, "launch.agent"), "--node", "1", "--connect", connect]
+        return await asyncio.create_subprocess_exec(*line, env={**os.environ, TOKEN: "printed"})
+
+    async def test() -> None:
+        gate = Gate()
+        await transport.start(gate)
+        first, _ = await gate.hello()
+        before = await paste()
+        second, _ = await gate.hello()
+        before.kill()
+        await before.wait()
+        second.close()
+        await transport.restart(1, gate)
+        assert "node 1 is lost; paste its line there again" in capsys.readouterr().err
+        again = await paste()
+        third, hello = await gate.hello()
+        assert hello["node"] == 1
+        await transport.restart(0, gate)  # node 0's is ours
+        fourth, hello = await gate.hello()
+        assert hello["node"] == 0
+        for channel in (third, fourth):
+            await channel.send({"do": "bye", "code": 0})
+        assert await again.wait() == 0
+        await transport.close([])
+        for channel in (first, third, fourth):
+            channel.close()
+
+    run(test)
+
+
+def test_slurm_starts_it_by_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("SLURM")]:
+        monkeypatch.delenv(name)
+    for name, value in {"ID": "7", "NODELIST": "n[1-3]", "NUM_NODES": "3", "CPUS_PER_NODE": "4(x3)"}.items():
+        monkeypatch.setenv(f"SLURM_JOB_{name}", value)
+    made = srun_transport(["n1", "n2", "n3"], run=RunDir(tmp_path), python="/py", code=None, alone="requeue")
+    assert made.starter is not None
+    assert made.starter.one is not None
+    every, one = made.starter.argv("1.2.3.4:5"), made.starter.one("1.2.3.4:5", 2)
+    assert every[1:3] == ["--nodes=3", "--ntasks=3"]
+    assert every[-2:] == ["--node", "slurm"]
+    assert one[1:3] == ["--nodes=1", "--ntasks=1"]
+    assert "--nodelist=n3" in one
+    assert one[-2:] == ["--node", "2"]
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(every) & set(one)
+
+
+def test_submitit_starts_each_agent_only_once(tmp_path: Path) -> None:
+    transport = Submitit(["n1", "n2"], run=RunDir(tmp_path), python="/py", code=None)
+
+    async def test() -> None:
+        with pytest.raises(RefusedError, match=r"node 1: submitit starts a node's agent only once; go on with fewer"):
+            await transport.restart(1, Gate())
+
+    run(test)
