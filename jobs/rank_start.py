@@ -47,9 +47,10 @@ def become(start: Mapping[str, Any], reports: int) -> NoReturn:
         code = _call(start)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException as error:
         # The child of a fork must not run on into its parent's code, whatever was raised.
         traceback.print_exc()
+        Reporter({ranks.STATUS_FD: str(reports)}).failed(error, peer=False)
     finally:
         _flush_and_exit(code)
 

@@ -6,6 +6,7 @@
       submission.json  lease.json                                supervisor, and who made the folder
       token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   where a transport needs them
       code/                                                      the code as it was submitted
+      resuming.json                                              `muster resume`, while it is at it
       stop.json                                                  `muster stop` only
       attempt-000/   mkdir is the token of the attempt
         placement.json  commands/                                supervisor
@@ -87,6 +88,11 @@ class RunDir:
     def lease(self) -> Path:
         """The supervisor's sign of life, renewed every few seconds, for those who see the folder but not its host."""
         return self.path / "lease.json"
+
+    @property
+    def claim(self) -> Path:
+        """Who resumes the run just now, so that nobody else does at the same time."""
+        return self.path / "resuming.json"
 
     @property
     def token(self) -> Path:

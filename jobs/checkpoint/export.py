@@ -31,7 +31,7 @@ def export(folder: CheckpointDir, manifest: Manifest, path: Path) -> int:
     entries += [(name, manifest.piece(PREFIX + of)) for name, of in aliases(manifest).items()]
     entries.sort(key=lambda entry: -entry[1].item_bytes)  # wide elements first, so that each is aligned
     pieces = [piece for _, piece in entries]
-    metadata = {"format": "pt", "step": str(manifest.step), "checkpoint": folder.name}
+    metadata = {"format": "pt", "step": str(manifest.step)}  # equal weights make equal files
     header, _ = header_of(entries, metadata)
     size = len(header) + sum(piece.nbytes for piece in pieces)
     with Reader(folder, manifest) as reader:

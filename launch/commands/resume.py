@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from launch import options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jobs.rundir import RunDir
     from launch.submit.prepare import Prepared
 
 
@@ -30,15 +33,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check that it can go on, then start as `muster run` does; the exit code is the verdict's."""
     from jobs.rundir import find_run, runs_root
-    from launch.commands.run import by_hand
-    from launch.submit import resume
-    from launch.submit.start import check_torch
+    from launch.submit.claim import claimed
 
     def say(text: str) -> None:
         if not args.quiet:
             print(f"muster: {text}", file=sys.stderr)
 
     folder = find_run(runs_root(args.runs), args.run)
+    with claimed(folder):
+        return _resume(folder, args, say)
+
+
+def _resume(folder: "RunDir", args: argparse.Namespace, say: "Callable[[str], None]") -> int:
+    from launch.commands.run import by_hand
+    from launch.submit import resume
+    from launch.submit.start import check_torch
+
     given = list(args.overrides)
     prepared = resume.again(folder, args, say)
     if prepared.submission.route.transport == "hand":

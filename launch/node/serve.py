@@ -243,6 +243,7 @@ class Agent:
         task = asyncio.create_task(self._guard(work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # of a task that was cancelled before it began
         return task
 
     async def _guard(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,7 +1,7 @@
 """Going on with a run that is over, or whose supervisor is gone: what its next attempt is made of.
 
     is it over?  ──→  the submission again, with what is to be different  ──→  is there a checkpoint?  ──→  written back
-    lost: what is left of it is ended first        (prepare.py)                        (the supervisor chooses and reads it)
+    lost: what is left of it is ended first        (prepare.py)                    (the supervisor chooses and reads it)
 
 Whatever is refused is refused before anything of the run is changed.
 """

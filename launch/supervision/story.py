@@ -33,6 +33,11 @@ class Story:
         self.decided_at: float | None = None
         self.times: dict[str, float] = {}
 
+    @property
+    def has_checkpoint(self) -> bool:
+        """True when the run could be resumed from something."""
+        return self.saved_step is not None or self.origin is not None
+
     def joined(self, ranks: int, seconds: float) -> None:
         """Note that all ranks have met."""
         self.times["start_s"] = round(seconds, 3)

@@ -70,7 +70,10 @@ class Supervisor:
             await self._farewell()
         self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
-        advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
+        story = self.attempt.story if self.attempt is not None else None
+        unsaved = verdict.code == exits.STOPPED and (story is None or not story.has_checkpoint)
+        about = "stopped-unsaved" if unsaved else verdict.name
+        advice = next_step(about, asdict(verdict.first) if verdict.first else None, verdict.message)
         self.console.end(verdict, time.time() - began, self.run_dir.run_id, advice)
         return verdict
 
