@@ -13,6 +13,7 @@ from faults.table import Outcome
 
 # What tells of a failure; the supervisor's own later doings follow one of these.
 KILLED = -9
+REFERENCE_S = 240.0
 TELLING = frozenset({"exited", "hang", "gone", "stopping", "draining", "missed", "attempt_ended", "ended"})
 
 
@@ -41,7 +42,7 @@ class Bench:
         """Return the tensors at the end of the uninterrupted run of a job, made once."""
         if text not in self.references:
             live = start(self.place(), text, *arguments)
-            code = live.end()
+            code = live.end(REFERENCE_S)
             if code != 0:
                 raise NoStateError(f"the uninterrupted run ended with {code}: {live.last_words()}")
             self.references[text] = tensors(live.run)
@@ -120,7 +121,7 @@ def measured(
     `killed` detects nothing, and the verdict is that of the next one.
     """
     after = [row for row in events if row["time"] >= at - 0.005]
-    told = next((row for row in after if row["event"] in TELLING), None)
+    told = next((row for row in after if row["event"] in TELLING and row.get("code") != 0), None)
     first = next((row for row in after if row["event"] == "first_step" and row["attempt"] > before), None)
     ended = [row for row in after if row["event"] == "ended"]
     lost = [row["lost_steps"] for row in attempts if row["attempt"] == before and "lost_steps" in row]

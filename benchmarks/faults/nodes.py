@@ -13,7 +13,7 @@ from faults.work import job
 NODE = "node2"
 # Twelve virtual ranks: they can be dealt to four nodes and to three.
 FOUR = job(nodes=4, steps=300, train={"virtual_ranks": 12}, restart={"min_nodes": 3})
-SLOW = job(nodes=4, steps=900, train={"virtual_ranks": 12}, restart={"min_nodes": 3})
+SLOW = job(nodes=4, steps=500, train={"virtual_ranks": 12}, restart={"min_nodes": 3})
 
 
 def box(*words: str) -> None:

@@ -5,9 +5,12 @@ its beginning and its end cost.
       of the attempt before                      of the next one
 """
 
+from dataclasses import asdict
 from typing import Any
 
+from jobs import exits
 from launch.console import Console
+from launch.look.advice import next_step
 from launch.look.runrows import last_metrics, number
 from launch.submit.plan import Context
 from launch.supervision.crew import Node
@@ -101,3 +104,10 @@ class Story:
             "times": times,
             "next": following,
         }
+
+
+def last_advice(verdict: Verdict, story: Story | None) -> str:
+    """Return what to do after a run that has ended so; `story` is its last attempt's."""
+    unsaved = verdict.code == exits.STOPPED and (story is None or not story.has_checkpoint)
+    about = "stopped-unsaved" if unsaved else verdict.name
+    return next_step(about, asdict(verdict.first) if verdict.first else None, verdict.message)

@@ -9,7 +9,7 @@ Everything that happens comes through one inbox, in order; every wait has a dead
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Final
 
 from jobs import exits
@@ -18,7 +18,6 @@ from jobs.words import counted
 from launch import processes
 from launch.channel import ChannelClosed, Message
 from launch.console import Console
-from launch.look.advice import next_step
 from launch.look.runrows import read_json
 from launch.submit.plan import Context
 from launch.supervision import resumption
@@ -28,6 +27,7 @@ from launch.supervision.eventlog import EventLog
 from launch.supervision.inbox import NOBODY, Inbox
 from launch.supervision.lease import Lease
 from launch.supervision.recovery import Choice, Decision
+from launch.supervision.story import last_advice
 from launch.supervision.succession import Succession
 from launch.supervision.verdict import Ending, Stop, Verdict, judge
 from launch.transports.base import LEASE_S, Transport
@@ -70,10 +70,7 @@ class Supervisor:
             await self._farewell()
         self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
-        story = self.attempt.story if self.attempt is not None else None
-        unsaved = verdict.code == exits.STOPPED and (story is None or not story.has_checkpoint)
-        about = "stopped-unsaved" if unsaved else verdict.name
-        advice = next_step(about, asdict(verdict.first) if verdict.first else None, verdict.message)
+        advice = last_advice(verdict, self.attempt.story if self.attempt is not None else None)
         self.console.end(verdict, time.time() - began, self.run_dir.run_id, advice)
         return verdict
 
