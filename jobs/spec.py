@@ -272,6 +272,14 @@ class Job(Strict):
     kind: str
     settings: SerializeAsAny[BaseModel]
 
+    @model_validator(mode="after")
+    def _can_be_saved(self) -> Self:
+        if self.checkpoint is not None and self.kind != "train":
+            raise ValueError(
+                f"checkpoint is for train: jobs; Muster saves nothing of a {self.kind}: job: remove it"
+            )
+        return self
+
     @field_validator("env")
     @classmethod
     def _fits_a_process(cls, env: dict[str, str]) -> dict[str, str]:

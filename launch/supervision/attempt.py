@@ -298,6 +298,11 @@ class Attempt:
             return
         rank = found.ranks[0] if found.ranks else None
         node = self.roster.node_of[rank] if rank is not None else 0
+        mute = {self.roster.node_of[each] for each in self.roster.running - self.stacks.keys()}
+        if rank is None and mute:
+            why = f"{what}, and its keeper does not answer, so nobody knows where its ranks are"
+            self.lose(min(mute), why, exits.TIMEOUT, self.hang.seconds)
+            return
         text = f"{what}: {found.text}"
         lines = [str(line) for line in self.stacks.get(rank, {}).get("lines", [])][-20:] if rank is not None else []
         if rank is None:

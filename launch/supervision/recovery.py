@@ -2,6 +2,7 @@
 
 the attempt ended        done, stopped, refused, storage, …          → so does the run
 the same exception       at the same step as the time before         → 93: the program is wrong, not the machine
+the same last line       and code of a program, three times          → 93
 three in a row           without a new checkpoint                    → 93: starting again does not help
 the budget is used up    restart.max                                 → the attempt's own verdict
 else                                                                 → again, at once; after a second failure in a
@@ -51,9 +52,17 @@ class Past:
 
     @property
     def exception(self) -> str:
-        """What the failing rank's program raised; "" for a signal, a lost node, a hang."""
+        """What the failing rank of ours raised; "" for a signal, a lost node, a hang."""
         first = self.verdict.first
         return first.message if first is not None and first.rank is not None and first.signal is None else ""
+
+    @property
+    def last_word(self) -> str:
+        """How a program of the user's failed, which tells no step: its code and the last line that it wrote."""
+        first = self.verdict.first
+        if first is None or first.ours or first.signal is not None or not first.last_lines:
+            return ""
+        return f"code {first.code}: {first.last_lines[-1]}"
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,9 @@ def decide(past: Sequence[Past], settings: RestartSettings | None, *, saves: boo
         return Decision(verdict)
     if len(past) > 1 and last.exception and (last.exception, last.step) == (past[-2].exception, past[-2].step):
         return Decision(_hopeless(verdict, f"the same failure at the same step ({last.step}) twice"))
+    words = [each.last_word for each in past[-IN_VAIN:]]
+    if len(words) == IN_VAIN and words[0] and len(set(words)) == 1:
+        return Decision(_hopeless(verdict, f"the same failure {IN_VAIN} times in a row ({words[0]})"))
     vain = in_vain(past)
     if saves and vain >= IN_VAIN:
         return Decision(_hopeless(verdict, f"{vain} attempts in a row without a new checkpoint"))

@@ -168,8 +168,10 @@ class Dialled:
         self.run.token.unlink(missing_ok=True)
 
         def wait_s(place: int) -> float:
-            in_vain = bool(lost or self._again) if place == ALL else place in lost
-            return LOST_S if in_vain and self.starter is not None and self.starter.names else FAREWELL_S
+            if place != ALL:
+                return LOST_S if place in lost else FAREWELL_S
+            in_vain = self.starter is not None and self.starter.names and (lost or self._again)
+            return LOST_S if in_vain else FAREWELL_S
 
         await self._started.close(wait_s)
         for task in self._tasks:

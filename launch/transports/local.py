@@ -69,10 +69,10 @@ class Local:
         gate.failed(node, UnreachableError(f"node {node}: its agent ended with code {code} before it had said a word"))
 
     async def close(self, lost: Collection[int]) -> None:
-        """Wait until every agent has ended; kill one that does not."""
+        """Wait until every agent has ended; kill one that does not, and the lost at once."""
         for keeper in self._keepers:
             keeper.close()
-        await self._agents.close(lambda _: FAREWELL_S)
+        await self._agents.close(lambda node: 0.0 if node in lost else FAREWELL_S)
         if self._warm is not None:
             try:
                 await asyncio.to_thread(self._warm.wait, FAREWELL_S)  # it ends with its last keeper

@@ -177,7 +177,9 @@ def test_a_hang_whose_stacks_do_not_come_ends_all_the_same(played: Played, monke
     assert played.orders("stop") == []
     played.attempt.tick(now + module.STACKS_S + 0.1)
     assert len(played.orders("stop")) == 2
-    assert played.attempt.verdict().code == exits.TIMEOUT
+    verdict = played.attempt.verdict()
+    assert verdict.code == exits.TIMEOUT
+    assert "node 0 (n0): made no progress for 31 s after step 12, and its keeper does not answer" in verdict.message
 
 
 def test_the_row_says_from_where_to_where_it_came(played: Played) -> None:

@@ -190,3 +190,21 @@ def test_a_choice_has_a_size_that_fits_no_node_twice_and_starts_just_the_lost(
     assert len(set(choice.slots)) == len(choice.slots)
     assert set(choice.revive) == set(choice.slots) - alive
     assert set(choice.revive) <= set(lost)
+
+
+def program(line: str, code: int = 1) -> Past:
+    return past(code=code, ours=False, message="", last_lines=["first line", line])
+
+
+def test_a_program_that_fails_three_times_with_the_same_last_word_is_not_tried_again() -> None:
+    same = [program("ValueError: boom")] * 3
+    assert decide(same[:2], ALWAYS, saves=False).again
+    decision = decide(same, ALWAYS, saves=False)
+    assert (decision.again, decision.verdict.code) == (False, exits.DO_NOT_RESTART)
+    assert "the same failure 3 times in a row (code 1: ValueError: boom)" in decision.verdict.message
+
+
+@pytest.mark.parametrize("odd", [program("KeyError: 1"), program("ValueError: boom", code=3), past(signal="SIGKILL")])
+def test_another_last_word_between_is_another_failure(odd: Past) -> None:
+    same = program("ValueError: boom")
+    assert decide([same, odd, same], ALWAYS, saves=False).again
