@@ -67,6 +67,8 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             written = os.write(descriptor, data)
+            if written != len(data):  # half a row would spoil the one after it; nobody else writes this file
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
         finally:
             os.close(descriptor)
     except OSError as error:

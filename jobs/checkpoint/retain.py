@@ -35,11 +35,13 @@ def plan(checkpoints: Sequence[Entry], keep: int, protect: Collection[str] = ())
     """Choose what to delete, oldest first; pure.
 
     Kept are the newest `keep` verified ones, at least two, in the order of the lineage, and whatever is newer than
-    the oldest of them. With fewer than that nothing that is committed or bad goes. `trash-` always goes.
+    the oldest of them. With fewer than that nothing that is committed or bad goes; the newest bad one stays for whoever
+    wants to know what happened to it. `trash-` always goes.
     """
     ordered = sorted(checkpoints, key=lambda each: (each.attempt, each.step))
     good = [each for each in ordered if each.state == "verified" and not each.abandoned]
     gone = [each.name for each in ordered if each.state == "trash"]
+    evidence = [each.name for each in ordered if each.state == "bad"][-1:]
     if len(good) < LEAST:
         return gone
     kept = good[-max(keep, LEAST) :]
@@ -47,7 +49,7 @@ def plan(checkpoints: Sequence[Entry], keep: int, protect: Collection[str] = ())
     newest = (good[-1].attempt, good[-1].step)
     for each in ordered:
         place = (each.attempt, each.step)
-        if each.name in protect or each.state == "trash" or each in kept:
+        if each.name in protect or each.name in evidence or each.state == "trash" or each in kept:
             continue
         if place < (newest if each.state in ("unfinished", "bad") or each.abandoned else oldest):
             gone.append(each.name)

@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from jobs import linux
-from jobs.checkpoint.commit import IncompleteError, begin, commit
+from jobs.checkpoint.commit import IncompleteError, abandon, begin, commit
 from jobs.checkpoint.pieces import Piece
 from jobs.checkpoint.retain import retain
 from jobs.checkpoint.shard import write_shard
 from jobs.checkpoint.verify import mark_verified, verify
-from jobs.errors import MusterError
+from jobs.errors import MusterError, StorageError
 from jobs.rundir import CheckpointDir, RunDir
 
 NICE: Final = 10
@@ -114,7 +114,12 @@ class Writer:
         if not folder.ok(order.writer).exists():  # at the end of a training a save may be tried twice
             data = memoryview(memory)
             pieces = [(piece, data[offset : offset + piece.nbytes]) for piece, offset in order.pieces]
-            write_shard(folder, order.writer, order.writers, pieces, meta=order.meta)
+            try:
+                write_shard(folder, order.writer, order.writers, pieces, meta=order.meta)
+            except StorageError:
+                if order.writer == 0:  # it cannot be committed any more: others' shards fill the disk for nothing
+                    abandon(folder)
+                raise
         self._say("shard", order, bytes=sum(piece.nbytes for piece, _ in order.pieces))
         if order.writer == 0:
             self._commit(order, folder)
@@ -130,7 +135,11 @@ class Writer:
                 break
             except IncompleteError:
                 if time.monotonic() >= deadline or self._is_given_up(order.step):
+                    abandon(folder)  # what others have written of it fills the disk for nothing
                     raise
+            except StorageError:
+                abandon(folder)
+                raise
         self._say("commit", order, checkpoint=folder.name, bytes=manifest.nbytes)
         mark_verified(folder, verify(folder))
         retain(run, order.keep, [order.protect] if order.protect else [])

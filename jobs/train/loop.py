@@ -82,8 +82,8 @@ def train(
     """
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
-    metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps)
-    with Screen(trainer.world, reporter, steps) as screen:
+    metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps, patient=saving.patient)
+    with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
         done = run_steps(trainer, metrics, screen, steps, first=first, saving=saving, replay=replay)
         saving.finish(done, metrics.recent)
     page.own.enter(Phase.END)

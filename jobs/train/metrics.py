@@ -10,9 +10,11 @@ transport, and in `exact` on every world size.
 """
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +22,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from jobs.files import append_lines, read_lines
+from jobs.files import read_lines
+from jobs.rowlog import RowLog
 from jobs.train.clock import Clock, StepTimes
 from jobs.train.sampling import GlobalBatch
 from jobs.train.world import World, add_in_order
@@ -78,8 +81,20 @@ class Step:
 class Metrics:
     """Collects steps and writes their rows."""
 
-    def __init__(self, files: Files, world: World, clock: Clock, units: Units, *, attempt: int, steps: int) -> None:
-        self.files = files
+    def __init__(
+        self,
+        files: Files,
+        world: World,
+        clock: Clock,
+        units: Units,
+        *,
+        attempt: int,
+        steps: int,
+        patient: bool = False,
+    ) -> None:
+        # Where checkpoints are made a full disk costs saves first, and only the third in a row ends the training.
+        self.own = RowLog(files.own, patient=patient, say=warn)
+        self.run = RowLog(files.run, patient=patient, say=warn) if files.run is not None else None
         self.world = world
         self.clock = clock
         self.units = units
@@ -112,7 +127,7 @@ class Metrics:
         for step, times in zip(steps, new, strict=True):
             loss = add_in_order(float(each) for each in step.losses) / max(step.samples, 1)
             rows.append(self._row(step, times, loss, step.samples) | {"samples": step.samples})
-        append_lines(self.files.own, rows)
+        self.own.append(rows)
 
     def report(self, note: Sequence[float] = ()) -> Summary:
         """Write all rows up to now: a collective, at the same step on every rank.
@@ -125,9 +140,8 @@ class Metrics:
         )
         steps, times = self._steps, self._times
         self._steps, self._times = [], []
-        if self.files.run is not None:
-            append_lines(
-                self.files.run,
+        if self.run is not None:
+            self.run.append(
                 [
                     self._row(step, each, loss, step.batch.samples)
                     for step, each, loss in zip(steps, times, losses, strict=True)
@@ -147,10 +161,10 @@ class Metrics:
         One that an earlier attempt made of the same step, with the same result, is not written again.
         """
         values = {name: finite(value) for name, value in measured.items()}
-        if self.files.run is None or self.evaluated.get(step) == values:
+        if self.run is None or self.evaluated.get(step) == values:
             return
         row = {"evaluation": True, "step": step, "epoch": epoch, "time": time.time()}
-        append_lines(self.files.run, [row | self.common | values])
+        self.run.append([row | self.common | values])
 
     def _row(self, step: Step, times: StepTimes, loss: float, samples: int) -> dict[str, Any]:
         return {
@@ -165,6 +179,12 @@ class Metrics:
             "rate": samples * self.units.per_sample / max(times.step_s, 1e-9),
             "unit": f"{self.units.name}/s",
         }
+
+
+def warn(text: str) -> None:
+    """Say something on standard error, which may lie on the very disk that it is about."""
+    with suppress(OSError):
+        print(f"muster: warning: {text}", file=sys.stderr, flush=True)
 
 
 def finite(value: float) -> float | None:

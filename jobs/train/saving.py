@@ -62,7 +62,12 @@ class InFlight:
 
 
 class NotSaving:
-    """What the loop asks of saving, for a job that saves nothing."""
+    """What the loop asks of saving, for a job that saves nothing.
+
+    `patient`: a full disk ends the training when it has cost three saves, and not when a row of metrics meets it.
+    """
+
+    patient = False
 
     def is_due(self, done: int) -> bool:
         """True when the ranks should meet at a log point after `done` steps, to save."""
@@ -84,6 +89,8 @@ class NotSaving:
 
 class Saver(NotSaving):
     """Saves one rank's part, by the side of all others."""
+
+    patient = True
 
     def __init__(
         self,
@@ -286,7 +293,8 @@ class Saver(NotSaving):
         after = f", after {self.left_out} left out" if self.left_out else ""
         self.left_out = 0
         cost = f"{nbytes / 2**20:.1f} MB in {seconds:.2f} s, stall {1e3 * flight.stall_s:.1f} ms"
-        print(f"saved {checkpoint}  {cost}{after}", flush=True)
+        with suppress(OSError):
+            print(f"saved {checkpoint}  {cost}{after}", flush=True)
         self.reporter.saved(
             step=flight.order.step, checkpoint=checkpoint, stall_s=flight.stall_s, seconds=seconds, nbytes=nbytes
         )

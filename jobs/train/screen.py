@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 class Screen:
     """Says how far the training is: to the reader on rank 0, to the keeper if there is one."""
 
-    def __init__(self, world: World, reporter: Reporter, steps: int) -> None:
+    def __init__(self, world: World, reporter: Reporter, steps: int, *, patient: bool = False) -> None:
         self.speaks = world.rank == 0
+        self.patient = patient  # with a full disk under standard output, for as long as saves are
         self.reporter = reporter
         self.steps = steps
         self.warned = False  # once is enough: what follows is not a number either
@@ -41,8 +42,13 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print a line on rank 0."""
-        if self.speaks:
+        if not self.speaks:
+            return
+        try:
             print(text, flush=True)
+        except OSError:  # the text stays in the stream, and is written when there is room again
+            if not self.patient:
+                raise
 
     def first_step(self, done: int) -> None:
         """Tell the keeper that this attempt has done its first step."""

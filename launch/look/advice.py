@@ -49,8 +49,8 @@ TABLE: Final[tuple[Advice, ...]] = (
         "run muster data cifar10 on every node, then start again", said=r"(?i)muster data|cifar10.*(?:missing|not )"
     ),
     Advice(
-        "muster checkpoint list RUN says what is there, and what is wrong with it; muster resume RUN --from STEP takes "
-        "another one, muster run starts anew",
+        "muster checkpoint list says what is there, muster checkpoint verify what is wrong with it; where one is good, "
+        "muster resume --from STEP takes it, else muster run starts anew",
         class_name="no-checkpoint",
     ),
     Advice(

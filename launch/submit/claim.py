@@ -44,7 +44,8 @@ def claimed(run: RunDir) -> Iterator[None]:
     except OSError as error:
         raise folder_error(path, error) from error
     finally:
-        own.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that is read-only did not take it in the first place
+            own.unlink(missing_ok=True)
     try:
         yield
     finally:

@@ -3,10 +3,11 @@
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from jobs.files import append_line
+from jobs.rowlog import RowLog
 from jobs.rundir import RunDir
 from launch.look.advice import next_step
 from launch.processes import start_ticks
@@ -15,10 +16,16 @@ from launch.supervision.verdict import Verdict
 
 
 class EventLog:
-    """The only writer of a run's events.jsonl and attempts.jsonl."""
+    """The only writer of a run's events.jsonl and attempts.jsonl.
 
-    def __init__(self, run: RunDir) -> None:
+    `say`: where it tells of a full disk, whose rows it keeps until there is room again; without, that is an error.
+    """
+
+    def __init__(self, run: RunDir, say: Callable[[str], None] | None = None) -> None:
         self.run = run
+        self._events = RowLog(run.events, patient=False, say=say or print)
+        self._attempts = RowLog(run.attempts, patient=say is not None, say=say or print)
+        self._may_be_full = say is not None
 
     def event(self, event: str, /, **fields: Any) -> None:
         """Append one event.
@@ -26,7 +33,8 @@ class EventLog:
         Raises:
             RunFolderError, StorageError: it cannot be written.
         """
-        append_line(self.run.events, {"time": time.time(), "event": event, **fields})
+        self._events.append([{"time": time.time(), "event": event, **fields}])
+        self._events.patient = self._may_be_full  # the very first row must be written: nothing has begun yet
 
     def submitted(self, context: Context, transport: str) -> None:
         """Say what was asked for, and which process supervises it."""
@@ -51,7 +59,7 @@ class EventLog:
         advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
         ended = time.time() if over is None else over
         row = {"attempt": attempt, "started": began, "ended": ended, **verdict.record(), **more, "next_step": advice}
-        append_line(self.run.attempts, row)
+        self._attempts.append([row])
         self.event("attempt_ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
         return advice
 

@@ -9,8 +9,10 @@ import json
 import os
 import socket
 import time
+from contextlib import suppress
 from typing import Final
 
+from jobs.errors import StorageError
 from jobs.files import write_json
 from jobs.rundir import RunDir
 
@@ -27,15 +29,16 @@ class Lease:
         self._renewed = -RENEW_S
 
     def renew(self) -> None:
-        """Write the lease, if the last one is old enough.
+        """Write the lease, if the last one is old enough; a disk that is full for a while does not end a run.
 
         Raises:
-            RunFolderError, StorageError: it cannot be written.
+            RunFolderError: it cannot be written.
         """
         now = time.monotonic()
         if now - self._renewed >= RENEW_S:
             self._renewed = now
-            write_json(self.run.lease, {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()})
+            with suppress(StorageError):
+                write_json(self.run.lease, {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()})
 
     def give_up(self) -> None:
         """Take the lease away: the run has its last row."""

@@ -48,7 +48,7 @@ class Supervisor:
         self.context = context
         self.run_dir = context.run
         self.job = context.job
-        self.log = EventLog(context.run)
+        self.log = EventLog(context.run, console.say)
         self.lease = Lease(context.run)
         self.inbox = Inbox()
         self.crew = Crew(context.crew)
