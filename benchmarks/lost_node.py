@@ -50,7 +50,8 @@ def main() -> int:
     parser.add_argument("--how", choices=["power", "unplug", "freeze", "kill"], default="power")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as text:
-        rows = [once(Bench(Path(text), box=args.box), args.how) for _ in range(args.repeats)]
+        bench = Bench(Path(text), box=args.box)
+        rows = [once(bench, args.how) for _ in range(args.repeats)]
     seconds = [row["seconds"] for row in rows]
     median, slowest = statistics.median(seconds), max(seconds)
     parts = ", ".join(f"{part.removesuffix('_s')} {statistics.median(row[part] for row in rows):.2f}" for part in PARTS)

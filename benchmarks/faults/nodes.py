@@ -11,6 +11,7 @@ from faults.table import BOX, Expected, Fault, Outcome
 from faults.work import job
 
 NODE = "node2"
+APART_S = 50
 # Twelve virtual ranks: they can be dealt to four nodes and to three.
 FOUR = job(nodes=4, steps=300, train={"virtual_ranks": 12}, restart={"min_nodes": 3})
 SLOW = job(nodes=4, steps=500, train={"virtual_ranks": 12}, restart={"min_nodes": 3})
@@ -82,17 +83,42 @@ def ssh_killed(bench: Bench) -> Outcome:
     return _in_box(bench, FOUR, act, NODE)
 
 
-def _in_box(bench: Bench, text: str, act: Callable[[Live], float], node: str) -> Outcome:
-    hosts = ("--hosts", f"box:{bench.box}", "--on", "ssh")
+def clocks_apart(bench: Bench) -> Outcome:
+    """Let one node's clock be ahead and another's behind, in a box of its own; kill a third node.
+
+    As much as a start allows: nodes further off are refused, and the user told to set their clocks.
+    """
+    own = f"{bench.box}c"
+    box("up", "--name", own, "--nodes", "4", "--clock", f"node1=+{APART_S}s", "--clock", f"node2=-{APART_S}s")
+    try:
+
+        def act(live: Live) -> float:
+            began = time.time()
+            box("fail", "node3", "--how", "kill", "--name", own)
+            return began
+
+        return _in_box(bench, FOUR, act, "node3", box_name=own)
+    finally:
+        box("down", "--name", own)
+
+
+def _in_box(
+    bench: Bench, text: str, act: Callable[[Live], float], node: str, *, box_name: str | None = None
+) -> Outcome:
+    name = box_name or bench.box
+    hosts = ("--hosts", f"box:{name}", "--on", "ssh")
     bench.reference(text, *hosts)
     try:
         return bench.hurt(text, act, arguments=hosts, deadline_s=150.0)
     finally:
-        box("heal", node, "--name", bench.box)
+        box("heal", node, "--name", name)
 
 
 SILENT = Expected(attempts=2, detect_s=6.5, resume_s=20.0)
 SEEN = Expected(attempts=2, detect_s=1.0, resume_s=20.0)
+
+# Not a number of attempts: under libfaketime Python's sleep may fail, and with it a rank.
+SKEWED = Expected(detect_s=1.0, resume_s=20.0)
 
 FAULTS = (
     Fault(5, "node vanishes silently", "unplug node2", SILENT, lost("unplug"), BOX),
@@ -104,4 +130,5 @@ FAULTS = (
     Fault(7, "link away for 2 s", "unplug, heal", Expected(attempts=1), flapping, BOX),
     Fault(8, "ssh client killed", "kill -9 ssh to node2", Expected(attempts=2, detect_s=0.5, resume_s=20.0), ssh_killed,
           BOX),
+    Fault(23, "nodes' clocks 100 s apart", "libfaketime; kill node3", SKEWED, clocks_apart, BOX),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from jobs.reports import Reporter
 from jobs.rundir import RunDir
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
 from jobs.spec import Job, TrainSettings
-from jobs.train.main import Start, train_in
+from jobs.train.main import Start, make_deterministic, train_in
 from jobs.train.restoring import Resume
 from jobs.train.world import World
 
@@ -40,6 +40,7 @@ def attempt(
     if stop_at is not None:
         page.own.set_stop_at(stop_at)
     train = TrainSettings.model_validate(settings)
+    make_deterministic(train)
     job = Job.model_validate({"kind": "train", "settings": train, "checkpoint": checkpoint or AT_THE_END})
     run = RunDir(Path(folder))
     chosen = newest_good(run, mark=False) if number else None
