@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
+from jobs import exits
 from jobs.files import read_lines
 from jobs.rundir import RunDir, find_run, runs_root
 from launch import options, processes
@@ -199,7 +200,9 @@ def _going_on(state: RunState) -> str | None:
     if state.state == "done" or not (state.is_over or state.state == "lost"):
         return None
     if state.checkpoint is not None:
-        return f"muster resume {state.run_id} goes on after step {state.checkpoint.step} ({state.checkpoint.name})"
+        mended = "once that is changed back, " * (state.code == exits.REFUSED)
+        where = f"after step {state.checkpoint.step} ({state.checkpoint.name})"
+        return f"{mended}muster resume {state.run_id} goes on {where}"
     return f"muster resume {state.run_id} starts the program once more" if state.kind == "command" else None
 
 
