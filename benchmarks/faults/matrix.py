@@ -17,6 +17,6 @@ ABSENT: tuple[Absent, ...] = (
     Absent(14, "dmsetup suspend", "no device-mapper in this kernel; FIFREEZE stops the writers instead"),
     Absent(15, "dm-log-writes", "no device-mapper in this kernel; ext4's shutdown drops what is not durable instead"),
     Absent(16, "stale view of an NFS folder", "no nfsd in this kernel"),
-    Absent(21, "requeue loop", "needs Slurm's own requeue: tests/slurm and tests/launch have it with a fake scontrol"),
+    Absent(21, "requeue loop", "needs Slurm's own requeue; the rule that ends it is tested in tests/launch/scheduler"),
     Absent(24, "zombie GPU process", "no GPU here"),
 )

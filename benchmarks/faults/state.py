@@ -3,7 +3,6 @@
 import hashlib
 from array import array
 from collections.abc import Mapping
-from pathlib import Path
 
 from jobs.checkpoint.read import Reader
 from jobs.checkpoint.verify import verify
@@ -77,8 +76,3 @@ def largest_difference(mine: Mapping[str, bytes], theirs: Mapping[str, bytes]) -
         for one, other in zip(array("d", data), array("d", theirs[name]), strict=True):
             worst = max(worst, abs(one - other) / max(1.0, abs(other)))
     return worst
-
-
-def export_digest(path: Path) -> str:
-    """Return the sha256 of an exported file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -62,12 +62,9 @@ class InFlight:
 
 
 class NotSaving:
-    """What the loop asks of saving, for a job that saves nothing.
+    """What the loop asks of saving, for a job that saves nothing."""
 
-    `patient`: a full disk ends the training when it has cost three saves, and not when a row of metrics meets it.
-    """
-
-    patient = False
+    patient = False  # with a full disk until it has cost three saves, and not only when a row of metrics meets it
 
     def is_due(self, done: int) -> bool:
         """True when the ranks should meet at a log point after `done` steps, to save."""
