@@ -6,6 +6,7 @@ a log point       all ranks exchange the losses since the last one, and whether 
 the end           all is saved, where anything is
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -132,7 +133,7 @@ def report_steps(metrics: Metrics, screen: Screen, saving: NotSaving, replay: Re
     """Make a log point: exchange losses and notes, write the rows and say how far the training is."""
     summary = metrics.report(saving.note(done))
     screen.step(summary)
-    saving.hear(done, summary.notes)
+    saving.hear(done, summary.notes, sound=math.isfinite(summary.loss))
     if replay is not None and (result := replay.check(summary.losses)):
         screen.say(result)
 

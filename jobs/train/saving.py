@@ -74,8 +74,8 @@ class NotSaving:
         """Return what this rank tells the others at a log point."""
         return ()
 
-    def hear(self, done: int, notes: Sequence[Sequence[float]]) -> None:
-        """Take what every rank has told: the same on each."""
+    def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
+        """Take what every rank has told: the same on each. Without a `sound` loss, a number, nothing is saved."""
 
     def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
         """Save if that was agreed; look after a save that is in flight."""
@@ -132,7 +132,7 @@ class Saver(NotSaving):
         saves, due = self.schedule.ask(done)
         return (float(self.flight is None), float(self.failed), float(saves), float(due))
 
-    def hear(self, done: int, notes: Sequence[Sequence[float]]) -> None:
+    def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
         """Take what every rank has told: the same on each."""
         _, _, saves, due = notes[0]
         busy = [rank for rank, (free, *_) in enumerate(notes) if not free]
@@ -140,7 +140,7 @@ class Saver(NotSaving):
         if failed and self.writer is not None:
             self.writer.give_up(int(notes[failed[0]][1]))  # its part of the save in flight will not come
         self.due = int(due)
-        self.agreed = bool(saves) and not busy
+        self.agreed = bool(saves) and not busy and sound  # else the last good ones would be deleted for it
         if saves and busy:
             self._leave_out(done, busy)
         if self.writer is None:

@@ -68,12 +68,12 @@ class Training:
             patience_s=patience_s,
         )
 
-    def step(self) -> None:
-        """Do a step; save after it if the settings say so."""
+    def step(self, *, sound: bool = True) -> None:
+        """Do a step; save after it if the settings say so. `sound`: its loss is a number."""
         self.done += 1
         self.engine.weight.fill_(float(self.done))
         if self.saver.is_due(self.done):
-            self.saver.hear(self.done, [self.saver.note(self.done)])
+            self.saver.hear(self.done, [self.saver.note(self.done)], sound=sound)
         self.saver.step_done(self.done, [(self.done, 0.5)])
 
     def look_until(self, is_so: Callable[[], bool]) -> None:
@@ -248,6 +248,17 @@ def test_blocking_waits_for_the_commit_at_every_save(run: RunDir, start: Start) 
         assert newest(run) == (step, float(step))
     names = {path.name for path in run.checkpoints.iterdir()}
     assert names == {"step-00000002.a000", "step-00000003.a000"}, "retention keeps two"
+
+
+def test_a_step_whose_loss_is_no_number_takes_no_good_checkpoint_away(run: RunDir, start: Start) -> None:
+    training = start(blocking=True)
+    training.step()
+    training.step()
+    for _ in range(3):
+        training.step(sound=False)
+    assert newest(run) == (2, 2.0)
+    training.step()
+    assert newest(run) == (6, 6.0)
 
 
 def test_an_attempt_that_a_newer_one_has_replaced_ends(run: RunDir, start: Start) -> None:
