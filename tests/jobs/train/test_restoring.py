@@ -53,7 +53,7 @@ def saved(on_ranks, tmp_path):
 
 
 CHANGES = {
-    "train.model": ({"model": {"name": "gpt-nano", "dropout": 0.2}}, '"dropout": 0.1', '"dropout": 0.2'),
+    "train.model.dropout": ({"model": {"name": "gpt-nano", "dropout": 0.2}}, "0.1", "0.2"),
     "train.batch_size": ({"batch_size": 16}, "12", "16"),
     "train.seed": ({"seed": 5}, "0", "5"),
     "train.precision": ({"precision": "fp64"}, "fp32", "fp64"),

@@ -14,7 +14,7 @@ from jobs.placement import Host, place
 from jobs.rundir import RunDir, make_run
 from jobs.site import Site
 from jobs.slurm_settings import SlurmSettings
-from jobs.spec import CheckpointSettings, CommandSettings, Job
+from jobs.spec import CheckpointSettings, Job, TrainSettings
 from launch import supervise
 from launch.scheduler.requeue import OwnJob, own_job
 from launch.scheduler.slurm_run import settings_of
@@ -43,9 +43,9 @@ def kept_handler() -> Iterator[None]:
 
 @pytest.fixture
 def submission(tmp_path: Path) -> Submission:
-    """A command of two nodes that saves, in its Slurm job."""
-    settings = CommandSettings(argv=["true"])
-    job = Job(name="demo", kind="command", nodes=2, checkpoint=CheckpointSettings(), settings=settings)
+    """A training of two nodes that saves, in its Slurm job."""
+    settings = TrainSettings.model_validate({"model": "vgg11", "data": "digits"})
+    job = Job(name="demo", kind="train", nodes=2, checkpoint=CheckpointSettings(), settings=settings)
     run = RunDir(tmp_path / "demo-20250101T000000.000Z-abc123")
     make_run(run)
     run.sbatch.touch()
