@@ -80,8 +80,9 @@ class Verdict:
     @property
     def name(self) -> str:
         """Name the class of the verdict."""
-        if self.first is not None and self.first.signal is None and not self.first.ours:
-            return exits.FAILED_CLASS
+        first = self.first
+        if first is not None and first.signal is None and not first.ours and first.code == self.code:
+            return exits.FAILED_CLASS  # the program's own code, by which it may mean anything
         return exits.class_of(self.code)
 
     def record(self) -> dict[str, Any]:
