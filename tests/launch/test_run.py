@@ -352,15 +352,16 @@ def test_an_unwritable_run_folder_is_refused_before_anything_starts(tmp_path: Pa
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_full_disk_under_the_supervisor_ends_the_run_with_74(tmp_path: Path) -> None:
+def test_a_full_disk_under_the_supervisor_is_said_and_changes_no_verdict(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
     live.wait_for("started", 2)
     run_id, events = live.run.run_id, live.run.events
     events.unlink()
     events.symlink_to("/dev/full")
     os.kill(json.loads(live.run.attempt(0).node(1).read_text())["ranks"][0]["pid"], signal.SIGKILL)
-    assert live.end() == 74
-    assert "free some space" in live.err
+    assert live.end() == 128 + signal.SIGKILL
+    assert "No space left on device; free some space" in live.err
+    assert "was killed by SIGKILL" in live.err
     assert not of_run(run_id)
 
 
