@@ -9,16 +9,26 @@ from faults.matrix import FAULTS
 from faults.table import Fault
 from random_kills import torment
 
-# Two, for every run of the tests (the random kills are most others); the rest of the quick part needs patience.
+# Two, for every run of the tests (the random kills are most others); some more go with the tests that need patience,
+# for what no other test does as a whole. The rest of the quick part is `benchmarks/chaos.py --quick`.
 ALWAYS = {"1 rank killed in a collective", "12 one bit flipped"}
+PATIENTLY = {
+    "2 rank 0 killed",
+    "3 rank stopped",
+    "8 supervisor killed",
+    "10 all ranks killed in saves, 3 times",
+    "13 disk full, three saves",
+    "14 checkpoint writer stopped 2 s",
+    "20 raises at the same step always",
+}
 
 
 def rows() -> list[object]:
-    """Return the quick rows, each with its marks."""
+    """Return the rows that are tested, each with its marks."""
     return [
         pytest.param(fault, id=fault.key, marks=[] if fault.key in ALWAYS else [pytest.mark.cluster])
         for fault in FAULTS
-        if fault.quick
+        if fault.key in ALWAYS | PATIENTLY
     ]
 
 
