@@ -9,26 +9,23 @@ from faults.matrix import FAULTS
 from faults.table import Fault
 from random_kills import torment
 
-# Two, for every run of the tests (the random kills are most others); some more go with the tests that need patience,
-# for what no other test does as a whole. The rest of the quick part is `benchmarks/chaos.py --quick`.
+# Two, for every run of the tests (the random kills are most others), and three that no other test does as a whole.
+# The rest of the quick part is a soak.
 ALWAYS = {"1 rank killed in a collective", "12 one bit flipped"}
-PATIENTLY = {
-    "2 rank 0 killed",
-    "3 rank stopped",
-    "8 supervisor killed",
-    "10 all ranks killed in saves, 3 times",
-    "13 disk full, three saves",
-    "14 checkpoint writer stopped 2 s",
-    "20 raises at the same step always",
-}
+PATIENTLY = {"3 rank stopped", "8 supervisor killed", "13 disk full, three saves"}
 
 
 def rows() -> list[object]:
     """Return the rows that are tested, each with its marks."""
+    soak = [pytest.mark.cluster, pytest.mark.soak]
     return [
-        pytest.param(fault, id=fault.key, marks=[] if fault.key in ALWAYS else [pytest.mark.cluster])
+        pytest.param(
+            fault,
+            id=fault.key,
+            marks=[] if fault.key in ALWAYS else [pytest.mark.cluster] if fault.key in PATIENTLY else soak,
+        )
         for fault in FAULTS
-        if fault.key in ALWAYS | PATIENTLY
+        if fault.quick
     ]
 
 

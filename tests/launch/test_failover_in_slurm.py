@@ -125,6 +125,7 @@ def test_the_signal_before_the_time_limit_saves_and_queues_it_again(train: Any) 
     assert training.events("warning") == []  # Slurm's count of starts is ours
 
 
+@pytest.mark.soak
 def test_what_an_operator_queues_again_goes_on_from_its_last_checkpoint(train: Any) -> None:
     training: Training = train()
     training.saved(0)
@@ -134,6 +135,7 @@ def test_what_an_operator_queues_again_goes_on_from_its_last_checkpoint(train: A
     assert len(training.events("allocation")) == 2
 
 
+@pytest.mark.soak
 def test_a_lost_node_is_replaced_by_a_spare_inside_the_allocation(train: Any, box: LiveBox) -> None:
     training: Training = train("--set", "restart.spares=1", "--set", "restart.min_nodes=2")
     training.saved(0)
@@ -164,6 +166,7 @@ def test_after_a_lost_node_the_others_go_on_without_leaving_the_queue(train: Any
         box.heal("node1")
 
 
+@pytest.mark.soak
 def test_a_lost_agent_is_started_again_by_a_step_of_its_own(train: Any, box: LiveBox) -> None:
     training: Training = train("--set", "restart.min_nodes=2")
     training.saved(0)
@@ -189,6 +192,7 @@ def test_the_first_nodes_end_queues_it_again_and_it_goes_on_elsewhere(train: Any
         box.heal("node0")
 
 
+@pytest.mark.soak
 def test_a_preemption_with_grace_saves_first(train: Any, box: LiveBox, tmp_path: Path) -> None:
     """Slurm signals every process of the steps, ranks and all; then it waits."""
     training: Training = train("--set", "slurm.partition=preempt")
