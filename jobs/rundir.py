@@ -6,7 +6,7 @@
       submission.json  lease.json                                supervisor, and who made the folder
       token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   where a transport needs them
       code/                                                      the code as it was submitted
-      resuming.json                                              `muster resume`, while it is at it
+      claims/                                                    `muster resume`: who is at it, or has been
       stop.json                                                  `muster stop` only
       attempt-000/   mkdir is the token of the attempt
         placement.json  commands/                                supervisor
@@ -90,9 +90,13 @@ class RunDir:
         return self.path / "lease.json"
 
     @property
-    def claim(self) -> Path:
-        """Who resumes the run just now, so that nobody else does at the same time."""
-        return self.path / "resuming.json"
+    def claims(self) -> Path:
+        """The folder of who has resumed the run: the newest claim holds, until it is given back."""
+        return self.path / "claims"
+
+    def claim(self, number: int) -> Path:
+        """One of them, counted from 1."""
+        return self.claims / f"claim-{number:06d}.json"
 
     @property
     def token(self) -> Path:

@@ -1,9 +1,11 @@
-"""Who may begin the next attempt of a run that is over: one process at a time, by a file that is made complete or not.
+"""Who may begin the next attempt of a run that is over: one process at a time.
 
-    resuming.json   {"host", "pid", "pid_start", "time"}   linked into place with its content, so it exists for one only
+    claims/claim-000001.json   {"host", "pid", "pid_start", "time"}   linked into place with its content: for one only
+           claim-000002.json   the next one, when the one before was given back, or its process is gone
 
-One that was killed leaves its file behind: on the same host its process is gone; on another, what is old is not
-believed any more, for then the run's own lease says whether it is supervised.
+The newest claim holds. A number is never used twice and no claim is deleted, so of two that see the same newest one
+only one can make the next. One that was killed leaves its claim behind: on the same host its process is gone; on
+another, what is old is not believed any more, for then the run's own lease says whether it is supervised.
 """
 
 import json
@@ -14,17 +16,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from jobs.errors import RefusedError
-from jobs.files import folder_error
+from jobs.files import folder_error, write_json
 from jobs.rundir import RunDir
 from launch import processes
 from launch.look.runrows import number, read_json, real
 from launch.look.runstate import is_here
 from launch.supervision.lease import DEAD_S
-
-TRIES: Final = 5  # somebody else may put the same stale file aside at the same time
 
 
 @contextmanager
@@ -37,53 +37,48 @@ def claimed(run: RunDir) -> Iterator[None]:
     """
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": processes.start_ticks(os.getpid())}
     mine["time"] = time.time()
-    path, own = run.claim, run.claim.with_name(f".{run.claim.name}.{secrets.token_hex(4)}.tmp")
+    own = run.claims / f".{secrets.token_hex(8)}.tmp"
     try:
+        run.claims.mkdir(exist_ok=True)
         own.write_text(json.dumps(mine), encoding="utf-8")
-        _take(run, path, own)
+        path = _take(run, own)
     except OSError as error:
-        raise folder_error(path, error) from error
+        raise folder_error(run.claims, error) from error
     finally:
         with suppress(OSError):  # a disk that is read-only did not take it in the first place
             own.unlink(missing_ok=True)
     try:
         yield
     finally:
-        if read_json(path) == mine:
-            path.unlink(missing_ok=True)
+        write_json(path, {**mine, "given_back": time.time()})
 
 
-def _take(run: RunDir, path: Path, own: Path) -> None:
-    for _ in range(TRIES):
-        try:
+def _take(run: RunDir, own: Path) -> Path:
+    while True:
+        last = newest(run)
+        found = read_json(run.claim(last)) if last else {}
+        if last and not is_free(found, time.time()):
+            raise RefusedError(
+                f"{run.run_id}: is being resumed already, by pid {found.get('pid')} on {found.get('host')}; "
+                f"muster status {run.run_id} shows it"
+            )
+        path = run.claim(last + 1)
+        with suppress(FileExistsError):  # somebody was faster: look again
             os.link(own, path)
-            return
-        except FileExistsError:
-            found = read_json(path)
-            if not is_stale(found, time.time()):
-                break
-            _put_aside(path, found)
-    found = read_json(path)
-    raise RefusedError(
-        f"{run.run_id}: is being resumed already, by pid {found.get('pid')} on {found.get('host')}; "
-        f"muster status {run.run_id} shows it"
-    )
+            return path
 
 
-def is_stale(found: Mapping[str, Any], now: float) -> bool:
-    """Say whether a claim is of a process that is gone, as far as can be told from here."""
+def newest(run: RunDir) -> int:
+    """Return the number of the newest claim; 0 when there was none."""
+    numbers = [path.stem.removeprefix("claim-") for path in run.claims.glob("claim-*.json")]
+    return max((int(number) for number in numbers if number.isdecimal()), default=0)
+
+
+def is_free(found: Mapping[str, Any], now: float) -> bool:
+    """Say whether a claim was given back, or its process is gone as far as can be told from here."""
+    if "given_back" in found:
+        return True
     pid, ticks = number(found.get("pid")), number(found.get("pid_start"))
     if is_here(found.get("host")) and pid is not None and ticks is not None:
         return not processes.is_same(pid, ticks)
     return now - (real(found.get("time")) or 0.0) > DEAD_S
-
-
-def _put_aside(path: Path, stale: Mapping[str, Any]) -> None:
-    """Remove a stale claim, and no other that came in its place meanwhile."""
-    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.stale")
-    with suppress(FileNotFoundError):  # somebody else was faster
-        path.rename(aside)
-        if read_json(aside) != stale:
-            with suppress(FileExistsError):
-                os.link(aside, path)
-        aside.unlink()

@@ -1,5 +1,6 @@
 """One process at a time may resume a run."""
 
+import json
 import os
 import socket
 import threading
@@ -9,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import RefusedError
+from jobs.errors import RefusedError, RunFolderError
 from jobs.files import write_json
 from jobs.rundir import RunDir
 from launch import processes
-from launch.submit.claim import claimed, is_stale
+from launch.submit.claim import claimed, is_free, newest
 from launch.supervision.lease import DEAD_S
 
 HERE = socket.gethostname()
@@ -28,37 +29,51 @@ def of(pid: int, ticks: int | None, host: str = HERE, age_s: float = 0.0) -> dic
     return {"host": host, "pid": pid, "pid_start": ticks, "time": time.time() - age_s}
 
 
-def test_a_claim_lasts_as_long_as_its_block_and_leaves_nothing(run: RunDir) -> None:
+def leave(run: RunDir, claim: dict[str, Any]) -> None:
+    """Leave a claim behind, as a process that was killed does."""
+    run.claims.mkdir()
+    write_json(run.claim(1), claim)
+
+
+def test_a_claim_lasts_as_long_as_its_block(run: RunDir) -> None:
     with claimed(run):
-        assert run.claim.exists()
-    assert list(run.path.iterdir()) == []
+        assert not is_free(json.loads(run.claim(1).read_text()), time.time())
+    assert is_free(json.loads(run.claim(1).read_text()), time.time())
+    with claimed(run):
+        assert newest(run) == 2
+    assert sorted(run.claims.iterdir()) == [run.claim(1), run.claim(2)]
 
 
 def test_a_second_one_is_refused_and_the_first_keeps_it(run: RunDir) -> None:
     with claimed(run):
         with pytest.raises(RefusedError, match=f"is being resumed already, by pid {os.getpid()} on {HERE}"):
             claimed(run).__enter__()
-        assert run.claim.exists()
+        assert newest(run) == 1
 
 
-def test_the_claim_of_a_process_that_is_gone_is_stale() -> None:
+def test_the_claim_of_a_process_that_is_gone_is_free() -> None:
     now, own = time.time(), os.getpid()
-    assert not is_stale(of(own, processes.start_ticks(own)), now)
-    assert is_stale(of(own, 1), now)  # its pid is another process's now
-    assert not is_stale(of(1, 1, host="elsewhere"), now)
-    assert is_stale(of(1, 1, host="elsewhere", age_s=DEAD_S + 1), now)
-    assert is_stale({}, now)
+    assert not is_free(of(own, processes.start_ticks(own)), now)
+    assert is_free(of(own, 1), now)  # its pid is another process's now
+    assert not is_free(of(1, 1, host="elsewhere"), now)
+    assert is_free(of(1, 1, host="elsewhere", age_s=DEAD_S + 1), now)
+    assert is_free({}, now)
 
 
-def test_a_stale_claim_is_taken_over(run: RunDir) -> None:
-    write_json(run.claim, of(os.getpid(), 1))
+def test_the_claim_of_one_that_was_killed_is_followed_by_the_next(run: RunDir) -> None:
+    leave(run, of(os.getpid(), 1))
     with claimed(run):
-        assert '"pid_start": 1}' not in run.claim.read_text()
-    assert list(run.path.iterdir()) == []
+        assert newest(run) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_said(run: RunDir) -> None:
+    run.claims.write_text("a file")
+    with pytest.raises(RunFolderError, match="cannot write here"):
+        claimed(run).__enter__()
 
 
 def test_of_many_at_once_one_wins(run: RunDir) -> None:
-    write_json(run.claim, of(os.getpid(), 1))
+    leave(run, of(os.getpid(), 1))
     start, done = threading.Barrier(8), threading.Barrier(8)
     won: list[int] = []
     refused: list[int] = []
