@@ -94,10 +94,6 @@ class RunDir:
         """The folder of who has resumed the run: the newest claim holds, until it is given back."""
         return self.path / "claims"
 
-    def claim(self, number: int) -> Path:
-        """One of them, counted from 1."""
-        return self.claims / f"claim-{number:06d}.json"
-
     @property
     def token(self) -> Path:
         """What agents that dial show to be let in; only the user may read it."""

@@ -56,16 +56,21 @@ def claimed(run: RunDir) -> Iterator[None]:
 def _take(run: RunDir, own: Path) -> Path:
     while True:
         last = newest(run)
-        found = read_json(run.claim(last)) if last else {}
+        found = read_json(claim(run, last)) if last else {}
         if last and not is_free(found, time.time()):
             raise RefusedError(
                 f"{run.run_id}: is being resumed already, by pid {found.get('pid')} on {found.get('host')}; "
                 f"muster status {run.run_id} shows it"
             )
-        path = run.claim(last + 1)
+        path = claim(run, last + 1)
         with suppress(FileExistsError):  # somebody was faster: look again
             os.link(own, path)
             return path
+
+
+def claim(run: RunDir, number: int) -> Path:
+    """Return the file of a claim, counted from 1."""
+    return run.claims / f"claim-{number:06d}.json"
 
 
 def newest(run: RunDir) -> int:

@@ -14,7 +14,7 @@ from jobs.errors import RefusedError, RunFolderError
 from jobs.files import write_json
 from jobs.rundir import RunDir
 from launch import processes
-from launch.submit.claim import claimed, is_free, newest
+from launch.submit.claim import claim, claimed, is_free, newest
 from launch.supervision.lease import DEAD_S
 
 HERE = socket.gethostname()
@@ -29,19 +29,19 @@ def of(pid: int, ticks: int | None, host: str = HERE, age_s: float = 0.0) -> dic
     return {"host": host, "pid": pid, "pid_start": ticks, "time": time.time() - age_s}
 
 
-def leave(run: RunDir, claim: dict[str, Any]) -> None:
+def leave(run: RunDir, left: dict[str, Any]) -> None:
     """Leave a claim behind, as a process that was killed does."""
     run.claims.mkdir()
-    write_json(run.claim(1), claim)
+    write_json(claim(run, 1), left)
 
 
 def test_a_claim_lasts_as_long_as_its_block(run: RunDir) -> None:
     with claimed(run):
-        assert not is_free(json.loads(run.claim(1).read_text()), time.time())
-    assert is_free(json.loads(run.claim(1).read_text()), time.time())
+        assert not is_free(json.loads(claim(run, 1).read_text()), time.time())
+    assert is_free(json.loads(claim(run, 1).read_text()), time.time())
     with claimed(run):
         assert newest(run) == 2
-    assert sorted(run.claims.iterdir()) == [run.claim(1), run.claim(2)]
+    assert sorted(run.claims.iterdir()) == [claim(run, 1), claim(run, 2)]
 
 
 def test_a_second_one_is_refused_and_the_first_keeps_it(run: RunDir) -> None:
