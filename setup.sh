@@ -296,11 +296,6 @@ use_module_torch() {
     ((BASH_REMATCH[1] > 2 || (BASH_REMATCH[1] == 2 && BASH_REMATCH[2] >= 11))); then
     say "using torch $found of ${state[asked]}"
     state[torch_version]=$found state[flavour]=module
-    if ! "$venv/bin/python" -I -c 'import numpy' 2>>"$log"; then
-      local numpy
-      mapfile -t numpy < <(grep '^numpy==' "$repository/requirements/torch.txt")
-      pip_install "${numpy[@]}"
-    fi
     return 0
   fi
   rm -f "$(site_packages)/modules.pth"

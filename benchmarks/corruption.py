@@ -27,11 +27,12 @@ from typing import Final
 
 from jobs.checkpoint import commit
 from jobs.checkpoint.choose import newest_good
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.pieces import Piece, whole
 from jobs.checkpoint.read import Reader
 from jobs.checkpoint.shard import write_shard
 from jobs.checkpoint.verify import mark_verified
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 OLD, NEW = 5, 6
 ELEMENTS: Final = 1 << 15

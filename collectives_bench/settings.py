@@ -1,13 +1,104 @@
 """The `bench:` section of a job file, torch-free."""
 
-from typing import Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
 
+from collectives_bench.catalog import DTYPES, OPERATIONS
+from collectives_bench.sizes import parse_sizes
+from jobs.errors import RefusedError
+from jobs.spec import unknown
 from jobs.strict import Strict
+
+HELLO: Final = "hello"
+ALL: Final = "all"  # every operation of the library's; ours: every one of our own building blocks
+OURS: Final = "ours"
+
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0.0)]
 
 
 class BenchSettings(Strict):
-    """What to try on the ranks. `hello`: every rank says where it is, and they sum their ranks with one all-reduce."""
+    """What to measure on the ranks. `operation: hello` measures nothing: every rank says where it is."""
 
-    operation: Literal["hello"] = Field("hello", description="the first program on a new cluster")
+    operation: list[str] = Field([ALL], min_length=1, description="names, or all, or ours")
+    sizes: list[int] = Field(default_factory=lambda: parse_sizes("default"), description="8, 512K, 512K:1G[:2], course")
+    dtypes: list[Literal["fp32", "bf16", "fp16", "int32"]] = Field(["fp32"], min_length=1)
+    places: Literal["default", "in", "out", "both"] = Field("default", description="results over their inputs, or not")
+    calls: list[Literal["sync", "async"]] = Field(["sync"], min_length=1)
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    launches: Positive = Field(5, description="fresh starts of all processes: the unit that is compared")
+    block_s: Seconds = Field(0.25, description="time for the samples of one size in one launch")
+    least_samples: Positive = 5
+    most_samples: Positive = 1000
+    precision: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.03, description="a block ends when its interval is +-")
+    timeout_s: Seconds = Field(30.0, description="a call that takes longer is given up")
+    check: bool = Field(True, description="compare every element of every result")
+    wire: bool = Field(False, description="count the bytes that the interfaces send")
+    pairs: bool = Field(False, description="measure every pair of nodes instead")
+    pair_bytes: Positive = 4 * 2**20
+    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.8, description="of a host's free memory")
+    seed: int = 0
+
+    @field_validator("operation", "sizes", "dtypes", "calls", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return value if isinstance(value, list) else [value]
+
+    @field_validator("sizes", mode="before")
+    @classmethod
+    def _sizes(cls, value: list[Any]) -> list[int]:
+        return sorted({size for word in value for size in parse_sizes(word)})
+
+    @field_validator("operation")
+    @classmethod
+    def _are_known(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in OPERATIONS and name not in (HELLO, ALL, OURS):
+                raise ValueError(unknown("operation", name, (HELLO, ALL, OURS, *OPERATIONS)))
+        if HELLO in names and len(names) > 1:
+            raise ValueError("hello measures nothing; name it alone")
+        return names
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        if self.backend == "nccl" and self.device == "cpu":
+            raise ValueError("nccl speaks for GPUs only; set device: cuda, or backend: gloo")
+        if self.most_samples < self.least_samples:
+            raise ValueError(f"most_samples: {self.most_samples} is less than least_samples, {self.least_samples}")
+        return self
+
+    @property
+    def is_hello(self) -> bool:
+        """True for the first program on a new cluster."""
+        return self.operation == [HELLO]
+
+    def operations(self) -> list[str]:
+        """Name the operations in the order of the catalog, `all` and `ours` written out."""
+        wanted = set(self.operation)
+        if ALL in wanted:
+            wanted |= {name for name, each in OPERATIONS.items() if not each.ours}
+        if OURS in wanted:
+            wanted |= {name for name, each in OPERATIONS.items() if each.ours}
+        return [name for name in OPERATIONS if name in wanted]
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse what only the world size shows.
+
+        Raises:
+            RefusedError: an operation that needs more ranks.
+        """
+        if self.pairs:
+            if world_size < 2:
+                raise RefusedError(f"bench.pairs: needs 2 nodes or more, got {world_size}; set nodes: 2")
+            return
+        for name in self.operations():
+            if ALL not in self.operation and world_size < (least := OPERATIONS[name].least_ranks):
+                raise RefusedError(f"bench.operation: {name} needs {least} ranks, this job has {world_size}; set nodes")
+
+
+def itemsize(dtype: str) -> int:
+    """Return the bytes of an element."""
+    return DTYPES[dtype]

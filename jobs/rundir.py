@@ -1,4 +1,4 @@
-"""The run folder: every path in it is spelt here, and only here. One writer per file.
+"""The run folder: every path in it is spelt here (in a checkpoint: `jobs/checkpoint/paths.py`). One writer per file.
 
     runs/<name>-<utc>-<id>/
       job.yaml  site.yaml  attempts.jsonl  events.jsonl          supervisor only
@@ -13,6 +13,7 @@
         node-00.json  node-00.setup                              agent of that node
         resume.json                                              supervisor: the checkpoint that the attempt began from
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
+        bench.jsonl                                              rank 0 only: what a `bench:` job has measured
       checkpoints/
         step-00000050.a000/                                      complete or invisible; never used again
           shard-00000.safetensors  shard-00000.ok                writer of that rank
@@ -31,6 +32,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.errors import RunFolderError
 from jobs.files import folder_error
 
@@ -143,7 +145,7 @@ class RunDir:
         """The folder of all checkpoints."""
         return self.path / "checkpoints"
 
-    def checkpoint(self, step: int, attempt: int) -> "CheckpointDir":
+    def checkpoint(self, step: int, attempt: int) -> CheckpointDir:
         """Return the paths of the checkpoint that an attempt makes after `step` steps, made or not."""
         return CheckpointDir(self.checkpoints / f"step-{step:08d}.a{attempt:03d}")
 
@@ -214,6 +216,11 @@ class AttemptDir:
         """A rank's own steps: local loss and times."""
         return self.path / f"metrics-{rank:05d}.jsonl"
 
+    @property
+    def bench(self) -> Path:
+        """What a `bench:` job has measured: a record a line (`collectives_bench/records.py`)."""
+        return self.path / "bench.jsonl"
+
 
 def runs_root(given: str | None) -> Path:
     """Return the folder of all runs: the given one, else MUSTER_RUNS, else ./runs."""
@@ -238,46 +245,6 @@ def make_run(run: RunDir) -> None:
         run.path.mkdir()
     except OSError as error:
         raise folder_error(run.path, error) from error
-
-
-@dataclass(frozen=True)
-class CheckpointDir:
-    """The paths of one checkpoint."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The folder's name: steps and attempt."""
-        return self.path.name
-
-    def shard(self, writer: int) -> Path:
-        """The tensors that one writer saves."""
-        return self.path / f"shard-{writer:05d}.safetensors"
-
-    def ok(self, writer: int) -> Path:
-        """What one writer has written: its shard's size, sha256 and contents."""
-        return self.path / f"shard-{writer:05d}.ok"
-
-    @property
-    def manifest(self) -> Path:
-        """The commit: a checkpoint without it does not exist."""
-        return self.path / "MANIFEST.json"
-
-    @property
-    def verified(self) -> Path:
-        """Says that everything was read again after the commit and was right."""
-        return self.path / "VERIFIED.json"
-
-    @property
-    def bad(self) -> Path:
-        """Where it goes when it is found broken."""
-        return self.path.with_name(f"bad-{self.path.name}")
-
-    @property
-    def trash(self) -> Path:
-        """Where it goes to be deleted."""
-        return self.path.with_name(f"trash-{self.path.name}")
 
 
 def new_run(root: Path, name: str) -> RunDir:

@@ -15,6 +15,10 @@ def _check_train(settings: TrainSettings, world_size: int) -> None:
     resolve_shape(settings.model, 1)  # the data's own vocabulary is known to the ranks only
 
 
+def _check_bench(settings: BenchSettings, world_size: int) -> None:
+    settings.check_world(world_size)
+
+
 def _anything(settings: Any, world_size: int) -> None:
     """Accept every world size."""
 
@@ -22,6 +26,6 @@ def _anything(settings: Any, world_size: int) -> None:
 KINDS: Final[tuple[JobKind, ...]] = (
     JobKind("train", TrainSettings, "jobs.train.main:run_rank", _check_train),
     JobKind("command", CommandSettings, None, _anything),
-    JobKind("bench", BenchSettings, "collectives_bench.run:run_rank", _anything),
+    JobKind("bench", BenchSettings, "collectives_bench.ranks.run:run_rank", _check_bench),
 )
 BY_KEY: Final = {kind.key: kind for kind in KINDS}

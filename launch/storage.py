@@ -21,7 +21,7 @@ from jobs.rundir import AttemptDir, RunDir
 
 CHUNK_BYTES: Final = 1 << 18
 NAME: Final = re.compile(
-    r"metrics\.jsonl|attempt-\d{3,}/(rank-\d{5,}\.(out|err)|metrics-\d{5,}\.jsonl|node-\d{2,}\.(json|setup))"
+    r"metrics\.jsonl|attempt-\d{3,}/(rank-\d{5,}\.(out|err)|metrics-\d{5,}\.jsonl|bench\.jsonl|node-\d{2,}\.(json|setup))"
 )
 
 
@@ -58,7 +58,7 @@ class Courier:
         for rank in ranks:
             self.files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank)]
         if 0 in ranks:
-            self.files.append(run.metrics)
+            self.files += [run.metrics, attempt.bench]
 
     def news(self) -> Iterator[dict[str, Any]]:
         """Yield one message per piece of a file that has grown since the last call."""

@@ -21,7 +21,7 @@ from faults.table import Expected, Fault, Outcome
 from faults.work import job
 from jobs import exits
 from jobs.checkpoint import sealed
-from jobs.rundir import CheckpointDir
+from jobs.checkpoint.paths import CheckpointDir
 
 PLAIN = job()
 HEADER_AT = 8  # the first 8 bytes of a safetensors file are the length of its header

@@ -4,10 +4,11 @@ import hashlib
 from array import array
 from collections.abc import Mapping
 
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.read import Reader
 from jobs.checkpoint.verify import verify
 from jobs.errors import MusterError
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 
 class NoStateError(Exception):

@@ -7,9 +7,10 @@ from jobs.checkpoint.commit import roll_forward
 from jobs.checkpoint.lineage import candidates, folder_names
 from jobs.checkpoint.manifest import Manifest
 from jobs.checkpoint.names import step_and_attempt
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.verify import is_verified, mark_verified, verify
 from jobs.errors import BadCheckpointError, MusterError, NoCheckpointError, StorageError
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 
 @dataclass(frozen=True)

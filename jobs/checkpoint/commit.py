@@ -18,9 +18,10 @@ from jobs.checkpoint import disk, sealed
 from jobs.checkpoint.lineage import candidates
 from jobs.checkpoint.manifest import Manifest, manifest_of, parse_manifest
 from jobs.checkpoint.names import identity
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.shard import ShardRecord, read_ok
 from jobs.errors import BadCheckpointError, MusterError, RunFolderError
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 POLL_S: Final = 0.01
 MAX_POLL_S: Final = 0.25

@@ -7,10 +7,10 @@ from typing import Final
 from jobs.checkpoint import disk
 from jobs.checkpoint.layout import header_of
 from jobs.checkpoint.manifest import Manifest
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.pieces import Piece
 from jobs.checkpoint.read import Reader
 from jobs.errors import BadCheckpointError, NoCheckpointError
-from jobs.rundir import CheckpointDir
 
 PREFIX: Final = "model/"
 CHUNK_BYTES: Final = 16 << 20

@@ -10,8 +10,9 @@ from typing import Any
 
 from jobs.checkpoint import disk, sealed
 from jobs.checkpoint.names import step_and_attempt
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.errors import BadCheckpointError
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 MAX_RESUME_BYTES = 1 << 20
 

@@ -18,10 +18,10 @@ from jobs.checkpoint import disk, sealed
 from jobs.checkpoint.coverage import check_coverage
 from jobs.checkpoint.layout import LENGTH_BYTES, Part, check_tiling
 from jobs.checkpoint.names import identity
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.pieces import MAX_ELEMENTS, Piece, whole
 from jobs.checkpoint.shard import MAX_WRITERS, ShardRecord, read_part
 from jobs.errors import BadCheckpointError
-from jobs.rundir import CheckpointDir
 
 VERSION: Final = 1
 _KEYS: Final = {"version", "step", "attempt", "files", "tensors", "meta"}

@@ -3,8 +3,9 @@
 import re
 from pathlib import Path
 
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.errors import BadCheckpointError
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 _NAME = re.compile(r"step-([0-9]{8,15})\.a([0-9]{3,9})")
 

@@ -10,9 +10,9 @@ from typing_extensions import Buffer, Self
 from jobs.checkpoint import disk
 from jobs.checkpoint.layout import Part
 from jobs.checkpoint.manifest import Manifest
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.pieces import Piece
 from jobs.errors import BadCheckpointError, RefusedError
-from jobs.rundir import CheckpointDir
 
 DIRECT_BYTES: Final = 64 << 10  # runs from this size on are read where they belong, shorter ones in windows
 WINDOW_BYTES: Final = 1 << 20

@@ -12,9 +12,10 @@ from jobs.checkpoint.choose import quarantine
 from jobs.checkpoint.lineage import began_from, candidates, folder_names
 from jobs.checkpoint.manifest import read_manifest
 from jobs.checkpoint.names import step_and_attempt
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.verify import is_verified, mark_verified, verify
 from jobs.errors import BadCheckpointError
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 LEAST: Final = 2
 State = Literal["verified", "committed", "unfinished", "bad", "trash"]

@@ -11,9 +11,9 @@ from typing_extensions import Buffer
 from jobs.checkpoint import disk, sealed
 from jobs.checkpoint.layout import Part, as_tuple, header_of
 from jobs.checkpoint.names import identity
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.pieces import Piece
 from jobs.errors import BadCheckpointError, RunFolderError
-from jobs.rundir import CheckpointDir
 
 CHUNK_BYTES: Final = 4 << 20
 MAX_WRITERS: Final = 100_000

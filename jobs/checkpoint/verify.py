@@ -9,8 +9,8 @@ from typing import Final
 from jobs.checkpoint import disk, sealed
 from jobs.checkpoint.layout import read_header
 from jobs.checkpoint.manifest import Manifest, read_manifest
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.errors import BadCheckpointError
-from jobs.rundir import CheckpointDir
 
 MAX_THREADS: Final = 8
 

@@ -34,12 +34,13 @@ from typing import Any, Final
 
 from jobs import linux
 from jobs.checkpoint.commit import IncompleteError, abandon, begin, commit
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.pieces import Piece
 from jobs.checkpoint.retain import retain
 from jobs.checkpoint.shard import write_shard
 from jobs.checkpoint.verify import mark_verified, verify
 from jobs.errors import MusterError, StorageError
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 NICE: Final = 10
 LISTEN_S: Final = 0.5  # how often a commit that waits looks whether it should give up

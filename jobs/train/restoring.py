@@ -15,11 +15,12 @@ from torch import Tensor
 
 from jobs import page
 from jobs.checkpoint.manifest import Manifest, read_manifest
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.read import Reader
 from jobs.errors import MusterError, NoCheckpointError, RefusedError
 from jobs.kept import KEPT, require_kept
 from jobs.page import Phase
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 from jobs.train.engine import Engine
 from jobs.train.loading import ShardInput
 from jobs.train.state import Part

@@ -14,9 +14,10 @@ from jobs.checkpoint.export import export
 from jobs.checkpoint.lineage import candidates, folder_names
 from jobs.checkpoint.manifest import Manifest, read_manifest
 from jobs.checkpoint.names import identity, step_and_attempt
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.verify import is_verified, verify
 from jobs.errors import BadCheckpointError, NoCheckpointError, StorageError, UsageError
-from jobs.rundir import CheckpointDir, RunDir, find_run, runs_root
+from jobs.rundir import RunDir, find_run, runs_root
 from launch import options
 from launch.look import screen
 

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.checkpoint.names import step_and_attempt
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.checkpoint.paths import CheckpointDir
+from jobs.rundir import RunDir
 from launch.look.runrows import Rows, number, real
 
 

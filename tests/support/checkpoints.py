@@ -6,11 +6,12 @@ from typing import Any
 
 from jobs.checkpoint import commit
 from jobs.checkpoint.manifest import Manifest
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.pieces import Piece, whole
 from jobs.checkpoint.read import Reader
 from jobs.checkpoint.shard import write_shard
 from jobs.files import write_json
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 SHAPE = (6, 4)
 

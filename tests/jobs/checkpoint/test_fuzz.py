@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jobs.checkpoint import sealed
 from jobs.checkpoint.layout import Header, read_header
 from jobs.checkpoint.manifest import Manifest, parse_manifest
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.read import Reader
 from jobs.checkpoint.verify import verify
 from jobs.errors import BadCheckpointError
-from jobs.rundir import CheckpointDir
 from support.checkpoints import Saved
 
 NUMBERS = (-1, 0, 1, 7, 8, 2**31, 2**52, 2**63, 2**64, 1.5)

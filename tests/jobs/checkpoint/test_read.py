@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from jobs.checkpoint import commit, read
 from jobs.checkpoint.manifest import Manifest, read_manifest
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.pieces import ITEM_BYTES, Piece, whole
 from jobs.checkpoint.read import Reader
 from jobs.checkpoint.shard import write_shard
 from jobs.errors import BadCheckpointError, RefusedError
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 
 def split_flat(draw: random.Random, name: str, dtype: str, shape: tuple[int, ...]) -> list[Piece]:

@@ -13,10 +13,11 @@ import safetensors
 
 from jobs.checkpoint import commit, disk
 from jobs.checkpoint.layout import read_header
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.pieces import ITEM_BYTES, Piece, whole
 from jobs.checkpoint.shard import ShardRecord, read_ok, write_shard
 from jobs.errors import BadCheckpointError, RunFolderError, StorageError
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jobs.checkpoint import verify as verify_module
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.verify import is_verified, mark_verified, verify
 from jobs.errors import BadCheckpointError, StorageError
-from jobs.rundir import CheckpointDir
 
 once = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -11,10 +11,11 @@ import pytest
 from jobs import page
 from jobs.checkpoint.choose import newest_good
 from jobs.checkpoint.manifest import read_manifest
+from jobs.checkpoint.paths import CheckpointDir
 from jobs.errors import MusterError
 from jobs.page import NEVER, Page
 from jobs.reports import Reporter
-from jobs.rundir import CheckpointDir, RunDir
+from jobs.rundir import RunDir
 from jobs.spec import Job, TrainSettings
 from jobs.train import saving
 from jobs.train.helper import WriterProcess

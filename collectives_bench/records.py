@@ -1,0 +1,180 @@
+"""What is measured, as records, torch-free: one line of JSON each while a job runs, one JSON file for all of it after.
+
+A *cell* is one thing to measure: an operation at a size, of a type, called in one way. A *launch* is one start of fresh
+processes and process groups: the unit that is repeated, because launches differ more than calls do. A *block* is one
+cell in one launch.
+
+    attempt-000/bench.jsonl      header, then blocks (and pairs) as they end; the last line is `end`
+    result.json                  {"muster_bench": 1, "headers": [...], "blocks": [...], "pairs": [...]}
+
+The time of a call is that of the slowest rank. Times are in microseconds, sizes in bytes.
+"""
+
+from typing import Any, Final, Literal
+
+from pydantic import Field
+
+from jobs.strict import Strict
+
+VERSION: Final = 1
+
+State = Literal["ok", "wrong", "failed", "timeout", "refused", "unsupported"]
+
+
+class World(Strict):
+    """The ranks that took part, and what they spoke through."""
+
+    nodes: int
+    ranks_per_node: int
+    ranks: int
+    backend: Literal["gloo", "nccl"]
+    device: Literal["cpu", "cuda"]
+
+
+class Cell(Strict):
+    """One thing to measure; `asked_bytes` as it was asked for, before rounding to whole chunks."""
+
+    operation: str
+    dtype: str
+    asked_bytes: int
+    place: Literal["in", "out"]
+    call: Literal["sync", "async"] = "sync"
+
+
+class Timing(Strict):
+    """The distribution of one launch's samples; `low_us` and `high_us` are a 95 % interval of the median."""
+
+    n: int
+    min_us: float
+    p50_us: float
+    p95_us: float
+    p99_us: float
+    max_us: float
+    mean_us: float
+    low_us: float
+    high_us: float
+
+    @property
+    def half_width(self) -> float:
+        """Half the interval, as a share of the median."""
+        return (self.high_us - self.low_us) / 2 / self.p50_us if self.p50_us > 0 else 0.0
+
+
+class Memory(Strict):
+    """Memory of one rank, the largest over ranks: what we allocated, and what the call needed beyond it."""
+
+    buffers_bytes: int
+    hidden_bytes: int | None  # None: could not be measured
+    of: Literal["rss", "cuda"] = "rss"
+
+
+class Wire(Strict):
+    """What the interfaces of all hosts sent during `calls` calls, headers taken off, beside the formulas' bytes."""
+
+    interfaces: list[str]
+    calls: int
+    sent_bytes: float  # a call, over all ranks, payload only
+    best_bytes: float  # of the best algorithm: catalog's wire(n) * S
+    known_bytes: float  # of the algorithm that this library is known to use
+
+
+class Load(Strict):
+    """What else the hosts were doing during a block; the worst host's. Shares are of all its cores' time."""
+
+    foreign: float
+    steal: float
+    host: str = ""
+
+
+class Block(Strict):
+    """One cell in one launch."""
+
+    record: Literal["block"] = "block"
+    launch: int
+    world: World
+    cell: Cell
+    nbytes: int  # S as used
+    state: State
+    reason: str = ""
+    rank: int | None = None  # the culprit, where one is known
+    first_us: float | None = None
+    warm_up_calls: int = 0
+    latency: Timing | None = None  # calls one by one, a barrier before each
+    throughput_us: float | None = None  # a call, back to back
+    host_us: float | None = None  # CUDA: until the call returned to Python
+    wrong: int | None = None  # elements
+    lateness: list[float] | None = None  # each rank's median share of the slowest rank's time
+    samples_us: list[float] = Field(default_factory=list)
+    memory: Memory | None = None
+    wire: Wire | None = None
+    load: Load | None = None
+    time: float  # unix seconds, at the end of the block
+
+
+class Pair(Strict):
+    """Two nodes of a round of disjoint pairs, in one launch: messages to and fro, then both ways at once."""
+
+    record: Literal["pair"] = "pair"
+    launch: int
+    world: World
+    nodes: tuple[int, int]
+    hosts: tuple[str, str]
+    nbytes: int
+    latency: Timing | None = None  # of 8 bytes, one way
+    there: Timing | None = None  # nbytes from the first to the second
+    back: Timing | None = None
+    state: State = "ok"
+    reason: str = ""
+    load: Load | None = None
+    time: float
+
+
+class HostFacts(Strict):
+    """What one host is, as far as it changes numbers."""
+
+    node: int
+    host: str
+    cores: int
+    ranks: int
+    cpu: str = ""
+    memory_bytes: int = 0
+    kernel: str = ""
+    interface: str = ""
+    speed_mbit: int | None = None
+    mtu: int | None = None
+    congestion_control: str = ""
+    governor: str = ""
+    gpus: list[str] = Field(default_factory=list)
+    environment: dict[str, str] = Field(default_factory=dict)  # NCCL_*, GLOO_*, OMP_*, TORCH_*
+
+
+class Header(Strict):
+    """What was asked for, and where it ran; one per run."""
+
+    record: Literal["header"] = "header"
+    version: int = VERSION
+    name: str
+    world: World
+    settings: dict[str, Any]  # BenchSettings
+    hosts: list[HostFacts]
+    torch: str
+    nccl: str = ""
+    init_s: float | None = None  # the slowest rank's init_process_group, first launch
+    time: float
+
+
+class End(Strict):
+    """The last line of a job that measured all it was to measure."""
+
+    record: Literal["end"] = "end"
+    seconds: float
+    time: float
+
+
+class Result(Strict):
+    """All that one or more runs have measured."""
+
+    muster_bench: Literal[1] = VERSION
+    headers: list[Header] = Field(default_factory=list)
+    blocks: list[Block] = Field(default_factory=list)
+    pairs: list[Pair] = Field(default_factory=list)
