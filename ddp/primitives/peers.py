@@ -1,0 +1,96 @@
+"""The ranks of a group as one of them sees them: messages to and fro, and what may be sent."""
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+
+Group: TypeAlias = dist.ProcessGroup | None
+Chunks: TypeAlias = Tensor | Sequence[Tensor]
+Message: TypeAlias = tuple[Tensor, int]  # and the other rank, of the group
+
+
+def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Message] = ()) -> list[dist.Work]:
+    """Begin messages to and from ranks of the group; return what to wait for. Nothing is sent for no elements.
+
+    Receives begin first: gloo then need not ask whether there is room. On GPUs all are one batch, for NCCL would let
+    one wait for the other; gloo does well without, which saves a third of the time of a short message.
+    """
+    coming = [(tensor, peer) for tensor, peer in receives if tensor.numel()]
+    going = [(tensor, peer) for tensor, peer in sends if tensor.numel()]
+    if any(tensor.is_cuda for tensor, _ in (*coming, *going)):
+        batch = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for tensor, peer in coming]
+        batch += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for tensor, peer in going]
+        return dist.batch_isend_irecv(batch)
+    works = [dist.irecv(tensor, group=group, group_src=peer) for tensor, peer in coming]
+    works += [dist.isend(tensor, group=group, group_dst=peer) for tensor, peer in going]
+    return [work for work in works if work is not None]
+
+
+def wait(works: list[dist.Work]) -> None:
+    """Wait for messages; on a GPU it is the current stream that waits."""
+    for work in works:
+        work.wait()
+
+
+class Peers:
+    """This rank among those of a group, and the tensors that it may send."""
+
+    def __init__(self, group: Group, root: int = 0) -> None:
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self._like: Tensor | None = None  # the first that is checked; the others must be like it
+        if self.rank < 0:
+            raise ValueError("this rank is not in the group; call on ranks of the group only")
+        if not 0 <= root < self.size:
+            raise ValueError(f"root {root}: the group has ranks 0 to {self.size - 1}; name one of them")
+
+    def check(self, tensors: Sequence[Tensor], name: str) -> list[Tensor]:
+        """Return tensors as they may be sent; refuse what is not flat, contiguous and of one type and device."""
+        for index, each in enumerate(tensors):
+            self._check(each, f"{name}[{index}]" if len(tensors) > 1 else name)
+        return [each.detach() for each in tensors]
+
+    def check_one(self, one: Tensor, other: Tensor, name: str, other_name: str) -> None:
+        """Refuse a tensor that cannot take the other's elements."""
+        self._check(one, name)
+        if one.numel() != other.numel():
+            raise ValueError(f"{name} has {one.numel()} elements, {other_name} {other.numel()}; make them equal")
+
+    def _check(self, tensor: Tensor, name: str) -> None:
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, strides {tensor.stride()}; pass it flat")
+        if self._like is None:
+            self._like = tensor
+            if tensor.is_cuda and dist.get_backend(self.group) == "gloo":
+                raise ValueError(f"{name} is on {tensor.device}: gloo sends from the CPU only; use NCCL, or copy it")
+        if tensor.dtype != self._like.dtype or tensor.device != self._like.device:
+            found, wanted = f"{tensor.dtype} on {tensor.device}", f"{self._like.dtype} on {self._like.device}"
+            raise ValueError(f"{name} is {found}, the others are {wanted}; pass one type and device")
+
+    def post(self, *, sends: Iterable[Message] = (), receives: Iterable[Message] = ()) -> list[dist.Work]:
+        """Begin messages to and from ranks modulo n."""
+        return begin(
+            self.group,
+            sends=[(tensor, peer % self.size) for tensor, peer in sends],
+            receives=[(tensor, peer % self.size) for tensor, peer in receives],
+        )
+
+
+def chunks_of(tensor: Tensor, count: int) -> list[Tensor]:
+    """Cut a flat tensor into `count` views whose lengths differ by one at most, longer ones first."""
+    return list(tensor.tensor_split(count))
+
+
+def parts_of(chunks: Chunks, count: int) -> Sequence[Tensor]:
+    """Return chunks as a sequence of one for each rank."""
+    parts = chunks_of(chunks, count) if isinstance(chunks, Tensor) else chunks
+    if len(parts) != count:
+        raise ValueError(f"{len(parts)} chunks for {count} ranks; pass one for each rank of the group")
+    return parts
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """Copy, unless both are the same memory."""
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source)

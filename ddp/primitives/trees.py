@@ -1,0 +1,62 @@
+"""Binomial trees: ceil(log2 n) rounds; in every round those who have the data (the sum) double (halve)."""
+
+import torch
+from torch import Tensor
+
+from ddp.primitives.columns import Column, interleave, segments_of
+from ddp.primitives.peers import Group, Peers, wait
+
+
+def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
+    """Overwrite a tensor with the root's, along a binomial tree of ceil(log2 n) rounds.
+
+    Raises:
+        ValueError: the tensor is not flat and contiguous, or the root or this rank is not in the group.
+    """
+    peers = Peers(group, root)
+    peers.check([tensor], "tensor")
+    place = (peers.rank - root) % peers.size  # in the tree; the root's is 0
+    for distance in _distances(peers.size):
+        # 0 -> 4 | 0 -> 2, 4 -> 6 | 0 -> 1, 2 -> 3, 4 -> 5, 6 -> 7
+        if place % (2 * distance) == 0 and place + distance < peers.size:
+            wait(peers.post(sends=[(tensor, place + distance + root)]))
+        elif place % (2 * distance) == distance:
+            wait(peers.post(receives=[(tensor, place - distance + root)]))
+
+
+def tree_reduce(tensor: Tensor, root: int = 0, group: Group = None) -> None:
+    """Replace the root's tensor by the sum over ranks, along a binomial tree of ceil(log2 n) rounds.
+
+    What the other ranks' tensors hold afterwards is part of the sum, of no use to anybody.
+
+    Raises:
+        ValueError: the tensor is not flat and contiguous, or the root or this rank is not in the group.
+    """
+    peers = Peers(group, root)
+    peers.check([tensor], "tensor")
+    place = (peers.rank - root) % peers.size
+    for distance in reversed(_distances(peers.size)):
+        # 1 -> 0, 3 -> 2, 5 -> 4, 7 -> 6 | 2 -> 0, 6 -> 4 | 4 -> 0
+        if place % (2 * distance) == distance:
+            interleave(_send_column(peers, part, place - distance + root) for part in segments_of(tensor))
+        elif place % (2 * distance) == 0 and place + distance < peers.size:
+            interleave(_add_column(peers, part, place + distance + root) for part in segments_of(tensor))
+
+
+def _send_column(peers: Peers, part: Tensor, to: int) -> Column:
+    works = peers.post(sends=[(part, to)])
+    yield
+    wait(works)
+
+
+def _add_column(peers: Peers, part: Tensor, source: int) -> Column:
+    received = torch.empty_like(part)
+    works = peers.post(receives=[(received, source)])
+    yield
+    wait(works)
+    part += received
+
+
+def _distances(size: int) -> list[int]:
+    """List how far apart the two ends of a message are in each round from the root: 4, 2, 1 for 5 to 8 ranks."""
+    return [2**power for power in reversed(range((size - 1).bit_length()))]

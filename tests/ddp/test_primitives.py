@@ -1,0 +1,219 @@
+"""Rings, trees and exchanges against `torch.distributed` and against one process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ddp.primitives as primitives
+from jobs.train.world import World
+
+pytestmark = pytest.mark.ranks
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp64": torch.float64,
+    "int32": torch.int32,
+}
+LENGTHS = [1, 5, 100_003]  # fewer than ranks, odd, several messages long
+EVERY_WORLD = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+def numbers(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draw numbers whose sums need rounding, so that the order of a sum shows."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    return (torch.randn(count, generator=generator, dtype=torch.float64) * 100).to(dtype)
+
+
+def whole(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Draw small whole numbers, whose sums are exact in every type."""
+    generator = torch.Generator().manual_seed(2000 + rank)
+    return torch.randint(-20, 20, (count,), generator=generator).to(dtype)
+
+
+def cut_unevenly(tensor: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Cut a tensor into lengths that differ much; one is empty where there are three or more."""
+    first = tensor.numel() // 4 if count > 1 else 0
+    return list(tensor.split([first, *[0] * (count - 2), tensor.numel() - first][-count:]))
+
+
+def check_all(world: World) -> None:
+    """Compare every primitive with the library's, for every type and length."""
+    for name, dtype in DTYPES.items():
+        for count in LENGTHS:
+            every = [whole(rank, count, dtype) for rank in range(world.size)]
+            total = torch.stack(every).sum(0, dtype=dtype)
+            for function in (primitives.ring_all_reduce, primitives.ordered_all_reduce):
+                mine = every[world.rank].clone()
+                function(mine, world.group)
+                assert torch.equal(mine, total), (function, name, count)
+            for root in range(world.size):
+                mine = every[world.rank].clone()
+                primitives.tree_broadcast(mine, root, world.group)
+                assert torch.equal(mine, every[root]), (name, count, root)
+                mine = every[world.rank].clone()
+                primitives.tree_reduce(mine, root, world.group)
+                assert world.rank != root or torch.equal(mine, total), (name, count, root)
+            check_scatters(world, every, total)
+            check_moves(world, every)
+
+
+def check_scatters(world: World, every: list[torch.Tensor], total: torch.Tensor) -> None:
+    for cut in (primitives.chunks_of, cut_unevenly):
+        wanted = cut(total, world.size)[world.rank]
+        for function in (primitives.ring_reduce_scatter, primitives.ordered_reduce_scatter):
+            mine = every[world.rank].clone()
+            out = torch.full_like(wanted, 99)
+            function(cut(mine, world.size), out, world.group)
+            assert torch.equal(out, wanted), function
+            assert torch.equal(mine, every[world.rank]), f"{function} wrote over its input"
+            inside = cut(mine, world.size)[world.rank]
+            function(cut(mine, world.size), inside, world.group)
+            assert torch.equal(inside, wanted), f"{function} in place"
+
+
+def check_moves(world: World, every: list[torch.Tensor]) -> None:
+    for cut in (primitives.chunks_of, cut_unevenly):
+        # all-gather: rank r's chunk is what it has at its own place
+        wanted = torch.cat([cut(tensor, world.size)[rank] for rank, tensor in enumerate(every)])
+        out = torch.full_like(wanted, 99)
+        primitives.ring_all_gather(cut(every[world.rank], world.size)[world.rank], cut(out, world.size), world.group)
+        assert torch.equal(out, wanted)
+        mine = every[world.rank].clone()
+        primitives.ring_all_gather(cut(mine, world.size)[world.rank], cut(mine, world.size), world.group)
+        assert torch.equal(mine, wanted), "in place"
+        # all-to-all: rank r gets piece r of everybody, whatever its length
+        got = [torch.full_like(cut(tensor, world.size)[world.rank], 99) for tensor in every]
+        primitives.exchange(cut(every[world.rank], world.size), got, world.group)
+        assert all(
+            torch.equal(piece, cut(each, world.size)[world.rank]) for piece, each in zip(got, every, strict=True)
+        )
+
+
+@EVERY_WORLD
+def test_every_primitive_gives_what_one_process_would(on_ranks, world_size):
+    on_ranks(world_size, check_all)
+
+
+def ordered_and_ring(world: World, count: int, dtype: str) -> list[bool]:
+    kind = DTYPES[dtype]
+    every = [numbers(rank, count, kind) for rank in range(world.size)]
+    total = every[0].clone()
+    for other in every[1:]:
+        total += other
+    ordered, ring, library = (every[world.rank].clone() for _ in range(3))
+    primitives.ordered_all_reduce(ordered, world.group)
+    primitives.ring_all_reduce(ring, world.group)
+    dist.all_reduce(library, group=world.group)
+    out = torch.empty_like(primitives.chunks_of(total, world.size)[world.rank])
+    primitives.ordered_reduce_scatter(every[world.rank], out, world.group)
+    on_all = [torch.empty_like(ring) for _ in range(world.size)]
+    dist.all_gather(on_all, ring, group=world.group)
+    return [
+        torch.equal(ordered, total),
+        torch.equal(out, primitives.chunks_of(total, world.size)[world.rank]),
+        all(torch.equal(each, ring) for each in on_all),
+        torch.allclose(ring.double(), library.double(), rtol=0.05, atol=8),
+        torch.equal(ring, total),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+def test_ordered_sums_have_the_bits_of_one_process_and_a_ring_s_are_the_same_on_all_ranks(on_ranks, dtype):
+    for ordered, out, same, close, ring_is_ordered in on_ranks(4, ordered_and_ring, count=100_003, dtype=dtype):
+        assert ordered and out and same and close
+        assert not ring_is_ordered, "numbers that need rounding show the order of a sum"
+
+
+def in_a_sub_group(world: World) -> str:
+    group = dist.new_group([3, 1, 4])  # group ranks 0, 1, 2 are 1, 3, 4: torch sorts them
+    outside = ""
+    if dist.get_rank(group) < 0:
+        try:
+            primitives.ring_all_reduce(torch.ones(3), group)
+        except ValueError as error:
+            outside = str(error)
+    else:
+        check_all(World(dist.get_rank(group), 3, group, world.device))
+    dist.barrier(world.group)
+    return outside
+
+
+def test_a_group_of_some_ranks_works_by_its_own_numbers_and_refuses_the_others(on_ranks):
+    refused = "this rank is not in the group; call on ranks of the group only"
+    assert on_ranks(5, in_a_sub_group) == [refused, "", refused, "", ""]
+
+
+def refusals(world: World) -> list[str]:
+    numbers = torch.zeros(8)
+    pair, out = torch.zeros(2, 4), torch.zeros(4)
+    calls = [
+        lambda: primitives.ring_reduce_scatter([numbers], out),
+        lambda: primitives.ring_reduce_scatter([numbers[:5], numbers[5:]], numbers[:6]),
+        lambda: primitives.ring_reduce_scatter(numbers, out.half()),
+        lambda: primitives.ring_all_gather(out, torch.zeros(10)),
+        lambda: primitives.ring_all_reduce(pair),
+        lambda: primitives.ring_all_reduce(numbers[::2]),
+        lambda: primitives.tree_broadcast(pair),
+        lambda: primitives.tree_reduce(numbers, root=2),
+        lambda: primitives.exchange([], [out, out]),
+        lambda: primitives.exchange([out, out[:3]], [out[:2], out]),
+        lambda: primitives.exchange([out, out], [out, out.int()]),
+        lambda: primitives.ordered_reduce_scatter([out, pair], out),
+        lambda: primitives.ordered_all_reduce(pair),
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+        except ValueError as error:
+            found.append(str(error))
+        else:
+            found.append("nothing was refused")
+    whole = torch.full((8,), world.rank + 1.0)
+    primitives.ring_all_reduce(whole)  # nothing was sent, so the next call finds no stray message
+    found.append(str(whole.unique().tolist()))
+    return found
+
+
+def test_what_does_not_fit_is_named_before_anything_is_sent(on_ranks):
+    first, second = on_ranks(2, refusals)
+    assert first == [
+        "1 chunks for 2 ranks; pass one for each rank of the group",
+        "out has 6 elements, chunk 0 5; make them equal",
+        "out is torch.float16 on cpu, the others are torch.float32 on cpu; pass one type and device",
+        "chunk has 4 elements, place 0 of out 5; make them equal",
+        "tensor[0] has shape (1, 4), strides (4, 1); pass it flat",
+        "tensor[0] has shape (2,), strides (2,); pass it flat",
+        "tensor has shape (2, 4), strides (4, 1); pass it flat",
+        "root 2: the group has ranks 0 to 1; name one of them",
+        "0 chunks for 2 ranks; pass one for each rank of the group",
+        "input 0 has 4 elements, output 0 2; make them equal",
+        "outputs[1] is torch.int32 on cpu, the others are torch.float32 on cpu; pass one type and device",
+        "chunks[1] has shape (2, 4), strides (4, 1); pass it flat",
+        "tensor[0] has shape (1, 4), strides (4, 1); pass it flat",
+        "[3.0]",
+    ]
+    assert second[1] == "out has 6 elements, chunk 1 3; make them equal"
+
+
+def long_ones(world: World) -> list[bool]:
+    """Tensors of many messages: 9 MB of fp32, in columns that come round."""
+    count = 2_250_007
+    every = [whole(rank, count, torch.float32) for rank in range(world.size)]
+    total = torch.stack(every).sum(0)
+    found = []
+    for function in (primitives.ring_all_reduce, primitives.ordered_all_reduce):
+        mine = every[world.rank].clone()
+        function(mine, world.group)
+        found.append(torch.equal(mine, total))
+    mine = every[world.rank].clone()
+    primitives.tree_reduce(mine, 0, world.group)
+    found.append(world.rank > 0 or torch.equal(mine, total))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_long_tensors_go_in_many_columns(on_ranks, world_size):
+    assert on_ranks(world_size, long_ones) == [[True] * 3] * world_size
