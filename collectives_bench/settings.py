@@ -19,14 +19,39 @@ Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0)]
 
 
+def _one_or_many(schema: dict[str, Any]) -> None:
+    """Let an editor take one value where a list may stand."""
+    item = schema.pop("items")
+    schema.pop("type")
+    schema["anyOf"] = [item, {"type": "array", "minItems": schema.pop("minItems", 1), "items": item}]
+
+
+def _operations(schema: dict[str, Any]) -> None:
+    schema["items"]["enum"] = [HELLO, ALL, OURS, *OPERATIONS]
+    _one_or_many(schema)
+
+
+def _sizes(schema: dict[str, Any]) -> None:
+    schema["items"] = {"type": ["integer", "string"]}
+    _one_or_many(schema)
+
+
 class BenchSettings(Strict):
     """What to measure on the ranks. `operation: hello` measures nothing: every rank says where it is."""
 
-    operation: list[str] = Field([ALL], min_length=1, description="names, or all, or ours")
-    sizes: list[int] = Field(default_factory=lambda: parse_sizes("default"), description="8, 512K, 512K:1G[:2], course")
-    dtypes: list[Literal["fp32", "bf16", "fp16", "int32"]] = Field(["fp32"], min_length=1)
+    operation: list[str] = Field(
+        [ALL], min_length=1, description="names, or all, or ours", json_schema_extra=_operations
+    )
+    sizes: list[int] = Field(
+        default_factory=lambda: parse_sizes("default"),
+        description="8, 512K, 512K:1G[:2], course",
+        json_schema_extra=_sizes,
+    )
+    dtypes: list[Literal["fp32", "bf16", "fp16", "int32"]] = Field(
+        ["fp32"], min_length=1, json_schema_extra=_one_or_many
+    )
     places: Literal["default", "in", "out", "both"] = Field("default", description="results over their inputs, or not")
-    calls: list[Literal["sync", "async"]] = Field(["sync"], min_length=1)
+    calls: list[Literal["sync", "async"]] = Field(["sync"], min_length=1, json_schema_extra=_one_or_many)
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     launches: Positive = Field(5, description="fresh starts of all processes: the unit that is compared")
@@ -49,8 +74,9 @@ class BenchSettings(Strict):
 
     @field_validator("sizes", mode="before")
     @classmethod
-    def _sizes(cls, value: list[Any]) -> list[int]:
-        return sorted({size for word in value for size in parse_sizes(word)})
+    def _sizes(cls, value: Any) -> list[int]:
+        words = value if isinstance(value, list) else [value]  # this runs before `_one_or_many`, which stands above it
+        return sorted({size for word in words for size in parse_sizes(word)})
 
     @field_validator("operation")
     @classmethod

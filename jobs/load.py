@@ -32,15 +32,19 @@ class LoadedJob:
     text: str
 
 
-def load_job(path: Path, kinds: Sequence[JobKind], overrides: Sequence[str] = ()) -> LoadedJob:
+def load_job(
+    path: Path, kinds: Sequence[JobKind], overrides: Sequence[str] = (), *, text: str | None = None
+) -> LoadedJob:
     """Load a job file, with `--set` overrides (`a.b=c`, `c` read as YAML) written over it.
+
+    `text` is what it holds where there is no such file: then `path` is what its mistakes are said of.
 
     Raises:
         JobFileError: the file is missing or wrong; one line per mistake.
         UsageError: an override is not of the form `a.b=c`.
     """
     try:
-        document = yamlfile.read(path)
+        document = yamlfile.read(path) if text is None else yamlfile.parse(text, str(path))
     except FileNotFoundError as error:
         raise JobFileError(f"{path}: no such file{_examples_hint(path)}") from error
     raw = document.mapping()

@@ -43,6 +43,13 @@ GROUPS = (
         ),
     ),
     (
+        "measure",
+        (
+            ("bench", "measure collectives on one node or many; show, compare, plot and fit what came of it"),
+            ("predict", "predict times, the best bucket and a job's steps from what was measured"),
+        ),
+    ),
+    (
         "cluster",
         (
             ("check", "test every node before a run: ssh, versions, code, network, clock, storage"),
@@ -114,8 +121,11 @@ def _run(name: str, arguments: list[str]) -> int:
 
     from jobs.errors import MusterError
 
-    command = import_module(f"launch.commands.{name}")
-    parser = argparse.ArgumentParser(prog=f"muster {name}", description=PHRASES[name] + ".", allow_abbrev=False)
+    command, phrase = import_module(f"launch.commands.{name}"), PHRASES[name]
+    if arguments[:1] and arguments[0] in (within := getattr(command, "WITHIN", {})):
+        module, phrase = within[arguments[0]]
+        command, name, arguments = import_module(module), f"{name} {arguments[0]}", arguments[1:]
+    parser = argparse.ArgumentParser(prog=f"muster {name}", description=phrase + ".", allow_abbrev=False)
     command.configure(parser)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ranks print what they like; a terminal's encoding may not know it

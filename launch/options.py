@@ -27,12 +27,24 @@ def add_job(parser: argparse.ArgumentParser) -> None:
     """Add the job file and what may be said about it from outside."""
     parser.add_argument("job", metavar="JOB", help="the job file (YAML)")
     add_changes(parser)
+    add_site_and_name(parser)
+
+
+def add_site_and_name(parser: argparse.ArgumentParser) -> None:
+    """Add `--site` and `--name`."""
     parser.add_argument("--site", metavar="FILE", help="the site file: what belongs to this cluster and not to the job")
     parser.add_argument("--name", help="name of the run (default: the job's)")
 
 
 def add_changes(parser: argparse._ActionsContainer) -> None:
     """Add what changes single values of a job."""
+    add_overrides(parser)
+    parser.add_argument("-N", "--nodes", metavar="N", type=int, help="as --set nodes=N")
+    parser.add_argument("-n", "--ranks-per-node", metavar="M", help="as --set ranks_per_node=M (a number, or slots)")
+
+
+def add_overrides(parser: argparse._ActionsContainer) -> None:
+    """Add what changes any value of a job, by its key."""
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
@@ -41,8 +53,6 @@ def add_changes(parser: argparse._ActionsContainer) -> None:
         dest="overrides",
         help="override one value of the job, as in train.optimizer.lr=0.1; may be repeated",
     )
-    parser.add_argument("-N", "--nodes", metavar="N", type=int, help="as --set nodes=N")
-    parser.add_argument("-n", "--ranks-per-node", metavar="M", help="as --set ranks_per_node=M (a number, or slots)")
     parser.add_argument(
         "-x",
         metavar="NAME[=VALUE]",

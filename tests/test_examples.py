@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives_bench.settings import BenchSettings
 from jobs.datafiles import write_facts
 from jobs.files import read_lines
 from jobs.load import EXAMPLES, load_job
@@ -52,6 +53,10 @@ def test_example(name: str, tmp_path: Path, data_root: Path, monkeypatch: pytest
         assert all(math.isfinite(row["loss"]) for row in rows)
         assert len(rows) < 5 or rows[-1]["loss"] < rows[0]["loss"]
         assert any("evaluation" in row for row in read_lines(run.metrics))
+    elif isinstance(job.settings, BenchSettings) and not job.settings.is_hello:
+        assert "# verdict: OK" in outputs[0].read_text()
+        *_, last = read_lines(run.attempt(0).bench)
+        assert last["record"] == "end"
     else:
         assert all(path.read_text().strip() for path in outputs)
     assert json.loads(run.attempt(0).placement.read_text())

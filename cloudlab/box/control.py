@@ -120,14 +120,18 @@ class Box:
         with self._changing("heal") as (state, tools):
             failures.heal(state, node, tools)
 
-    def rate(self, rate: int | None, between: tuple[str, str] | None = None) -> None:
-        """Set the speed of all links, or of one pair of nodes; bits a second each way, None for unlimited.
+    def rate(self, rate: int | None, between: tuple[str, str] | None = None, *, of: str | None = None) -> None:
+        """Set the speed of all links, of one pair of nodes, or of one node's link; bits a second each way.
+
+        None is unlimited; of a pair or a node: as all others.
 
         Raises:
             RefusedError: this is not root, or tc failed.
         """
         with self._changing("rate") as (state, tools):
-            if between is None:
+            if of is not None:
+                rates = state.rates.with_node(state.spec.check_link(of), rate)
+            elif between is None:
                 rates = state.rates.with_every(rate)
             else:
                 one, other = (state.spec.check_link(node) for node in between)

@@ -56,7 +56,7 @@ def port_line(spec: BoxSpec, node: str, *, plugged: bool) -> str:
 
 def host_shaping(spec: BoxSpec, nodes: Iterable[str], rates: Rates) -> list[str]:
     """Return the lines for `tc -batch` that limit what comes to nodes."""
-    return [line for node in nodes if node != HEAD for line in _simple(spec.veth(node), rates.every)]
+    return [line for node in nodes if node != HEAD for line in _simple(spec.veth(node), rates.of(node))]
 
 
 def node_shaping(spec: BoxSpec, node: str, rates: Rates) -> list[str]:
@@ -65,8 +65,8 @@ def node_shaping(spec: BoxSpec, node: str, rates: Rates) -> list[str]:
         return []
     slow = rates.slow_peers(node)
     if not slow:
-        return _simple(LINK, rates.every)
-    whole = rates.every or LOOSE
+        return _simple(LINK, rates.of(node))
+    whole = rates.of(node) or LOOSE
     lines = [
         f"qdisc replace dev {LINK} root noqueue",
         f"qdisc replace dev {LINK} root handle 1: htb default {WHOLE_CLASS:x}",

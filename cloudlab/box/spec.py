@@ -132,10 +132,15 @@ class BoxSpec:
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast links are: all of them, and the slow pairs; bits a second, each way."""
+    """How fast links are: all of them, those of slow nodes, and slow pairs; bits a second, each way."""
 
     every: int | None = None
     pairs: Mapping[tuple[str, str], int] = field(default_factory=dict)  # (a, b) with a < b, both ways
+    nodes: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, node: str) -> int | None:
+        """Return the rate of a node's link."""
+        return self.nodes.get(node, self.every)
 
     def slow_peers(self, node: str) -> dict[str, int]:
         """Return the peers that a node reaches at a rate of its own."""
@@ -146,7 +151,7 @@ class Rates:
         return found
 
     def with_every(self, rate: int | None) -> "Rates":
-        """Return these rates with another one for all links; slow pairs are forgotten."""
+        """Return these rates with another one for all links; slow pairs and nodes are forgotten."""
         return Rates(rate)
 
     def with_pair(self, one: str, other: str, rate: int | None) -> "Rates":
@@ -154,7 +159,14 @@ class Rates:
         pairs = {pair: old for pair, old in self.pairs.items() if pair != _pair(one, other)}
         if rate is not None:
             pairs[_pair(one, other)] = rate
-        return Rates(self.every, pairs)
+        return Rates(self.every, pairs, self.nodes)
+
+    def with_node(self, node: str, rate: int | None) -> "Rates":
+        """Return these rates with another one for the link of one node; None: as all others."""
+        nodes = {name: old for name, old in self.nodes.items() if name != node}
+        if rate is not None:
+            nodes[node] = rate
+        return Rates(self.every, self.pairs, nodes)
 
 
 def check_name(name: str) -> str:

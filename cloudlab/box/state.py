@@ -149,7 +149,11 @@ def _to_json(state: BoxState) -> str:
         "slurm": spec.slurm,
         "private_runs": spec.private_runs,
         "clocks": dict(spec.clocks),
-        "rates": {"every": rates.every, "pairs": [[*pair, rate] for pair, rate in rates.pairs.items()]},
+        "rates": {
+            "every": rates.every,
+            "pairs": [[*pair, rate] for pair, rate in rates.pairs.items()],
+            "nodes": dict(rates.nodes),
+        },
         "boot": state.boot,
         "complete": state.complete,
         "made_folders": list(state.made_folders),
@@ -175,7 +179,7 @@ def _from_json(text: str) -> BoxState:
     pairs = {(one, other): rate for one, other, rate in raw["rates"]["pairs"]}
     return BoxState(
         spec=spec,
-        rates=Rates(raw["rates"]["every"], pairs),
+        rates=Rates(raw["rates"]["every"], pairs, raw["rates"].get("nodes", {})),  # older ones had no slow nodes
         boot=raw["boot"],
         complete=raw["complete"],
         made_folders=tuple(raw["made_folders"]),

@@ -40,6 +40,7 @@ class BoxStatus:
     network: str
     rate: str
     slow_pairs: tuple[tuple[str, str, str], ...]
+    slow_nodes: tuple[tuple[str, str], ...]
     slurm: bool
     private_runs: str | None
     folder: str
@@ -62,6 +63,7 @@ def look(state: BoxState) -> BoxStatus:
         network=spec.network,
         rate=rate_text(state.rates.every),
         slow_pairs=tuple((one, other, rate_text(rate)) for (one, other), rate in state.rates.pairs.items()),
+        slow_nodes=tuple((node, rate_text(rate)) for node, rate in state.rates.nodes.items()),
         slurm=spec.slurm,
         private_runs=spec.private_runs,
         folder=str(paths.folder),

@@ -1,32 +1,71 @@
-"""What a rank of a `bench:` job runs."""
+"""What a rank of a `bench:` job runs: hello, or a conductor of launches (`conductor.py`)."""
 
+import faulthandler
 import os
+import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from collectives_bench.plan import cells_of
+from collectives_bench.ranks.company import assemble
+from collectives_bench.ranks.conductor import Conductor
+from collectives_bench.ranks.ledger import Ledger
+from collectives_bench.records import Cell
+from collectives_bench.results.files import read_result
+from collectives_bench.results.report import report_lines
 from collectives_bench.settings import BenchSettings
 from jobs import ranks
+from jobs.errors import MusterError, StartTimeoutError
+from jobs.files import folder_error
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
+from jobs.rundir import RunDir
 from jobs.spec import Job
 from jobs.train.failures import is_lost_connection
+from jobs.words import counted
+
+FAILED: Final = 1
+STANDARD_ERROR: Final = 2
+FAREWELL_S: Final = 10.0
+PAIRS: Final = Cell(operation="pairs", dtype="fp32", asked_bytes=0, place="out")  # all of them at once
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure, as whom, and where the records go."""
+
+    settings: BenchSettings
+    env: RankEnv
+    path: Path
+    name: str
+    start_timeout_s: float
 
 
 def run_rank(payload: dict[str, Any]) -> int:
     """Run one rank of a `bench:` job in a fork of the warm process; return the exit code."""
+    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
     settings = BenchSettings.model_validate(payload["job"]["settings"])
     job = Job.model_validate({**payload["job"], "settings": settings})  # keys left unset have their defaults there
-    return run_operation(settings, job.start_timeout_s)
+    if settings.is_hello:
+        return run_operation(settings, job.start_timeout_s)
+    env = ranks.read(os.environ)
+    path = RunDir(Path(env.run_dir)).attempt(env.attempt).bench
+    return conduct(Task(settings, env, path, job.name, job.start_timeout_s))
 
 
 def run_operation(settings: BenchSettings, start_timeout_s: float) -> int:
-    """Meet the other ranks, run the operation, and return 0 if its result was right."""
+    """Meet the other ranks, run hello, and return 0 if its result was right."""
+    assert settings.is_hello
     env = ranks.read(os.environ)
     reporter = Reporter(os.environ)
     reporter.arrived()
@@ -38,7 +77,60 @@ def run_operation(settings: BenchSettings, start_timeout_s: float) -> int:
         reporter.failed(error, peer=is_lost_connection(error))  # a victim must not be taken for the culprit
         raise
     dist.destroy_process_group()
-    return 0 if right else 1
+    return 0 if right else FAILED
+
+
+def conduct(task: Task) -> int:
+    """Meet the other ranks and measure everything; return 0 if all that was measured is right."""
+
+    def work(reporter: Reporter) -> int:
+        settings, env = task.settings, task.env
+        company = assemble(env, settings, task.start_timeout_s, reporter.arrived)
+        reporter.joined()
+        cells = [PAIRS] if settings.pairs else cells_of(settings, env.world_size)
+        ledger = None
+        if env.rank == 0:
+            try:
+                task.path.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise folder_error(task.path.parent, error) from error
+            ledger = Ledger(task.path, company, settings, name=task.name, say=complain)
+        Conductor(company, settings, cells, ledger).run()
+        company.part(FAREWELL_S)
+        if ledger is None:
+            return 0
+        print("\n".join(report_lines(read_result([task.path]))), flush=True)
+        if not ledger.bad:
+            return 0
+        total = sum(ledger.states.values())
+        bad = (
+            f"{ledger.bad} of {counted(total, 'record')} failed or were wrong; their reasons stand in {task.path.name}"
+        )
+        complain(f"muster: {bad}")
+        reporter.failed(MusterError(bad), peer=False)
+        return FAILED
+
+    return guarded(work)
+
+
+def guarded(work: Callable[[Reporter], int]) -> int:
+    """Do a rank's work; turn its end into a report, a message on standard error and an exit code."""
+    reporter = Reporter(os.environ)
+    try:
+        return work(reporter)
+    except MusterError as error:
+        reporter.failed(error, peer=isinstance(error, StartTimeoutError))
+        complain(f"muster: {error}")
+        return error.exit_code
+    except Exception as error:
+        reporter.failed(error, peer=is_lost_connection(error))  # a victim must not be taken for the culprit
+        raise
+
+
+def complain(text: str) -> None:
+    """Print on standard error, where that is possible."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def hello(env: RankEnv) -> bool:

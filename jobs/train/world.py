@@ -59,8 +59,10 @@ def this_peer() -> Peer:
     return Peer(socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count())
 
 
-def choose_device(wanted: str, rank: int, peers: Sequence[Peer]) -> torch.device:
+def choose_device(wanted: str, rank: int, peers: Sequence[Peer], *, key: str = "train.device") -> torch.device:
     """Return the device of a rank: CUDA when asked for, or when every rank can have one. Pure, the same on all ranks.
+
+    `key` is the setting that asked, for the message.
 
     Raises:
         RefusedError: CUDA was asked for, or chosen by some ranks, and others have none.
@@ -72,7 +74,7 @@ def choose_device(wanted: str, rank: int, peers: Sequence[Peer]) -> torch.device
     if without and (wanted == "cuda" or len(without) < len(peers)):
         peer = peers[without[0]]
         raise RefusedError(
-            f"train.device: {wanted}: {spell_ranks(without[:8])} of {len(peers)} cannot have a CUDA device of their "
+            f"{key}: {wanted}: {spell_ranks(without[:8])} of {len(peers)} cannot have a CUDA device of their "
             f"own ({peer.host} has {peer.devices}); set device: cpu, or fewer ranks_per_node"
         )
     index = devices[rank]

@@ -51,11 +51,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="power: silent and dead (default); kill: dead, peers see it; unplug: silent, runs on; freeze: stopped",
     )
     _add_node(add("heal", "bring a node back as it was"))
-    rate = add("rate", "set the speed of all links, or make a slow pair")
+    rate = add("rate", "set the speed of all links, or make a slow pair or a slow node")
     rate.add_argument(
-        "rate", metavar="RATE", help="such as 100mbit; none: unlimited. For all links: ends slow pairs too"
+        "rate", metavar="RATE", help="such as 100mbit; none: unlimited. For all links: ends slow ones too"
     )
-    rate.add_argument("--between", metavar="NODE", nargs=2, help="only between these two; none: as all others")
+    which = rate.add_mutually_exclusive_group()
+    which.add_argument("--between", metavar="NODE", nargs=2, help="only between these two; none: as all others")
+    which.add_argument("--of", metavar="NODE", help="only this node's link; none: as all others")
 
 
 def _configure_up(up: argparse.ArgumentParser) -> None:
@@ -121,6 +123,7 @@ def _status(args: argparse.Namespace) -> int:
 def _render(box: BoxStatus) -> str:
     about = f"box {box.name}  {box.state}, network {box.network}, links {box.rate}"
     about += "".join(f", {rate} between {one} and {other}" for one, other, rate in box.slow_pairs)
+    about += "".join(f", {rate} of {node}" for node, rate in box.slow_nodes)
     lines = [about, f"ssh -F {box.ssh_config} node0"]
     if box.slurm_conf is not None:
         lines.append(f"SLURM_CONF={box.slurm_conf} sinfo")
@@ -158,7 +161,7 @@ def _heal(args: argparse.Namespace) -> int:
 
 def _rate(args: argparse.Namespace) -> int:
     between = None if args.between is None else (args.between[0], args.between[1])
-    _box(args).rate(parse_rate(args.rate), between)
+    _box(args).rate(parse_rate(args.rate), between, of=args.of)
     return 0
 
 

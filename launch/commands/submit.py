@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from launch.options import add_job, add_runs, add_transport
 
 if TYPE_CHECKING:
+    from launch.console import Console
     from launch.submit.prepare import Prepared
     from launch.submit.submission import Submission
 
@@ -103,19 +104,20 @@ def show(prepared: "Prepared") -> int:
     return 0
 
 
-def follow(prepared: "Prepared", *, quiet: bool) -> int:
-    """Put a run into a queue and stay until it has ended; the exit code is its verdict's."""
+def follow(prepared: "Prepared", *, quiet: bool = False, console: "Console | None" = None) -> int:
+    """Put a run into a queue and stay until it has ended; the exit code is its verdict's. `console`: as for `start`."""
     from launch.console import Console
 
+    console = console or Console(quiet=quiet)
     if prepared.submission.route.transport == "submitit":
         from launch.scheduler.submitit_run import run_here
         from launch.submit.start import check_torch, write_run
 
         check_torch(prepared.submission)
-        return run_here(write_run(prepared, snapshot=True), Console(quiet=quiet))
+        return run_here(write_run(prepared, snapshot=True), console)
     from launch.scheduler.held_signals import holding_signals
     from launch.scheduler.slurm_follow import follow as follow_slurm
 
     with holding_signals() as asked:
         leave(prepared, snapshot=True)
-        return follow_slurm(prepared.context.run, Console(quiet=quiet), asked)
+        return follow_slurm(prepared.context.run, console, asked)

@@ -64,7 +64,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None 
     """
     if not args.job:
         raise UsageError("JOB: is empty; name a job file, such as jobs/examples/hello.yaml")
-    loaded = load_job(Path(args.job), KINDS, overrides(args))
+    loaded = load_job(Path(args.job), KINDS, overrides(args), text=getattr(args, "job_text", None))
     job = loaded.job
     site = site_of(args)
     route = route or route_of(args, site)

@@ -29,14 +29,14 @@ DETACH_S: Final = 20.0
 POLL_S: Final = 0.02
 
 
-def start(prepared: Prepared, *, quiet: bool = False) -> Verdict:
-    """Make the run folder and everything in it, then supervise from this process.
+def start(prepared: Prepared, *, quiet: bool = False, console: Console | None = None) -> Verdict:
+    """Make the run folder and everything in it, then supervise from this process; `console` shows it, or ours does.
 
     Raises:
         RunFolderError, StorageError: the run folder cannot be written; nothing was started.
     """
     check_torch(prepared.submission)
-    return supervise(write_run(prepared), Console(quiet=quiet))
+    return supervise(write_run(prepared), console or Console(quiet=quiet))
 
 
 def check_torch(submission: Submission) -> None:

@@ -71,7 +71,7 @@ def test_a_rank_whose_variables_nobody_set_and_an_unknown_operation_are_said_in_
     assert [rank.returncode for rank in started] == [78, 2]
     assert unset == ("muster: environment: RANK is not set; start this through muster, torchrun, srun or mpirun\n")
     assert unknown.splitlines()[-1].startswith(
-        "python -m collectives_bench: error: argument --operation: invalid choice"
+        "python -m collectives_bench: error: argument --operation: unknown operation 'helo'; did you mean 'hello'?"
     )
 
 
@@ -94,7 +94,7 @@ def test_a_wrong_operation_in_a_job_file_is_a_mistake_at_its_line(tmp_path: Path
 )
 def test_a_rank_that_loses_another_reports_that_it_is_a_victim(error, peer: bool, monkeypatch) -> None:
     """Without its report the loss of a peer looked like a failure of its own, and could win over the true one."""
-    from collectives_bench import run
+    from collectives_bench.ranks import run
     from collectives_bench.settings import BenchSettings
 
     def fail(env: RankEnv) -> bool:
@@ -104,10 +104,10 @@ def test_a_rank_that_loses_another_reports_that_it_is_a_victim(error, peer: bool
     for name, value in RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1).variables().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MUSTER_STATUS_FD", str(writing))
-    monkeypatch.setitem(run.OPERATIONS, "hello", fail)
+    monkeypatch.setattr(run, "hello", fail)
     monkeypatch.setattr(run.dist, "init_process_group", lambda *_, **__: None)
     with pytest.raises(type(error)):
-        run.run_operation(BenchSettings(operation="hello"), 1.0)
+        run.run_operation(BenchSettings(operation=["hello"]), 1.0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
         reports = [json.loads(line) for line in pipe]

@@ -106,8 +106,10 @@ def test_rates_by_command_and_the_table(box: Box) -> None:
     shown = run("status", "--name", box.name).stdout
     assert "links 100mbit, 10mbit between node0 and node2\n" in shown
     assert "node0  10.10." in shown
+    assert run("rate", "--name", box.name, "75mbit", "--of", "node3").returncode == 0
+    assert "10mbit between node0 and node2, 75mbit of node3\n" in run("status", "--name", box.name).stdout
     assert run("rate", "--name", box.name, "none").returncode == 0
-    assert status_of(box.name)["slow_pairs"] == []
+    assert status_of(box.name)["slow_pairs"] == status_of(box.name)["slow_nodes"] == []
 
 
 def status_of(name: str) -> dict[str, Any]:

@@ -68,6 +68,17 @@ def test_a_slow_pair_is_a_class_of_its_own_in_both_nodes_and_nowhere_else() -> N
     assert network.host_shaping(SPEC, SPEC.compute, rates) == network.host_shaping(SPEC, SPEC.compute, Rates(GBIT))
 
 
+def test_a_slow_node_is_slow_at_both_ends_of_its_link_and_no_other_is() -> None:
+    rates = Rates(GBIT).with_node("node2", 750 * 10**6)
+    slow = "root tbf rate 750000000bit burst 375000 latency 50ms"
+    assert network.host_shaping(SPEC, ["node2"], rates) == [f"qdisc replace dev mb7n2 {slow}"]
+    assert network.node_shaping(SPEC, "node2", rates) == [f"qdisc replace dev eth1 {slow}"]
+    for other in ("node0", "node1", "node3"):
+        assert network.node_shaping(SPEC, other, rates) == network.node_shaping(SPEC, other, Rates(GBIT))
+    with_pair = network.node_shaping(SPEC, "node2", rates.with_pair("node2", "node0", 10**7))
+    assert with_pair[2].startswith("class add dev eth1 parent 1: classid 1:ffff htb rate 750000000bit")
+
+
 @pytest.mark.parametrize(("rate", "burst"), [(GBIT, 500_000), (10**8, 50_000), (10**6, 16_384), (10**10, 5_000_000)])
 def test_a_burst_is_a_few_milliseconds_and_some_packets_at_least(rate: int, burst: int) -> None:
     assert network.burst_bytes(rate) == burst

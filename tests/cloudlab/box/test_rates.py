@@ -91,6 +91,17 @@ def test_a_slow_pair_is_slow_in_both_directions_and_the_others_are_not(shaped: B
     assert shaped.status().slow_pairs == ()
 
 
+def test_a_slow_node_is_slow_with_everybody_and_the_others_are_not(shaped: Box) -> None:
+    slow, size = RATE // 8, SIZE // 4
+    shaped.rate(slow, of="node1")
+    for sender, receiver in (("node1", "node3"), ("node0", "node1")):
+        assert transfer_s(shaped, [sender], receiver, size) >= least_s(size, slow)
+    assert transfer_s(shaped, ["node0"], "node2", size) < least_s(size, slow)
+    assert shaped.status().slow_nodes == (("node1", "10mbit"),)
+    shaped.rate(None, of="node1")
+    assert transfer_s(shaped, ["node1"], "node3", size) < least_s(size, slow)
+
+
 def test_rates_hold_for_a_node_that_started_again(shaped: Box) -> None:
     shaped.rate(RATE // 8, ("node1", "node2"))
     shaped.fail("node1", "power")

@@ -98,6 +98,14 @@ def test_a_slow_pair_is_slow_from_both_sides_until_it_is_not(one: str, other: st
     assert rates.with_every(5) == Rates(5)
 
 
+@given(NODES, RATES)
+def test_a_slow_node_has_a_rate_of_its_own_until_it_has_not(node: str, rate: int) -> None:
+    rates = Rates(10**9).with_node(node, rate)
+    assert (rates.of(node), rates.of("head")) == (rate, 10**9)
+    assert rates.with_pair("node0", "node1", 7).of(node) == rate
+    assert rates.with_node(node, None) == rates.with_every(10**9) == Rates(10**9)
+
+
 def test_clocks() -> None:
     assert parse_clocks(["node1=+180s", "node2=-3d"]) == {"node1": "+180s", "node2": "-3d"}
     with pytest.raises(UsageError, match=r"--clock node1: wanted NODE=OFFSET, such as node2=[+]180s"):

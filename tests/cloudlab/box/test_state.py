@@ -30,6 +30,7 @@ RATES = st.builds(
     Rates,
     every=st.none() | st.integers(8_000, 10**12),
     pairs=st.dictionaries(st.sampled_from([("node0", "node1"), ("node1", "node2")]), st.integers(8_000, 10**12)),
+    nodes=st.dictionaries(st.sampled_from(["node0", "node2"]), st.integers(8_000, 10**12)),
 )
 
 

@@ -1,0 +1,227 @@
+"""`muster bench compare` on a noisy machine: how often it is wrong about equals, how often it finds what was made slower.
+
+    A      as it is                                  A against A'    any verdict but "same" and "no verdict" is false
+    A'     as it is                                  A against +10   "worse" is wanted in 95 % of comparisons
+    +10    every call takes 10 % longer              A against +25   "worse" is wanted always
+    +25    every call takes 25 % longer
+
+One comparison is `--launches` fresh launches of each: the real engine, conductors that fork players that make process
+groups over gloo. Launches take turns, A A' +10 +25 +25 +10 A' A ..., so any two of them are interleaved A B B A.
+The slowdown is made, not multiplied: after each call of the measured operation that rank's process spins for another
+tenth (quarter) of the time that the call took on it, before its clock is read.
+A comparison's answer is the one that `--fail-on worse` goes by. How noisy the machine was is measured by the same launches:
+(slowest - quickest) / median of every three launches of A in a row, and the share of its cores that others took.
+The 25 % of the limits allow for 50 comparisons: 5 % or fewer false means at most 2 of 50.
+
+    .venv/bin/python benchmarks/a_a_compare.py [--quick] [--comparisons 50] [--launches 24] [--keep bench.jsonl]
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from collectives_bench.records import Block, Result  # noqa: E402
+from collectives_bench.results.compare import Comparison, comparison  # noqa: E402
+from collectives_bench.results.files import read_result  # noqa: E402
+from collectives_bench.results.rows import rows_of  # noqa: E402
+from collectives_bench.settings import BenchSettings  # noqa: E402
+from jobs.ranks import RankEnv  # noqa: E402
+
+ARMS = {"A": 1.0, "A'": 1.0, "+10": 1.10, "+25": 1.25}
+FALSE_REACH, FOUND_REACH = 0.05, {"+10": 0.95, "+25": 1.0}
+RANKS = 2
+LIMIT_S = 40 * 60
+
+
+def settings_of(launches: int) -> BenchSettings:
+    """Return what a launch measures: four short rows."""
+    return BenchSettings(
+        operation=["all_reduce", "broadcast"],
+        sizes=[64 * 2**10, 2**20],
+        backend="gloo",
+        device="cpu",
+        launches=launches,
+        block_s=0.03,
+        check=False,
+    )
+
+
+def arm_of(launch: int) -> str:
+    """Name the arm of a launch: forwards in even rounds, backwards in odd ones."""
+    arms = list(ARMS)
+    turn, place = divmod(launch, len(arms))
+    return arms[place if turn % 2 == 0 else len(arms) - 1 - place]
+
+
+def slow_down() -> None:
+    """Make the players of this process slower by the factor of their launch's arm."""
+    from collectives_bench.ranks import conductor, operations
+
+    play, prepare = conductor.play, operations.prepare
+
+    def slower_play(company, settings, cells, order, tell, page):
+        factor = ARMS[arm_of(order.launch)]
+
+        def slower_prepare(*arguments):
+            call = prepare(*arguments)
+            if factor > 1:
+                call.run = spinning(call.run, factor)
+            return call
+
+        operations.prepare = slower_prepare
+        play(company, settings, cells, order, tell, page)
+
+    conductor.play = slower_play
+
+
+def spinning(run: Callable[[], None], factor: float) -> Callable[[], None]:
+    """Return a call that takes `factor` times as long on this rank."""
+
+    def slower() -> None:
+        started = time.perf_counter()
+        run()
+        until = started + (time.perf_counter() - started) * factor
+        while time.perf_counter() < until:
+            pass
+
+    return slower
+
+
+def rank_main(rank: int, port: int, path: Path, launches: int) -> int:
+    """Be one rank of the job: conduct every launch."""
+    import torch
+
+    from collectives_bench.ranks.run import Task, conduct
+
+    torch.set_num_threads(1)
+    slow_down()
+    env = RankEnv(rank, RANKS, rank, RANKS, 0, 1, "127.0.0.1", port)
+    return conduct(Task(settings_of(launches), env, path, "a-a", 60.0))
+
+
+def measure(path: Path, launches: int) -> None:
+    """Run the job's ranks in forks of this process, which imports torch for them once."""
+    import torch  # noqa: F401
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    children = []
+    for rank in range(RANKS):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                code = rank_main(rank, port, path, launches)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    if any(codes):
+        raise SystemExit(f"ranks ended with {codes}")
+
+
+def comparisons_of(blocks: Sequence[Block], launches: int) -> list[dict[str, Comparison]]:
+    """Cut the launches into comparisons of `launches` of each arm, and make them."""
+    whole = launches * len(ARMS)
+    found = []
+    for first in range(0, max(block.launch for block in blocks) + 1, whole):
+        arms: dict[str, list[Block]] = {arm: [] for arm in ARMS}
+        for block in blocks:
+            if first <= block.launch < first + whole:
+                arms[arm_of(block.launch)].append(block)
+        rows = {arm: rows_of(Result(blocks=mine)) for arm, mine in arms.items()}
+        found.append({arm: comparison(rows["A"], rows[arm]) for arm in list(ARMS)[1:]})
+    return found
+
+
+def noise(blocks: Sequence[Block]) -> dict[str, float]:
+    """Say how noisy the machine was, by the launches of A."""
+    spreads, shares = [], []
+    for row in rows_of(Result(blocks=[block for block in blocks if arm_of(block.launch) == "A"])):
+        medians = row.launch_medians_us
+        for i in range(0, len(medians) - 2, 3):
+            three = sorted(medians[i : i + 3])
+            spreads.append((three[2] - three[0]) / three[1])
+        shares += [share for share in row.launch_foreign if share is not None]
+    return {"spread_of_three": statistics.median(spreads), "foreign": statistics.median(shares) if shares else -1.0}
+
+
+def report(found: Sequence[dict[str, Comparison]], blocks: Sequence[Block], seconds: float, launches: int) -> bool:
+    """Print the rates and one line of JSON; say whether all are in reach."""
+    count = len(found)
+    answers = {arm: Counter(each[arm].verdict for each in found) for arm in list(ARMS)[1:]}
+    ratios = {arm: statistics.median(each[arm].together.ratio or 1.0 for each in found) for arm in answers}
+    rows = {
+        arm: sum(each[arm].count("worse") for each in found) / sum(len(each[arm].rows) for each in found)
+        for arm in answers
+    }
+    machine = noise(blocks)
+    print(f"{count} comparisons of {launches} launches each, {seconds:.0f} s; launches of A spread by", end=" ")
+    print(f"{machine['spread_of_three']:.0%} (of three), foreign load {machine['foreign']:.0%}")
+    print(f"  {'A against':12}{'worse':>8}{'better':>8}{'same':>8}{'no verdict':>12}{'rows worse':>12}{'ratio':>8}")
+    for arm, each in answers.items():
+        shares = "".join(f"{each[word] / count:>{width}.0%}" for word, width in COLUMNS)
+        print(f"  {arm:12}{shares}{rows[arm]:>12.0%}{ratios[arm]:>8.3f}")
+    false = (answers["A'"]["worse"] + answers["A'"]["better"]) / count
+    reached = {"false": false <= FALSE_REACH}
+    print(f"  false verdicts {false:.0%}, reach <= {FALSE_REACH:.0%}: {'yes' if reached['false'] else 'NO'}")
+    for arm, reach in FOUND_REACH.items():
+        rate = answers[arm]["worse"] / count
+        reached[arm] = rate >= reach
+        print(f"  {arm} % found {rate:.0%}, reach >= {reach:.0%}: {'yes' if reached[arm] else 'NO'}")
+    record = {
+        "benchmark": "a_a_compare",
+        "reached": all(reached.values()),
+        "comparisons": count,
+        "launches": launches,
+        "seconds": seconds,
+        "false": false,
+        "answers": answers,
+        "rows_worse": rows,
+        "ratios": ratios,
+        **machine,
+        "cores": os.cpu_count(),
+    }
+    print(json.dumps(record))
+    return all(reached.values())
+
+
+COLUMNS = (("worse", 8), ("better", 8), ("same", 8), ("no verdict", 12))
+
+
+def main() -> int:
+    """Measure, compare, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comparisons", type=int, default=50)
+    parser.add_argument("--launches", type=int, default=24, help="of each arm in a comparison")
+    parser.add_argument("--quick", action="store_true", help="6 comparisons; 2-3 minutes")
+    parser.add_argument("--keep", type=Path, help="write the records of all launches here")
+    parser.add_argument("--from", dest="recorded", type=Path, help="compare these records, measure nothing")
+    args = parser.parse_args()
+    comparisons = 6 if args.quick else args.comparisons
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        path = args.recorded or args.keep or Path(folder) / "bench.jsonl"
+        if args.recorded is None:
+            measure(path, comparisons * args.launches * len(ARMS))
+        blocks = read_result([path]).blocks
+    seconds = time.monotonic() - started
+    return 0 if report(comparisons_of(blocks, args.launches), blocks, seconds, args.launches) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

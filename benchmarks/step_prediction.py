@@ -1,0 +1,191 @@
+"""Exposed communication of VGG-11 steps in a box of four nodes: predicted from a profile, against the runs themselves.
+
+    profile    `muster run` of a bench: job in the box: all_reduce and gather_scatter at sizes around those of VGG-11's
+               gradients, half of its launches before the training and half after
+    measured   `muster run` of the same job in each mode; a step's exposed communication is what its slowest rank
+               waited: the least of the ranks' `communication_s`, for the others' hold their wait for that rank too
+    backward   of `ddp`'s prediction: that of the allreduce run, in which nothing is sent beside it
+
+Four ranks share this machine's cores, so the batch is small (4 samples a rank): communication dominates. Closed form of
+gather_scatter, as a check: rank 0's link carries (n - 1) S each way.
+
+    sudo .venv/bin/python benchmarks/step_prediction.py [--rates 100mbit,1gbit] [--steps 12] [--quick]
+
+Reach: every mode at every rate within 10 %. `--quick` takes 1gbit alone, with fewer launches and steps.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cloudlab.box.control import box_up
+from cloudlab.box.spec import BoxSpec, parse_rate
+from collectives_bench.cost.exposed import Compute
+from collectives_bench.cost.fit import fit
+from collectives_bench.cost.memory import Load, Recipe
+from collectives_bench.cost.models import anatomy
+from collectives_bench.cost.modes import ways
+from collectives_bench.cost.profile import Profile
+from collectives_bench.cost.steps import predict
+from collectives_bench.results.files import read_result
+from jobs.files import read_lines
+from jobs.rundir import RunDir, list_runs
+from jobs.shapes import VGG_SHAPES
+
+REACH = 0.10
+NODES, BATCH, ITEMSIZE = 4, 16, 4
+SKIPPED = 2  # steps: the first calls, and torch's new deal of buckets after the first
+MODES = ("allreduce", "gather_scatter", "ddp")
+SIZES = (256, 2048, 20480, 65536, 294912, 1179648, 2359296, 4718592, 9437184)
+BUCKETS = (27 * 10**6,)
+SLOWEST_CALL_S = 2.5  # larger sizes are extrapolated
+LIMIT_S = 900
+TRAIN = {
+    "model": "vgg11",
+    "data": "digits",
+    "batch_size": BATCH,
+    "log_every": 1000,
+    "evaluate": False,
+    "optimizer": {"name": "sgd", "lr": 1e-3},
+}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where jobs run: a box, and the folder of their runs."""
+
+    box: str
+    folder: Path
+
+    def run(self, name: str, section: dict[str, Any]) -> RunDir:
+        """Run a job on the four nodes; return its folder."""
+        job = self.folder / f"{name}.yaml"
+        job.write_text(json.dumps({"name": name, "nodes": NODES, "ranks_per_node": 1, **section}))
+        runs = self.folder / name
+        argv = [sys.executable, "-m", "launch", "run", str(job), "--hosts", f"box:{self.box}", "--runs", str(runs)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        if done.returncode:
+            raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+        return list_runs(runs)[0]
+
+
+def bench_jobs(bits_s: float, launches: int) -> dict[str, dict[str, Any]]:
+    """Return the jobs that measure what both predictions need, as far as a call is short enough."""
+    shape = {"launches": launches, "least_samples": 3, "block_s": 0.5, "timeout_s": 120.0, "check": False}
+    jobs = {}
+    for operation, link in (("all_reduce", 2 * (NODES - 1) / NODES), ("gather_scatter", 2 * (NODES - 1))):
+        sizes = [size for size in (*SIZES, *BUCKETS) if link * size * 8 / bits_s <= SLOWEST_CALL_S]
+        jobs[operation] = {"bench": {"operation": operation, "sizes": sizes, **shape}}
+    return jobs
+
+
+def measured(run: RunDir) -> dict[str, list[float]]:
+    """Return seconds by phase, of each step that counts: the slowest rank's computing, the least rank's waiting."""
+    attempt = run.attempt(0)
+    ranks = [[row for row in read_lines(attempt.metrics(rank)) if "step_s" in row] for rank in range(NODES)]
+    steps = list(zip(*ranks, strict=True))[SKIPPED:]
+    return {
+        "exposed": [min(row["communication_s"] for row in step) for step in steps],
+        "rank 0": [step[0]["communication_s"] for step in steps],
+        "forward": [max(row["forward_s"] for row in step) for step in steps],
+        "backward": [max(row["backward_s"] for row in step) for step in steps],
+    }
+
+
+def predicted(profile: Profile, compute: Compute) -> dict[str, float]:
+    """Return the exposed communication of each mode."""
+    load = Load(anatomy(VGG_SHAPES["vgg11"]), Recipe(ITEMSIZE, ITEMSIZE, 0), NODES, BATCH, 1, ITEMSIZE)
+    rows = predict(ways(MODES), load, compute, profile, NODES)
+    return {row.way.name: row.exposed.seconds for row in rows if row.exposed is not None}
+
+
+def at_rate(rate: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure and predict at one speed of the links."""
+    bits_s = parse_rate(rate)
+    assert bits_s is not None
+    runs: dict[str, RunDir] = {}
+    results: list[Path] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        box_up(BoxSpec(name=f"steps{os.getpid()}", nodes=NODES, rate=bits_s)) as box,
+    ):
+        bench = Bench(box.name, Path(folder))
+        for when in ("before", "after"):
+            for operation, job in bench_jobs(bits_s, args.launches).items():
+                results.append(bench.run(f"{operation}-{when}".replace("_", "-"), job).path)
+            for mode in MODES if when == "before" else ():
+                train = {**TRAIN, "mode": mode, "steps": args.steps + SKIPPED}
+                runs[mode] = bench.run(mode.replace("_", "-"), {"train": train})
+        profile = fit(read_result(results), name=f"box at {rate}")
+        steps = {mode: measured(run) for mode, run in runs.items()}
+    alone = steps["allreduce"]
+    compute = Compute(statistics.median(alone["forward"]), statistics.median(alone["backward"]))
+    return rows_of(rate, bits_s, steps, predicted(profile, compute))
+
+
+def rows_of(
+    rate: str, bits_s: float, steps: dict[str, dict[str, list[float]]], told: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Compare; one row a mode."""
+    nbytes = VGG_SHAPES["vgg11"].parameter_count() * ITEMSIZE
+    link = {"gather_scatter": 2 * (NODES - 1.0)}
+    rows = []
+    for mode in MODES:
+        took = statistics.median(steps[mode]["exposed"])
+        rows.append(
+            {
+                "rate": rate,
+                "mode": mode,
+                "measured_s": took,
+                "predicted_s": told[mode],
+                "error": told[mode] / took - 1,
+                "rank_0_s": statistics.median(steps[mode]["rank 0"]),
+                "backward_s": statistics.median(steps[mode]["backward"]),
+                "bound_s": link.get(mode, 2 * (NODES - 1) / NODES) * nbytes * 8 / bits_s,
+                "steps": steps[mode]["exposed"],
+            }
+        )
+    return rows
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the table."""
+    print(
+        f"{'rate':>8}  {'mode':<15} {'links alone':>11} {'predicted':>10} {'measured':>10} {'error':>7}   (rank 0 alone)"
+    )
+    for row in rows:
+        print(
+            f"{row['rate']:>8}  {row['mode']:<15} {row['bound_s']:>9.3f} s {row['predicted_s']:>8.3f} s "
+            f"{row['measured_s']:>8.3f} s {100 * row['error']:>+6.1f}%   ({row['rank_0_s']:.3f} s; "
+            f"steps {min(row['steps']):.3f} .. {max(row['steps']):.3f} s)"
+        )
+
+
+def main() -> int:
+    """Measure, compare, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", default="100mbit,1gbit")
+    parser.add_argument("--steps", type=int, default=12, help="that count, in each mode")
+    parser.add_argument("--launches", type=int, default=3, help="of the bench, before and again after")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    if args.quick:
+        args.rates, args.steps, args.launches = "1gbit", 6, 2
+    rows = [row for rate in args.rates.split(",") for row in at_rate(rate, args)]
+    show(rows)
+    worst = max(abs(row["error"]) for row in rows)
+    print(f"largest error {100 * worst:.1f} %; reach <= {100 * REACH:.0f} %: {'yes' if worst <= REACH else 'NO'}")
+    print(json.dumps({"benchmark": "step prediction", "rows": rows, "reach": REACH, "worst": worst}))
+    return 0 if worst <= REACH else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

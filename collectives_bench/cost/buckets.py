@@ -1,0 +1,207 @@
+"""Buckets of gradients: which are made, when each is sent, and what a size costs. Pure.
+
+    backward   ====g1====g2====g3====g4|           gradients become ready while the backward runs
+    bucket 1        [g1 g2]------------|--> sent
+    bucket 2                  [g3 g4]--|-------> sent     what passes the end of the backward is exposed
+
+A bucket goes out when its last gradient is ready and fewer than c collectives are under way:
+start_i = max(ready_i, end_{i - c}). gloo's process group has c = 2 threads, NCCL one stream. Collectives under way
+together share the link: in the box two at once took 0.97 to 1.01 of one after the other from 2 MB on. Their latencies
+may overlap (`latency_s`; there 0.7 to 0.9 for 256 KB), but where ranks share cores the latency is work: on loopback it
+does not. `share=False` gives every one the link for itself.
+
+Small buckets pay the latency often, large ones wait long for their last gradient. Closed forms, as checks:
+
+    all is ready at once      s / (w n) + n o        n buckets of s bytes in all, o seconds each, w bytes a second:
+                              the last one's transfer and all the latencies; n* = sqrt(s / (w o)), bucket sqrt(s w o)
+    communication-bound       M sqrt(alpha / T_b)    T_b the backward, over which M bytes become ready evenly
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Final
+
+from collectives_bench.cost.models import Anatomy
+from jobs.errors import UsageError
+
+MB: Final = 2**20
+TORCH_BUCKET: Final = 25 * MB  # DistributedDataParallel's bucket_cap_mb
+TORCH_FIRST: Final = 1 * MB  # and its first bucket's
+SWEEP: Final = tuple(count * MB for count in (1, 2, 4, 8, 16, 25, 32, 64))
+GLOO_THREADS: Final = 2
+NCCL_STREAMS: Final = 1
+
+TimeOf = Callable[[int], float]  # bytes of a collective -> seconds, with the link to itself
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """Bytes that become ready at a time of the backward."""
+
+    nbytes: int
+    ready_s: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are sent together, and when the last of them is ready."""
+
+    nbytes: int
+    ready_s: float
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """How collectives pass: so many at once, each with a part that is its own, the rest shared or not."""
+
+    concurrent: int = NCCL_STREAMS
+    latency_s: float = 0.0
+    share: bool = True
+
+    @classmethod
+    def of(cls, backend: str) -> "Lanes":
+        """Return how a backend's process group sends."""
+        return cls(GLOO_THREADS if backend == "gloo" else NCCL_STREAMS)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One size of the curve: what a step takes from the beginning of the backward to the last byte."""
+
+    bucket_bytes: int
+    buckets: int
+    step_s: float
+    exposed_s: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The best size of a curve, how far the next one is, and how far torch's default."""
+
+    best: Point
+    runner_up: Point | None
+    torch: Point | None
+    error: float  # the share by which predictions may be wrong
+
+    @property
+    def margin(self) -> float:
+        """By which share the runner-up is slower; 0 where there is none."""
+        return self.runner_up.step_s / self.best.step_s - 1 if self.runner_up else 0.0
+
+    @property
+    def torch_margin(self) -> float | None:
+        """By which share torch's default is slower."""
+        return self.torch.step_s / self.best.step_s - 1 if self.torch else None
+
+    @property
+    def is_clear(self) -> bool:
+        """True when the runner-up is slower by more than the error."""
+        return self.margin > self.error
+
+
+def gradients_of(model: Anatomy, itemsize: int, backward_s: float) -> list[Gradient]:
+    """Return a model's gradients in the order in which they become ready."""
+    return [Gradient(tensor.elements * itemsize, share * backward_s) for tensor, share in model.ready()]
+
+
+def uniform(total_bytes: int, pieces: int, backward_s: float) -> list[Gradient]:
+    """Return equal gradients that become ready evenly, the last one at the end of the backward."""
+    each, rest = divmod(total_bytes, pieces)
+    return [Gradient(each + (i < rest), backward_s * (i + 1) / pieces) for i in range(pieces)]
+
+
+def at_most(gradients: Iterable[Gradient], cap: int) -> list[Bucket]:
+    """Fill buckets up to `cap` bytes in ready order; a gradient that is larger has one for itself."""
+    buckets: list[Bucket] = []
+    for each in gradients:
+        if buckets and buckets[-1].nbytes + each.nbytes <= cap:
+            buckets[-1] = Bucket(buckets[-1].nbytes + each.nbytes, each.ready_s)
+        else:
+            buckets.append(Bucket(each.nbytes, each.ready_s))
+    return buckets
+
+
+def as_torch(gradients: Iterable[Gradient], cap: int = TORCH_BUCKET, first: int = TORCH_FIRST) -> list[Bucket]:
+    """Fill buckets as DistributedDataParallel does from its second step on: each until it has reached its cap."""
+    buckets: list[Bucket] = []
+    size, ready_s = 0, 0.0
+    for each in gradients:
+        size, ready_s = size + each.nbytes, each.ready_s
+        if size >= (cap if buckets else first):
+            buckets.append(Bucket(size, ready_s))
+            size = 0
+    return [*buckets, Bucket(size, ready_s)] if size else buckets
+
+
+def finish_s(buckets: Sequence[Bucket], time_of: TimeOf, lanes: Lanes) -> float:
+    """Return when the last bucket has been sent, counted from the beginning of the backward.
+
+    Between events every collective under way gets an equal part of the link, its latency excepted.
+    """
+    now, waiting, running = 0.0, list(buckets), list[list[float]]()  # of each [latency, transfer] that is left
+    while waiting or running:
+        while waiting and len(running) < lanes.concurrent and waiting[0].ready_s <= now:
+            whole = time_of(waiting.pop(0).nbytes)
+            latency = min(lanes.latency_s, whole)
+            running.append([latency, whole - latency])
+        sending = sum(1 for left in running if left[0] <= 0.0) if lanes.share else 1
+        until = [left[0] if left[0] > 0.0 else left[1] * sending for left in running]
+        if waiting and len(running) < lanes.concurrent:
+            until.append(waiting[0].ready_s - now)
+        step = max(min(until), 0.0)
+        for left in running:
+            if left[0] > 0.0:
+                left[0] = left[0] - step if left[0] - step > 1e-12 else 0.0
+            else:
+                left[1] = left[1] - step / sending if left[1] - step / sending > 1e-12 else 0.0
+        running = [left for left in running if left[0] > 0.0 or left[1] > 0.0]
+        now += step
+    return now
+
+
+def curve(gradients: Sequence[Gradient], time_of: TimeOf, lanes: Lanes, sizes: Sequence[int] = SWEEP) -> list[Point]:
+    """Predict the step of each bucket size, from the beginning of the backward.
+
+    Raises:
+        UsageError: there are no sizes, or one is not positive.
+    """
+    if not sizes or min(sizes) <= 0:
+        raise UsageError("--buckets: wanted one size or more, all positive, such as 1M:64M")
+    backward_s = max((each.ready_s for each in gradients), default=0.0)
+    points = []
+    for size in sizes:
+        buckets = at_most(gradients, size)
+        end_s = max(finish_s(buckets, time_of, lanes), backward_s)
+        points.append(Point(size, len(buckets), end_s, end_s - backward_s))
+    return points
+
+
+def choose(points: Sequence[Point], error: float) -> Choice:
+    """Name the best point; sizes that make the same number of buckets count as one, the smallest of them."""
+    distinct: dict[int, Point] = {}
+    for point in sorted(points, key=lambda each: each.bucket_bytes):
+        distinct.setdefault(point.buckets, point)
+    ranked = sorted(distinct.values(), key=lambda each: each.step_s)
+    torch = next((point for point in points if point.bucket_bytes == TORCH_BUCKET), None)
+    return Choice(ranked[0], ranked[1] if len(ranked) > 1 else None, torch, error)
+
+
+def overhead_s(total_bytes: float, rate: float, latency_s: float, buckets: float) -> float:
+    """Return s / (w n) + n o: the last bucket's transfer and every bucket's latency."""
+    return total_bytes / (rate * buckets) + buckets * latency_s
+
+
+def best_count(total_bytes: float, rate: float, latency_s: float) -> float:
+    """Return n* = sqrt(s / (w o))."""
+    return sqrt(total_bytes / (rate * latency_s))
+
+
+def best_bytes(total_bytes: float, rate: float, latency_s: float) -> float:
+    """Return sqrt(s w o), the size of each of n* buckets."""
+    return sqrt(total_bytes * rate * latency_s)
+
+
+def communication_bound_bytes(total_bytes: float, latency_s: float, backward_s: float) -> float:
+    """Return M sqrt(alpha / T_b): the first bucket's wait against all the latencies."""
+    return total_bytes * sqrt(latency_s / backward_s)

@@ -1,0 +1,257 @@
+"""What a step waits for the network in each mode: a function for each row of `modes.WAYS`. Pure.
+
+All take the load, the compute times and the exchanges' times, and return seconds that no computing hides. Exchanges
+that follow one another without a pause are asked for as such: after a pause a shaped link lets the first bytes pass at
+once, and a gather begins while the scatter before it is still on its way.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal, Protocol
+
+from collectives_bench.cost.buckets import Bucket, Gradient, Lanes, as_torch, at_most, finish_s, gradients_of
+from collectives_bench.cost.memory import Load
+from collectives_bench.cost.modes import WAYS, Schedule, cut
+from jobs.errors import RefusedError
+
+COPY_BYTES_S: Final = (
+    4e9  # a rank's own passes over gradients: measured 3.75 GB/s of four ranks on two cores, 8.6 alone
+)
+REDUCE_SCATTERS: Final = ("reduce_scatter", "ring_reduce_scatter", "exchange_reduce_scatter")
+ALL_GATHERS: Final = ("all_gather", "ring_all_gather")
+BLOCK_ALL_REDUCES: Final = 4  # of a transformer block: after attention and MLP, forward and backward
+
+Bound = Literal["low_s", "seconds", "high_s"]
+
+
+class Answer(Protocol):
+    """A predicted time and its interval."""
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def low_s(self) -> float: ...
+    @property
+    def high_s(self) -> float: ...
+
+
+class Network(Protocol):
+    """What predicts exchanges: `collectives_bench.cost.profile.Profile`."""
+
+    def predict(
+        self,
+        operation: str,
+        nbytes: float,
+        *,
+        ranks: int,
+        nodes: int = 1,
+        backend: str | None = None,
+        back_to_back: bool = False,
+    ) -> Answer:
+        """Return the time of an operation on `nbytes` bytes."""
+        ...
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Seconds of one rank's part of the batch in a data-parallel step; a single rank takes `ranks` times as long."""
+
+    forward_s: float
+    backward_s: float
+    optimizer_s: float = 0.0
+
+
+NO_COMPUTE: Final = Compute(0.0, 0.0)
+
+
+class Times:
+    """Times of exchanges in a world, at one end or the middle of their intervals."""
+
+    def __init__(self, network: Network, load: Load, nodes: int, bound: Bound) -> None:
+        self.load = load
+
+        @cache
+        def ask(operation: str, nbytes: int, ranks: int, back_to_back: bool) -> float:
+            spread = min(nodes, ranks)
+            answer = network.predict(
+                operation, nbytes, ranks=ranks, nodes=spread, backend=load.backend, back_to_back=back_to_back
+            )
+            return float(getattr(answer, bound))
+
+        self._ask = ask
+
+    def of(self, operation: str, nbytes: int, *, ranks: int | None = None, back_to_back: bool = False) -> float:
+        """Return the seconds of an operation between all ranks, or some."""
+        return self._ask(operation, nbytes, ranks or self.load.ranks, back_to_back)
+
+    def best(self, operations: Sequence[str], nbytes: int) -> float:
+        """Return the seconds of the fastest of several operations that do the same; those unknown do not count.
+
+        Raises:
+            RefusedError: none is known.
+        """
+        times, unknown = [], list[RefusedError]()
+        for operation in operations:
+            try:
+                times.append(self.of(operation, nbytes))
+            except RefusedError as error:
+                unknown.append(error)
+        if not times:
+            raise unknown[0]
+        return min(times)
+
+    def reduced(self, buckets: Sequence[Bucket]) -> float:
+        """Return when all-reduces of buckets have ended, from the beginning of the backward."""
+        return finish_s(
+            buckets, lambda nbytes: self.of("all_reduce", nbytes, back_to_back=True), Lanes.of(self.load.backend)
+        )
+
+
+Exposed = Callable[[Load, Compute, Times], float]
+
+
+def _gradients(load: Load, compute: Compute) -> list[Gradient]:
+    return gradients_of(load.model, load.recipe.gradient, compute.backward_s)
+
+
+def _pass_s(gradients: Sequence[Gradient], passes: float) -> float:
+    """Return the seconds of reading or writing all gradients so many times."""
+    return passes * sum(each.nbytes for each in gradients) / COPY_BYTES_S
+
+
+def _nothing(load: Load, compute: Compute, times: Times) -> float:
+    return 0.0
+
+
+def _gather_scatter(load: Load, compute: Compute, times: Times) -> float:
+    """Sum gather, mean and scatter of every gradient: (n - 1) S go each way through the link of rank 0."""
+    sizes = (each.nbytes for each in _gradients(load, compute))
+    return sum(times.of("gather_scatter", nbytes, back_to_back=True) for nbytes in sizes)
+
+
+def _allreduce(load: Load, compute: Compute, times: Times) -> float:
+    """Sum an all-reduce of every gradient, and the division of all of them."""
+    gradients = _gradients(load, compute)
+    sums = sum(times.of("all_reduce", each.nbytes, back_to_back=True) for each in gradients)
+    return sums + _pass_s(gradients, 2)
+
+
+def _flat(load: Load, compute: Compute, times: Times) -> float:
+    """Copy all gradients together, sum and divide them, and copy them back."""
+    gradients = _gradients(load, compute)
+    return times.of("all_reduce", sum(each.nbytes for each in gradients)) + _pass_s(gradients, 6)
+
+
+def _after_backward(end_s: float, compute: Compute) -> float:
+    return max(end_s - compute.backward_s, 0.0)
+
+
+def _overlap(load: Load, compute: Compute, times: Times) -> float:
+    buckets = [Bucket(each.nbytes, each.ready_s) for each in _gradients(load, compute)]
+    return _after_backward(times.reduced(buckets), compute)
+
+
+def _bucketed(load: Load, compute: Compute, times: Times) -> float:
+    return _after_backward(times.reduced(at_most(_gradients(load, compute), load.bucket_bytes)), compute)
+
+
+def _ddp(load: Load, compute: Compute, times: Times) -> float:
+    return _after_backward(times.reduced(as_torch(_gradients(load, compute))), compute)
+
+
+def _zero12(load: Load, compute: Compute, times: Times) -> float:
+    """Reduce-scatter buckets during the backward; all-gather the new parameters after the optimizer."""
+    buckets = at_most(_gradients(load, compute), load.bucket_bytes)
+    end_s = finish_s(buckets, lambda nbytes: times.best(REDUCE_SCATTERS, nbytes), Lanes.of(load.backend))
+    share = load.recipe.parameter / load.recipe.gradient
+    gathers = sum(times.best(ALL_GATHERS, round(bucket.nbytes * share)) for bucket in buckets)
+    return _after_backward(end_s, compute) + gathers
+
+
+def _zero3(load: Load, compute: Compute, times: Times) -> float:
+    return _sharded(load, compute, times, ALL_GATHERS, REDUCE_SCATTERS)
+
+
+def _fsdp(load: Load, compute: Compute, times: Times) -> float:
+    return _sharded(load, compute, times, ALL_GATHERS[:1], REDUCE_SCATTERS[:1])
+
+
+def _sharded(
+    load: Load, compute: Compute, times: Times, all_gathers: Sequence[str], reduce_scatters: Sequence[str]
+) -> float:
+    """Walk through the units: gathered one ahead, in forward and backward, their gradients reduce-scattered.
+
+    forward    gather 1  gather 2  gather 3          one exchange at a time, in this order
+                         unit 1    unit 2  unit 3
+    """
+    units = load.model.units()
+    sizes = [sum(tensor.elements for part in unit for tensor in part.tensors) for unit in units]
+    gathers = [times.best(all_gathers, size * load.recipe.parameter) for size in sizes]
+    scatters = [times.best(reduce_scatters, size * load.recipe.gradient) for size in sizes]
+    forward = _shares([sum(part.flops for part in unit) for unit in units], compute.forward_s)
+    backward = _shares([sum(part.backward_flops for part in unit) for unit in units], compute.backward_s)
+    count = len(units)
+    now = link = there = gathers[0]  # the first unit is there, and the link is free
+    for i in range(count):
+        now = max(now, there)
+        if i + 1 < count:
+            link = there = max(link, now) + gathers[i + 1]
+        now += forward[i]
+    there = now  # the last unit was not let go
+    for i in reversed(range(count)):
+        now = max(now, there)
+        if i > 0:
+            link = there = max(link, now) + gathers[i - 1]
+        now += backward[i]
+        link = max(link, now) + scatters[i]
+    return max(now, link) - compute.forward_s - compute.backward_s
+
+
+def _shares(work: Sequence[int], seconds: float) -> list[float]:
+    return [seconds * each / sum(work) for each in work]
+
+
+def _pipe(schedule: Schedule) -> Exposed:
+    """Return what a pipeline's messages cost: those of the ramps, and what a message takes beyond a micro-batch."""
+
+    def exposed(load: Load, compute: Compute, times: Times) -> float:
+        stages = cut(load.model, schedule, load.ranks)
+        assert stages is not None
+        count = load.microbatches if schedule.splits_batch else 1
+        micro = -(-load.batch // count)
+        outputs = [each for stage in stages for each in stage.outputs]
+        outputs.remove(load.model.parts[-1].outputs)  # the last chunk's go nowhere
+        messages = [times.of("ping_pong", micro * each * load.itemsize, ranks=2) for each in outputs]
+        turn = (compute.forward_s + compute.backward_s) / 2 / count / schedule.chunks  # of a chunk, one direction
+        steady = max(max(messages, default=0.0) - turn, 0.0) * (count * schedule.chunks - 1)
+        return 2 * (sum(messages) + steady)
+
+    return exposed
+
+
+def _tensor(load: Load, compute: Compute, times: Times) -> float:
+    """Four all-reduces a block of the residual stream, which nothing hides."""
+    nbytes = load.batch * load.model.tokens * load.model.width * load.itemsize
+    return BLOCK_ALL_REDUCES * load.model.blocks * times.of("all_reduce", nbytes)
+
+
+def _pipes() -> dict[str, Exposed]:
+    return {name: _pipe(way.schedule) for name, way in WAYS.items() if way.schedule is not None}
+
+
+EXPOSED: Final[dict[str, Exposed]] = {
+    "single": _nothing,
+    "gather_scatter": _gather_scatter,
+    "allreduce": _allreduce,
+    "flat": _flat,
+    "overlap": _overlap,
+    "bucketed": _bucketed,
+    "ddp": _ddp,
+    "zero1": _zero12,
+    "zero2": _zero12,
+    "zero3": _zero3,
+    "fsdp": _fsdp,
+    **_pipes(),
+    "tensor": _tensor,
+}

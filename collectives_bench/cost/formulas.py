@@ -1,0 +1,285 @@
+"""What an exchange costs, as counts that a fit multiplies with the constants of a cluster. Pure.
+
+The time of an exchange of S bytes between n ranks is modelled as
+
+    t = base + max(links, hosts)
+    links = steps * alpha + link_bytes * beta + reduced_bytes * gamma + copied_bytes * delta       Hockney's model
+    hosts = host_messages * overhead + host_bytes / W + (host_reduced * gamma + host_copied * delta) / cores
+
+The ranks of a host share its cores: `hosts` is what they have to do together. What an algorithm contributes are the
+counts of `Cost`, which hold for all clusters. n ranks lie on k nodes, n / k on each, in order; a ring through them
+leaves and enters every node once, so its slowest link carries what one rank sends.
+
+Sources: Hockney, "The communication challenge for MPP" (1994): alpha + bytes * beta. Thakur, Rabenseifner and Gropp,
+"Optimization of collective communication operations in MPICH" (2005): trees, recursive doubling, Rabenseifner's
+reduction, pairwise exchange. Patarasuk and Yuan, "Bandwidth optimal all-reduce" (2009): 2 (n - 1) / n * S a rank is the
+least, and the ring reaches it. NCCL's `tuning.cc` for rings and double binary trees. gloo's `allreduce.cc`, `reduce.cc`
+and `broadcast.cc`, and torch's `ProcessGroupGloo.cpp`, for what each of gloo's operations really does.
+"""
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from typing import Final
+
+from collectives_bench.catalog import OPERATIONS
+from jobs.errors import UsageError
+from jobs.spec import unknown
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Counts of one exchange: of the longest chain through the links, of the busiest rank, of the busiest host."""
+
+    steps: float = 0.0  # messages, one after another
+    link_bytes: float = 0.0  # through the busiest link, one way, one after another
+    reduced_bytes: float = 0.0  # summed by the busiest rank
+    copied_bytes: float = 0.0  # copied by the busiest rank, beyond what sending needs
+    host_messages: float = 0.0  # sent by the ranks of the busiest host
+    host_bytes: float = 0.0  # half of what those ranks send and receive: on one host, all bytes that are sent
+    host_reduced: float = 0.0  # bytes, summed by all ranks of the busiest host
+    host_copied: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        """Return one after the other."""
+        return Cost(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
+def _reducing(size: float, ranks_here: float) -> Cost:
+    """Return sums of `size` bytes on each of a host's ranks."""
+    return Cost(reduced_bytes=size, host_reduced=size * ranks_here)
+
+
+def _copying(size: float, ranks_here: float) -> Cost:
+    return Cost(copied_bytes=size, host_copied=size * ranks_here)
+
+
+Algorithm = Callable[[float, int, int], Cost]  # S in bytes, ranks, nodes
+
+
+def rounds(ranks: int) -> int:
+    """Return ceil(log2 n): the rounds of a binomial tree."""
+    return max(ranks - 1, 0).bit_length()
+
+
+def _ring(steps: int, size: float, n: int, k: int) -> Cost:
+    """Return `steps` rounds in which every rank sends a chunk of S / n to the next."""
+    sent = steps * size / n
+    return Cost(steps, sent, 0.0, 0.0, steps * n / k, sent * n / k)
+
+
+def ring_all_gather(size: float, n: int, k: int) -> Cost:
+    """(n - 1) alpha + (n - 1) / n S beta."""
+    return _ring(n - 1, size, n, k)
+
+
+def ring_reduce_scatter(size: float, n: int, k: int) -> Cost:
+    """(n - 1) alpha + (n - 1) / n S (beta + gamma)."""
+    return _ring(n - 1, size, n, k) + _reducing((n - 1) / n * size, n / k)
+
+
+def ring_all_reduce(size: float, n: int, k: int) -> Cost:
+    """2 (n - 1) alpha + 2 (n - 1) / n S beta + (n - 1) / n S gamma."""
+    return ring_reduce_scatter(size, n, k) + ring_all_gather(size, n, k)
+
+
+def recursive_doubling(size: float, n: int, k: int) -> Cost:
+    """ceil(log2 n) (alpha + S beta + S gamma)."""
+    times, share = rounds(n), n / k
+    moved = Cost(times, times * size, 0.0, 0.0, times * share, times * share * size)
+    return moved + _reducing(times * size, share)
+
+
+def rabenseifner(size: float, n: int, k: int) -> Cost:
+    """2 ceil(log2 n) alpha + 2 (n - 1) / n S beta + (n - 1) / n S gamma."""
+    sent, times = 2 * (n - 1) / n * size, 2 * rounds(n)
+    moved = Cost(times, sent, 0.0, 0.0, times * n / k, sent * n / k)
+    return moved + _reducing((n - 1) / n * size, n / k)
+
+
+def tree_all_reduce(size: float, n: int, k: int) -> Cost:
+    """2 ((n / k - 1) + log2 k) alpha + 2 S beta: NCCL's double binary tree over nodes, a chain in each."""
+    times = 2 * (n // k - 1 + rounds(k))
+    return Cost(times, 2 * size, 0.0, 0.0, times, 2 * size * (n - 1) / k) + _reducing(size, n / k)
+
+
+def gloo_reduce_scatter(size: float, n: int, k: int) -> Cost:
+    """An all_reduce of a copy of the input, then a copy of one chunk: what torch does with gloo."""
+    return ring_all_reduce(size, n, k) + _copying(size + size / n, n / k)
+
+
+def gloo_all_gather(size: float, n: int, k: int) -> Cost:
+    """A ring into a temporary, then a copy of all of it."""
+    return ring_all_gather(size, n, k) + _copying(size, n / k)
+
+
+def gloo_gather(size: float, n: int, k: int) -> Cost:
+    """Everybody to the root, into a temporary, then a copy of all of it."""
+    return direct(size, n, k) + _copying(size, 1)
+
+
+def gloo_reduce(size: float, n: int, k: int) -> Cost:
+    """A ring reduce-scatter that goes on for all segments, then everybody's chunk to the root."""
+    whole = Cost(n, size, 0.0, 0.0, n * n / k, size * n / k)
+    return whole + _reducing((n - 1) / n * size, n / k) + direct(size, n, k)
+
+
+def tree_broadcast(size: float, n: int, k: int) -> Cost:
+    """ceil(log2 n) (alpha + S beta): a binomial tree that sends the whole buffer in each round."""
+    times = rounds(n)
+    return Cost(times, times * size, 0.0, 0.0, (n - 1) / k, (n - 1) / k * size)
+
+
+def gloo_broadcast(size: float, n: int, k: int) -> Cost:
+    """The same tree, but every rank sends to all its children at once: the one that has to go on gets it last.
+
+    S beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2 for n = 2^d, where rounds one after another would take d.
+    """
+    times = _at_once(0, n)
+    return Cost(times, times * size, 0.0, 0.0, (n - 1) / k, (n - 1) / k * size)
+
+
+def _at_once(rank: int, n: int) -> int:
+    """Return the buffers that pass one link after another below a rank; its children are rank + 2^i, 2^i > rank."""
+    children = [rank + 2**i for i in range(rank.bit_length(), n.bit_length()) if rank + 2**i < n]
+    return len(children) + max((_at_once(child, n) for child in children), default=0)
+
+
+def tree_reduce(size: float, n: int, k: int) -> Cost:
+    """ceil(log2 n) (alpha + S beta + S gamma)."""
+    summed = Cost(reduced_bytes=rounds(n) * size, host_reduced=(n - 1) / k * size)
+    return tree_broadcast(size, n, k) + summed
+
+
+def one_by_one(size: float, n: int, k: int) -> Cost:
+    """(n - 1) (alpha + S beta): the root sends all of it to one after another."""
+    return Cost(n - 1, (n - 1) * size, 0.0, 0.0, n - 1, (n - 1) * size * (1.0 if k == 1 else 0.5))
+
+
+def chain_broadcast(size: float, n: int, k: int) -> Cost:
+    """(n - 1) alpha + S beta: through a ring in so many slices that the way of the first one does not count (NCCL)."""
+    return Cost(n - 1, size, 0.0, 0.0, (n - 1) / k, (n - 1) / k * size)
+
+
+def chain_reduce(size: float, n: int, k: int) -> Cost:
+    """(n - 1) alpha + S (beta + gamma)."""
+    return chain_broadcast(size, n, k) + _reducing(size, n / k)
+
+
+def direct(size: float, n: int, k: int) -> Cost:
+    """(n - 1) alpha + (n - 1) / n S beta: every other rank and the root exchange a chunk, through the root's link."""
+    near = n // k  # ranks on the root's host: their chunks pass no link where there is one
+    remote = (n - near) / n * size if k > 1 else (n - 1) / n * size
+    return Cost(n - 1, remote, 0.0, 0.0, n - 1, (near - 1) / n * size + (n - near) / n * size / 2)
+
+
+def pairwise(size: float, n: int, k: int) -> Cost:
+    """(n - 1) alpha + (n - 1) / n S beta: in round i every rank exchanges a chunk with the rank i further on."""
+    near = n // k
+    link = near * (n - near) / n * size if k > 1 else (n - 1) / n * size
+    return Cost(n - 1, link, 0.0, 0.0, (n - 1) * near, near * (n - 1) / n * size)
+
+
+def exchange_reduce_scatter(size: float, n: int, k: int) -> Cost:
+    """A pairwise exchange, then (n - 1) sums of a chunk in the order of ranks."""
+    return pairwise(size, n, k) + _reducing((n - 1) / n * size, n / k)
+
+
+def gather_scatter(size: float, n: int, k: int) -> Cost:
+    """2 (n - 1) (alpha + S beta) + (n - 1) S gamma: all whole buffers to the root, and the mean back."""
+    return direct(n * size, n, k) + direct(n * size, n, k) + _reducing((n - 1) * size, 1)
+
+
+def shift(size: float, n: int, k: int) -> Cost:
+    """Alpha + S beta: every rank sends to the next, all at once."""
+    return Cost(1, size, 0.0, 0.0, n / k, size * n / k)
+
+
+def message(size: float, n: int, k: int) -> Cost:
+    """Alpha + S beta: one message."""
+    return Cost(1, size, 0.0, 0.0, 1, size if k == 1 else size / 2)
+
+
+def dissemination(size: float, n: int, k: int) -> Cost:
+    """ceil(log2 n) alpha: in round i every rank tells the rank 2^i further on."""
+    return Cost(rounds(n), 0.0, 0.0, 0.0, rounds(n) * n / k, 0.0)
+
+
+ALGORITHMS: Final[dict[str, Algorithm]] = {
+    each.__name__: each
+    for each in (
+        ring_all_gather,
+        ring_reduce_scatter,
+        ring_all_reduce,
+        recursive_doubling,
+        rabenseifner,
+        tree_all_reduce,
+        gloo_reduce_scatter,
+        gloo_all_gather,
+        gloo_gather,
+        gloo_reduce,
+        tree_broadcast,
+        gloo_broadcast,
+        tree_reduce,
+        one_by_one,
+        chain_broadcast,
+        chain_reduce,
+        direct,
+        pairwise,
+        exchange_reduce_scatter,
+        gather_scatter,
+        shift,
+        message,
+        dissemination,
+    )
+}
+
+# What each operation is without a library's peculiarities; libraries differ in the rows below.
+TEXTBOOK: Final[dict[str, Algorithm]] = {
+    "all_reduce": ring_all_reduce,
+    "all_gather": ring_all_gather,
+    "reduce_scatter": ring_reduce_scatter,
+    "broadcast": tree_broadcast,
+    "reduce": tree_reduce,
+    "gather": direct,
+    "scatter": direct,
+    "all_to_all": pairwise,
+    "send_recv": shift,
+    "ping_pong": message,
+    "barrier": dissemination,
+    "ring_all_reduce": ring_all_reduce,
+    "ring_reduce_scatter": ring_reduce_scatter,
+    "ring_all_gather": ring_all_gather,
+    "tree_broadcast": tree_broadcast,
+    "tree_reduce": tree_reduce,
+    "exchange_reduce_scatter": exchange_reduce_scatter,
+    "gather_scatter": gather_scatter,
+}
+LIBRARIES: Final[dict[str, dict[str, Algorithm]]] = {
+    "gloo": {
+        "all_gather": gloo_all_gather,
+        "reduce_scatter": gloo_reduce_scatter,
+        "broadcast": gloo_broadcast,
+        "reduce": gloo_reduce,
+        "gather": gloo_gather,
+    },
+    "nccl": {"broadcast": chain_broadcast, "reduce": chain_reduce},
+    "": {},
+}
+
+
+def algorithm_of(operation: str, backend: str = "") -> Algorithm:
+    """Return the algorithm of a library's operation; the textbook's where `backend` is empty.
+
+    Raises:
+        UsageError: no such operation.
+    """
+    if operation not in TEXTBOOK:
+        raise UsageError(unknown("operation", operation, tuple(TEXTBOOK)))
+    return LIBRARIES.get(backend, {}).get(operation, TEXTBOOK[operation])
+
+
+def cost(operation: str, nbytes: float, *, ranks: int, nodes: int = 1, backend: str = "") -> Cost:
+    """Return the counts of an operation on S = `nbytes` bytes; nothing where a rank is alone."""
+    if ranks <= 1:
+        return Cost()
+    return algorithm_of(operation, backend)(nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes)

@@ -1,0 +1,111 @@
+"""How wrong the model is on what it has not seen: sizes left out one at a time, and whole worlds. Pure but for numpy.
+
+A size is left out of the whole procedure, the choice of the candidate included. The first and the last size of a curve
+are not: without them the others would have to be extrapolated, which a profile says of itself when it does it.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from statistics import median
+from typing import Final
+
+from collectives_bench.cost.curves import Errors
+from collectives_bench.cost.pieces import CANDIDATES, Fitted, Points, choose
+
+Pair = tuple[float, float]  # predicted, measured: seconds
+Samples = tuple[tuple[int, tuple[float, ...]], ...]  # bytes, a median of each launch in seconds; by size
+
+DRAWS: Final = 24  # of the launches, with replacement
+COVERAGE: Final = 0.90
+SHRINK: Final = 4.0  # sizes' worth of belief that a curve is as uncertain as all of them
+LEAST_SPREAD: Final = 0.01
+
+
+def errors_of(pairs: Sequence[Pair]) -> Errors | None:
+    """Sum up |predicted - measured| / measured; None of nothing."""
+    found = sorted(abs(predicted / measured - 1) for predicted, measured in pairs if measured > 0)
+    if not found:
+        return None
+    return Errors(
+        points=len(found),
+        mean=_short(sum(found) / len(found)),
+        median=_short(median(found)),
+        largest=_short(found[-1]),
+        within_10=_short(sum(error <= 0.1 for error in found) / len(found)),
+        within_20=_short(sum(error <= 0.2 for error in found) / len(found)),
+    )
+
+
+def sizes_left_out(points: Points) -> list[Pair]:
+    """Predict every size but the first and the last from the others, the choice of the candidate included."""
+    found = []
+    for place in range(1, len(points) - 1):
+        size, took = points[place]
+        found.append((choose(points[:place] + points[place + 1 :]).seconds(size), took))
+    return found
+
+
+def medians(samples: Samples) -> Points:
+    """Return the median over launches at every size."""
+    return tuple((size, median(launches)) for size, launches in samples)
+
+
+def residuals(samples: Samples, fitted: Fitted, seed: int) -> list[float]:
+    """Draw log(measured / predicted): launches drawn again, each size predicted from the others and compared.
+
+    Held-out sizes give the model's error, drawn launches the noise of both sides (Efron's bootstrap, 1979). Where no
+    size can be left out, it is the noise alone.
+    """
+    draw = random.Random(seed)
+    candidate, found = CANDIDATES[fitted.kind], []
+    for _ in range(DRAWS):
+        fitting, fresh = _drawn(samples, draw), _drawn(samples, draw)
+        if len(samples) < 4:
+            found += [math.log(b / a) for (_, a), (_, b) in zip(fitting, fresh, strict=True)]
+            continue
+        for place in range(1, len(samples) - 1):
+            size, took = fresh[place]
+            predicted = candidate(fitting[:place] + fitting[place + 1 :]).seconds(size)
+            found.append(math.log(took / predicted))
+    return found
+
+
+def _drawn(samples: Samples, draw: random.Random) -> Points:
+    return tuple((size, median(draw.choices(launches, k=len(launches)))) for size, launches in samples)
+
+
+def intervals(curves: Sequence[Sequence[float]]) -> list[float]:
+    """Return for every curve the factor h so that 90 % of residuals lie within 1 / h and h.
+
+    A curve has too few sizes for a quantile of its own: its spread, drawn to that of all, is multiplied by the quantile
+    of all residuals in units of their curves' spreads.
+    """
+    everything = [abs(each) for curve in curves for each in curve]
+    if not everything:
+        return [1.0 for _ in curves]
+    common = max(median(everything), LEAST_SPREAD)
+    spreads = []
+    for curve in curves:
+        sizes = max(len(curve) / DRAWS, 1.0)
+        own = median(map(abs, curve)) if curve else common
+        spreads.append(max(math.exp((sizes * _log(own) + SHRINK * _log(common)) / (sizes + SHRINK)), LEAST_SPREAD))
+    scaled = sorted(abs(each) / spread for curve, spread in zip(curves, spreads, strict=True) for each in curve)
+    quantile = scaled[min(math.ceil(COVERAGE * len(scaled)), len(scaled)) - 1]
+    return [math.exp(quantile * spread) for spread in spreads]
+
+
+def _log(spread: float) -> float:
+    return math.log(max(spread, LEAST_SPREAD))
+
+
+def quantiles(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """Return the factors low and high that hold 90 % of measured / predicted, and 1."""
+    ratios = sorted(measured / predicted for predicted, measured in pairs)
+    cut = (1 - COVERAGE) / 2 * (len(ratios) - 1)
+    low, high = ratios[math.floor(cut)], ratios[math.ceil(len(ratios) - 1 - cut)]
+    return _short(min(low, 1.0)), _short(max(high, 1.0))
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.5g}")

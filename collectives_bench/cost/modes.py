@@ -1,0 +1,205 @@
+"""The modes that can be predicted: every one of the design, those too whose code does not exist yet. A table. Pure.
+
+Pipelines, with p stages, m micro-batches and v chunks a stage; F, B and W (weights' part of the backward) take equally
+long, so that a share of every rank's time is idle:
+
+    schedule       idle share                 micro-batches that stage i holds      messages on a boundary
+    model          (p - 1) / p                1                                     1 each way
+    gpipe          (p - 1) / (m + p - 1)      m                                     m
+    1f1b           (p - 1) / (m + p - 1)      min(p - i, m)                         m
+    interleaved    (p - 1) / (v m + p - 1)    min(2 (p - i - 1) + (v - 1) p + 1, v m) / v      v m
+    zb1p           (p - 1) / (3 m + p - 1)    min(p, m)                             m
+    zbv            0                          min(p, m)                             2 m
+
+Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved), Qi et al. 2024 (zero bubble).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from collectives_bench.cost.models import Anatomy, Part
+from jobs.errors import UsageError
+from jobs.modes import MODES
+from jobs.spec import unknown
+
+Family = Literal["single", "data", "pipe", "tensor"]
+Idle = Callable[[int, int, int], float]  # stages, micro-batches, chunks a stage -> share of the time
+Held = Callable[[int, int, int, int], float]  # stage, stages, micro-batches, chunks -> micro-batches
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How a pipeline's ranks take turns."""
+
+    idle: Idle
+    held: Held
+    chunks: int = 1  # pieces of the model on each rank
+    turns_back: bool = False  # chunks go down the ranks and up again, so that rank 0 has the first and the last
+    splits_batch: bool = True
+
+
+@dataclass(frozen=True)
+class Way:
+    """A mode as the model of its cost sees it; `zero` is the stage of ZeRO (what is sharded: states, +grads, +all)."""
+
+    name: str
+    family: Family
+    phrase: str
+    zero: int = 0
+    schedule: Schedule | None = None
+
+    @property
+    def is_built(self) -> bool:
+        """True when jobs can be run in it."""
+        return self.name in MODES
+
+    def microbatches(self, wanted: int) -> int:
+        """Return into how many micro-batches it cuts a batch."""
+        return 1 if self.schedule is None or not self.schedule.splits_batch else wanted
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of a pipeline has of a model."""
+
+    parts: tuple[Part, ...]
+    outputs: tuple[int, ...]  # elements of one sample that each of its chunks hands on
+
+    @property
+    def elements(self) -> int:
+        """Its parameters."""
+        return sum(tensor.elements for part in self.parts for tensor in part.tensors)
+
+    @property
+    def flops(self) -> int:
+        """Work of forward and backward for one sample."""
+        return sum(part.flops + part.backward_flops for part in self.parts)
+
+
+def _all_but_one(p: int, m: int, v: int) -> float:
+    return (p - 1) / p
+
+
+def _ramps(p: int, m: int, v: int) -> float:
+    return (p - 1) / (m + p - 1)
+
+
+def _short_ramps(p: int, m: int, v: int) -> float:
+    return (p - 1) / (v * m + p - 1)
+
+
+def _filled_ramps(p: int, m: int, v: int) -> float:
+    return (p - 1) / (3 * m + p - 1)
+
+
+def _none(p: int, m: int, v: int) -> float:
+    return 0.0
+
+
+def _one(i: int, p: int, m: int, v: int) -> float:
+    return 1.0
+
+
+def _all(i: int, p: int, m: int, v: int) -> float:
+    return float(m)
+
+
+def _warm_up(i: int, p: int, m: int, v: int) -> float:
+    return float(min(p - i, m))
+
+
+def _chunk_warm_up(i: int, p: int, m: int, v: int) -> float:
+    return min(2 * (p - i - 1) + (v - 1) * p + 1, v * m) / v
+
+
+def _as_first_stage(i: int, p: int, m: int, v: int) -> float:
+    return float(min(p, m))
+
+
+WAYS: Final[dict[str, Way]] = {
+    way.name: way
+    for way in (
+        Way("single", "single", "one rank with the whole batch"),
+        Way("gather_scatter", "data", "gather and scatter of every gradient, by way of rank 0"),
+        Way("allreduce", "data", "one all-reduce a gradient, after the backward"),
+        Way("flat", "data", "one all-reduce of all gradients, after the backward"),
+        Way("overlap", "data", "one all-reduce a gradient, during the backward"),
+        Way("bucketed", "data", "an all-reduce a bucket, during the backward"),
+        Way("ddp", "data", "PyTorch's DistributedDataParallel: buckets of 25 MB, the first of 1 MB"),
+        Way("zero1", "data", "optimizer states sharded", zero=1),
+        Way("zero2", "data", "and gradients", zero=2),
+        Way("zero3", "data", "and parameters, gathered unit by unit", zero=3),
+        Way("fsdp", "data", "PyTorch's fully_shard on every layer", zero=3),
+        Way(
+            "model",
+            "pipe",
+            "layers on ranks, one after another",
+            schedule=Schedule(_all_but_one, _one, splits_batch=False),
+        ),
+        Way("gpipe", "pipe", "all forwards, then all backwards", schedule=Schedule(_ramps, _all)),
+        Way("1f1b", "pipe", "forwards and backwards in turn", schedule=Schedule(_ramps, _warm_up)),
+        Way("interleaved", "pipe", "1f1b over two chunks a rank", schedule=Schedule(_short_ramps, _chunk_warm_up, 2)),
+        Way("zb1p", "pipe", "weights' gradients fill the ramps", schedule=Schedule(_filled_ramps, _as_first_stage)),
+        Way(
+            "zbv",
+            "pipe",
+            "chunks down and up the ranks, no idle time",
+            schedule=Schedule(_none, _as_first_stage, 2, True),
+        ),
+        Way("tensor", "tensor", "every matrix cut over the ranks"),
+    )
+}
+
+
+def ways(names: Sequence[str] | None = None) -> list[Way]:
+    """Return modes by name, in the order of the table; all without names.
+
+    Raises:
+        UsageError: there is none of that name.
+    """
+    for name in names or ():
+        if name not in WAYS:
+            raise UsageError(f"--modes: {unknown('mode', name, tuple(WAYS))}")
+    return [way for name, way in WAYS.items() if not names or name in names]
+
+
+def cut(model: Anatomy, schedule: Schedule, stages: int) -> list[Stage] | None:
+    """Cut a model between its layers into stages of nearly equal work; None where it has too few layers.
+
+    Returns what each rank has, by rank.
+    """
+    layers = [parts for _, parts in model.layers()]
+    count = stages * schedule.chunks
+    if count > len(layers):
+        return None
+    chunks = _balanced(layers, count)
+    ranks: list[list[tuple[Part, ...]]] = [[] for _ in range(stages)]
+    for number, chunk in enumerate(chunks):
+        turn, place = divmod(number, stages)
+        ranks[stages - 1 - place if schedule.turns_back and turn % 2 else place].append(chunk)
+    return [
+        Stage(tuple(part for chunk in own for part in chunk), tuple(chunk[-1].outputs for chunk in own))
+        for own in ranks
+    ]
+
+
+def _balanced(layers: Sequence[tuple[Part, ...]], count: int) -> list[tuple[Part, ...]]:
+    """Cut layers into `count` runs so that the greatest work of a run is the least possible."""
+    work = [sum(part.flops + part.backward_flops for part in layer) for layer in layers]
+    before = [0]
+    for each in work:
+        before.append(before[-1] + each)
+    # best[k][j]: the least greatest work of the first j layers in k runs, and where the last run begins
+    best: list[list[tuple[float, int]]] = [[(0.0 if j == 0 else float("inf"), 0) for j in range(len(work) + 1)]]
+    for k in range(1, count + 1):
+        row = [(float("inf"), 0)] * (len(work) + 1)
+        for j in range(k, len(work) + 1):
+            row[j] = min((max(best[k - 1][i][0], before[j] - before[i]), i) for i in range(k - 1, j))
+        best.append(row)
+    runs, end = list[tuple[Part, ...]](), len(layers)
+    for k in range(count, 0, -1):
+        begin = best[k][end][1]
+        runs.append(tuple(part for layer in layers[begin:end] for part in layer))
+        end = begin
+    return runs[::-1]

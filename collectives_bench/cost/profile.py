@@ -1,0 +1,292 @@
+"""The profile of a cluster: a small JSON file that says what its exchanges cost, and predicts from it. Pure.
+
+    {"muster_profile": 1, "name": ..., "curves": [...], "constants": [...]}
+
+A prediction says how it was made: from the curve of that operation and world; from the curve of another world, carried
+over by the formulas; or by the formulas alone.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import Field, ValidationError
+
+from collectives_bench.catalog import OPERATIONS
+from collectives_bench.cost.curves import FAR, Curve, Errors
+from collectives_bench.cost.second import UNSURE, Constants
+from collectives_bench.sizes import size_text
+from jobs.errors import JobFileError, RefusedError, UsageError
+from jobs.spec import unknown
+from jobs.strict import Strict
+
+VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A time, the interval that should hold 90 % of what is measured, and what it rests on."""
+
+    seconds: float
+    low_s: float
+    high_s: float
+    how: str
+    warnings: tuple[str, ...] = ()
+
+
+class Profile(Strict):
+    """What the exchanges of a cluster cost."""
+
+    muster_profile: Literal[1] = VERSION
+    name: str
+    made_of: str = ""  # the runs, the machine and the day, as text
+    curves: list[Curve] = Field(default_factory=list)
+    constants: list[Constants] = Field(default_factory=list)
+    held_out_sizes: Errors | None = None
+    held_out_worlds: Errors | None = None
+
+    @property
+    def operations(self) -> list[str]:
+        """The operations that were measured, in the order of the catalog."""
+        seen = {curve.operation for curve in self.curves}
+        return [name for name in OPERATIONS if name in seen]
+
+    @property
+    def backends(self) -> list[str]:
+        """The backends that it knows, the one with most curves first."""
+        names = [curve.backend for curve in self.curves] or [each.backend for each in self.constants]
+        return sorted(set(names), key=lambda name: (-names.count(name), name))
+
+    def nodes_of(self, ranks: int) -> int:
+        """Return the nodes that so many ranks were measured on, or would be, with as many on each as were; else 1."""
+        worlds = {(each.ranks, each.nodes) for each in self.curves}
+        if measured := [nodes for size, nodes in worlds if size == ranks]:
+            return min(measured)
+        densities = {size // nodes for size, nodes in worlds if nodes > 1}
+        fitting = [here for here in densities if ranks % here == 0]
+        if fitting and all(nodes > 1 for _, nodes in worlds):
+            return ranks // max(fitting)
+        return 1
+
+    def predict(
+        self,
+        operation: str,
+        nbytes: float,
+        *,
+        ranks: int,
+        nodes: int = 1,
+        backend: str | None = None,
+        dtype: str | None = None,
+        back_to_back: bool = False,
+    ) -> Prediction:
+        """Predict the time of an operation on S = `nbytes` bytes between `ranks` ranks on `nodes` nodes.
+
+        `back_to_back` asks for that of one call behind another, where it was measured; else for a single call's.
+
+        Raises:
+            UsageError: an unknown operation, or a size or world that cannot be.
+            RefusedError: the profile knows neither the operation nor constants to derive it from.
+        """
+        _check(operation, nbytes, ranks, nodes)
+        if ranks == 1:
+            return Prediction(0.0, 0.0, 0.0, "one rank sends nothing")
+        backend = self._backend(backend)
+        asked = _Asked(operation, nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes, backend, dtype)
+        curves = self._curves(asked, back_to_back)
+        exact = [each for each in curves if (each.ranks, each.nodes) == (ranks, nodes)]
+        if exact:
+            return _from_curve(_nearest_type(exact, dtype), asked)
+        return self._from_formulas(asked, curves)
+
+    def _curves(self, asked: "_Asked", back_to_back: bool) -> list[Curve]:
+        found = [each for each in self.curves if (each.operation, each.backend) == (asked.operation, asked.backend)]
+        behind = [each for each in found if each.back_to_back]
+        return behind if behind and back_to_back else [each for each in found if not each.back_to_back]
+
+    def _backend(self, wanted: str | None) -> str:
+        if wanted is None:
+            return self.backends[0] if self.backends else ""
+        if wanted not in self.backends and "" not in self.backends:
+            raise RefusedError(
+                f"profile {self.name}: nothing was measured with {wanted}, only with {', '.join(self.backends)}; "
+                "measure it with muster bench"
+            )
+        return wanted if wanted in self.backends else ""
+
+    def _from_formulas(self, asked: "_Asked", curves: list[Curve]) -> Prediction:
+        network = asked.nodes > 1
+        fitting = [each for each in self.constants if each.backend == asked.backend and each.network == network]
+        if not fitting:
+            raise RefusedError(f"profile {self.name}: {self._missing(asked, curves)}")
+        constants = min(fitting, key=lambda each: (each.dtype != asked.dtype, each.dtype != "fp32"))
+        same = [each for each in curves if (each.nodes > 1) == network]
+        if same:
+            return _carried_over(constants, same, asked)
+        return _by_formula(constants, asked)
+
+    def _missing(self, asked: "_Asked", curves: list[Curve]) -> str:
+        if not curves:
+            return f"{asked.operation} was not measured, only {', '.join(self.operations) or 'nothing'}; measure it too"
+        worlds = sorted({f"{each.ranks} ranks on {each.nodes}" for each in curves})
+        return (
+            f"{asked.operation} was not measured between {asked.ranks} ranks on {asked.nodes} nodes, only with "
+            f"{', '.join(worlds)}; measure two worlds or more of that kind, so that others can be derived"
+        )
+
+
+@dataclass(frozen=True)
+class _Asked:
+    operation: str
+    nbytes: float
+    ranks: int
+    nodes: int
+    backend: str
+    dtype: str | None
+
+
+def _check(operation: str, nbytes: float, ranks: int, nodes: int) -> None:
+    if operation not in OPERATIONS:
+        raise UsageError(unknown("operation", operation, tuple(OPERATIONS)))
+    if nbytes < 0:
+        raise UsageError(f"size: must be 0 bytes or more, got {nbytes}")
+    if ranks < 1 or not 1 <= nodes <= ranks:
+        raise UsageError(f"world: {ranks} ranks on {nodes} nodes cannot be; there is a rank or more on every node")
+    if ranks % nodes:
+        raise UsageError(f"world: {ranks} ranks do not lie evenly on {nodes} nodes; give a multiple")
+
+
+def _nearest_type(curves: list[Curve], dtype: str | None) -> Curve:
+    """Return the curve of the wanted type; else fp32's; of several, that of the first place and way of calling."""
+    return min(curves, key=lambda each: (each.dtype != dtype, each.dtype != "fp32", each.call != "sync"))
+
+
+def _of_type(measured: str, wanted: str | None) -> tuple[str, ...]:
+    if wanted in (None, measured):
+        return ()
+    return (f"{wanted} was not measured: the time is that of as many bytes of {measured}",)
+
+
+def _far(largest: float | None, nbytes: float) -> tuple[str, ...]:
+    if largest is None or nbytes <= FAR * largest:
+        return ()
+    return (f"{size_text(nbytes)} is more than {FAR:g} times the largest size measured, {size_text(largest)}",)
+
+
+def _from_curve(curve: Curve, asked: _Asked) -> Prediction:
+    seconds = curve.seconds(asked.nbytes)
+    warnings = _of_type(curve.dtype, asked.dtype) + _far(curve.largest, asked.nbytes)
+    return Prediction(seconds, seconds * curve.low, seconds * curve.high, curve.how(asked.nbytes), warnings)
+
+
+def _carried_over(constants: Constants, curves: list[Curve], asked: _Asked) -> Prediction:
+    """Carry the curves of other worlds over by the formulas.
+
+    A measured world says how far the formulas are off there. Between two measured worlds that is straight in log n;
+    outside it is that of the nearest.
+    """
+    away = {}
+    for each in (_nearest_type(same, asked.dtype) for same in _by_world(curves)):
+        there = constants.of(asked.operation, asked.nbytes, ranks=each.ranks, nodes=each.nodes)
+        away[each.ranks, each.nodes] = math.log(each.seconds(asked.nbytes) / there)
+    here = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=asked.nodes)
+    seconds = here * math.exp(_between(away, asked))
+    curve = _nearest_type(curves, asked.dtype)
+    how = f"formula, fitted on worlds {', '.join(map(str, sorted({each.ranks for each in curves})))}"
+    warnings = _of_type(curve.dtype, asked.dtype) + _far(curve.largest, asked.nbytes)
+    return Prediction(seconds, seconds * constants.low, seconds * constants.high, how, warnings)
+
+
+def _by_world(curves: list[Curve]) -> list[list[Curve]]:
+    found: dict[tuple[int, int], list[Curve]] = {}
+    for curve in curves:
+        found.setdefault((curve.ranks, curve.nodes), []).append(curve)
+    return list(found.values())
+
+
+def _between(away: dict[tuple[int, int], float], asked: _Asked) -> float:
+    """Return log(measured / formula) for a world, from those of others, by (ranks, nodes)."""
+    alike = [
+        world for world in away if world[0] * asked.nodes == world[1] * asked.ranks or asked.nodes == world[1] == 1
+    ]
+    below = max((world for world in alike if world[0] < asked.ranks), default=None)
+    above = min((world for world in alike if world[0] > asked.ranks), default=None)
+    if below and above:
+        share = math.log(asked.ranks / below[0]) / math.log(above[0] / below[0])
+        return (1 - share) * away[below] + share * away[above]
+    nearest = min(
+        away,
+        key=lambda world: abs(math.log(world[0] / asked.ranks)) + abs(math.log(world[1] / asked.nodes)),
+    )
+    return away[nearest]
+
+
+def _by_formula(constants: Constants, asked: _Asked) -> Prediction:
+    nodes = asked.nodes if constants.worlds or asked.nodes > 1 else asked.ranks  # given links: one for each rank
+    seconds = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=nodes)
+    if not constants.worlds:
+        return Prediction(seconds, seconds, seconds, "formula, for the given link")
+    how = f"formula, fitted on worlds {', '.join(map(str, constants.worlds))} with other operations"
+    warnings = (f"{asked.operation} was not measured", *_far(constants.largest_bytes, asked.nbytes))
+    return Prediction(seconds, seconds * UNSURE[0], seconds * UNSURE[1], how, warnings)
+
+
+def link(rate_bits_s: float, latency_s: float = 0.0, *, name: str = "given link") -> Profile:
+    """Return a profile of textbook algorithms on given links, without measurement.
+
+    Ranks on one node (`nodes=1`) have a link each; those of several nodes share their node's link.
+
+    Raises:
+        UsageError: a rate or a latency that cannot be.
+    """
+    if not rate_bits_s > 0:
+        raise UsageError(f"link: the rate must be more than 0 bits a second, got {rate_bits_s}")
+    if latency_s < 0:
+        raise UsageError(f"latency: must be 0 s or more, got {latency_s}")
+    constants = [
+        Constants(backend="", device="", dtype="", network=network, alpha_s=latency_s, beta_s=8 / rate_bits_s)
+        for network in (False, True)
+    ]
+    return Profile(name=name, constants=constants)
+
+
+def save(profile: Profile, path: Path) -> None:
+    """Write a profile, a curve a line."""
+    record = profile.model_dump(mode="json", exclude_none=True)
+    curves, constants = record.pop("curves"), record.pop("constants")
+    lists = [
+        f'"{key}": [\n  ' + ",\n  ".join(json.dumps(each) for each in values) + "\n]" if values else f'"{key}": []'
+        for key, values in (("curves", curves), ("constants", constants))
+    ]
+    path.write_text(json.dumps(record)[:-1] + ",\n" + ",\n".join(lists) + "}\n", encoding="utf-8")
+
+
+def load(path: Path) -> Profile:
+    """Read a profile.
+
+    Raises:
+        UsageError: the file cannot be read.
+        JobFileError: it is no profile, or one of a newer version.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        record = json.loads(text)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}; make it with muster bench fit") from error
+    except ValueError as error:
+        raise JobFileError(f"{path}: is not JSON; make a profile with muster bench fit") from error
+    version = record.get("muster_profile") if isinstance(record, dict) else None
+    if isinstance(version, int) and version > VERSION:
+        raise JobFileError(
+            f"{path}: is a profile of version {version}, this Muster reads version {VERSION}; "
+            "fit it again, or use a newer Muster"
+        )
+    if version != VERSION:
+        raise JobFileError(f"{path}: is no profile of Muster; make one with muster bench fit RESULT -o profile.json")
+    try:
+        return Profile.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise JobFileError(f"{path}: {where}: {first['msg'].lower()}; fit it again with muster bench fit") from error

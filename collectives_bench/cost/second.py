@@ -1,0 +1,58 @@
+"""The constants of a cluster, which every operation and every world shares through the formulas. Pure.
+
+`collectives_bench/cost/shared.py` fits them. They predict worlds, and operations, that were not measured.
+"""
+
+import math
+from typing import Final
+
+from pydantic import Field
+
+from collectives_bench.cost.curves import Errors
+from collectives_bench.cost.formulas import Cost, cost
+from jobs.strict import Strict
+
+UNSURE: Final = (0.5, 2.0)  # interval of what the constants were not tried on: an operation, or a world
+
+
+ACTIVE: Final = {"ping_pong": 2.0}  # ranks at work, where most are idle
+
+
+class Constants(Strict):
+    """What a message and a byte cost on one node (`network` false) or between nodes (true); see `formulas`."""
+
+    backend: str
+    device: str
+    dtype: str
+    network: bool
+    one_host: bool = False  # several nodes, but all of them pretend nodes of one host
+    base_s: float = 0.0
+    alpha_s: float = 0.0
+    beta_s: float = 0.0
+    gamma_s: float = 0.0
+    delta_s: float = 0.0
+    overhead_s: float = 0.0
+    host_s: float = 0.0  # 1 / W: seconds for a byte that a host's ranks send
+    crowding: float = 0.0  # by how much more the host's part takes with every further rank a core
+    cores: int = 1  # of a host
+    worlds: list[int] = Field(default_factory=list)  # ranks that it was fitted on; empty: it was given
+    operations: list[str] = Field(default_factory=list)  # that it was fitted on
+    largest_bytes: float | None = None
+    low: float = UNSURE[0]
+    high: float = UNSURE[1]
+    held_out: Errors | None = None  # on worlds that the fit had not seen
+
+    def seconds(self, counts: Cost, ranks_here: float) -> float:
+        """Return the time of an exchange by its counts, with so many ranks on a host."""
+        links = counts.steps * self.alpha_s + counts.link_bytes * self.beta_s
+        own = counts.reduced_bytes * self.gamma_s + counts.copied_bytes * self.delta_s
+        hosts = counts.host_messages * self.overhead_s + counts.host_bytes * self.host_s
+        hosts += (counts.host_reduced * self.gamma_s + counts.host_copied * self.delta_s) / self.cores
+        crowd = 1 + self.crowding * max(ranks_here / self.cores - 1, 0.0)
+        return self.base_s + max(links + own, hosts * crowd)
+
+    def of(self, operation: str, nbytes: float, *, ranks: int, nodes: int) -> float:
+        """Return the time of an operation."""
+        hosts = 1 if self.one_host else nodes
+        here = min(ranks / hosts, ACTIVE.get(operation, math.inf))
+        return self.seconds(cost(operation, nbytes, ranks=ranks, nodes=hosts, backend=self.backend), here)

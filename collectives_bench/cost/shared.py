@@ -1,0 +1,128 @@
+"""Fit the constants that operations and worlds share, so that they predict worlds that were not measured.
+
+Least squares of log(predicted / measured) over the logarithms of the constants, so that none becomes negative and all
+sizes count alike: Levenberg (1944) and Marquardt (1963), with Huber's weights (1964) against single bad points.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives_bench.cost.formulas import cost
+
+Array = NDArray[np.float64]
+
+NAMES: Final = ("base_s", "alpha_s", "beta_s", "gamma_s", "delta_s", "overhead_s", "host_s", "crowding")
+HOST_PART: Final = ("overhead_s", "host_s", "crowding")
+FIRST_CROWDING: Final = 0.1
+ITERATIONS: Final = 80
+HUBER: Final = 1.345
+FLOOR: Final = 0.02  # of log(predicted / measured): what no fit needs to be better than
+STEP: Final = 1e-4
+NOTHING: Final = 1e-4  # a constant that never makes more than this share of a time is 0
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured time: an operation of S bytes on `hosts` hosts."""
+
+    operation: str
+    nbytes: float
+    ranks: int
+    hosts: int
+    seconds: float
+
+
+def fit_constants(points: Sequence[Point], *, backend: str, cores: int, host_part: bool = True) -> dict[str, float]:
+    """Return the constants by name; without `host_part`, ranks of a host share nothing (GPUs with a link each)."""
+    model = _Model(points, backend, cores)
+    free = [index for index, name in enumerate(NAMES) if host_part or name not in HOST_PART]
+    found = [model.solve(start, free) for start in model.starts()]
+    values = min(found, key=lambda each: each[1])[0]
+    constants = np.zeros(len(NAMES))
+    constants[free] = np.exp(values[free])
+    share = model.shares(constants)
+    return {name: float(constants[i]) if share[i] > NOTHING else 0.0 for i, name in enumerate(NAMES)}
+
+
+class _Model:
+    """The counts of all points as columns, and the times."""
+
+    def __init__(self, points: Sequence[Point], backend: str, cores: int) -> None:
+        costs = [
+            cost(each.operation, each.nbytes, ranks=each.ranks, nodes=each.hosts, backend=backend) for each in points
+        ]
+        table = np.array([astuple(each) for each in costs], dtype=np.float64)  # points x counts
+        self.steps, self.link, self.reduced, self.copied = table[:, 0], table[:, 1], table[:, 2], table[:, 3]
+        self.messages, self.host = table[:, 4], table[:, 5]
+        self.host_reduced, self.host_copied = table[:, 6] / cores, table[:, 7] / cores
+        here = np.array([each.ranks / each.hosts for each in points])
+        self.crowd = np.maximum(here / cores - 1, 0.0)
+        self.seconds = np.array([each.seconds for each in points])
+
+    def times(self, x: Array) -> Array:
+        """Return the modelled times for constants in the order of NAMES."""
+        links = self.steps * x[1] + self.link * x[2] + self.reduced * x[3] + self.copied * x[4]
+        hosts = self.messages * x[5] + self.host * x[6] + self.host_reduced * x[3] + self.host_copied * x[4]
+        return np.asarray(x[0] + np.maximum(links, hosts * (1 + x[7] * self.crowd)))
+
+    def shares(self, x: Array) -> Array:
+        """Return the largest share of a time that each constant makes; crowding's of the host's part."""
+        columns = (np.ones_like(self.link), self.steps, self.link, self.reduced, self.copied, self.messages, self.host)
+        times = self.times(x)
+        found = [float((column * x[i] / times).max()) for i, column in enumerate(columns)]
+        return np.array([*found, float((self.crowd * x[7]).max())])
+
+    def starts(self) -> list[Array]:
+        """Return logarithms of constants to begin with: most of it in the links, or in the hosts."""
+        ones = self.steps >= 1
+        alpha = float(np.min(self.seconds[ones] / self.steps[ones])) if ones.any() else float(self.seconds.min())
+        big = self.link >= np.quantile(self.link, 0.75)
+        beta = float(np.median(self.seconds[big] / np.maximum(self.link[big], 1.0)))
+        host = float(np.median(self.seconds[big] / np.maximum(self.host[big], 1.0)))
+        return [
+            np.log([alpha / 2, alpha / 2, beta * much, beta / 4, beta / 4, alpha / 8, host * rest, FIRST_CROWDING])
+            for much, rest in ((0.7, 0.2), (0.3, 0.7))
+        ]
+
+    def _errors(self, logs: Array, free: list[int]) -> Array:
+        x = np.zeros(len(NAMES))
+        x[free] = np.exp(logs[free])
+        return np.asarray(np.log(self.times(x) / self.seconds))
+
+    def solve(self, start: Array, free: list[int]) -> tuple[Array, float]:
+        """Return the logarithms of the constants where the weighted squares are least, and their sum."""
+        logs, damping = start.copy(), 1e-2
+        errors = self._errors(logs, free)
+        for _ in range(ITERATIONS):
+            limit = HUBER * max(1.4826 * float(np.median(np.abs(errors))), FLOOR)
+            slope = np.empty((len(errors), len(free)))
+            for column, index in enumerate(free):
+                moved = logs.copy()
+                moved[index] += STEP
+                slope[:, column] = (self._errors(moved, free) - errors) / STEP
+            weights = np.minimum(1.0, limit / np.maximum(np.abs(errors), 1e-12))
+            curvature = slope.T @ (weights[:, None] * slope)
+            damped = curvature + damping * (np.diag(np.diag(curvature)) + 1e-3 * np.eye(len(free)))
+            step = np.clip(np.linalg.solve(damped, -slope.T @ (weights * errors)), -1.0, 1.0)
+            trial = logs.copy()
+            trial[free] += step
+            there = self._errors(trial, free)
+            gain = _huber(errors, limit) - _huber(there, limit)
+            if gain > 0:
+                logs, errors, damping = trial, there, max(damping / 3, 1e-7)
+                if gain < 1e-7 * len(errors):
+                    break
+            else:
+                damping *= 4
+                if damping > 1e7:
+                    break
+        return logs, _huber(errors, HUBER * 5 * FLOOR)
+
+
+def _huber(errors: Array, limit: float) -> float:
+    size = np.abs(errors)
+    return float(np.where(size <= limit, size**2, 2 * limit * size - limit**2).sum())

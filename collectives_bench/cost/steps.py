@@ -1,0 +1,143 @@
+"""What a training step takes in each mode, and which mode is best. Pure: a profile of the network and compute times in.
+
+    step = compute / (1 - idle share of a pipeline) + exposed communication
+
+*Exposed* is what the backward does not hide. Without compute times nothing is hidden, and only communication and memory
+can be told. Every figure has an interval, that of the network's predictions taken together; what ranks that share cores
+take from one another, and from a collective that runs beside their backward, is not in it.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from collectives_bench.cost.exposed import EXPOSED, Compute, Network, Times
+from collectives_bench.cost.memory import Load, Memory, memory_of
+from collectives_bench.cost.modes import Way, cut
+from jobs.errors import RefusedError
+
+USABLE: Final = 0.9  # of the memory: the rest is for what is not counted
+NO_COMPUTE: Final = Compute(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A predicted time with its interval."""
+
+    low_s: float
+    seconds: float
+    high_s: float
+
+    def __add__(self, seconds: float) -> "Span":
+        """Return it later by a time that is known."""
+        return Span(self.low_s + seconds, self.seconds + seconds, self.high_s + seconds)
+
+    def overlaps(self, other: "Span") -> bool:
+        """True when neither is faster beyond doubt."""
+        return self.low_s <= other.high_s and other.low_s <= self.high_s
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mode's prediction; `exposed` is all of the communication where compute times are not known."""
+
+    way: Way
+    compute_s: float | None
+    exposed: Span | None
+    memory: Memory | None
+    fits: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> Span | None:
+        """The whole step."""
+        return None if self.compute_s is None or self.exposed is None else self.exposed + self.compute_s
+
+    @property
+    def counts(self) -> bool:
+        """True when it can be compared and chosen."""
+        return self.fits and self.step is not None
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The fastest mode that fits, and the next one."""
+
+    best: Row
+    runner_up: Row | None
+
+    @property
+    def margin(self) -> float:
+        """By which share the runner-up is slower."""
+        assert self.best.step is not None
+        if self.runner_up is None:
+            return 0.0
+        assert self.runner_up.step is not None
+        return self.runner_up.step.seconds / self.best.step.seconds - 1
+
+    @property
+    def is_clear(self) -> bool:
+        """True when the intervals of both do not overlap."""
+        if self.runner_up is None:
+            return True
+        assert self.best.step is not None
+        assert self.runner_up.step is not None
+        return not self.best.step.overlaps(self.runner_up.step)
+
+
+def predict(ways: Sequence[Way], load: Load, compute: Compute | None, network: Network, nodes: int) -> Iterator[Row]:
+    """Predict modes, each by itself.
+
+    Raises:
+        RefusedError: the profile does not know the backend at all.
+    """
+    for way in ways:
+        yield _row(way, load, compute, [Times(network, load, nodes, each) for each in ("low_s", "seconds", "high_s")])
+
+
+def rank(rows: Sequence[Row]) -> Ranking | None:
+    """Choose the fastest mode that fits; None where none does or no step is known."""
+    able = sorted((row for row in rows if row.counts), key=lambda row: row.step.seconds if row.step else 0.0)
+    return Ranking(able[0], able[1] if len(able) > 1 else None) if able else None
+
+
+def with_limit(row: Row, limit_bytes: float | None) -> Row:
+    """Mark a mode that needs more than nine tenths of the memory."""
+    if limit_bytes is None or row.memory is None or row.memory.total <= USABLE * limit_bytes:
+        return row
+    return Row(row.way, row.compute_s, row.exposed, row.memory, False, (*row.notes, "does not fit"))
+
+
+def _row(way: Way, load: Load, compute: Compute | None, times: Sequence[Times]) -> Row:
+    memory = memory_of(way, load)
+    notes = () if way.is_built else ("not built yet",)
+    if memory is None:
+        what = "has no width to cut" if way.family == "tensor" else "has too few layers"
+        return Row(way, None, None, None, False, (*notes, f"{load.model.name} {what}"))
+    known = compute or NO_COMPUTE
+    try:
+        low, middle, high = (EXPOSED[way.name](load, known, each) for each in times)
+        exposed: Span | None = Span(low, middle, high)
+    except RefusedError as error:
+        exposed, notes = None, (*notes, str(error))
+    seconds, idle = _compute_s(way, load, known)
+    if idle:
+        notes = (*notes, f"idle {100 * idle:.1f} %, {load.microbatches if way.name != 'model' else 1} micro-batches")
+    return Row(way, seconds if compute else None, exposed, memory, True, notes)
+
+
+def _compute_s(way: Way, load: Load, compute: Compute) -> tuple[float, float]:
+    """Return the seconds of computing, idle times of a pipeline included, and the share of those."""
+    passes = compute.forward_s + compute.backward_s
+    if way.family == "single":
+        return load.ranks * passes + compute.optimizer_s, 0.0
+    if way.family == "pipe":
+        assert way.schedule is not None
+        stages = cut(load.model, way.schedule, load.ranks)
+        assert stages is not None
+        idle = way.schedule.idle(load.ranks, way.microbatches(load.microbatches), way.schedule.chunks)
+        work = max(stage.flops for stage in stages) / sum(stage.flops for stage in stages)
+        update = compute.optimizer_s * max(stage.elements for stage in stages) / load.model.elements
+        return load.ranks * passes * work / (1 - idle) + update, idle
+    shards = load.ranks if way.zero or way.family == "tensor" else 1
+    return passes + compute.optimizer_s / shards, 0.0

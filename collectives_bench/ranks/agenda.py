@@ -1,0 +1,72 @@
+"""What is left to measure, and what failures make of it. Pure; only rank 0's conductor has one.
+
+After a failure of an operation the rest of it is skipped in that launch, and after failures in MOST_FAILURES launches
+everywhere. A launch whose ranks did not come to measure anything is tried a second time; when MOST_FAILURES launches
+have come to nothing like that, no other is begun. What is skipped gets its row all the same.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from collectives_bench.plan import order_of
+from collectives_bench.records import Cell
+from collectives_bench.sizes import size_text
+
+MOST_FAILURES: Final = 2  # launches
+MOST_STARTS: Final = 2  # of a launch
+
+Skipped = tuple[int, str]  # the cell, and why
+
+
+class Agenda:
+    """The cells of one launch after another."""
+
+    def __init__(self, cells: Sequence[Cell], seed: int) -> None:
+        self.cells = list(cells)
+        self.seed = seed
+        self.launch = -1
+        self.left: list[int] = []
+        self._starts = 0
+        self._failed: dict[str, set[int]] = {}  # launches in which an operation failed
+        self._empty: list[str] = []  # why launches came to nothing
+
+    def begin(self, launch: int) -> list[Skipped]:
+        """Begin a launch; return what it will not measure."""
+        self.launch, self._starts = launch, 0
+        self.left = order_of(self.cells, launch, self.seed)
+        if len(self._empty) >= MOST_FAILURES:
+            return self._skip(self.left, f"skipped: no launch came to a start: {self._empty[-1]}")
+        skipped = []
+        for operation, launches in self._failed.items():
+            if len(launches) >= MOST_FAILURES:
+                skipped += self._skip(self._of(operation), f"skipped: {operation} failed in {len(launches)} launches")
+        return skipped
+
+    def done(self, cell: int) -> None:
+        """Note that a cell has its row in this launch."""
+        if cell in self.left:
+            self.left.remove(cell)
+
+    def failed(self, cell: int) -> list[Skipped]:
+        """Note that a cell failed, and has its row; return what is skipped because of it."""
+        self.done(cell)
+        operation = self.cells[cell].operation
+        self._failed.setdefault(operation, set()).add(self.launch)
+        where = size_text(self.cells[cell].asked_bytes) if self.cells[cell].asked_bytes else "all"
+        return self._skip(self._of(operation), f"skipped: {operation} failed at {where} in this launch")
+
+    def never_began(self, reason: str) -> list[Skipped]:
+        """Note that the players did not come to their first cell; return what is skipped because of it."""
+        self._starts += 1
+        if self._starts < MOST_STARTS:
+            return []
+        self._empty.append(reason)
+        return self._skip(self.left, f"the launch did not start: {reason}")
+
+    def _of(self, operation: str) -> list[int]:
+        return [cell for cell in self.left if self.cells[cell].operation == operation]
+
+    def _skip(self, cells: Sequence[int], reason: str) -> list[Skipped]:
+        gone = sorted(cells)
+        self.left = [cell for cell in self.left if cell not in set(gone)]
+        return [(cell, reason) for cell in gone]

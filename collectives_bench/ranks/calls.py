@@ -1,0 +1,240 @@
+"""What a measured operation is: buffers, one call of it, and whether the result is right.
+
+    call = prepare(...)          allocates
+    call.fill()                  new data, other than before, on every rank
+    call.run()                   one call; CUDA: put on the current stream
+    call.wrong()                 elements of this rank that are not what they should be
+
+The classes here are the shapes that operations come in, with what each leaves where; `operations.py` and
+`building_blocks.py` add what is called. In place, a sum grows with every call: check after a fill and one call.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives_bench.catalog import OPERATIONS
+from collectives_bench.ranks.fills import DTYPES, UNWRITTEN, Pattern
+from collectives_bench.records import Cell
+
+ROOT: Final = 0  # of operations that have one; a rank of the group
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a call is to be: the cell, its elements, the ranks and the device."""
+
+    cell: Cell
+    count: int  # elements of S
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """This rank of the group."""
+        return dist.get_rank(self.group)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the group has."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def chunk(self) -> int:
+        """Return how many elements each rank's share of S has."""
+        return self.count // self.ranks
+
+    def pattern(self) -> Pattern:
+        """Return the numbers to fill buffers with."""
+        summed = OPERATIONS[self.cell.operation].reduces
+        return Pattern(self.cell.dtype, self.device, self.ranks if summed else 1)
+
+    def buffer(self, count: int) -> Tensor:
+        """Allocate elements that nobody has written yet."""
+        return torch.full((count,), UNWRITTEN, dtype=DTYPES[self.cell.dtype], device=self.device)
+
+
+class Call(ABC):
+    """An operation with its buffers; `parts` is how many one-way times a call takes."""
+
+    parts: ClassVar[int] = 1
+
+    def __init__(self, setup: Setup) -> None:
+        self.group, self.rank, self.ranks, self.chunk = setup.group, setup.rank, setup.ranks, setup.chunk
+        self.pattern = setup.pattern()
+        self.number = 0  # of the fill: part of the data, so that nothing old passes for new
+        self._later = setup.cell.call == "async"
+
+    @property
+    def buffers_bytes(self) -> int:
+        """How much memory the buffers take on this rank."""
+        return sum(each.nbytes for each in self.buffers())
+
+    def run(self) -> None:
+        """Call the operation once, and wait for it as far as the backend lets a program wait."""
+        work = self.start(self._later)
+        if work is not None:
+            work.wait()
+
+    def fill(self) -> None:
+        """Write new data; every rank must fill as often as the others."""
+        self.number += 1
+        self.refill()
+
+    @abstractmethod
+    def buffers(self) -> list[Tensor]:
+        """List what is allocated; none of them a view of another."""
+
+    @abstractmethod
+    def refill(self) -> None:
+        """Write the data of this number."""
+
+    @abstractmethod
+    def start(self, later: bool) -> Any:
+        """Call the operation; `later` with async_op, returning what to wait for."""
+
+    @abstractmethod
+    def wrong(self) -> int:
+        """Count the elements that are not what they should be after the last fill and one call."""
+
+
+class Overwritten(Call):
+    """One buffer of S, which the result replaces; what it is, is for the subclass to say."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.buffer = setup.buffer(setup.count)
+
+    def buffers(self) -> list[Tensor]:
+        return [self.buffer]
+
+    def refill(self) -> None:
+        self.pattern.write(self.buffer, self.rank, self.number)
+
+
+class Summed(Overwritten):
+    """Every rank has the sum of all."""
+
+    def wrong(self) -> int:
+        return self.pattern.wrong_sum(self.buffer, self.number)
+
+
+class SummedAtRoot(Overwritten):
+    """The root has the sum of all; what the others have is not said."""
+
+    def wrong(self) -> int:
+        return self.pattern.wrong_sum(self.buffer, self.number) if self.rank == ROOT else 0
+
+
+class FromRoot(Overwritten):
+    """Every rank has what the root had."""
+
+    def wrong(self) -> int:
+        return self.pattern.wrong_of(self.buffer, ROOT, self.number)
+
+
+class TwoBuffers(Call):
+    """An input that stays as it was, and an output; in place one is part of the other."""
+
+    input: Tensor
+    output: Tensor
+    input_is_kept = True
+
+    def buffers(self) -> list[Tensor]:
+        return [self.input, self.output]
+
+    def refill(self) -> None:
+        self.output.fill_(UNWRITTEN)
+        self.pattern.write(self.input, self.rank, self.number)
+
+    def wrong(self) -> int:
+        kept = self.pattern.wrong_of(self.input, self.rank, self.number) if self.input_is_kept else 0
+        return kept + self.wrong_output()
+
+    @abstractmethod
+    def wrong_output(self) -> int:
+        """Count the wrong elements of the output."""
+
+
+class Gathered(TwoBuffers):
+    """The output is everybody's chunk, in the order of ranks; in place the input lies there already."""
+
+    def __init__(self, setup: Setup, *, has_output: bool = True) -> None:
+        super().__init__(setup)
+        self.output = setup.buffer(setup.count if has_output else 0)
+        self.places = list(self.output.chunk(self.ranks)) if has_output else []
+        self.input_is_kept = setup.cell.place == "out"
+        self.input = setup.buffer(self.chunk) if self.input_is_kept else self.places[self.rank]
+
+    def buffers(self) -> list[Tensor]:
+        return [self.input, self.output] if self.input_is_kept else [self.output]
+
+    def wrong_output(self) -> int:
+        return sum(self.pattern.wrong_of(place, rank, self.number) for rank, place in enumerate(self.places))
+
+
+class GatheredAtRoot(Gathered):
+    """The root's output is everybody's chunk; the others have none."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, has_output=setup.rank == ROOT)
+
+
+class ReduceScattered(TwoBuffers):
+    """The output is this rank's chunk of the sum; in place it is where that chunk lies in the input."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.input = setup.buffer(setup.count)
+        self.parts_of_input = list(self.input.chunk(self.ranks))
+        self.input_is_kept = setup.cell.place == "out"
+        self.output = setup.buffer(self.chunk) if self.input_is_kept else self.parts_of_input[self.rank]
+
+    def buffers(self) -> list[Tensor]:
+        return [self.input, self.output] if self.input_is_kept else [self.input]
+
+    def wrong_output(self) -> int:
+        return self.pattern.wrong_sum(self.output, self.number, start=self.rank * self.chunk)
+
+
+class Scattered(TwoBuffers):
+    """The output is this rank's chunk of what the root has."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.input = setup.buffer(setup.count if setup.rank == ROOT else 0)
+        self.pieces = list(self.input.chunk(self.ranks)) if setup.rank == ROOT else None
+        self.output = setup.buffer(self.chunk)
+
+    def wrong_output(self) -> int:
+        return self.pattern.wrong_of(self.output, ROOT, self.number, start=self.rank * self.chunk)
+
+
+class Exchanged(TwoBuffers):
+    """Place j of the output is what rank j has at this rank's place."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.input, self.output = setup.buffer(setup.count), setup.buffer(setup.count)
+
+    def wrong_output(self) -> int:
+        start = self.rank * self.chunk
+        places = enumerate(self.output.chunk(self.ranks))
+        return sum(self.pattern.wrong_of(place, rank, self.number, start=start) for rank, place in places)
+
+
+class FromPeer(TwoBuffers):
+    """The output is what one other rank has; a rank without a peer has nothing and does nothing."""
+
+    def __init__(self, setup: Setup, peer: int | None) -> None:
+        super().__init__(setup)
+        count = 0 if peer is None else setup.count
+        self.peer = peer
+        self.input, self.output = setup.buffer(count), setup.buffer(count)
+
+    def wrong_output(self) -> int:
+        return 0 if self.peer is None else self.pattern.wrong_of(self.output, self.peer, self.number)

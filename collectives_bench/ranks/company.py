@@ -1,0 +1,214 @@
+"""Where the ranks of a benchmark meet, and what they agree on before anything is measured: backend and devices.
+
+Nothing here runs a torch operation or asks anything of CUDA that a later fork would remember.
+"""
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from collectives_bench.ranks import facts
+from collectives_bench.records import HostFacts, World
+from collectives_bench.settings import BenchSettings
+from jobs import linux
+from jobs.errors import RefusedError, StartTimeoutError
+from jobs.ranks import RankEnv
+from jobs.store import serve
+from jobs.train.meeting import connect, listen, meet
+from jobs.train.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device, spell_ranks
+
+PREFIX: Final = "bench"
+BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+NETWORK: Final = Path("/proc/self/ns/net")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits: ranks with one `machine` share its cores and memory, with one `network` its interfaces."""
+
+    host: str
+    machine: str
+    network: str
+    settings: str  # sha256: everybody must have been given the same
+
+
+@dataclass(frozen=True)
+class Company:
+    """All ranks, seen from one of them; `store` is theirs alone."""
+
+    env: RankEnv
+    store: Store
+    seats: list[Seat]
+    hosts: list[HostFacts]
+    world: World
+    device: torch.device
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of `store` begin with, for who dials it anew."""
+        return prefix_of(self.env)
+
+    def companions(self, rank: int) -> list[int]:
+        """List the ranks that share a machine's cores and memory with `rank`, itself among them."""
+        return [each for each, seat in enumerate(self.seats) if seat.machine == self.seats[rank].machine]
+
+    def counts_the_wire(self, rank: int) -> bool:
+        """True for one rank of every network namespace: the one that reads the counters of its interfaces."""
+        return [seat.network for seat in self.seats].index(self.seats[rank].network) == rank
+
+    # What conductors say to each other ------------------------------------------------------------------------------
+
+    def say(self, key: str, value: Any) -> None:
+        """Leave a value for all."""
+        self.store.set(key, json.dumps(value))
+
+    def has_been_said(self, key: str) -> bool:
+        """True when somebody has left a value; asks the store's process once."""
+        found: bool = self.store.check([key])
+        return found
+
+    def hear(self, key: str, timeout_s: float) -> Any:
+        """Wait for a value.
+
+        Raises:
+            StartTimeoutError: nobody left one in time, or the store has gone.
+        """
+        try:
+            self.store.wait([key], timedelta(seconds=timeout_s))
+            return json.loads(self.store.get(key))
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise StartTimeoutError(
+                f"rank {self.env.rank} waited {timeout_s:g} s for {key.rpartition('/')[2]!r} of another rank: its "
+                "process, or that of the store, has gone; look at the output of the others"
+            ) from error
+
+    def hear_all(self, key: str, timeout_s: float) -> list[Any]:
+        """Wait for the values that all ranks leave under KEY/RANK; errors as `hear`."""
+        deadline = time.monotonic() + timeout_s
+        ranks = range(self.env.world_size)
+        return [self.hear(f"{key}/{rank}", max(deadline - time.monotonic(), 0.001)) for rank in ranks]
+
+    def part(self, timeout_s: float) -> None:
+        """End: whoever hosts the store stays until all the others have come to their end too, or the time is over."""
+        self.say(f"parted/{self.env.rank}", "")
+        if self.env.rank == 0:
+            with suppress(StartTimeoutError):  # one that has died after its last word
+                self.hear_all("parted", timeout_s)
+
+
+def prefix_of(env: RankEnv) -> str:
+    """Return the keys' prefix; `connect` has put the attempt's before ours."""
+    return f"muster/attempt-{env.attempt}/{PREFIX}"
+
+
+def check_torch(settings: BenchSettings) -> None:
+    """Refuse a backend or a device that this build of torch lacks.
+
+    Raises:
+        RefusedError: names it.
+    """
+    if settings.backend == "nccl" and not dist.is_nccl_available():
+        raise RefusedError(
+            f"bench.backend: nccl: this torch ({torch.__version__}) is built without NCCL; install a build for CUDA, "
+            "or set backend: gloo"
+        )
+    if not dist.is_gloo_available():
+        raise RefusedError(f"bench.backend: this torch ({torch.__version__}) is built without gloo; install another")
+    if settings.device == "cuda" and torch.version.cuda is None and torch.version.hip is None:
+        raise RefusedError(
+            f"bench.device: cuda: this torch ({torch.__version__}) is built for CPUs only; install a build for CUDA, "
+            "or set device: cpu"
+        )
+
+
+def assemble(env: RankEnv, settings: BenchSettings, timeout_s: float, arrived: Callable[[], None]) -> Company:
+    """Meet the other ranks; agree on backend and devices.
+
+    Raises:
+        RefusedError: the backend, the devices or the settings do not fit together.
+        StartTimeoutError: a rank did not arrive in time.
+    """
+    check_torch(settings)
+    check_interfaces(os.environ.get(GLOO_INTERFACES, ""))
+    if not env.agent_store and env.rank == 0:
+        env = replace(env, agent_store=True)
+        host_store(env)
+    arrived()
+    attempt = connect(env, timeout_s)
+    peers = meet(attempt, env, timeout_s)
+    store = PrefixStore(PREFIX, attempt)
+    device = device_of(settings, env.rank, peers)
+    world = World(
+        nodes=env.nodes,
+        ranks_per_node=env.local_world_size,
+        ranks=env.world_size,
+        backend="nccl" if device.type == "cuda" and settings.backend != "gloo" else "gloo",
+        device="cuda" if device.type == "cuda" else "cpu",
+    )
+    mine = {"seat": asdict(seat_of(settings)), "host": None}
+    if env.local_rank == 0:
+        mine["host"] = facts.host_facts(env, os.environ, backend=world.backend).model_dump(mode="json")
+    company = Company(env, store, [], [], world, device)
+    company.say(f"seat/{env.rank}", mine)
+    said = company.hear_all("seat", timeout_s)
+    seats = [Seat(**each["seat"]) for each in said]
+    if differing := [rank for rank, seat in enumerate(seats) if seat.settings != seats[0].settings]:
+        raise RefusedError(f"bench: the settings of {spell_ranks(differing)} differ from rank 0's; start all alike")
+    hosts = [HostFacts.model_validate(each["host"]) for each in said if each["host"] is not None]
+    return replace(company, seats=seats, hosts=hosts)
+
+
+def seat_of(settings: BenchSettings) -> Seat:
+    """Describe where this process sits."""
+    try:
+        machine = BOOT_ID.read_text().strip()
+    except OSError:  # a kernel that hides it
+        machine = socket.gethostname()
+    digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()
+    return Seat(socket.gethostname(), machine, f"{machine}/{NETWORK.readlink()}", digest)
+
+
+def device_of(settings: BenchSettings, rank: int, peers: list[Peer]) -> torch.device:
+    """Choose a rank's device: a GPU of its own where it was asked for, or where every rank can have one.
+
+    Raises:
+        RefusedError: GPUs were asked for, and some rank cannot have one of its own.
+    """
+    asked = settings.device == "cuda" or settings.backend == "nccl"
+    if settings.device == "cpu" or (settings.backend == "gloo" and not asked):
+        return torch.device("cpu")
+    try:
+        return choose_device("cuda", rank, peers, key="bench.device")
+    except RefusedError:
+        if asked:
+            raise
+        return torch.device("cpu")
+
+
+def host_store(env: RankEnv) -> None:
+    """Serve the store of ranks that no agent started, in a process that dies with this one.
+
+    In a process of its own, because the threads of a server would make every later fork of this process unsafe.
+
+    Raises:
+        RefusedError: the port is taken.
+    """
+    listening = listen(env)
+    parent = os.getpid()
+    if os.fork() == 0:
+        linux.die_with_parent(parent)
+        serve(listening)
+        os._exit(0)
+    listening.close()

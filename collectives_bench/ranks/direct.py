@@ -1,0 +1,106 @@
+"""A start without an agent: `python -m collectives_bench` by hand, under torchrun, srun or mpirun.
+
+Rank 0 serves the store, unless whoever started the ranks does, and writes the records to `--out`.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from pydantic import ValidationError
+
+from collectives_bench.ranks.run import Task, complain, conduct, run_operation
+from collectives_bench.settings import HELLO, BenchSettings
+from jobs import exits, network
+from jobs.detect import Flags, detect
+from jobs.errors import MusterError
+from jobs.train.world import GLOO_INTERFACES
+
+NCCL_INTERFACES: Final = "NCCL_SOCKET_IFNAME"
+OUT: Final = "bench.jsonl"
+TRUTH: Final = {"true": True, "false": False}
+
+# Settings that have an option, by the type that a word on the command line becomes; lists are separated by commas.
+OPTIONS: Final[dict[str, Any]] = {
+    "operation": list,
+    "sizes": list,
+    "dtypes": list,
+    "places": str,
+    "calls": list,
+    "backend": str,
+    "device": str,
+    "launches": int,
+    "block_s": float,
+    "timeout_s": float,
+    "check": bool,
+    "wire": bool,
+    "pairs": bool,
+    "seed": int,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Read the options, then run one rank; return its exit code."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    given = {name: value for name in OPTIONS if (value := getattr(args, name)) is not None}
+    try:
+        settings = BenchSettings(**{"operation": [HELLO], **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "operation"
+        parser.error(f"argument {option_of(name)}: {first['msg'].removeprefix('Value error, ')}")
+    try:
+        if settings.is_hello:
+            return run_operation(settings, args.start_timeout_s)
+        return conduct(task_of(settings, args))
+    except MusterError as error:
+        complain(f"muster: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        complain("muster: stopped by the user")
+        return exits.STOPPED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Make the parser: one option for each setting of OPTIONS, described by the setting's own words."""
+    parser = argparse.ArgumentParser(
+        prog="python -m collectives_bench",
+        description="Run one rank whose variables (RANK, WORLD_SIZE, ...) somebody else set: torchrun, srun, mpirun.",
+    )
+    for name, kind in OPTIONS.items():
+        words = BenchSettings.model_fields[name].description
+        read = {list: lambda text: text.split(","), bool: _truth}.get(kind, kind)
+        parser.add_argument(option_of(name), type=read, metavar=name.upper(), help=words)
+    parser.add_argument("--out", default=OUT, metavar="FILE", help=f"where rank 0 writes its records ({OUT})")
+    parser.add_argument("--start-timeout-s", type=float, default=60.0, help="for all ranks to arrive (60)")
+    return parser
+
+
+def option_of(name: str) -> str:
+    """Spell the option of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def task_of(settings: BenchSettings, args: argparse.Namespace) -> Task:
+    """Find out which rank this is, and what its libraries are to use.
+
+    Raises:
+        RefusedError: the variables of a launcher contradict one another.
+        RefusedError: more ranks are needed than there are.
+    """
+    env = detect(os.environ, Flags()).env
+    settings.check_world(env.world_size)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
+    if GLOO_INTERFACES not in os.environ and (route := network.route_to(env.master_addr)):
+        os.environ[GLOO_INTERFACES] = route[0]  # gloo would go by the host's name
+        os.environ.setdefault(NCCL_INTERFACES, f"={route[0]}")
+    return Task(settings, env, Path(args.out).absolute(), "bench", args.start_timeout_s)
+
+
+def _truth(text: str) -> bool:
+    if text not in TRUTH:
+        raise argparse.ArgumentTypeError(f"must be true or false, got {text!r}")
+    return TRUTH[text]

@@ -1,0 +1,147 @@
+"""This host, as far as it changes numbers. What a container or a kernel does not show stays empty; nothing is guessed.
+
+Interfaces are asked of the kernel by ioctl, not of /sys/class/net: that may show another network namespace than ours.
+"""
+
+import array
+import fcntl
+import os
+import platform
+import re
+import socket
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from collectives_bench.records import HostFacts
+from jobs import network
+from jobs.ranks import RankEnv
+
+CPU_INFO: Final = Path("/proc/cpuinfo")
+MEMORY_INFO: Final = Path("/proc/meminfo")
+CONGESTION: Final = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+GOVERNORS: Final = Path("/sys/devices/system/cpu")
+NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
+SIOCGIFMTU: Final = 0x8921  # <linux/sockios.h>
+SIOCETHTOOL: Final = 0x8946
+ETHTOOL_GSET: Final = 0x1  # <linux/ethtool.h>: struct ethtool_cmd
+ETHTOOL_GDRVINFO: Final = 0x3  # struct ethtool_drvinfo
+SETTINGS_BYTES: Final = 44
+DRIVER_BYTES: Final = 196
+PRETENDERS: Final = {"veth", "bridge", "tun", "bonding", "team", "dummy"}  # they name a speed that they do not have
+UNKNOWN_SPEEDS: Final = {0, 0xFFFF, 0xFFFFFFFF}
+INTERFACE_VARIABLES: Final = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
+TOLD: Final = re.compile(r"(NCCL|GLOO|OMP|TORCH|MALLOC)_\w+")
+# x86 says "model name"; others "cpu model" (MIPS), "cpu" (POWER), "Hardware" or nothing (ARM).
+CPU_NAMES: Final = ("model name", "cpu model", "cpu", "Hardware")
+
+
+def host_facts(
+    env: RankEnv, environ: Mapping[str, str], *, backend: str = "gloo", gpus: Iterable[str] | None = None
+) -> HostFacts:
+    """Describe the host of this rank; reads files only, so that a process that has yet to fork may ask.
+
+    `gpus` are names as torch gives them; without them the driver is asked.
+    """
+    interface = interface_of(env, environ, backend)
+    return HostFacts(
+        node=env.node_rank,
+        host=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)),
+        ranks=env.local_world_size,
+        cpu=cpu_name(),
+        memory_bytes=_meminfo("MemTotal"),
+        kernel=platform.release(),
+        interface=interface,
+        speed_mbit=speed_mbit(interface),
+        mtu=mtu(interface),
+        congestion_control=_text(CONGESTION),
+        governor=_governor(),
+        gpus=list(driver_gpus() if gpus is None else gpus),
+        environment={name: environ[name] for name in sorted(environ) if TOLD.fullmatch(name)},
+    )
+
+
+def interface_of(env: RankEnv, environ: Mapping[str, str], backend: str = "gloo") -> str:
+    """Return the interface that ranks speak through: the one they were told, or the one that leads to the master."""
+    for name in (INTERFACE_VARIABLES[backend], *INTERFACE_VARIABLES.values()):
+        # NCCL takes lists, prefixes, and = for a whole name; the first word is the one it prefers.
+        if told := environ.get(name, "").split(",")[0].lstrip("="):
+            return told
+    route = network.route_to(env.master_addr)
+    return route[0] if route else ""
+
+
+def driver_gpus() -> list[str]:
+    """Name the GPUs that the driver lists, without a word to CUDA."""
+    try:
+        folders = sorted(NVIDIA.iterdir())
+    except OSError:
+        return []
+    found = (re.search(r"^Model:\s*(.+?)\s*$", _text(folder / "information"), re.MULTILINE) for folder in folders)
+    return [match[1] for match in found if match]
+
+
+def cuda_gpus() -> list[str]:
+    """Name the GPUs that torch sees; only in a process that forks no more, for it wakes CUDA."""
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+
+
+def cpu_name() -> str:
+    """Return what the processor calls itself, or at least what kind it is."""
+    lines = _text(CPU_INFO).splitlines()
+    told = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
+    return next((told[name] for name in CPU_NAMES if told.get(name)), platform.machine())
+
+
+def mtu(interface: str) -> int | None:
+    """Return the largest packet of an interface of ours, in bytes; None where there is none such."""
+    reply = _ask(SIOCGIFMTU, struct.pack("16sQQQ", interface.encode(), 0, 0, 0))
+    return struct.unpack_from("16si", reply)[1] if reply else None
+
+
+def speed_mbit(interface: str) -> int | None:
+    """Return the speed that a card negotiated; None for virtual ones, which have none, or name any."""
+    driver = _ethtool(interface, ETHTOOL_GDRVINFO, DRIVER_BYTES)[4:36].rstrip(b"\0").decode(errors="replace")
+    settings = _ethtool(interface, ETHTOOL_GSET, SETTINGS_BYTES)
+    if driver in PRETENDERS or not settings:
+        return None
+    low, high = struct.unpack_from("=12xH14xH", settings)
+    speed = int(high) << 16 | int(low)
+    return None if speed in UNKNOWN_SPEEDS else speed
+
+
+def _ethtool(interface: str, command: int, size: int) -> bytes:
+    data = array.array("B", struct.pack("=I", command) + bytes(size - 4))
+    reply = _ask(SIOCETHTOOL, struct.pack("16sP16x", interface.encode(), data.buffer_info()[0]))
+    return data.tobytes() if reply else b""
+
+
+def _ask(request: int, argument: bytes) -> bytes:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            return fcntl.ioctl(probe.fileno(), request, argument)
+        except OSError:  # no such interface, or one that does not answer this
+            return b""
+
+
+def _meminfo(name: str) -> int:
+    match = re.search(rf"^{name}:\s*(\d+) kB", _text(MEMORY_INFO), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def _governor() -> str:
+    """Return the governor of the cores that we may use; both where they differ."""
+    cores = os.sched_getaffinity(0)
+    found = {_text(GOVERNORS / f"cpu{core}" / "cpufreq" / "scaling_governor") for core in cores}
+    return ", ".join(sorted(found - {""}))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:  # not there, not ours to read, or EINVAL as /sys says for "does not apply"
+        return ""

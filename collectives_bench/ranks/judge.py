@@ -1,0 +1,59 @@
+"""Who is to blame when a launch broke off: from what all conductors saw of their players. Pure.
+
+one failed for a reason of its own      the earliest of them
+one stands still, stopped by a signal   that one
+some wait, or lost a peer, others say   of those the one that is behind: it was waited for
+nothing at all
+all the same                            the one that is behind, where one is; else nobody can tell
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from collectives_bench.ranks.forked import Ending
+
+
+@dataclass(frozen=True)
+class Blame:
+    """What a row says of a failure; `rank` None: nobody can tell. `cell`: where it happened, as far as known."""
+
+    rank: int | None
+    state: Literal["failed", "timeout"]
+    reason: str
+    cell: int | None
+
+
+def judge(endings: Sequence[Ending], timeout_s: float) -> Blame:
+    """Find the culprit among the endings of all ranks, of which at least one is not `done`."""
+    if causes := [each for each in endings if each.is_cause]:
+        first = min(causes, key=lambda each: (each.time, each.rank))
+        joined = ": " if first.how == "raised" else " "
+        return Blame(first.rank, "failed", f"rank {first.rank}{joined}{first.message}", first.cell)
+    silent = [each for each in endings if each.how == "silent"]
+    victims = [each for each in endings if each.how in ("raised", "died")]
+    late = f"no progress for {timeout_s:g} s (timeout_s)"
+    if stopped := [each for each in silent if each.stopped]:
+        who = _behind(stopped)
+        return Blame(who.rank, "timeout", f"{late}: rank {who.rank} stands still, stopped by a signal", who.cell)
+    if silent and victims:
+        who = _behind(silent)
+        return Blame(who.rank, "timeout", f"{late}: rank {who.rank} did not come{_place(who)}", who.cell)
+    left = silent or victims
+    who = _behind(left)
+    is_behind = any(each.beats > who.beats for each in endings)
+    if silent:
+        reason = f"{late}: rank {who.rank} is behind{_place(who)}" if is_behind else f"{late}: all ranks wait"
+        return Blame(who.rank if is_behind else None, "timeout", reason, who.cell)
+    first = min(victims, key=lambda each: each.time)
+    behind = f"; rank {who.rank} is behind" if is_behind else ""
+    state: Literal["failed", "timeout"] = "timeout" if "imed out" in first.message else "failed"
+    return Blame(who.rank if is_behind else None, state, f"rank {first.rank}: {first.message}{behind}", first.cell)
+
+
+def _behind(endings: Sequence[Ending]) -> Ending:
+    return min(endings, key=lambda each: (each.beats, each.rank))
+
+
+def _place(ending: Ending) -> str:
+    return f" (it is at {ending.message})" if ending.message else ""

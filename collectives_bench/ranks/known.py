@@ -1,0 +1,62 @@
+"""The bytes that gloo (torch 2.13) is known to move, from its own arithmetic, where the best would be fewer. Pure.
+
+`known_wire` returns what all ranks together send in one call, in bytes of payload.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from collectives_bench.catalog import DTYPES, OPERATIONS
+from collectives_bench.records import Cell
+
+SEGMENT: Final = 2**20  # gloo/reduce.h, gloo/allreduce.h: kMaxSegmentSize
+
+
+def best_wire(cell: Cell, nbytes: int, ranks: int) -> float:
+    """Return the bytes of the best algorithm."""
+    return OPERATIONS[cell.operation].wire(ranks) * nbytes
+
+
+def known_wire(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo") -> float:
+    """Return the bytes of the algorithm that the library is known to use; the best one's where we know no other."""
+    known = GLOO.get(cell.operation) if backend == "gloo" else None
+    return known(nbytes, ranks, DTYPES[cell.dtype]) if known is not None else best_wire(cell, nbytes, ranks)
+
+
+def _as_all_reduce(nbytes: int, ranks: int, itemsize: int) -> float:
+    """A reduce_scatter is a clone, an all_reduce of all of it, and a copy of one's own chunk (ProcessGroupGloo.cpp)."""
+    return OPERATIONS["all_reduce"].wire(ranks) * nbytes
+
+
+def _reduce(nbytes: int, ranks: int, itemsize: int) -> float:
+    """A ring in which every rank sends all of its segments but the last two, then a gather of chunks (gloo/reduce.cc).
+
+    A chunk's n - 1 transfers would do; allreduce.cc stops there.
+    """
+    if ranks == 1:
+        return 0.0
+    largest = itemsize * max(1, SEGMENT // itemsize)
+    segment = _up(min(-(-nbytes // (ranks * 2)), largest), itemsize)
+    segments = _up(max(-(-nbytes // segment), ranks * 2), ranks)
+    each = segments // ranks
+    ring = ranks * nbytes
+    for rank in range(ranks):
+        for last in (segments - 2, segments - 1):
+            index = ((rank + 1) * each + last) % segments
+            ring -= _clipped(index * segment, segment, nbytes)
+    return ring + nbytes - _clipped(0, each * segment, nbytes)  # the root keeps the first chunk
+
+
+def _up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _clipped(offset: int, length: int, total: int) -> int:
+    """Return how many of `length` bytes from `offset` lie within the buffer."""
+    return max(0, min(length, total - offset))
+
+
+GLOO: Final[Mapping[str, Callable[[int, int, int], float]]] = MappingProxyType(
+    {"reduce_scatter": _as_all_reduce, "reduce": _reduce}
+)

@@ -1,0 +1,110 @@
+"""The file of a benchmark: header first, blocks as they end, `end` when all is measured. Only rank 0 writes it."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from collectives_bench.catalog import OPERATIONS, actual_bytes
+from collectives_bench.ranks.company import Company
+from collectives_bench.records import Block, Cell, End, Header, Pair, State
+from collectives_bench.settings import BenchSettings
+from jobs.rowlog import RowLog
+
+BAD: Final[tuple[State, ...]] = ("wrong", "failed", "timeout")
+
+
+class Ledger:
+    """Writes records, and counts them by state."""
+
+    def __init__(
+        self, path: Path, company: Company, settings: BenchSettings, *, name: str, say: Callable[[str], None]
+    ) -> None:
+        self.path = path
+        self.company = company
+        self.settings = settings
+        self.name = name
+        self.states: Counter[str] = Counter()
+        self.started = time.monotonic()
+        self._log = RowLog(path, patient=True, say=say)
+        self._has_header = False
+
+    def header(self, init_s: float | None = None) -> None:
+        """Write the first line, unless it stands."""
+        if self._has_header:
+            return
+        self._has_header = True
+        header = Header(
+            name=self.name,
+            world=self.company.world,
+            settings=self.settings.model_dump(mode="json"),
+            hosts=self.company.hosts,
+            torch=torch.__version__,
+            nccl=nccl_version() if self.company.world.backend == "nccl" else "",
+            init_s=init_s,
+            time=time.time(),
+        )
+        self._log.append([header.model_dump(mode="json")])
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Write a block or a pair."""
+        self.header()
+        self.states[record["state"]] += 1
+        self._log.append([record])
+
+    def fail(self, launch: int, cell: Cell, reason: str, *, state: State = "failed", rank: int | None = None) -> None:
+        """Write the block of a cell that could not be measured; or every pair, if pairs are what is measured."""
+        if self.settings.pairs:
+            for pair in self._pairs(launch, reason, state):
+                self.add(pair.model_dump(mode="json"))
+            return
+        nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, self.company.world.ranks, cell.dtype)
+        block = Block(
+            launch=launch,
+            world=self.company.world,
+            cell=cell,
+            nbytes=nbytes,
+            state=state,
+            reason=reason,
+            rank=rank,
+            time=time.time(),
+        )
+        self.add(block.model_dump(mode="json"))
+
+    def _pairs(self, launch: int, reason: str, state: State) -> list[Pair]:
+        names = {each.node: each.host for each in self.company.hosts}
+        return [
+            Pair(
+                launch=launch,
+                world=self.company.world,
+                nodes=(one, other),
+                hosts=(names.get(one, f"node {one}"), names.get(other, f"node {other}")),
+                nbytes=self.settings.pair_bytes,
+                state=state,
+                reason=reason,
+                time=time.time(),
+            )
+            for one, other in combinations(range(self.company.world.nodes), 2)
+        ]
+
+    def end(self) -> None:
+        """Write the last line."""
+        self.header()
+        self._log.append([End(seconds=round(time.monotonic() - self.started, 3), time=time.time()).model_dump()])
+
+    @property
+    def bad(self) -> int:
+        """How many records are of something that failed or was wrong."""
+        return sum(self.states[state] for state in BAD)
+
+
+def nccl_version() -> str:
+    """Return NCCL's version as it is written, such as 2.27.5; asks the library, not the GPU."""
+    if not dist.is_nccl_available():
+        return ""
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]

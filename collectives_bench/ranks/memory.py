@@ -1,0 +1,193 @@
+"""What a call needs beyond its buffers, measured; and the guard that refuses a size before it ends a host.
+
+Libraries hide copies in a call: gloo's all_gather, gather at the root and reduce_scatter take another S while they run,
+and give it back. `hidden_bytes` measures that on one rank, `expected_hidden` knows it beforehand, and `refusal` holds
+what all ranks of a host will need against what is free there. Sizes are bytes; S is the catalog's.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from collectives_bench.catalog import OPERATIONS
+from collectives_bench.ranks import free
+from collectives_bench.ranks.known import SEGMENT
+from collectives_bench.records import Cell
+from collectives_bench.sizes import size_text
+
+STATUS: Final = Path("/proc/self/status")
+CLEAR_REFS: Final = Path("/proc/self/clear_refs")
+RESET_PEAK: Final = "5"  # proc(5): the peak becomes what is resident now
+# glibc's largest threshold for mapping: a smaller copy may lie in memory that the warm-up left to a thread's own arena.
+LEAST_MEASURED: Final = 32 * 2**20
+RANK_SLACK: Final = 16 * 2**20  # of each rank: the stacks of a library's threads, its lists, the pieces of a check
+CUDA_SLACK: Final = 512 * 2**20  # of each GPU: the buffers that NCCL makes when ranks first meet in an operation
+REASON_BYTES: Final = 512
+
+Share = Callable[[int, int], float]  # (S, ranks) -> bytes
+
+
+def _whole(nbytes: int, ranks: int) -> float:
+    return nbytes
+
+
+def _chunk(nbytes: int, ranks: int) -> float:
+    return nbytes / ranks
+
+
+def _two_segments(nbytes: int, ranks: int) -> float:
+    """Two segments of a chunk, one on its way while the other is summed (gloo/allreduce.cc, gloo/reduce.cc)."""
+    return 2 * min(nbytes / (2 * ranks), SEGMENT)
+
+
+def _whole_and_segments(nbytes: int, ranks: int) -> float:
+    return nbytes + _two_segments(nbytes, ranks)
+
+
+# What gloo (torch 2.13) takes inside a call: on every rank, and on the root where that is more. What is not named takes
+# nothing worth counting.
+GLOO_HIDDEN: Final[Mapping[str, Share]] = MappingProxyType(
+    {
+        "all_reduce": _two_segments,
+        "reduce": _two_segments,
+        "all_gather": _whole,  # gathered into a flat copy first
+        "reduce_scatter": _whole_and_segments,  # a clone that is all-reduced
+    }
+)
+GLOO_HIDDEN_ROOT: Final[Mapping[str, Share]] = MappingProxyType({"gather": _whole})
+# What our own building blocks allocate themselves, with whatever backend.
+OUR_HIDDEN: Final[Mapping[str, Share]] = MappingProxyType({})
+# S / ranks and not all that the root holds is what the others of a rooted operation allocate.
+LIGHT_OTHERS: Final[Mapping[str, Share]] = MappingProxyType({"gather": _chunk, "scatter": _chunk})
+
+
+def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> int | None:
+    """Make one call and return the peak of memory during it beyond what was there before; None: cannot be measured.
+
+    Every rank calls it at once, after a warm-up and with buffers that were written to. On the CPU that is VmHWM against
+    VmRSS, for an S of 32 MB or more; the kernel counts in batches of pages for each core, so machines of many cores err
+    by some MB. On a GPU it is what torch allocated and what others, NCCL foremost, took and kept.
+    """
+    if device.type == "cuda":
+        return _hidden_on_cuda(run, device)
+    if nbytes >= LEAST_MEASURED:
+        return _hidden_on_cpu(run)
+    run()
+    return None
+
+
+def expected_hidden(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
+    """Return what a call is known to take beyond its buffers on one rank, in bytes."""
+    if OPERATIONS[cell.operation].ours:
+        share = OUR_HIDDEN.get(cell.operation)
+    elif backend != "gloo":
+        share = None  # NCCL works in the buffers it is given
+    else:
+        share = GLOO_HIDDEN.get(cell.operation) or (GLOO_HIDDEN_ROOT.get(cell.operation) if root else None)
+    return round(share(nbytes, ranks)) if share is not None else 0
+
+
+def buffers_bytes(cell: Cell, nbytes: int, ranks: int, *, root: bool = True) -> int:
+    """Return what a rank allocates for a cell, in bytes; the root of a rooted operation holds more than the others."""
+    light = LIGHT_OTHERS.get(cell.operation)
+    if light is not None and not root:
+        return round(light(nbytes, ranks))
+    return round(OPERATIONS[cell.operation].buffers(ranks) * nbytes)
+
+
+def needed_bytes(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
+    """Return the peak of memory of one rank in a cell, in bytes: buffers, what the call hides, and some slack."""
+    hidden = expected_hidden(cell, nbytes, ranks, backend=backend, root=root)
+    return buffers_bytes(cell, nbytes, ranks, root=root) + hidden + RANK_SLACK
+
+
+def refusal(cell: Cell, nbytes: int, *, ranks: tuple[int, int], memory_share: float, gpu: str = "") -> str | None:
+    """Say why a cell would not fit into this host's memory, or into this rank's GPU; None where it fits.
+
+    `ranks` is how many there are, and how many of them share this host; `gpu` is "", or the backend that sends tensors
+    of the GPU. Reads what is free now: the buffers of the last cell must be gone on all ranks of the host.
+    """
+    world, here = ranks
+    if gpu:
+        reason = gpu_refusal(cell, nbytes, ranks=world, memory_share=memory_share)
+        if reason is not None or gpu == "nccl":
+            return reason
+    # Tensors of a GPU that gloo sends are copied to the host first, so they need there what others would.
+    other = needed_bytes(cell, nbytes, world, root=False)
+    root = needed_bytes(cell, nbytes, world, root=True)
+    needed = other * (here - 1) + max(root, other)
+    return _too_much(needed, free.free_bytes(), memory_share, f"this host for its {here} of {world} ranks")
+
+
+def gpu_refusal(cell: Cell, nbytes: int, *, ranks: int, memory_share: float) -> str | None:
+    """Say why a cell would not fit into the current GPU; None where it fits. Wakes CUDA: for players only."""
+    free_bytes, _ = torch.cuda.mem_get_info()
+    free_bytes += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch keeps it and would use it again
+    needed = needed_bytes(cell, nbytes, ranks, backend="nccl") + CUDA_SLACK
+    return _too_much(needed, free_bytes, memory_share, "this GPU")
+
+
+def agreed_refusal(reason: str | None, control: dist.ProcessGroup) -> str | None:
+    """Return the reason of the lowest rank that has one, the same on all ranks, which all call it; else None."""
+    text = (reason or "").encode()[:REASON_BYTES]
+    own = torch.zeros(REASON_BYTES, dtype=torch.uint8)
+    own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    texts = [torch.empty_like(own) for _ in range(control.size())]
+    dist.all_gather(texts, own, group=control)
+    reasons = (bytes(each.tolist()).rstrip(b"\0").decode(errors="replace") for each in texts)
+    return next((each for each in reasons if each), None)
+
+
+def _too_much(needed: int, free_bytes: int, share: float, where: str) -> str | None:
+    allowed = int(free_bytes * share)
+    if needed <= allowed:
+        return None
+    return (
+        f"needs {size_text(needed)} on {where}, {size_text(free_bytes)} are free and memory_share {share:g} lets it "
+        f"take {size_text(allowed)}; take smaller sizes, fewer ranks on a node, or a larger memory_share"
+    )
+
+
+def _hidden_on_cpu(run: Callable[[], None]) -> int | None:
+    _give_back_free_memory()
+    try:
+        CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
+    except OSError:  # a kernel without it
+        run()
+        return None
+    before = _resident("VmRSS")
+    run()
+    peak = _resident("VmHWM")
+    return max(0, peak - before)
+
+
+def _hidden_on_cuda(run: Callable[[], None], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    free_before, _ = torch.cuda.mem_get_info(device)
+    run()
+    torch.cuda.synchronize(device)
+    free_after, _ = torch.cuda.mem_get_info(device)
+    of_torch = torch.cuda.max_memory_allocated(device) - allocated
+    of_others = free_before - free_after - (torch.cuda.memory_reserved(device) - reserved)
+    return of_torch + max(0, of_others)
+
+
+def _give_back_free_memory() -> None:
+    """Have the allocator return what is free, or a copy made in it again would not be seen; where it can (glibc)."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+def _resident(name: str) -> int:
+    for line in STATUS.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0  # a kernel without an MMU's accounts

@@ -1,0 +1,85 @@
+"""The clock for NCCL: calls are timed by events of the GPU, behind a busy-wait that hides what Python takes.
+
+    stream   | busy-wait ~2 ms | tiny all_reduce | event | call ... | event |
+    Python   enqueues all of it while the GPU waits
+
+The tiny all_reduce starts all ranks' calls together: a rank's stream leaves it when the last rank's has come.
+Method of stas00's all_reduce_bench (ml-engineering).
+"""
+
+import time
+from functools import partial
+from statistics import median
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from collectives_bench.ranks.sampling import Run, Voices
+
+BUSY_MS: Final = 2.0
+PROBE_CYCLES: Final = 1_000_000
+US_PER_MS: Final = 1e3
+US: Final = 1e6
+
+
+class StreamClock:
+    """Times calls on the current stream of a device."""
+
+    def __init__(self, voices: Voices, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.voices = voices
+        self.group = group
+        self.device = device
+        self.token = torch.zeros(1, device=device)
+        self.cycles = 0
+        self._align()  # NCCL connects at the first call
+        torch.cuda.synchronize(device)
+        self.cycles = self._cycles_of_busy_wait()
+
+    def once(self, run: Run) -> float:
+        """Time one call, in microseconds."""
+        return self.loop(run, 1)
+
+    def loop(self, run: Run, calls: int) -> float:
+        """Time calls that are queued back to back; return the microseconds of one."""
+        begin, end = self._events()
+        torch.cuda.synchronize(self.device)
+        self.voices.barrier()
+        self._align()
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
+        elapsed_ms: float = begin.elapsed_time(end)
+        return elapsed_ms * US_PER_MS / calls
+
+    def host(self, run: Run, calls: int) -> float | None:
+        """Return the median time until a call returns to Python, in microseconds; the GPU is idle before each."""
+        took = []
+        for _ in range(calls):
+            torch.cuda.synchronize(self.device)
+            self.voices.beat()
+            started = time.perf_counter()
+            run()
+            took.append((time.perf_counter() - started) * US)
+        torch.cuda.synchronize(self.device)
+        return median(took)
+
+    def _align(self) -> None:
+        if self.cycles:
+            torch.cuda._sleep(self.cycles)  # type: ignore[no-untyped-call]
+        dist.all_reduce(self.token, group=self.group)
+
+    def _cycles_of_busy_wait(self) -> int:
+        begin, end = self._events()
+        torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call] # the first one loads the kernel
+        begin.record()
+        torch.cuda._sleep(PROBE_CYCLES)  # type: ignore[no-untyped-call]
+        end.record()
+        end.synchronize()
+        return int(PROBE_CYCLES * BUSY_MS / begin.elapsed_time(end))
+
+    def _events(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        make = partial(torch.cuda.Event, enable_timing=True)
+        return make(), make()

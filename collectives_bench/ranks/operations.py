@@ -1,0 +1,202 @@
+"""Every operation of `catalog.py`, ready to be called: the library's own here, ours in `building_blocks.py`."""
+
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from collectives_bench.catalog import DTYPES as ITEMSIZES
+from collectives_bench.catalog import OPERATIONS
+from collectives_bench.ranks import building_blocks
+from collectives_bench.ranks.calls import (
+    ROOT,
+    Exchanged,
+    FromPeer,
+    FromRoot,
+    Gathered,
+    GatheredAtRoot,
+    ReduceScattered,
+    Scattered,
+    Setup,
+    Summed,
+    SummedAtRoot,
+)
+from collectives_bench.ranks.calls import (
+    Call as Call,
+)
+from collectives_bench.records import Cell
+from ddp.primitives import begin, wait
+
+PLACES: Final = {"in": "over", "out": "beside"}
+
+# torch 2.13 renamed them and warns of the old names; torch 2.11 has only those.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+class AllReduce(Summed):
+    """all_reduce."""
+
+    def start(self, later: bool) -> Any:
+        return dist.all_reduce(self.buffer, group=self.group, async_op=later)
+
+
+class AllGather(Gathered):
+    """all_gather into one tensor."""
+
+    def start(self, later: bool) -> Any:
+        return _all_gather(self.output, self.input, group=self.group, async_op=later)
+
+
+class ReduceScatter(ReduceScattered):
+    """reduce_scatter of one tensor."""
+
+    def start(self, later: bool) -> Any:
+        return _reduce_scatter(self.output, self.input, group=self.group, async_op=later)
+
+
+class Broadcast(FromRoot):
+    """broadcast."""
+
+    def start(self, later: bool) -> Any:
+        return dist.broadcast(self.buffer, group_src=ROOT, group=self.group, async_op=later)
+
+
+class Reduce(SummedAtRoot):
+    """reduce."""
+
+    def start(self, later: bool) -> Any:
+        return dist.reduce(self.buffer, group_dst=ROOT, group=self.group, async_op=later)
+
+
+class Gather(GatheredAtRoot):
+    """gather."""
+
+    def start(self, later: bool) -> Any:
+        return dist.gather(self.input, self.places or None, group_dst=ROOT, group=self.group, async_op=later)
+
+
+class Scatter(Scattered):
+    """scatter."""
+
+    def start(self, later: bool) -> Any:
+        return dist.scatter(self.output, self.pieces, group_src=ROOT, group=self.group, async_op=later)
+
+
+class AllToAll(Exchanged):
+    """all_to_all of one tensor."""
+
+    def start(self, later: bool) -> Any:
+        return dist.all_to_all_single(self.output, self.input, group=self.group, async_op=later)
+
+
+class SendRecv(FromPeer):
+    """A ring: every rank sends to the next and receives from the one before, all at once."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, (setup.rank - 1) % setup.ranks)
+        self._sends = [(self.input, (self.rank + 1) % self.ranks)]
+        self._receives = [(self.output, (self.rank - 1) % self.ranks)]
+
+    def start(self, later: bool) -> None:
+        wait(begin(self.group, sends=self._sends, receives=self._receives))
+
+
+class PingPong(FromPeer):
+    """Rank 0 sends to rank 1, which answers when it has all; the others look on."""
+
+    parts = 2
+
+    def __init__(self, setup: Setup) -> None:
+        peer = 1 - setup.rank
+        super().__init__(setup, peer if setup.rank < 2 else None)
+        self._sends, self._receives = [(self.input, peer)], [(self.output, peer)]
+
+    def start(self, later: bool) -> None:
+        if self.rank == 0:
+            wait(begin(self.group, sends=self._sends))
+            wait(begin(self.group, receives=self._receives))
+        elif self.rank == 1:
+            wait(begin(self.group, receives=self._receives))
+            wait(begin(self.group, sends=self._sends))
+
+
+class Barrier(Call):
+    """barrier; there is nothing to be wrong."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        # NCCL's runs on a GPU, and guesses which if it is not told.
+        self._devices = [setup.device.index] if dist.get_backend(setup.group) == "nccl" else None
+
+    def buffers(self) -> list[Tensor]:
+        return []
+
+    def refill(self) -> None:
+        pass
+
+    def start(self, later: bool) -> Any:
+        return dist.barrier(group=self.group, async_op=later, device_ids=self._devices)
+
+    def wrong(self) -> int:
+        return 0
+
+
+CALLS: Final[dict[str, type[Call]]] = {
+    "all_reduce": AllReduce,
+    "all_gather": AllGather,
+    "reduce_scatter": ReduceScatter,
+    "broadcast": Broadcast,
+    "reduce": Reduce,
+    "gather": Gather,
+    "scatter": Scatter,
+    "all_to_all": AllToAll,
+    "send_recv": SendRecv,
+    "ping_pong": PingPong,
+    "barrier": Barrier,
+    "ring_all_reduce": building_blocks.RingAllReduce,
+    "ring_reduce_scatter": building_blocks.RingReduceScatter,
+    "ring_all_gather": building_blocks.RingAllGather,
+    "tree_broadcast": building_blocks.TreeBroadcast,
+    "tree_reduce": building_blocks.TreeReduce,
+    "exchange_reduce_scatter": building_blocks.ExchangeReduceScatter,
+    "gather_scatter": building_blocks.GatherScatter,
+}
+MESSAGES: Final = frozenset({"send_recv", "ping_pong"} | {name for name, each in OPERATIONS.items() if each.ours})
+COLLECTIVE: Final = "gather_scatter"  # the one of ours that the library's gather and scatter do
+
+
+def unsupported(cell: Cell, backend: str, device: torch.device | str) -> str | None:
+    """Say why a cell cannot be measured here, or None; ask before `prepare`."""
+    kind = torch.device(device).type
+    if backend == "nccl" and kind != "cuda":
+        return f"nccl moves tensors of GPUs only, these are on {kind}: set device: cuda, or backend: gloo"
+    if cell.call == "async" and cell.operation in MESSAGES:
+        return (
+            f"{cell.operation} is made of sends and receives, one after another, without an async_op: set calls: sync"
+        )
+    if backend == "gloo" and kind == "cuda" and cell.operation in MESSAGES - {COLLECTIVE}:
+        return f"{cell.operation}: gloo sends tensors of the CPU only from rank to rank: set backend: nccl"
+    if cell.operation == COLLECTIVE and cell.dtype == "int32":
+        return "gather_scatter takes a mean, which whole numbers have none of: measure fp32"
+    if cell.place not in OPERATIONS[cell.operation].places:
+        return f"{cell.operation} has no form with its result {PLACES[cell.place]} its input: set places: default"
+    return None
+
+
+def prepare(cell: Cell, nbytes: int, group: dist.ProcessGroup, device: torch.device) -> Call:
+    """Allocate the buffers of a cell, S being `nbytes` as `catalog.actual_bytes` has it.
+
+    All ranks of the group call it, in one order: NCCL meets here, for a first call must be everybody's.
+
+    Raises:
+        ValueError: a sum over so many ranks is not exact in this type.
+    """
+    count, rest = divmod(nbytes, ITEMSIZES[cell.dtype])
+    ranks = dist.get_world_size(group)
+    assert rest == 0, f"{nbytes} bytes are no whole number of {cell.dtype}"
+    assert count % (ranks if OPERATIONS[cell.operation].chunked else 1) == 0, f"{nbytes} bytes are not {ranks} chunks"
+    if device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return CALLS[cell.operation](Setup(cell, count, group, device))

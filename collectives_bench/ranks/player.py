@@ -1,0 +1,244 @@
+"""The player: one rank of one launch. It makes fresh process groups, plays cells in the order it was given, and ends.
+
+    group     what is measured
+    control   gloo, beside it: barriers, and the ranks' times
+
+What it tells its conductor (`forked.py`), of which only rank 0's is more than how far it is:
+{"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}, {"pair": Pair}.
+"""
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from collectives_bench.catalog import OPERATIONS, actual_bytes
+from collectives_bench.ranks import facts, load, memory, operations, wire
+from collectives_bench.ranks.calls import Call
+from collectives_bench.ranks.company import Company
+from collectives_bench.ranks.forked import Tell
+from collectives_bench.ranks.nccl import StreamClock
+from collectives_bench.ranks.pairs import play_pairs
+from collectives_bench.ranks.sampling import Clock, HostClock, Sampler, Voices
+from collectives_bench.records import Block, Cell, Memory, Wire
+from collectives_bench.results import stats
+from collectives_bench.settings import BenchSettings
+from jobs.page import Page
+
+LEAST_INIT_S: Final = 30.0  # c10d may look up names for 5 s and more when a group is made
+FAREWELL_S: Final = 10.0
+DIGITS: Final = 2  # of microseconds
+
+
+@dataclass(frozen=True)
+class Order:
+    """What one try of a launch plays; `number` counts the tries of the whole job."""
+
+    number: int
+    launch: int
+    cells: tuple[int, ...]
+
+
+class Stage:
+    """One rank of a launch, its groups made."""
+
+    def __init__(self, company: Company, settings: BenchSettings, order: Order, page: Page) -> None:
+        self.company = company
+        self.settings = settings
+        self.order = order
+        self.rank, self.size, self.device = company.env.rank, company.env.world_size, company.device
+        self.store = self._own_store()
+        started = time.perf_counter()
+        self.group, control = self._groups()
+        self.voices = Voices(control, page.beat)
+        self.init_s = max(each[0] for each in self.voices.gather([time.perf_counter() - started]))
+        backend = company.world.backend
+        clock: Clock = HostClock(self.voices, self.device)
+        if backend == "nccl":
+            clock = StreamClock(self.voices, self.group, self.device)
+        self.sampler = Sampler(clock, self.voices, settings)
+        self.history = load.History([seat.machine for seat in company.seats], [seat.host for seat in company.seats])
+        self.counter: wire.WireCounter | None = None
+        if settings.wire and company.counts_the_wire(self.rank):
+            interface = facts.interface_of(company.env, os.environ)
+            alone = len({seat.network for seat in company.seats}) == 1
+            self.counter = wire.WireCounter(wire.interfaces_of(interface, alone=alone))
+
+    def _own_store(self) -> PrefixStore:
+        """Dial the store anew: the conductor's connection is the conductor's."""
+        env, timeout = self.company.env, timedelta(seconds=max(LEAST_INIT_S, self.settings.timeout_s))
+        dialled = TCPStore(
+            env.master_addr, env.master_port, env.world_size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+        return PrefixStore(f"{self.company.prefix}/try-{self.order.number}", dialled)
+
+    def _groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        init = timedelta(seconds=max(LEAST_INIT_S, self.settings.timeout_s))
+        backend = self.company.world.backend
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            backend,
+            store=self.store,
+            rank=self.rank,
+            world_size=self.size,
+            timeout=init,
+            device_id=self.device if backend == "nccl" else None,
+        )
+        group = dist.group.WORLD
+        control = dist.new_group(backend="gloo", timeout=init)
+        assert group is not None
+        assert control is not None
+        for each in (group, control):
+            _set_pg_timeout(timedelta(seconds=self.settings.timeout_s), each)
+        return group, control
+
+    # Blocks ---------------------------------------------------------------------------------------------------------
+
+    def read_load(self) -> Any:
+        """Tell each other what the hosts do; return the load since a while ago, None at the first reading."""
+        told = self.voices.gather(load.read().values())
+        return self.history.add(time.perf_counter(), [load.Reading(*each) for each in told])
+
+    def play(self, cell: Cell) -> Block:
+        """Measure one cell; return its block, the same on every rank but for what only rank 0 knows."""
+        nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, self.size, cell.dtype)
+        if reason := operations.unsupported(cell, self.company.world.backend, self.device):
+            return self.block(cell, nbytes, state="unsupported", reason=reason)
+        if reason := self._refusal(cell, nbytes):
+            return self.block(cell, nbytes, state="refused", reason=reason)
+        call = operations.prepare(cell, nbytes, self.group, self.device)
+        return self._measure(cell, nbytes, call)
+
+    def _refusal(self, cell: Cell, nbytes: int) -> str | None:
+        share, here = self.settings.memory_share, len(self.company.companions(self.rank))
+        reason = memory.refusal(cell, nbytes, ranks=(self.size, here), memory_share=share)
+        if reason is None and self.device.type == "cuda":
+            reason = memory.gpu_refusal(cell, nbytes, ranks=self.size, memory_share=share)
+        return memory.agreed_refusal(reason, self.voices.group)
+
+    def _measure(self, cell: Cell, nbytes: int, call: Call) -> Block:
+        sampler, parts = self.sampler, call.parts
+        call.fill()
+        first_us = sampler.first(call.run)
+        wrong = self._wrong(call)
+        warm_up_calls = sampler.warm_up(call.run, first_us)
+        samples = sampler.latency(call.run)
+        samples_us = [round(each / parts, DIGITS) for each in samples.slowest]
+        back_to_back_us, _ = sampler.back_to_back(call.run, stats.median(samples.slowest))
+        host_us = sampler.host(call.run)
+        counted = self._count_the_wire(cell, nbytes, call)
+        call.fill()
+        hidden = self._last_call(call, nbytes)
+        wrong += self._wrong(call)
+        wrong_of_all = round(sum(each[0] for each in self.voices.gather([wrong])))
+        return self.block(
+            cell,
+            nbytes,
+            state="wrong" if wrong_of_all else "ok",
+            reason=f"{wrong_of_all} wrong elements" if wrong_of_all else "",
+            first_us=round(first_us / parts, DIGITS),
+            warm_up_calls=warm_up_calls,
+            latency=stats.timing(samples_us),
+            throughput_us=round(back_to_back_us / parts, DIGITS),
+            host_us=host_us,
+            wrong=wrong_of_all if self.settings.check else None,
+            lateness=samples.lateness,
+            samples_us=samples_us,
+            wire=counted,
+            memory=Memory(
+                buffers_bytes=self._largest(call.buffers_bytes),
+                hidden_bytes=hidden,
+                of="cuda" if self.device.type == "cuda" else "rss",
+            ),
+        )
+
+    def _last_call(self, call: Call, nbytes: int) -> int | None:
+        """Make the call whose result is checked; in the first launch it shows what memory a call needs as well."""
+        if self.order.launch != 0:
+            call.run()
+            return None
+        hidden = memory.hidden_bytes(call.run, nbytes, self.device)
+        largest = self._largest(-1 if hidden is None else hidden)
+        return largest if largest >= 0 else None
+
+    def _count_the_wire(self, cell: Cell, nbytes: int, call: Call) -> Wire | None:
+        """Count what the interfaces send, once in a job; NVLink passes them by."""
+        if not self.settings.wire or self.order.launch != 0 or self.company.world.backend != "gloo":
+            return None
+
+        def run() -> None:
+            self.voices.beat()
+            call.run()
+
+        return wire.audit(run, cell, nbytes, counter=self.counter, control=self.voices.group)
+
+    def _wrong(self, call: Call) -> int:
+        self.voices.beat()
+        return call.wrong() if self.settings.check else 0
+
+    def _largest(self, mine: float) -> int:
+        return round(max(each[0] for each in self.voices.gather([mine])))
+
+    def block(self, cell: Cell, nbytes: int, **found: Any) -> Block:
+        """Make the record of a cell in this launch."""
+        return Block(
+            launch=self.order.launch,
+            world=self.company.world,
+            cell=cell,
+            nbytes=nbytes,
+            time=time.time(),
+            load=self.read_load(),
+            **found,
+        )
+
+    def leave(self) -> None:
+        """End together: who left before the others have read their last message would look like a failure."""
+        if self.store.add("left", 1) == self.size:
+            self.store.set("all-left", "")
+        self.store.wait(["all-left"], timedelta(seconds=FAREWELL_S + self.settings.timeout_s))
+
+
+def play(
+    company: Company, settings: BenchSettings, cells: Sequence[Cell], order: Order, tell: Tell, page: Page
+) -> None:
+    """Play a launch, or what is left of it, as one rank."""
+    stage = Stage(company, settings, order, page)
+    tell({"ready": stage.init_s})
+    stage.read_load()
+    if settings.pairs:
+        play_all_pairs(stage, tell)
+    else:
+        play_cells(stage, cells, tell, page)
+    stage.leave()
+
+
+def play_cells(stage: Stage, cells: Sequence[Cell], tell: Tell, page: Page) -> None:
+    """Measure cell after cell; rank 0 tells each block as it ends."""
+    for index in stage.order.cells:
+        page.beat()
+        tell({"enter": index})
+        block = stage.play(cells[index])
+        if stage.rank == 0:
+            tell({"block": block.model_dump(mode="json"), "of": index})
+        if stage.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def play_all_pairs(stage: Stage, tell: Tell) -> None:
+    """Measure every pair of nodes, which is one cell to the conductors."""
+    (index,) = stage.order.cells
+    tell({"enter": index})
+    launch = stage.order.launch
+    pairs = play_pairs(stage.company, stage.settings, launch=launch, group=stage.group, voices=stage.voices)
+    if stage.rank == 0:
+        for pair in pairs:
+            tell({"pair": pair.model_dump(mode="json")})
+        tell({"of": index})

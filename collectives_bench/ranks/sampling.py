@@ -1,0 +1,180 @@
+"""How one cell is timed: warm-up, samples one by one until they suffice, then a loop back to back.
+
+Every rank times its own calls; the time of a call is that of the slowest rank. Ranks tell each other their times over
+a gloo group of their own, batch by batch, so that all see the same numbers and stop at the same call. After
+Hoefler & Belli, "Scientific Benchmarking of Parallel Computing Systems" (SC'15), and ReproMPI (Hunold & Carpen-Amarie).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+
+from collectives_bench.results import stats
+from collectives_bench.settings import BenchSettings
+
+Run = Callable[[], None]
+
+WARM_UP_S: Final = 0.5
+AGREE: Final = 0.2  # two successive calls that differ by less than this are warm
+LEAST_WARM_UP: Final = 2
+BATCH_S: Final = 0.025
+MOST_IN_BATCH: Final = 50
+BARRIER_S: Final = 0.0002  # about what a barrier between calls takes
+LATENCY_SHARE: Final = 0.7  # of block_s, warm-up included; the rest is for the loop back to back
+LEAST_BACK_TO_BACK: Final = 2
+MOST_BACK_TO_BACK: Final = 500
+US: Final = 1e6
+
+
+class Clock(Protocol):
+    """Times calls on one rank, in microseconds; `nccl.py` has the one for CUDA's streams."""
+
+    def once(self, run: Run) -> float:
+        """Time one call after a barrier."""
+
+    def loop(self, run: Run, calls: int) -> float:
+        """Time calls back to back after a barrier; return the time of one."""
+
+    def host(self, run: Run, calls: int) -> float | None:
+        """Time until a call returns to Python; None where that is the time of the call itself."""
+
+
+class Voices:
+    """The gloo group over which the ranks tell each other numbers; never the one that is measured."""
+
+    def __init__(self, group: dist.ProcessGroup, beat: Callable[[], None]) -> None:
+        self.group = group
+        self.size = group.size()
+        self.beat = beat
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.beat()
+        dist.barrier(group=self.group)
+        self.beat()
+
+    def gather(self, mine: Sequence[float]) -> list[list[float]]:
+        """Return the numbers of every rank, in rank order; all give equally many."""
+        self.beat()
+        own = torch.tensor(mine, dtype=torch.float64)  # (numbers,)
+        everybody = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(everybody, own, group=self.group)
+        rows: list[list[float]] = [each.tolist() for each in everybody]
+        return rows
+
+
+class HostClock:
+    """The clock for gloo: a call is over when it returns, on a GPU when the device has nothing left to do."""
+
+    def __init__(self, voices: Voices, device: torch.device) -> None:
+        self.voices = voices
+        self.device = device
+
+    def once(self, run: Run) -> float:
+        """Time one call after a barrier, in microseconds."""
+        return self.loop(run, 1)
+
+    def loop(self, run: Run, calls: int) -> float:
+        """Time calls back to back after a barrier; return the microseconds of one."""
+        self._settle()
+        self.voices.barrier()
+        started = time.perf_counter()
+        for _ in range(calls):
+            run()
+        self._settle()
+        return (time.perf_counter() - started) * US / calls
+
+    def host(self, run: Run, calls: int) -> float | None:
+        """Return None: calls return when they are done."""
+        return None
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What a block's calls took, in microseconds; `by_rank` holds each rank's own times of the same calls."""
+
+    slowest: list[float]
+    by_rank: list[list[float]]
+
+    @property
+    def lateness(self) -> list[float]:
+        """Each rank's median share of the slowest rank's time."""
+        return [
+            round(
+                median(
+                    mine / slowest if slowest > 0 else 1.0 for mine, slowest in zip(each, self.slowest, strict=True)
+                ),
+                4,
+            )
+            for each in self.by_rank
+        ]
+
+
+class Sampler:
+    """Times the calls of one cell after another; `parts`: how many one-way times a call takes."""
+
+    def __init__(self, clock: Clock, voices: Voices, settings: BenchSettings) -> None:
+        self.clock = clock
+        self.voices = voices
+        self.settings = settings
+        self._began = time.perf_counter()
+
+    def first(self, run: Run) -> float:
+        """Make the very first call, from which on the block's time is counted; return its time on the slowest rank."""
+        self._began = time.perf_counter()
+        return self._slowest(self.clock.once(run))
+
+    def warm_up(self, run: Run, first_us: float) -> int:
+        """Call until two calls in a row took about as long; return how many were made, the first one included."""
+        before, spent_us, calls = first_us, first_us, 1
+        while True:
+            now = self._slowest(self.clock.once(run))
+            calls, spent_us = calls + 1, spent_us + now
+            agree = abs(now - before) <= AGREE * min(now, before)
+            if calls >= LEAST_WARM_UP and (agree or spent_us >= WARM_UP_S * US):
+                return calls
+            before = now
+
+    def latency(self, run: Run) -> Samples:
+        """Take samples until their interval is narrow enough or the time is over, and always `least_samples`."""
+        settings = self.settings
+        by_rank: list[list[float]] = [[] for _ in range(self.voices.size)]
+        slowest: list[float] = []
+        count = settings.least_samples
+        while count > 0:
+            mine = [self.clock.once(run) for _ in range(count)]
+            gathered = self.voices.gather([*mine, time.perf_counter() - self._began])
+            spent_s = max(each.pop() for each in gathered)  # everybody must come to the same end
+            for known, new in zip(by_rank, gathered, strict=True):
+                known += new
+            slowest += [max(each) for each in zip(*gathered, strict=True)]
+            left_s = LATENCY_SHARE * settings.block_s - spent_s
+            if left_s <= 0 or stats.is_precise(slowest, settings.precision):
+                break
+            each_s = stats.median(slowest) / US + BARRIER_S
+            count = max(1, min(MOST_IN_BATCH, int(min(BATCH_S, left_s) / each_s)))
+            count = min(count, settings.most_samples - len(slowest))
+        return Samples(slowest, by_rank)
+
+    def back_to_back(self, run: Run, each_us: float) -> tuple[float, int]:
+        """Return the time of a call in a loop without pauses, in microseconds, and how many calls were made."""
+        budget_us = (1 - LATENCY_SHARE) * self.settings.block_s * US
+        calls = max(LEAST_BACK_TO_BACK, min(MOST_BACK_TO_BACK, int(budget_us / max(each_us, 1.0))))
+        return self._slowest(self.clock.loop(run, calls)), calls
+
+    def host(self, run: Run) -> float | None:
+        """Return the time until a call returns to Python on the slowest rank, in microseconds; None: the call's own."""
+        mine = self.clock.host(run, MOST_IN_BATCH)
+        return None if mine is None else self._slowest(mine)
+
+    def _slowest(self, mine: float) -> float:
+        return max(each[0] for each in self.voices.gather([mine]))

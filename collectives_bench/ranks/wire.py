@@ -1,0 +1,164 @@
+"""Bytes that the interfaces sent during calls, beside the bytes that the formulas say: what does a library really move?
+
+    window       barrier, read, barrier, k calls, barrier, read        payload = bytes - headers x packets - sent again
+    a call       (smallest of some windows - smallest of some windows without calls) / k
+
+Counters are those of this process's network namespace, where all ranks of a host share one loopback: one rank of each
+namespace reads, and what they read is added up. Whatever else a host sends can only add, hence the smallest windows;
+an acknowledgement is headers alone and counts as nothing. What passes the interfaces by (shared memory, NVLink, RDMA)
+is not seen, so this is for gloo.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from collectives_bench.ranks.facts import mtu
+from collectives_bench.ranks.known import best_wire, known_wire
+from collectives_bench.records import Cell, Wire
+
+COUNTERS: Final = Path("/proc/self/net/dev")
+PROTOCOLS: Final = Path("/proc/self/net/snmp")
+TIMESTAMPS: Final = Path("/proc/sys/net/ipv4/tcp_timestamps")
+LOOPBACK: Final = "lo"
+SENT_BYTES, SENT_PACKETS = 8, 9  # of a line of /proc/net/dev, after the name
+ETHERNET, IP, IP6, TCP, STAMP = 14, 20, 40, 20, 12  # bytes of headers; the loopback has an Ethernet header too
+
+WINDOW_BYTES: Final = 8 * 2**20  # a window moves that much at least, so that a stray packet is nothing
+MOST_CALLS: Final = 64
+AGREE: Final = 0.003  # the two smallest windows differ by no more than that, or there is another one
+MOST_WINDOWS: Final = 8
+LEAST_JUDGED: Final = 2**20
+
+
+class WireCounter:
+    """Payload that some interfaces of this network namespace send. Every packet that is counted has one header.
+
+    That holds for packets of 64 KB too, which a card cuts later: they are counted before they are cut, or else every
+    piece is counted with a header of its own.
+    """
+
+    def __init__(self, interfaces: Iterable[str], *, ipv6: bool = False) -> None:
+        self.interfaces = sorted(set(interfaces))
+        self.header_bytes = header_bytes(ipv6=ipv6)
+        cards = [found for each in self.interfaces if each != LOOPBACK and (found := mtu(each))]
+        self._segment = min(cards) - (self.header_bytes - ETHERNET) if cards else 0
+        self._begin = (0, 0, 0)
+
+    def start(self) -> None:
+        """Begin to count."""
+        self._begin = self._read()
+
+    def sent(self) -> float:
+        """Return the bytes of payload since `start`, what TCP had to send again left out."""
+        sent, packets, again = (now - then for now, then in zip(self._read(), self._begin, strict=True))
+        return max(0.0, float(sent - packets * self.header_bytes - again * self._segment))
+
+    def _read(self) -> tuple[int, int, int]:
+        """Return bytes, packets, and segments that were sent again."""
+        sent = packets = 0
+        for line in COUNTERS.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, colon, rest = line.partition(":")
+            if colon and name.strip() in self.interfaces:
+                fields = rest.split()
+                sent += int(fields[SENT_BYTES])
+                packets += int(fields[SENT_PACKETS])
+        return sent, packets, _sent_again()
+
+
+def interfaces_of(interface: str, *, alone: bool) -> list[str]:
+    """Return the interfaces that carry what ranks send: the loopback where they share a host, and the one to others.
+
+    What one host sends to an address of its own takes the loopback, whatever interface has that address; `alone`: all
+    ranks share one network namespace.
+    """
+    return [LOOPBACK] if alone or not interface else sorted({LOOPBACK, interface})
+
+
+def header_bytes(*, ipv6: bool = False) -> int:
+    """Return the headers of a TCP segment in bytes: 66 on IPv4, with the time stamps that Linux sends by default."""
+    try:
+        stamped = TIMESTAMPS.read_text(encoding="ascii").strip() != "0"
+    except OSError:
+        stamped = True
+    return ETHERNET + (IP6 if ipv6 else IP) + TCP + (STAMP if stamped else 0)
+
+
+def audit(
+    run: Callable[[], None], cell: Cell, nbytes: int, *, counter: WireCounter | None, control: dist.ProcessGroup
+) -> Wire:
+    """Count what all ranks send in one call; all ranks call it together, after a warm-up.
+
+    `counter` is None on ranks that share a network namespace with a lower one; rank 0 has one. `control` is a gloo
+    group of all ranks, whose own messages are counted off.
+    """
+    ranks = control.size()
+    known = known_wire(cell, nbytes, ranks)
+    calls = calls_of(known)
+    idle = min(_window(run, 0, counter, control) for _ in range(2))
+    windows = [_window(run, calls, counter, control) for _ in range(2)]
+    # The sums are the same on every rank, and so is what follows from them. Where there is no payload, all is noise.
+    while known and not _agree(windows, idle) and len(windows) < MOST_WINDOWS:
+        windows.append(_window(run, calls, counter, control))
+    return Wire(
+        interfaces=counter.interfaces if counter is not None else [],
+        calls=calls,
+        sent_bytes=max(0.0, min(windows) - idle) / calls,
+        best_bytes=best_wire(cell, nbytes, ranks),
+        known_bytes=known,
+    )
+
+
+def calls_of(known_bytes: float) -> int:
+    """Return how many calls a window has, from the bytes of one."""
+    return max(1, min(MOST_CALLS, math.ceil(WINDOW_BYTES / max(known_bytes, 1.0))))
+
+
+def deviation(operation: str, wire: Wire, *, within: float = 0.01) -> str:
+    """Say where a library moves more or less than the best algorithm, or than we knew; "" where it does as it should.
+
+    A call of less than 1 MB is not judged: the library's own headers, some tens of bytes a message, are not nothing.
+    """
+    if wire.best_bytes < LEAST_JUDGED or abs(wire.sent_bytes - wire.best_bytes) <= within * wire.best_bytes:
+        return ""
+    ratio = wire.sent_bytes / wire.best_bytes
+    text = f"{operation} moves {ratio:.2f} x the best algorithm's bytes"
+    if abs(wire.sent_bytes - wire.known_bytes) <= within * wire.known_bytes:
+        return f"{text}, as its source says{WHY.get(operation, '')}"
+    return f"{text}; {wire.known_bytes / wire.best_bytes:.2f} x was expected of it"
+
+
+WHY: Final = {
+    "reduce_scatter": ": it is an all_reduce of everything",
+    "reduce": ": every rank sends nearly all segments round the ring",
+}
+
+
+def _agree(windows: list[float], idle: float) -> bool:
+    first, second = sorted(windows)[:2]
+    return second - first <= AGREE * max(first - idle, 1.0)
+
+
+def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, control: dist.ProcessGroup) -> float:
+    """Return the payload of all namespaces in one window, in bytes, the same number on every rank."""
+    dist.barrier(control)
+    if counter is not None:
+        counter.start()
+    dist.barrier(control)  # nobody calls before all have begun to count
+    for _ in range(calls):
+        run()
+    dist.barrier(control)
+    total = torch.tensor([counter.sent() if counter is not None else 0.0], dtype=torch.float64)
+    dist.all_reduce(total, group=control)
+    return float(total.item())
+
+
+def _sent_again() -> int:
+    """Return the segments that TCP has sent again in this namespace; they have the size of full ones, nearly all."""
+    lines = [line.split() for line in PROTOCOLS.read_text(encoding="ascii").splitlines() if line.startswith("Tcp:")]
+    names, values = lines[0], lines[1]
+    return int(values[names.index("RetransSegs")])

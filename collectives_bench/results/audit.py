@@ -1,0 +1,62 @@
+"""What the interfaces sent, as text: bytes over S of every row against the formulas, each deviation named."""
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+from collectives_bench.records import Wire
+from collectives_bench.results.table import number, way_of, world_text
+from collectives_bench.sizes import size_text
+
+if TYPE_CHECKING:
+    from collectives_bench.results.rows import Row
+
+TOLERANCE: Final = 0.01
+WIDTHS: Final = (25, 10, 10, 12, 12, 12, 9)
+NAMES: Final = ("operation", "size", "place", "sent / S", "known / S", "best / S", "off")
+UNITS: Final = ("", "", "", "measured", "of this", "possible", "(%)")
+
+
+def lines(rows: "Sequence[Row]") -> list[str]:
+    """Return one line for each row whose bytes were counted, under a heading for each world.
+
+    `known` is what this library's algorithm sends, `best` what the best one would; `off` is sent against known.
+    """
+    found = []
+    counted = [row for row in rows if row.wire is not None and row.nbytes]
+    for world, group in groupby(counted, key=lambda row: row.world):
+        of_world = list(group)
+        interfaces = sorted({name for row in of_world if row.wire is not None for name in row.wire.interfaces})
+        found += ["#", f"# bytes that all ranks together sent ({', '.join(interfaces)}), over S · {world_text(world)}"]
+        found += [_join("#", NAMES), _join("#", UNITS), *map(_line, of_world)]
+    return found
+
+
+def _line(row: "Row") -> str:
+    wire = row.wire
+    assert wire is not None
+    off = wire.sent_bytes / wire.known_bytes - 1 if wire.known_bytes else None
+    values = [number(each / row.nbytes) for each in (wire.sent_bytes, wire.known_bytes, wire.best_bytes)]
+    cells = (
+        row.cell.operation,
+        size_text(row.nbytes),
+        way_of(row.cell),
+        *values,
+        "-" if off is None else f"{off * 100:+.1f}",
+    )
+    return f"{_join(' ', cells)}  {_verdict(wire, off)}"
+
+
+def _verdict(wire: Wire, off: float | None) -> str:
+    """Name what is odd: bytes that no formula of ours explains, or an algorithm that sends more than it must."""
+    words = []
+    if off is None or abs(off) > TOLERANCE:
+        words.append("not as known")
+    if wire.best_bytes and (more := wire.sent_bytes / wire.best_bytes - 1) > TOLERANCE:
+        words.append(f"{more:.0%} more than the best algorithm")
+    return ", ".join(words) or "as the formula"
+
+
+def _join(start: str, cells: Sequence[str]) -> str:
+    text = "".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
+    return f"{start}{text[1:]}"

@@ -1,0 +1,262 @@
+"""The environment explained: what of it changes the numbers of a result, with an estimate of what it costs.
+
+What hosts say of themselves is judged here, what the numbers themselves say in `symptoms.py`. A cost is measured in the
+result where it holds both sides of it (two runs that differ in their congestion control, worlds that fit on the cores
+and that do not, blocks with and without foreign load); otherwise it is one that was seen elsewhere, and says so.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final
+
+from collectives_bench.records import Block, Header, HostFacts, Result
+from collectives_bench.results.finding import Finding
+from collectives_bench.results.rows import Row, rows_of
+from collectives_bench.results.stats import median
+from collectives_bench.results.symptoms import SYMPTOMS, log_mean
+from jobs.words import counted
+
+# Loopback of a 2-core machine, kernel 6.18, gloo, 100 MB, against reno.
+BBR_ALL_REDUCE: Final = 1.35
+BBR_SEND: Final = 2.2
+STALL_S: Final = 4.5  # a resolver gives a name server up after 5 s
+SLOW_LINK: Final = 0.5  # of an interface's speed, reached at best
+LARGE_BYTES: Final = 4 * 2**20
+FAST_MBIT: Final = 10_000
+HEADERS_BYTES: Final = 66  # Ethernet, IP and TCP with time stamps, of every packet
+VIRTUAL: Final = re.compile(r"docker|veth|br-|virbr|cni|flannel|cali|tun|tap|wg|zt|tailscale")
+# What changes results, whatever its value is good for.
+VARIABLES: Final[dict[str, str]] = {
+    "NCCL_P2P_DISABLE": "GPUs of one host speak through its memory, not over NVLink or PCIe",
+    "NCCL_SHM_DISABLE": "ranks of one host speak over the network",
+    "NCCL_IB_DISABLE": "InfiniBand and RoCE are not used",
+    "NCCL_NET_GDR_LEVEL": "which transfers go from the network card to the GPU directly",
+    "NCCL_NVLS_ENABLE": "sums in the NVLink switch: up to 1.3x on 8 GPUs, nothing on 4 or fewer",
+    "NCCL_ALGO": "the algorithm is not NCCL's choice",
+    "NCCL_PROTO": "the protocol is not NCCL's choice",
+    "NCCL_MIN_NCHANNELS": "the number of channels is not NCCL's choice",
+    "NCCL_MAX_NCHANNELS": "the number of channels is not NCCL's choice",
+    "NCCL_BUFFSIZE": "the size of its buffers is not NCCL's choice",
+    "NCCL_DEBUG": "messages are written while it runs, many at INFO and TRACE",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL compares the arguments of every call on all ranks first",
+    "TORCH_NCCL_BLOCKING_WAIT": "calls return to Python when they are done",
+    "MALLOC_MMAP_THRESHOLD_": "when memory is mapped anew for each call: from 32 MB on it doubles an all_gather",
+}
+HARMLESS: Final = {"NCCL_DEBUG": ("", "WARN", "VERSION"), "TORCH_DISTRIBUTED_DEBUG": ("", "OFF", "INFO")}
+
+
+def findings(result: Result) -> list[Finding]:
+    """Return what was found, what hosts say first; empty if nothing is known to be in the way."""
+    rows = rows_of(result)
+    found = [finding for check in CHECKS for finding in check(result, rows)]
+    found += [finding for symptom in SYMPTOMS for finding in symptom(result, rows)]
+    return list(dict.fromkeys(found))
+
+
+def _hosts(headers: Iterable[Header]) -> list[HostFacts]:
+    """Return the hosts of some runs, each once."""
+    return list({host.host: host for header in headers for host in header.hosts}.values())
+
+
+def _names(hosts: Sequence[HostFacts]) -> str:
+    names = [host.host for host in hosts]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _over_tcp(result: Result) -> list[Header]:
+    return [header for header in result.headers if header.world.backend == "gloo" and header.world.ranks > 1]
+
+
+def _between_nodes(result: Result) -> list[Header]:
+    return [header for header in result.headers if header.world.nodes > 1]
+
+
+def congestion_control(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name TCP's congestion control where it is bbr, or differs; its cost between two runs, where there are two."""
+    hosts = _hosts(_over_tcp(result))
+    names = sorted({host.congestion_control for host in hosts} - {""})
+    slow = [host for host in hosts if host.congestion_control.startswith("bbr")]
+    if measured := _measured_control(result):
+        one, other, factor, count = measured
+        yield Finding(
+            f"TCP's congestion control is {one} in one run and {other} in another",
+            f"{counted(count, 'row')} measured with both",
+            f"{one} took {factor:.2f}x as long, measured here",
+            f"set it for all: sysctl -w net.ipv4.tcp_congestion_control={other if factor > 1 else one}",
+            factor=factor,
+            measured=True,
+        )
+    elif len(names) > 1:
+        yield Finding(
+            f"TCP's congestion control differs between hosts: {', '.join(names)}",
+            _names(hosts),
+            "a host's own setting holds for what it sends, so some links may be slower than others; not measured here",
+            f"set it alike: sysctl -w net.ipv4.tcp_congestion_control={next(n for n in names if n[:3] != 'bbr')}",
+        )
+    elif slow:
+        yield Finding(
+            f"TCP's congestion control is {slow[0].congestion_control}",
+            f"on {_names(slow)}",
+            f"seen elsewhere, on a loopback at 100 MB: {BBR_ALL_REDUCE}x on all_reduce and {BBR_SEND}x on send against "
+            "reno; not measured here",
+            "try another for one route: ip route change ROUTE congctl reno (ROUTE as ip route show prints it; of a "
+            "loopback: ip route show table local), and compare",
+            factor=BBR_ALL_REDUCE,
+        )
+
+
+def _measured_control(result: Result) -> tuple[str, str, float, int] | None:
+    """Compare runs that differ in congestion control: two names, how much slower the first is, in how many rows."""
+    blocks: dict[str, list[Block]] = {}
+    for header in result.headers:
+        controls = {host.congestion_control for host in header.hosts}
+        if len(controls) == 1:
+            blocks.setdefault(controls.pop(), []).extend(_blocks_of(header, result))
+    blocks.pop("", None)
+    if len(blocks) < 2:
+        return None
+    one, other = sorted(blocks, key=lambda name: not name.startswith("bbr"))[:2]
+    times = [
+        {(row.world, row.cell): row.p50_us for row in rows_of(Result(blocks=blocks[name])) if row.p50_us}
+        for name in (one, other)
+    ]
+    common = [key for key in times[0] if key in times[1]]
+    if not common:
+        return None
+    return one, other, log_mean([times[0][key] / times[1][key] for key in common]), len(common)
+
+
+def _blocks_of(header: Header, result: Result) -> list[Block]:
+    """Return a run's blocks: those of its world between its header and the next."""
+    later = [each.time for each in result.headers if each.world == header.world and each.time > header.time]
+    end = min(later, default=float("inf"))
+    return [block for block in result.blocks if block.world == header.world and header.time <= block.time < end]
+
+
+def interface(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name an interface between nodes that is none to the network, or that its link's speed does not explain."""
+    headers = _between_nodes(result)
+    hosts = _hosts(headers)
+    advice = "name the right one: GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME (ip -br addr lists them)"
+    if odd := [host for host in hosts if host.interface == "lo" or VIRTUAL.match(host.interface)]:
+        yield Finding(
+            f"nodes speak through {odd[0].interface}, which leads to no other machine or takes a detour",
+            f"on {_names(odd)}",
+            "seen elsewhere: 94x (24.2 s for 0.26 s, pytorch/gloo 335); not measured here",
+            advice,
+        )
+    speeds = {host.speed_mbit for host in hosts if host.speed_mbit}
+    if len(speeds) > 1:
+        slow = [host for host in hosts if host.speed_mbit == min(speeds)]
+        yield Finding(
+            f"links differ: {min(speeds)} and {max(speeds)} Mbit/s",
+            f"the slowest on {_names(slow)}, {slow[0].interface}",
+            f"up to {max(speeds) / min(speeds):.3g}x, for the slowest link sets the pace of a ring",
+            f"look at its cable and switch port; or {advice}",
+            factor=max(speeds) / min(speeds),
+        )
+    yield from _unused_speed(headers, min(speeds, default=0), hosts, rows)
+
+
+def _unused_speed(
+    headers: Sequence[Header], speed_mbit: int, hosts: Sequence[HostFacts], rows: Sequence[Row]
+) -> Iterator[Finding]:
+    worlds = {header.world for header in headers if header.world.backend == "gloo" and header.world.ranks_per_node == 1}
+    best = max(
+        (row.busbw for row in rows if row.world in worlds and row.nbytes >= LARGE_BYTES and row.busbw), default=0
+    )
+    link = speed_mbit / 8e3  # GB/s
+    if best and link and best < SLOW_LINK * link:
+        yield Finding(
+            f"the link is not used: {best:.3g} GB/s at best of {link:.3g}",
+            f"{hosts[0].interface} says {speed_mbit} Mbit/s",
+            f"up to {link / best:.1f}x, measured here",
+            "one TCP stream may not fill it: look at congestion control, mtu and the CPU; or another interface is used",
+            factor=link / best,
+            measured=True,
+        )
+    elif best > 1.05 * link > 0:
+        yield Finding(
+            f"numbers beyond the link: {best:.3g} GB/s over {link:.3g}",
+            f"{hosts[0].interface} says {speed_mbit} Mbit/s",
+            "the traffic takes another way than the one named here",
+            "set GLOO_SOCKET_IFNAME, and count with --wire",
+        )
+
+
+def packets(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name a small or an uneven mtu between nodes."""
+    hosts = [host for host in _hosts(_between_nodes(result)) if host.mtu]
+    sizes = sorted({host.mtu for host in hosts if host.mtu})
+    if len(sizes) > 1:
+        small = [host for host in hosts if host.mtu == sizes[0]]
+        yield Finding(
+            f"the mtu differs: {sizes[0]} and {sizes[-1]}",
+            f"the smallest on {_names(small)}",
+            "large packets may be dropped between them, which looks like a hang; not measured here",
+            f"set it alike: ip link set DEVICE mtu {sizes[0]}",
+        )
+    fast = [host for host in hosts if (host.speed_mbit or 0) >= FAST_MBIT and (host.mtu or 0) <= 1500]
+    if fast and fast[0].mtu:
+        share = HEADERS_BYTES / (fast[0].mtu + 14) - HEADERS_BYTES / (9000 + 14)
+        yield Finding(
+            f"the mtu is {fast[0].mtu} on a link of {fast[0].speed_mbit} Mbit/s",
+            f"on {_names(fast)}",
+            f"{share:.1%} of the link for headers, by arithmetic, and six times as many packets for the CPU",
+            "where switches allow it: ip link set DEVICE mtu 9000, on all hosts",
+            factor=1 + share,
+        )
+
+
+def governor(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name hosts whose cores are told to save power."""
+    if saving := [host for host in _hosts(result.headers) if "powersave" in host.governor]:
+        yield Finding(
+            "cores save power: the governor is powersave",
+            f"on {_names(saving)}",
+            "small messages wait for cores to wake up; not measured here",
+            "cpupower frequency-set -g performance, and measure again",
+        )
+
+
+def stall_at_start(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name a start that waited for a name server."""
+    stalls = [header for header in result.headers if header.init_s is not None and header.init_s >= STALL_S]
+    gloo = [header.init_s for header in stalls if header.init_s is not None and header.world.backend == "gloo"]
+    if gloo:
+        seconds = median(gloo)
+        yield Finding(
+            f"init_process_group took {seconds:.1f} s",
+            f"in {len(gloo)} of {counted(len(result.headers), 'run')}; 0.04 s is usual, a name server's time-out 5 s",
+            f"{seconds:.1f} s at every start, measured here; no row holds it",
+            "let addresses be found without a name server: all hosts in /etc/hosts, or options timeout:1 in "
+            "/etc/resolv.conf",
+            seconds=seconds,
+            measured=True,
+        )
+
+
+def variables(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name what is set in the environment and changes results, and what is not the same everywhere."""
+    hosts = _hosts(result.headers)
+    for name in sorted({name for host in hosts for name in host.environment}):
+        values = sorted({host.environment.get(name, "") for host in hosts})
+        if len(values) > 1 and not name.endswith("_IFNAME"):
+            yield Finding(
+                f"{name} is not the same on all hosts",
+                ", ".join(value or "unset" for value in values),
+                "ranks that differ in it may hang, or give other results; not measured here",
+                "set it alike, in the job's env: section",
+            )
+        elif name in VARIABLES and values[0] not in HARMLESS.get(name, ("",)):
+            yield Finding(f"{name}={values[0]} is set", VARIABLES[name], "not measured here", "unset it and compare")
+
+
+CHECKS: Final[tuple[Callable[[Result, Sequence[Row]], Iterator[Finding]], ...]] = (
+    congestion_control,
+    interface,
+    packets,
+    governor,
+    variables,
+    stall_at_start,
+)

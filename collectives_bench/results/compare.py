@@ -1,0 +1,261 @@
+"""Compare two results, row by row: better, worse, same, or no verdict. Pure.
+
+**The unit is the launch.** Calls of one launch share its luck; a row's launches are what is compared, by the logarithm
+of their medians. Tests and intervals are those of `shift.py`.
+
+**Interleaved or not.** Launches that alternate in time (A B B A ...) are paired with their neighbours: a pair shares
+what else the machine was doing, and what drifts falls out. Results of different times cannot tell a drift from a cause,
+so there a difference must exceed, beyond doubt, 5 % and what drifted within either; and a host loaded by others (30 %)
+has no verdict at all.
+
+**The family.** With 95 % confidence a comparison of equals has no better and no worse at all, however many rows it has:
+half of the 5 % is spent on the mean of all rows together, which is less noisy than any of them, and half on the rows
+(Holm 1979: the k-th smallest of m p-values is held against its half / (m - k + 1)). An interval has the confidence
+that its verdict was held to.
+
+    worse, better   the interval excludes equality, and does not lie within +-5 %
+    same            the interval lies within +-5 %: the launches were enough to see a difference, and there is none
+    no verdict      anything else, and why: too few launches, other load on one side, not measured on one side
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from collectives_bench.records import Cell, World
+from collectives_bench.results.rows import FOREIGN_LIMIT, Row
+from collectives_bench.results.shift import Shift, student_quantile, unpaired_ranks
+from collectives_bench.results.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, together
+from collectives_bench.results.stats import median
+from jobs.errors import RefusedError
+
+ALPHA: Final = 0.05  # of any false verdict in a comparison
+HOGGED: Final = 0.30  # foreign load above which results of different times are not compared
+TO_FIND: Final = math.log(1.10)  # the difference for which the launches needed are told
+MISSED: Final = 0.05  # the share of such differences that may be missed
+MANY: Final = 1000  # degrees of freedom
+BAD: Final = frozenset({"failed", "timeout", "wrong"})
+
+Answer = Literal["better", "worse", "same", "no verdict"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row of a comparison; without a cell, all rows together. `ratio` is time after / before, above 1 is slower."""
+
+    verdict: Answer
+    why: str
+    world: World | None = None
+    cell: Cell | None = None
+    nbytes: int | None = None
+    before_us: float | None = None
+    after_us: float | None = None
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    confidence: float | None = None  # of low and high: more than 95 % where many rows are compared
+    launches: tuple[int, int] = (0, 0)
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison says as a whole; `verdict` is what a gate goes by.
+
+    worse: any row is, or all together; better: some are and none is worse; same: every row there was before was looked
+    at and is the same; no verdict: anything else, above all where nothing could be told.
+    """
+
+    rows: list[Verdict]
+    together: Verdict
+    only_before: int
+    only_after: int
+
+    @property
+    def verdict(self) -> Answer:
+        said = [each.verdict for each in (*self.rows, self.together)]
+        for answer in ("worse", "better"):
+            if answer in said:
+                return answer
+        same = not self.only_before and all(each.verdict == "same" for each in self.rows)
+        return "same" if same else "no verdict"
+
+    def count(self, answer: Answer) -> int:
+        """Count the rows with this verdict."""
+        return sum(each.verdict == answer for each in self.rows)
+
+    def line(self) -> str:
+        """Say it in one line."""
+        counts = ", ".join(
+            f"{self.count(answer)} {answer}"
+            for answer in ("worse", "better", "same", "no verdict")
+            if self.count(answer)
+        )
+        alone = self.only_before + self.only_after
+        more = f"; {alone} in one of them only" if alone else ""
+        return f"{self.verdict}: of {len(self.rows)} common rows {counts}{more}"
+
+
+def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Verdict]:
+    """Return a verdict for every row that both have, in the order of `after`; errors as `comparison`."""
+    return comparison(before, after).rows
+
+
+def comparison(before: Sequence[Row], after: Sequence[Row]) -> Comparison:
+    """Compare all rows that both have, and all of them together.
+
+    Raises:
+        RefusedError: they have none in common: nothing was looked at, so nothing is the same.
+    """
+    earlier = {(row.world, row.cell): row for row in before}
+    common = [(earlier[key], row) for row in after if (key := (row.world, row.cell)) in earlier]
+    if not common:
+        raise RefusedError(
+            f"compare: no row in common ({len(before)} rows before, {len(after)} after); name two results of the same "
+            "operations, sizes, types and worlds"
+        )
+    found = [_unfit(old, new) for old, new in common]
+    sides = {i: sides_of(*common[i]) for i, verdict in enumerate(found) if verdict is None}
+    whole = together(list(sides.values()))
+    drift = whole.drift if whole else 0.0  # what drifts, drifts in all rows
+    alpha = ALPHA / 2 if whole else ALPHA
+    of_all = Verdict("no verdict", "fewer than two rows can be judged")
+    if whole:
+        (of_all,) = _judge([whole], drift, alpha)
+    judged = _judge(list(sides.values()), drift, alpha)
+    for i, verdict in zip(sides, judged, strict=True):
+        found[i] = _of_row(verdict, *common[i])
+    return Comparison(
+        rows=[verdict for verdict in found if verdict is not None],
+        together=of_all,
+        only_before=len(before) - len(common),
+        only_after=len(after) - len(common),
+    )
+
+
+def _unfit(before: Row, after: Row) -> Verdict | None:
+    """Return the verdict of a row whose times cannot be, or need not be, compared."""
+    answer, why = _by_state(before, after) or _by_launches(before, after) or _by_load(before, after) or ("", "")
+    return _of_row(Verdict(answer, why), before, after) if answer else None
+
+
+def _by_state(before: Row, after: Row) -> tuple[Answer, str] | None:
+    was_bad, is_bad = (row.state == "wrong" or (row.state in BAD and not row.is_measured) for row in (before, after))
+    if is_bad and not was_bad and before.is_measured:
+        return "worse", f"after: {_state(after)}"
+    if was_bad and not is_bad and after.is_measured:
+        return "better", f"before: {_state(before)}"
+    for side, row in (("before", before), ("after", after)):
+        if row.state == "wrong" or not row.is_measured:
+            return "no verdict", f"{side}: {_state(row)}"
+    return None
+
+
+def _by_launches(before: Row, after: Row) -> tuple[Answer, str] | None:
+    if before.nbytes != after.nbytes:
+        return "no verdict", f"{before.nbytes} bytes before, {after.nbytes} after"
+    if min(before.launches, after.launches) < LEAST_LAUNCHES:
+        return "no verdict", f"{before.launches} and {after.launches} launches; {LEAST_LAUNCHES} are the least"
+    if min(*before.launch_medians_us, *after.launch_medians_us) <= 0:
+        return "no verdict", "a time of 0"
+    return None
+
+
+def _by_load(before: Row, after: Row) -> tuple[Answer, str] | None:
+    """Refuse to judge launches that shared their hosts with others, unless both sides did so alike."""
+    x, y = ([share for share in row.launch_foreign if share is not None] for row in (before, after))
+    if not x or not y:
+        return None
+    interleaved = sides_of(before, after).interleaved
+    share, other = median(x), median(y)
+    found = f"foreign load {share:.0%} before, {other:.0%} after"
+    # Shares of short blocks are noisy themselves; of launches that alternate, only a difference that is none by chance.
+    if abs(share - other) > FOREIGN_LIMIT and (not interleaved or unpaired_ranks(x, y).p_value() <= ALPHA):
+        return "no verdict", found
+    if not interleaved and max(share, other) > HOGGED:
+        return "no verdict", f"{found}: too much to compare two times; interleave the launches (A B B A)"
+    return None
+
+
+def _judge(family: Sequence[Sides], drift: float, alpha: float) -> list[Verdict]:
+    """Judge all of a family, so that none of its better and worse is false but with the chance alpha: Holm's steps."""
+    count = len(family)
+    tests = [sides.test(alpha / count) for sides in family]
+    margins = [sides.margin(drift) for sides in family]
+    p_values = [_beyond(test, margin) for test, margin in zip(tests, margins, strict=True)]
+    levels = [0.0] * count
+    left, stopped = count, False
+    for place in sorted(range(count), key=p_values.__getitem__):
+        levels[place] = alpha / left
+        stopped = stopped or p_values[place] > levels[place]
+        left -= not stopped
+    return [
+        _verdict(sides, test, margin, level)
+        for sides, test, margin, level in zip(family, tests, margins, levels, strict=True)
+    ]
+
+
+def _beyond(test: Shift, margin: float) -> float:
+    """Return the p-value of "the shift is within +-margin"."""
+    if abs(test.estimate) <= margin and margin:
+        return 1.0
+    return test.p_value(math.copysign(margin, test.estimate))
+
+
+def _verdict(sides: Sides, test: Shift, margin: float, level: float) -> Verdict:
+    low, high = test.interval(level)
+    if low >= -EQUAL and high <= EQUAL:
+        answer: Answer = "same"
+        why = "within +-5 %"
+    elif low > margin:
+        answer, why = "worse", "slower beyond doubt"
+    elif high < -margin:
+        answer, why = "better", "faster beyond doubt"
+    else:
+        answer, why = "no verdict", _too_few(sides, level)
+    return Verdict(
+        answer,
+        why,
+        ratio=math.exp(test.estimate),
+        low=math.exp(low),
+        high=math.exp(high) if high < math.inf else math.inf,
+        confidence=1 - level,
+        launches=sides.launches,
+        interleaved=sides.interleaved,
+    )
+
+
+def _too_few(sides: Sides, level: float) -> str:
+    """Say how many launches would tell a difference of 10 % in nineteen of twenty comparisons, by the spread seen."""
+    launches = min(sides.launches)
+    error = (student_quantile(level, MANY) + student_quantile(2 * MISSED, MANY)) * sides.mean().error
+    reach = TO_FIND if sides.interleaved else TO_FIND - EQUAL
+    needed = math.ceil(launches * (error / reach) ** 2)
+    if needed <= launches:
+        return "the difference is too small for a verdict, and too large to be the same"
+    apart = "" if sides.interleaved else ", interleaved if they can be (A B B A): results of two times also drift apart"
+    return f"launches differ too much: about {needed} of each would tell 10 %{apart}"
+
+
+def _of_row(verdict: Verdict, before: Row, after: Row) -> Verdict:
+    """Say which row a verdict is of; some launches that failed keep it from being good news."""
+    answer, why = verdict.verdict, verdict.why
+    if after.state in BAD and verdict.ratio is not None:
+        why = f"{why}; after: {_state(after)}"
+        answer = "worse" if answer == "worse" else "no verdict"
+    return replace(
+        verdict,
+        verdict=answer,
+        why=why,
+        world=after.world,
+        cell=after.cell,
+        nbytes=after.nbytes,
+        before_us=before.p50_us,
+        after_us=after.p50_us,
+        launches=verdict.launches if verdict.ratio is not None else (before.launches, after.launches),
+    )
+
+
+def _state(row: Row) -> str:
+    return f"{row.state}: {row.reason}" if row.reason else row.state

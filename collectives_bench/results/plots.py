@@ -1,0 +1,165 @@
+"""Rows as plots: busbw and time against size on log axes, one line for each operation and way, its interval a band.
+
+    columns   worlds              rows   types, each with busbw above time
+
+The same rows make the same file, byte for byte.
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from collectives_bench.catalog import OPERATIONS
+from collectives_bench.results.table import world_text
+from collectives_bench.sizes import size_text
+from jobs.files import folder_error
+
+if TYPE_CHECKING:
+    from collectives_bench.results.rows import Row
+
+CELL_INCHES: Final = (5.2, 3.1)  # of one panel
+LEGEND_INCHES: Final = 2.4
+MARKERS: Final = "os^Dv<>Pph8X*"
+MOST_TICKS: Final = 7
+NO_DATES: Final[dict[str, dict[str, Any]]] = {
+    ".png": {"Software": None},
+    ".svg": {"Date": None},
+    ".pdf": {"CreationDate": None, "Producer": None, "Creator": None},
+}
+
+
+class NothingToPlotError(ValueError):
+    """No row has a size and a time."""
+
+
+def plot(rows: "Sequence[Row]", path: Path) -> None:
+    """Draw rows into a file; its suffix says what kind: .png, .svg or .pdf.
+
+    Raises:
+        NothingToPlotError: no row has a size and a time.
+        RunFolderError, StorageError: it cannot be written.
+    """
+    drawn = [row for row in rows if row.p50_us is not None and row.nbytes > 0]
+    if not drawn:
+        raise NothingToPlotError("no row has a size and a time; barrier has no size, and rows that failed have no time")
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    worlds = list(dict.fromkeys(row.world for row in drawn))
+    dtypes = list(dict.fromkeys(row.cell.dtype for row in drawn))
+    ways = list(dict.fromkeys(way_of(row) for row in drawn))
+    width, height = CELL_INCHES[0] * len(worlds) + LEGEND_INCHES, CELL_INCHES[1] * 2 * len(dtypes) + 0.4
+    with rc_context({"svg.hashsalt": "muster", "font.size": 9, "svg.fonttype": "path"}):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(2 * len(dtypes), len(worlds), squeeze=False, sharex=True, sharey="row")
+        for column, world in enumerate(worlds):
+            for line, dtype in enumerate(dtypes):
+                of_panel = [row for row in drawn if row.world == world and row.cell.dtype == dtype]
+                _draw(panels[2 * line][column], of_panel, ways, "busbw")
+                _draw(panels[2 * line + 1][column], of_panel, ways, "time")
+                panels[2 * line][0].set_ylabel(f"{dtype}\nbusbw (GB/s)" if len(dtypes) > 1 else "busbw (GB/s)")
+                panels[2 * line + 1][0].set_ylabel(f"{dtype}\ntime" if len(dtypes) > 1 else "time")
+            panels[0][column].set_title(world_text(world))
+            panels[-1][column].set_xlabel("size")
+            _name_sizes(panels[-1][column], sorted({row.nbytes for row in drawn}))
+        for line in panels:
+            _name_values(line[0])
+        _legend(figure, panels, ways, confidence=min(row.confidence for row in drawn))
+        _save(figure, path)
+
+
+def way_of(row: "Row") -> str:
+    """Name a line: the operation, with its place where it can have two, and async."""
+    cell = row.cell
+    words = [cell.operation]
+    words += [cell.place] if len(OPERATIONS[cell.operation].places) > 1 else []
+    words += ["async"] if cell.call == "async" else []
+    return " ".join(words)
+
+
+def _draw(panel: Any, rows: "Sequence[Row]", ways: Sequence[str], what: str) -> None:
+    """Draw one panel; every way has the same colour and mark in all of them."""
+    from matplotlib.ticker import FuncFormatter
+
+    for number, way in enumerate(ways):
+        of_way = sorted((row for row in rows if way_of(row) == way), key=lambda row: row.nbytes)
+        points = [point for row in of_way if (point := _point(row, what)) is not None]
+        if not points:
+            continue
+        sizes, values, lows, highs = zip(*points, strict=True)
+        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10 % 3]}
+        panel.plot(
+            sizes, values, marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.3, label=way, **style
+        )
+        panel.fill_between(sizes, lows, highs, color=style["color"], alpha=0.2, linewidth=0)
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    panel.grid(True, which="major", alpha=0.3)
+    panel.yaxis.set_major_formatter(FuncFormatter(_seconds if what == "time" else _plain))
+
+
+def _point(row: "Row", what: str) -> tuple[int, float, float, float] | None:
+    """Return size, value, and the ends of its interval, in microseconds or GB/s; None without a value to draw."""
+    assert row.p50_us is not None
+    low, high = row.low_us or row.p50_us, row.high_us or row.p50_us
+    if what == "time":
+        return (row.nbytes, row.p50_us, low, high) if row.p50_us > 0 else None
+    if not row.busbw:  # of one rank alone it is 0: nothing crosses a link
+        return None
+    return row.nbytes, row.busbw, row.busbw * row.p50_us / high, row.busbw * row.p50_us / low
+
+
+def _name_values(panel: Any) -> None:
+    """Name one value of a decade, or 1, 2 and 5 of each where the axis shows less than two."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = panel.get_ylim()
+    subs = (1.0,) if high > 100 * low else (1.0, 2.0, 5.0)
+    panel.yaxis.set_major_locator(LogLocator(base=10, subs=subs))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _plain(value: float, _: Any) -> str:
+    return f"{value:.6f}".rstrip("0").rstrip(".")
+
+
+def _seconds(value: float, _: Any) -> str:
+    """Write microseconds with the unit that fits."""
+    for unit, factor in (("s", 1e6), ("ms", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.4g} {unit}"
+    return f"{value:.4g} us"
+
+
+def _name_sizes(panel: Any, sizes: Sequence[int]) -> None:
+    """Name sizes that were measured below the axis, not powers that were not; no more than fit."""
+    least = math.log2(sizes[-1] / sizes[0]) / MOST_TICKS
+    chosen = [sizes[-1]]
+    for size in reversed(sizes[1:-1]):
+        if math.log2(chosen[-1] / size) >= least and math.log2(size / sizes[0]) >= least:
+            chosen.append(size)
+    chosen = sorted({*chosen, sizes[0]})
+    panel.set_xticks(chosen, [size_text(size) for size in chosen])
+    panel.set_xticks([], minor=True)
+
+
+def _legend(figure: Any, panels: Any, ways: Sequence[str], *, confidence: float) -> None:
+    """Name the lines once, beside all panels."""
+    handles: dict[str, Any] = {}
+    for panel in panels.flat:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    named = [way for way in ways if way in handles]
+    title = f"band: {confidence:.0%} interval"
+    figure.legend([handles[way] for way in named], named, loc="outside right upper", title=title, frameon=False)
+
+
+def _save(figure: Any, path: Path) -> None:
+    kind = path.suffix.lower()
+    try:
+        figure.savefig(path, format=kind.removeprefix("."), dpi=120, metadata=NO_DATES[kind])
+    except OSError as error:
+        raise folder_error(path, error) from error

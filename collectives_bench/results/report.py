@@ -1,0 +1,38 @@
+"""All that a result says, as text: what was measured where, the rows, pairs and slow links, bytes, causes, a verdict.
+
+Rank 0 prints it at the end of a `bench:` job, `muster bench` and `muster bench show` for one run or several.
+"""
+
+from collections.abc import Sequence
+
+from collectives_bench.records import Result
+from collectives_bench.results import audit, matrix, table
+from collectives_bench.results.causes import findings
+from collectives_bench.results.rows import Row, rows_of
+from collectives_bench.results.slow import slow
+
+
+def report_lines(result: Result) -> list[str]:
+    """Return the whole report, one world after another."""
+    rows = rows_of(result)
+    lines: list[str] = []
+    for world in dict.fromkeys(record.world for record in (*result.headers, *rows, *result.pairs)):
+        lines += ["#"] if lines else []
+        for header in result.headers:
+            lines += table.header(header) if header.world == world else []
+        of_world = [row for row in rows if row.world == world]
+        lines += table.lines(of_world)
+        if pairs := [pair for pair in result.pairs if pair.world == world]:
+            lines += [*matrix.lines(pairs), "#", *(f"# {line}" for line in slow(pairs).lines())]
+        lines += audit.lines(of_world)
+    if found := findings(result):
+        lines += ["#", *(f"# {finding.text}" for finding in found)]
+    lines += table.verdict(rows) if rows else ["#", f"# verdict: {'FAILED' if is_failed(result, rows) else 'OK'}"]
+    return lines
+
+
+def is_failed(result: Result, rows: Sequence[Row]) -> bool:
+    """Say whether something was wrong, or nothing was measured."""
+    if any(pair.state in table.BAD_STATES for pair in result.pairs):
+        return True
+    return table.is_failed(rows) if rows or not result.pairs else False

@@ -1,0 +1,238 @@
+"""From blocks to rows: one cell of one world over all its launches. Pure.
+
+A launch's time is its median, a row's time the median of its launches': neither a scheduler's tick nor one unlucky
+launch moves it. Its interval is over launches, which differ more than calls do (on a shared machine by 16 %, Hunold &
+Carpen-Amarie 2016 saw the same on clusters), and is that of order statistics, as within a block (`stats.py`): with five
+launches the quickest and the slowest, which enclose the median with 93.75 % whatever the distribution. A t-interval of
+the logarithms is as wide at five (1.24 against 1.16 standard deviations to each side) and believes in a distribution
+that has no stragglers. With fewer launches less is known, and `confidence` says how much: 87.5 %, 75 %, 50 %; one
+launch has its own calls' interval and the flag `one launch`.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from collectives_bench.catalog import DTYPES, OPERATIONS
+from collectives_bench.records import Block, Cell, Result, State, Timing, Wire, World
+from collectives_bench.results.stats import CONFIDENCE, confidence_of, median, median_interval, spread
+
+FOREIGN_LIMIT: Final = 0.05  # of all cores' time, taken by others: from here on a row is flagged
+STEAL_LIMIT: Final = 0.02
+SPREAD_LIMIT: Final = 0.30  # (slowest - quickest launch) / median: twice what is usual on a shared machine
+FIRST_CALL_LIMIT: Final = 5.0  # times the median; nine of ten cells were below it on a loopback
+LATE_MARGIN: Final = 0.10  # of the call's time, behind the next latest rank
+LATE_CHANCE: Final = 0.07  # of one and the same rank being the last in every launch, were all alike
+
+# From best to worst; a wrong result that nobody sees is worse than a failure that everybody sees.
+STATES: Final[tuple[State, ...]] = ("ok", "unsupported", "refused", "timeout", "failed", "wrong")
+
+# Operations in which all ranks do the same: in the others some rank is last by its part, which is no fault of its.
+SYMMETRIC: Final = frozenset(
+    name
+    for name in OPERATIONS
+    if name not in ("broadcast", "reduce", "gather", "scatter", "ping_pong", "gather_scatter")
+    and not name.startswith("tree_")
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell in one world over its launches. Times are in microseconds, algbw and busbw in GB/s.
+
+    `state` and `reason` are those of the worst block; the numbers are of the blocks that were measured, so that a row
+    with one failed launch of five shows four launches' numbers and the failure. None: not measured.
+    """
+
+    world: World
+    cell: Cell
+    nbytes: int
+    state: State
+    reason: str = ""
+    launches: int = 0  # that were measured
+    tried: int = 0  # all of them
+    samples: int = 0
+    p50_us: float | None = None  # median of launch medians
+    low_us: float | None = None
+    high_us: float | None = None
+    confidence: float = 0.0  # that low_us and high_us enclose the median over launches
+    min_us: float | None = None
+    p95_us: float | None = None  # p95 and p99: median over launches of each launch's own
+    p99_us: float | None = None
+    max_us: float | None = None
+    cv: float | None = None  # median over launches of the coefficient of variation of a launch's calls
+    first_us: float | None = None
+    throughput_us: float | None = None
+    host_us: float | None = None
+    wrong: int | None = None  # elements, of all launches
+    algbw: float | None = None
+    busbw: float | None = None
+    late_rank: int | None = None
+    buffers_bytes: int | None = None
+    hidden_bytes: int | None = None
+    wire: Wire | None = None
+    foreign: float | None = None  # median over launches of the worst host's share
+    flags: tuple[str, ...] = ()
+    launch_medians_us: tuple[float, ...] = ()
+    launch_mins_us: tuple[float, ...] = ()  # this and the next two: of the same launches, in the same order
+    launch_times: tuple[float, ...] = ()  # unix seconds, at the end of the block
+    launch_foreign: tuple[float | None, ...] = ()
+
+    @property
+    def is_measured(self) -> bool:
+        """True if there are numbers."""
+        return self.p50_us is not None
+
+
+def rows_of(result: Result) -> list[Row]:
+    """Return a row for every cell of every world, in the order of the catalog."""
+    found: dict[tuple[World, Cell], list[Block]] = {}
+    for block in result.blocks:
+        found.setdefault((block.world, block.cell), []).append(block)
+    rows = [_row(sorted(blocks, key=lambda block: block.time)) for blocks in found.values()]
+    return sorted(rows, key=_place_in_table)
+
+
+def _place_in_table(row: Row) -> tuple[object, ...]:
+    world, cell = row.world, row.cell
+    of_world = (world.nodes, world.ranks_per_node, world.ranks, world.backend, world.device)
+    of_cell = (list(OPERATIONS).index(cell.operation), list(DTYPES).index(cell.dtype), cell.call != "sync", cell.place)
+    return *of_world, *of_cell, cell.asked_bytes
+
+
+def _row(blocks: Sequence[Block]) -> Row:
+    state, reason = _worst(blocks)
+    first = blocks[0]
+    row = Row(first.world, first.cell, first.nbytes, state, reason, tried=len(blocks), wrong=_wrong(blocks))
+    measured = [block for block in blocks if block.state == "ok" and block.latency is not None]
+    # Nothing but wrong results: their times are shown all the same, beside the verdict.
+    measured = measured or [block for block in blocks if block.state == "wrong" and block.latency is not None]
+    return _with_numbers(row, measured) if measured else row
+
+
+def _worst(blocks: Sequence[Block]) -> tuple[State, str]:
+    """Return the worst state with its earliest reason; how many launches it befell, where not all."""
+    state = max((block.state for block in blocks), key=STATES.index)
+    if state == "ok":
+        return state, ""
+    alike = [block for block in blocks if block.state == state]
+    reason = next((block.reason for block in alike if block.reason), "")
+    if len(alike) < len(blocks):
+        reason = f"{reason} ({len(alike)} of {len(blocks)} launches)".strip()
+    return state, reason
+
+
+def _wrong(blocks: Sequence[Block]) -> int | None:
+    checked = [block.wrong for block in blocks if block.wrong is not None]
+    return sum(checked) if checked else None
+
+
+def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
+    """Fill in what was measured; the blocks are in the order of time."""
+    timings = [block.latency for block in blocks if block.latency is not None]
+    medians = [timing.p50_us for timing in timings]
+    p50_us = median(medians)
+    low_us, high_us, confidence = _interval(timings)
+    cvs = [spread(block.samples_us) for block in blocks if len(block.samples_us) > 1]
+    # GB/s: bytes a microsecond / 1000.
+    algbw = row.nbytes / p50_us / 1e3 if row.nbytes and p50_us > 0 else None
+    factor = OPERATIONS[row.cell.operation].bus_factor(row.world.ranks)
+    memories = [block.memory for block in blocks if block.memory is not None]
+    hidden = [memory.hidden_bytes for memory in memories if memory.hidden_bytes is not None]
+    foreign = [block.load.foreign for block in blocks if block.load is not None]
+    first_us = _middle(blocks, lambda block: block.first_us)
+    late_rank = _late_rank(blocks)
+    return Row(
+        world=row.world,
+        cell=row.cell,
+        nbytes=row.nbytes,
+        state=row.state,
+        reason=row.reason,
+        launches=len(blocks),
+        tried=row.tried,
+        samples=sum(timing.n for timing in timings),
+        p50_us=p50_us,
+        low_us=low_us,
+        high_us=high_us,
+        confidence=confidence,
+        min_us=min(timing.min_us for timing in timings),
+        p95_us=median([timing.p95_us for timing in timings]),
+        p99_us=median([timing.p99_us for timing in timings]),
+        max_us=max(timing.max_us for timing in timings),
+        cv=median(cvs) if cvs else None,
+        first_us=first_us,
+        throughput_us=_middle(blocks, lambda block: block.throughput_us),
+        host_us=_middle(blocks, lambda block: block.host_us),
+        wrong=row.wrong,
+        algbw=algbw,
+        busbw=None if algbw is None else algbw * factor,
+        late_rank=late_rank,
+        buffers_bytes=max((memory.buffers_bytes for memory in memories), default=None),
+        hidden_bytes=max(hidden, default=None),
+        wire=_wire(blocks),
+        foreign=median(foreign) if foreign else None,
+        flags=(*_flags_of_load(blocks), *_flags_of_times(medians, first_us, late_rank)),
+        launch_medians_us=tuple(medians),
+        launch_mins_us=tuple(timing.min_us for timing in timings),
+        launch_times=tuple(block.time for block in blocks),
+        launch_foreign=tuple(block.load.foreign if block.load else None for block in blocks),
+    )
+
+
+def _interval(timings: Sequence[Timing]) -> tuple[float, float, float]:
+    """Return the interval over launches, and its confidence; of one launch, that over its calls."""
+    if len(timings) == 1:
+        return timings[0].low_us, timings[0].high_us, confidence_of(timings[0].n)
+    low_us, high_us = median_interval([timing.p50_us for timing in timings], CONFIDENCE)
+    return low_us, high_us, confidence_of(len(timings))
+
+
+def _middle(blocks: Iterable[Block], value: Callable[[Block], float | None]) -> float | None:
+    found = [each for each in map(value, blocks) if each is not None]
+    return median(found) if found else None
+
+
+def _wire(blocks: Sequence[Block]) -> Wire | None:
+    """Return the middle one by bytes a call (of an even number, the lower): bytes hardly differ between launches."""
+    found = sorted((block.wire for block in blocks if block.wire is not None), key=lambda wire: wire.sent_bytes)
+    return found[(len(found) - 1) // 2] if found else None
+
+
+def _late_rank(blocks: Sequence[Block]) -> int | None:
+    """Name the rank that is the last in every launch, by a margin, where all ranks do the same; None if there is none.
+
+    n ranks that are all alike have one and the same as the last of L launches with a chance of n^(1 - L).
+    """
+    found = [block.lateness for block in blocks if block.lateness and len(block.lateness) == block.world.ranks > 1]
+    if not found or blocks[0].cell.operation not in SYMMETRIC:
+        return None
+    ranks = len(found[0])
+    latest = {max(range(ranks), key=shares.__getitem__) for shares in found}
+    if len(latest) > 1 or ranks ** (1 - len(found)) > LATE_CHANCE:
+        return None
+    margins = [ordered[-1] - ordered[-2] for ordered in map(sorted, found)]
+    return latest.pop() if median(margins) >= LATE_MARGIN else None
+
+
+def _flags_of_load(blocks: Sequence[Block]) -> tuple[str, ...]:
+    flags = []
+    for word, limit, shares in (
+        ("foreign load", FOREIGN_LIMIT, [block.load.foreign for block in blocks if block.load]),
+        ("steal", STEAL_LIMIT, [block.load.steal for block in blocks if block.load]),
+    ):
+        if above := [share for share in shares if share > limit]:
+            flags.append(f"{word} {max(above):.0%} ({len(above)} of {len(shares)} launches)")
+    return tuple(flags)
+
+
+def _flags_of_times(medians_us: Sequence[float], first_us: float | None, late_rank: int | None) -> tuple[str, ...]:
+    flags, middle = [], median(medians_us)
+    if len(medians_us) == 1:
+        flags.append("one launch")
+    elif middle > 0 and (apart := (max(medians_us) - min(medians_us)) / middle) > SPREAD_LIMIT:
+        flags.append(f"launches disagree by {apart:.0%}")
+    if first_us is not None and middle > 0 and first_us > FIRST_CALL_LIMIT * middle:
+        flags.append(f"first call {first_us / middle:.3g}x")
+    if late_rank is not None:
+        flags.append(f"rank {late_rank} is late")
+    return tuple(flags)

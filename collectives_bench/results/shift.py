@@ -1,0 +1,197 @@
+"""How far two series of launches are apart: distribution-free tests, and a t-test where there are too few for them.
+
+A shift is of logarithms: 0.1 is 10 % slower. Each test gives the p-value of "the shift is `at`", two-sided, an interval
+that holds exactly those shifts whose p-value is above alpha, and a point estimate in it.
+
+    Paired     Wilcoxon's signed ranks of the pairs' differences; estimate of Hodges & Lehmann (1963)
+    Unpaired   Wilcoxon's rank sum (Mann & Whitney 1947), all differences between the two
+    Mean       a t-test, paired or Welch's: means of logarithms
+
+Under "nothing has changed" a pair's two launches could have been exchanged, so a difference is as likely as its
+negative: the signed ranks' level is exact whatever the noise. Outliers count as the largest rank and no more. With few
+launches no rank test can reach a small level (n pairs: 2^(1 - n)), and the t-test has to do: of noise with heavy tails
+it says too little rather than too much, for outliers widen its interval faster than they move its centre.
+"""
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+from typing import Protocol
+
+from collectives_bench.results.stats import median
+
+EXACT = 60  # launches: beyond, the normal approximation is as good (within 1 % of the level at 0.001)
+
+
+class Shift(Protocol):
+    """What every test can be asked."""
+
+    @property
+    def estimate(self) -> float:
+        """The most plausible shift."""
+
+    @property
+    def least_p(self) -> float:
+        """The smallest p-value that these many launches can give."""
+
+    def p_value(self, at: float = 0.0) -> float:
+        """The probability, if the shift were `at`, of data at least as far from it."""
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        """Shifts that the data do not contradict at this level; infinite where there are too few launches."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank test by the sorted values whose number above a shift is its statistic."""
+
+    values: tuple[float, ...]  # Walsh averages, or differences of all with all
+    sizes: tuple[int, ...]  # (pairs,) or (before, after)
+
+    @property
+    def estimate(self) -> float:
+        return median(self.values)
+
+    @property
+    def least_p(self) -> float:
+        return min(1.0, 2 * _at_most(0, self.sizes))
+
+    def p_value(self, at: float = 0.0) -> float:
+        below, above = bisect_left(self.values, at), len(self.values) - bisect_right(self.values, at)
+        ties = len(self.values) - below - above
+        return min(1.0, 2 * _at_most(min(below, above) + ties // 2, self.sizes))
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        place = -1  # the most values outside at either end
+        while place + 1 < len(self.values) // 2 and 2 * _at_most(place + 1, self.sizes) <= alpha:
+            place += 1
+        return (-math.inf, math.inf) if place < 0 else (self.values[place], self.values[-1 - place])
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A t-test by its centre, its standard error and its degrees of freedom."""
+
+    estimate: float
+    error: float
+    freedom: int
+
+    @property
+    def least_p(self) -> float:
+        return 0.0
+
+    def p_value(self, at: float = 0.0) -> float:
+        if self.error == 0:
+            return 1.0 if self.estimate == at else 0.0
+        return student_p((self.estimate - at) / self.error, self.freedom)
+
+    def interval(self, alpha: float) -> tuple[float, float]:
+        half = self.error * student_quantile(alpha, self.freedom)
+        return self.estimate - half, self.estimate + half
+
+
+def paired_ranks(differences: Sequence[float]) -> Ranks:
+    """Compare by the signed ranks of differences, by way of the means of every two, and of each with itself."""
+    return Ranks(
+        tuple(sorted((first + second) / 2 for i, first in enumerate(differences) for second in differences[i:])),
+        (len(differences),),
+    )
+
+
+def unpaired_ranks(before: Sequence[float], after: Sequence[float]) -> Ranks:
+    """Compare by the ranks of all values together."""
+    return Ranks(tuple(sorted(y - x for x in before for y in after)), (len(before), len(after)))
+
+
+def paired_mean(differences: Sequence[float]) -> Mean:
+    """Compare by the mean of two or more differences."""
+    mean, variance = _moments(differences)
+    return Mean(mean, math.sqrt(variance / len(differences)), len(differences) - 1)
+
+
+def unpaired_mean(before: Sequence[float], after: Sequence[float]) -> Mean:
+    """Compare by the means of two or more each, as Welch (1947); his degrees of freedom rounded down."""
+    (x, of_x), (y, of_y) = _moments(before), _moments(after)
+    a, b = of_x / len(before), of_y / len(after)
+    shares = a**2 / (len(before) - 1) + b**2 / (len(after) - 1)
+    freedom = math.floor((a + b) ** 2 / shares) if shares > 0 else len(before) + len(after) - 2
+    return Mean(y - x, math.sqrt(a + b), max(freedom, 1))
+
+
+def student_p(t: float, freedom: int) -> float:
+    """Return the chance of a |t| this large: the finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4."""
+    angle = math.atan(abs(t) / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = freedom % 2
+    term = total = cosine if odd else 1.0
+    if freedom == 1:
+        total = 0.0
+    for k in range(2 + odd, freedom - 1, 2):
+        term *= (k - 1) / k * cosine**2
+        total += term
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return min(1.0, max(0.0, 1.0 - inside))
+
+
+@lru_cache(maxsize=1024)
+def student_quantile(alpha: float, freedom: int) -> float:
+    """Return the t that is exceeded, on either side, with the chance alpha; by bisection."""
+    low, high = 0.0, 1.0
+    while student_p(high, freedom) > alpha and high < 1e9:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_p(middle, freedom) > alpha else (low, middle)
+    return high
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float]:
+    mean = math.fsum(values) / len(values)
+    return mean, math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+
+
+def _at_most(count: int, sizes: tuple[int, ...]) -> float:
+    """Return the chance of at most so many values on one side of the true shift."""
+    if max(sizes) > EXACT:
+        if len(sizes) == 1:
+            (n,) = sizes
+            mean, variance = n * (n + 1) / 4, n * (n + 1) * (2 * n + 1) / 24
+        else:
+            n, m = sizes
+            mean, variance = n * m / 2, n * m * (n + m + 1) / 12
+        return NormalDist(mean, math.sqrt(variance)).cdf(count + 0.5)
+    return _cumulated(sizes)[count]
+
+
+@lru_cache(maxsize=256)
+def _cumulated(sizes: tuple[int, ...]) -> list[float]:
+    """Return the chance of at most 0, 1, 2, ... : each rank counts or not; or each choice of ranks is as likely."""
+    counts = _signed(*sizes) if len(sizes) == 1 else _sums(*sizes)
+    everything, total, found = sum(counts), 0, []
+    for count in counts:
+        total += count
+        found.append(total / everything)
+    return found
+
+
+def _signed(n: int) -> list[int]:
+    """Count the sets of ranks 1..n with each sum."""
+    counts = [1] + [0] * (n * (n + 1) // 2)
+    for rank in range(1, n + 1):
+        for total in range(len(counts) - 1, rank - 1, -1):
+            counts[total] += counts[total - rank]
+    return counts
+
+
+def _sums(n: int, m: int) -> list[int]:
+    """Count the orders of n and m values with each number of inversions: the Gaussian binomial's coefficients."""
+    counts = [1] + [0] * (n * m)
+    for k in range(1, n + 1):  # times (1 - q^(m + k)) / (1 - q^k)
+        for power in range(len(counts) - 1, m + k - 1, -1):
+            counts[power] -= counts[power - m - k]
+        for power in range(k, len(counts)):
+            counts[power] += counts[power - k]
+    return counts

@@ -1,0 +1,125 @@
+"""The launches of one row on both sides of a comparison: which of them belong together, and how they are tested."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from collectives_bench.results.rows import Row
+from collectives_bench.results.shift import Mean, Shift, paired_mean, paired_ranks, unpaired_mean, unpaired_ranks
+from collectives_bench.results.stats import median
+
+LEAST_LAUNCHES: Final = 3
+LEAST_PAIRS: Final = 5  # of fewer, two results one after the other could look like neighbours
+EQUAL: Final = math.log(1.05)  # what is the same to a user
+NEIGHBOURS: Final = 4  # the launches of a pair have fewer than that many places in time between them
+PAIRED_SHARE: Final = 0.8  # of the launches of the smaller side find a partner, or the results are not interleaved
+
+
+LEAST_FOR_DRIFT: Final = 6
+NORMAL_QUARTILE: Final = 0.6745  # of the standard normal distribution: median |x|
+
+
+@dataclass(frozen=True)
+class Sides:
+    """A row's launches on both sides, as logarithms; in pairs, where they are interleaved."""
+
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+    interleaved: bool
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        """How many there are on each side."""
+        return len(self.before), len(self.after)
+
+    @property
+    def drift(self) -> float:
+        """How far either side drifted within itself."""
+        return max(drift_of(self.before), drift_of(self.after))
+
+    def margin(self, drift: float) -> float:
+        """Return what may differ without a cause: nothing between pairs; else 5 % and what drifted, here or `drift`."""
+        return 0.0 if self.interleaved else EQUAL + max(self.drift, drift)
+
+    @property
+    def differences(self) -> list[float]:
+        """After minus before, pair by pair; only of interleaved launches."""
+        return [after - before for before, after in zip(self.before, self.after, strict=True)]
+
+    def test(self, alpha: float) -> Shift:
+        """Return the rank test where these many launches can reach the level, the t-test otherwise."""
+        ranks = paired_ranks(self.differences) if self.interleaved else unpaired_ranks(self.before, self.after)
+        if ranks.least_p <= alpha / 2:
+            return ranks
+        return self.mean()
+
+    def mean(self) -> Mean:
+        """Return the t-test."""
+        return paired_mean(self.differences) if self.interleaved else unpaired_mean(self.before, self.after)
+
+
+def drift_of(values: Sequence[float]) -> float:
+    """Return how far a series drifted within itself: the second half's median against the first's, beyond noise.
+
+    Noise is what neighbours in time differ by, for they share the drift (von Neumann 1941); medians, for a few launches
+    are far off. Of six or more; 0 of fewer, which say nothing of it.
+    """
+    if len(values) < LEAST_FOR_DRIFT:
+        return 0.0
+    half = len(values) // 2
+    apart = median(values[-half:]) - median(values[:half])
+    noise = median([abs(after - before) for before, after in pairwise(values)]) / NORMAL_QUARTILE / math.sqrt(2)
+    return math.sqrt(max(0.0, apart**2 - math.pi * noise**2 / half))  # a median's variance is pi / 2n
+
+
+def sides_of(before: Row, after: Row) -> Sides:
+    """Return the launches to compare: in pairs of neighbours in time where they alternate, else all of them."""
+    pairs = pairs_in_time(before.launch_times, after.launch_times)
+    x, y = _logarithms(before), _logarithms(after)
+    if len(pairs) >= max(LEAST_PAIRS, PAIRED_SHARE * min(len(x), len(y))):
+        return Sides(tuple(x[i] for i, _ in pairs), tuple(y[j] for _, j in pairs), interleaved=True)
+    return Sides(x, y, interleaved=False)
+
+
+def pairs_in_time(before: Sequence[float], after: Sequence[float]) -> list[tuple[int, int]]:
+    """Pair the launches of two results with neighbours in time: in order, each with the oldest that waits.
+
+    A B B A A B makes (0, 0), (1, 1), (2, 2). A launch that has waited for too many others goes without.
+    """
+    events = sorted([(time, 0, i) for i, time in enumerate(before)] + [(time, 1, j) for j, time in enumerate(after)])
+    waiting: list[tuple[int, int, int]] = []  # place in time, side, launch; all of one side
+    pairs = []
+    for place, (_, side, launch) in enumerate(events):
+        waiting = [each for each in waiting if place - each[0] < NEIGHBOURS]
+        if waiting and waiting[0][1] != side:
+            other = waiting.pop(0)[2]
+            pairs.append((launch, other) if side == 0 else (other, launch))
+        else:
+            waiting.append((place, side, launch))
+    return pairs
+
+
+def _logarithms(row: Row) -> tuple[float, ...]:
+    return tuple(math.log(value) for value in row.launch_medians_us)
+
+
+def together(rows: Sequence[Sides]) -> Sides | None:
+    """Return the mean over rows, launch by launch: the whole, which is less noisy than any row of it.
+
+    Launches are matched by their order in time. Rows with fewer launches than most are left out, for theirs do not
+    match.
+    """
+    if len({sides.interleaved for sides in rows}) != 1:
+        return None
+    shapes = [(len(sides.before), len(sides.after)) for sides in rows]
+    usual = max(shapes, key=shapes.count)
+    whole = [sides for sides, shape in zip(rows, shapes, strict=True) if shape == usual]
+    if len(whole) < 2:
+        return None
+    return Sides(
+        tuple(math.fsum(values) / len(whole) for values in zip(*(sides.before for sides in whole), strict=True)),
+        tuple(math.fsum(values) / len(whole) for values in zip(*(sides.after for sides in whole), strict=True)),
+        rows[0].interleaved,
+    )

@@ -1,0 +1,278 @@
+"""Which nodes and links are slow, from the times of all pairs; with the evidence, or a plain "cannot be told". Pure.
+
+Every directed link a → b has a time. A healthy network has one level; what is slow is slow by a ratio:
+
+    log time(a → b) = level + max(sends(a), receives(b), link(a → b))        all three >= 0, nearly all of them 0
+
+The maximum, not the sum: a message is as fast as the slowest part of its way. So
+
+    level        the median of what no culprit explains, found step by step from the fast quarter of all links
+    sends(a)     the level of a's fastest links out: a slow node is slow to everybody
+    link(a → b)  what is left when both nodes are accounted for
+
+A culprit is named when it is slow by THRESHOLD, by several times the noise, and in nearly every launch. What is slow
+enough and does not repeat so is no culprit but a reason to measure again.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Final, Literal
+
+from collectives_bench.records import Pair, Timing
+from collectives_bench.results.stats import median_interval, quantile
+
+THRESHOLD: Final = math.log(1.15)  # time, slower by 15 %
+SURE: Final = THRESHOLD / 3  # the low end of a culprit's interval
+TIMES_NOISE: Final = 2.5
+NOISY: Final = THRESHOLD / 2  # noise above it hides a culprit of the threshold's size
+FAST_SHARE: Final = 0.25  # of all links: the first guess of the level
+NODE_SHARE: Final = 0.2  # of a node's links may be fast by chance though the node is slow
+STEPS: Final = 10
+# Half the range of so few medians, times this, is an interval of about 90 %; of five and more it is one already.
+WIDENED: Final = {1: 0.0, 2: 3.0, 3: 1.6, 4: 1.2}
+MANY: Final = 0.34  # of all pairs; so many slow ones are no single links
+
+Direction = Literal["both", "sends", "receives"]
+Link = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Slow:
+    """One culprit. `ratio` is its time against the healthy level's; `nodes` one node, or the two ends of a link."""
+
+    kind: Literal["node", "link"]
+    nodes: tuple[int, ...]
+    hosts: tuple[str, ...]
+    direction: Direction  # of a link: both, or "sends": from the first to the second only
+    ratio: float
+    low: float  # of its interval
+    gb_per_s: float
+    healthy_gb_per_s: float
+
+    @property
+    def line(self) -> str:
+        """Say it in one line, with the evidence."""
+        share = 1 - 1 / self.ratio
+        evidence = f"{self.gb_per_s:.3g} GB/s where the others have {self.healthy_gb_per_s:.3g}: {share:.0%} less"
+        sure = f" ({max(0.0, 1 - 1 / self.low):.0%} at the low end of its interval)"
+        if self.kind == "node":
+            name = f"node {self.nodes[0]} ({self.hosts[0]})"
+            way = {"both": "all its links", "sends": "what it sends", "receives": "what it receives"}[self.direction]
+            return f"slow node: {name}, {way}, {evidence}{sure}"
+        arrow = "↔" if self.direction == "both" else "→"
+        name = f"{self.hosts[0]} {arrow} {self.hosts[1]} (nodes {self.nodes[0]} and {self.nodes[1]})"
+        return f"slow link: {name}, {evidence}{sure}"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What all pairs together say. `undecided` is why some or all of it cannot be told; "" where it can."""
+
+    slow: tuple[Slow, ...]
+    noise: float  # relative: half the width of a link's interval, the median over links
+    undecided: str
+
+    def lines(self) -> list[str]:
+        """Say it: the culprits, then what cannot be told; or that nothing is slow."""
+        found = [each.line for each in self.slow]
+        if self.undecided:
+            return [*found, f"undecided: {self.undecided}"]
+        return found or [f"no slow node, no slow link (what is 15 % slower would show; noise ±{self.noise:.1%})"]
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The log time of one directed link, with its interval."""
+
+    mid: float
+    low: float
+    high: float
+
+
+def slow(pairs: Iterable[Pair]) -> Findings:
+    """Name the slow nodes and links of one world from the pairs of all its launches."""
+    good = [pair for pair in pairs if pair.state == "ok" and pair.there is not None and pair.back is not None]
+    if not good:
+        return Findings((), 0.0, "no pair was measured")
+    seen = _seen(good)
+    noise = median((each.high - each.low) / 2 for each in seen.values())
+    hosts = {node: host for pair in good for node, host in zip(pair.nodes, pair.hosts, strict=True)}
+    if len(hosts) == 2:
+        return _two(seen, hosts, noise)
+    model = _Model(seen)
+    culprits, doubtful = _judge(model, noise)
+    nbytes = good[0].nbytes
+    named = tuple(_named(each, hosts, model.level, nbytes) for each in culprits)
+    return _summary(named, doubtful, model, hosts, noise)
+
+
+@dataclass(frozen=True)
+class _Effect:
+    """How much slower than the level something is, as a log ratio, and the low end of it."""
+
+    nodes: tuple[int, ...]
+    direction: Direction
+    mid: float
+    low: float
+
+
+class _Model:
+    """The level of a network, and what every node adds to it."""
+
+    def __init__(self, seen: Mapping[Link, _Seen]) -> None:
+        self.seen = seen
+        self.nodes = sorted({node for link in seen for node in link})
+        self.level = quantile([each.mid for each in seen.values()], FAST_SHARE)
+        for _ in range(STEPS):  # it has settled after two or three
+            explained = self._slow_links()
+            rest = [each.mid for link, each in seen.items() if link not in explained]
+            if not rest or (settled := median(rest)) == self.level:
+                break
+            self.level = settled
+
+    def side(self, node: int, direction: Direction) -> _Effect:
+        """Return what a node adds to all that it sends, or receives."""
+        end = 0 if direction == "sends" else 1
+        links = [each for link, each in self.seen.items() if link[end] == node]
+        return _Effect(
+            (node,),
+            direction,
+            _lower([each.mid for each in links]) - self.level,
+            _lower([each.low for each in links]) - self.level,
+        )
+
+    def _slow_links(self) -> set[Link]:
+        """List the links that a slow end explains, or that are slow themselves, as far as the level is known by now."""
+        sends = {node for node in self.nodes if self.side(node, "sends").mid >= THRESHOLD}
+        receives = {node for node in self.nodes if self.side(node, "receives").mid >= THRESHOLD}
+        return {
+            link
+            for link, each in self.seen.items()
+            if link[0] in sends or link[1] in receives or each.mid - self.level >= THRESHOLD
+        }
+
+
+def _judge(model: _Model, noise: float) -> tuple[list[_Effect], list[_Effect]]:
+    """Return the culprits, and what is slow enough but not sure; a link is judged beyond what its ends explain."""
+    sure: list[_Effect] = []
+    doubtful: list[_Effect] = []
+    floor: dict[tuple[int, Direction], float] = {}
+    for node in model.nodes:
+        sides = [model.side(node, direction) for direction in ("sends", "receives")]
+        _sort_out(_merged(sides), noise, sure, doubtful)
+        floor.update({(node, side.direction): max(side.mid, 0.0) for side in sides if side.mid >= THRESHOLD})
+    for one, other in ((one, other) for one in model.nodes for other in model.nodes if one < other):
+        ways = []
+        for link in ((one, other), (other, one)):
+            each = model.seen.get(link)
+            if each is not None:
+                base = model.level + max(floor.get((link[0], "sends"), 0.0), floor.get((link[1], "receives"), 0.0))
+                ways.append(_Effect(link, "sends", each.mid - base, each.low - base))
+        _sort_out(_merged(ways), noise, sure, doubtful)
+    return sure, doubtful
+
+
+def _merged(sides: Sequence[_Effect]) -> list[_Effect]:
+    """Make one effect of two directions that are both slow; leave those that are not slow out."""
+    large = [side for side in sides if side.mid >= THRESHOLD]
+    if len(large) < 2:
+        return large
+    first, second = large
+    both = replace(first, nodes=tuple(sorted(first.nodes)), direction="both")
+    return [replace(both, mid=(first.mid + second.mid) / 2, low=min(first.low, second.low))]
+
+
+def _sort_out(effects: Iterable[_Effect], noise: float, sure: list[_Effect], doubtful: list[_Effect]) -> None:
+    for each in effects:
+        is_sure = each.low >= SURE and each.mid >= TIMES_NOISE * noise
+        (sure if is_sure else doubtful).append(each)
+
+
+def _summary(
+    named: tuple[Slow, ...], doubtful: Sequence[_Effect], model: _Model, hosts: Mapping[int, str], noise: float
+) -> Findings:
+    """Add what cannot be told; links by the dozen are told as one thing."""
+    count = len(model.nodes) * (len(model.nodes) - 1) / 2
+    links = [each for each in named if each.kind == "link"]
+    if len(links) > MANY * count and len(links) > 2:
+        groups = " | ".join(", ".join(hosts[node] for node in group) for group in _groups(model.nodes, links))
+        text = f"{len(links)} of {count:.0f} pairs are slow: no single links; fast among themselves are {groups}"
+        return Findings(tuple(each for each in named if each.kind == "node"), noise, text)
+    reasons = []
+    if fast := sorted(link for link, each in model.seen.items() if each.high <= model.level - THRESHOLD):
+        first = " → ".join(hosts[node] for node in fast[0])
+        reasons.append(f"{first} is faster than most links: these are near each other, or most of the others are slow")
+    if doubtful:
+        suspects = ", ".join(" ".join(hosts[node] for node in each.nodes) for each in doubtful[:4])
+        reasons.append(f"{suspects} seem{'s' if len(doubtful) == 1 else ''} slow, but not in every launch")
+    if noise > NOISY:
+        reasons.append(f"the times of one link differ by ±{noise:.0%}, which hides what is less than 15 % slower")
+    if reasons:
+        reasons.append("measure again on quiet hosts, or with more launches")
+    return Findings(named, noise, "; ".join(reasons))
+
+
+def _groups(nodes: Sequence[int], slow_links: Iterable[Slow]) -> list[list[int]]:
+    """Return the nodes that fast links join, as groups."""
+    cut = {each.nodes for each in slow_links}
+    groups: list[list[int]] = []
+    for node in nodes:
+        joined = [group for group in groups if any((min(node, one), max(node, one)) not in cut for one in group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append(sorted([node, *(each for group in joined for each in group)]))
+    return sorted(groups)
+
+
+def _two(seen: Mapping[Link, _Seen], hosts: Mapping[int, str], noise: float) -> Findings:
+    """With two nodes there is nothing to compare with but the other direction."""
+    (one, other), (there, back) = sorted(hosts), [seen[link] for link in sorted(seen)]
+    text = "two nodes have one link: whether it is slow, or one of them, only a third node could tell; add one"
+    slower, faster, ends = (there, back, (one, other)) if there.mid > back.mid else (back, there, (other, one))
+    if slower.mid - faster.mid >= THRESHOLD and slower.low > faster.high:
+        ratio = math.exp(slower.mid - faster.mid)
+        way = f"{hosts[ends[0]]} → {hosts[ends[1]]} takes {ratio:.2f} x the time of the way back"
+        text = f"{way}: what the first sends or the second receives is slow; {text}"
+    return Findings((), noise, text)
+
+
+def _seen(pairs: Sequence[Pair]) -> dict[Link, _Seen]:
+    """Put all launches of a directed link together: the median of their medians, and its interval."""
+    timings: dict[Link, list[Timing]] = {}
+    for pair in pairs:
+        assert pair.there is not None
+        assert pair.back is not None
+        timings.setdefault(pair.nodes, []).append(pair.there)
+        timings.setdefault((pair.nodes[1], pair.nodes[0]), []).append(pair.back)
+    return {link: _joined(launches) for link, launches in timings.items()}
+
+
+def _joined(launches: Sequence[Timing]) -> _Seen:
+    medians = [math.log(each.p50_us) for each in launches]
+    low, high = median_interval(medians)
+    mid = median(medians)
+    if len(launches) in WIDENED:
+        within = median(math.log(each.p50_us / each.low_us) for each in launches)  # what is late now and then is above
+        half = max(WIDENED[len(launches)] * (high - low) / 2, within / math.sqrt(len(launches)))
+        low, high = mid - half, mid + half
+    return _Seen(mid, low, high)
+
+
+def _lower(values: Sequence[float]) -> float:
+    """Return the smallest but those few that chance may have made fast."""
+    return sorted(values)[math.floor((len(values) - 1) * NODE_SHARE)]
+
+
+def _named(effect: _Effect, hosts: Mapping[int, str], level: float, nbytes: int) -> Slow:
+    healthy = nbytes / math.exp(level) / 1e3  # bytes a microsecond -> GB/s
+    return Slow(
+        kind="node" if len(effect.nodes) == 1 else "link",
+        nodes=effect.nodes,
+        hosts=tuple(hosts[node] for node in effect.nodes),
+        direction=effect.direction,
+        ratio=math.exp(effect.mid),
+        low=math.exp(effect.low),
+        gb_per_s=healthy / math.exp(effect.mid),
+        healthy_gb_per_s=healthy,
+    )

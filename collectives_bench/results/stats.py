@@ -1,0 +1,118 @@
+"""Describe samples without believing in a distribution: quantiles, and an interval of the median. Pure Python, fast.
+
+The interval is that of order statistics, exact for every continuous distribution of independent samples: the number of
+samples below the median is binomial(n, 1/2), so the l-th smallest and the l-th largest enclose it with the probability
+that this number is at least l and at most n - l (Hoefler & Belli, SC'15, rule 5, who approximate it; David & Nagaraja,
+Order Statistics, 7.1). With five samples or fewer even the smallest and the largest reach less than 95 %:
+`confidence_of` says what is reached.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+from collectives_bench.records import Timing
+
+CONFIDENCE = 0.95
+LEAST_SAMPLES = 6  # the fewest whose smallest and largest enclose the median with 95 %: 1 - 2^-5
+
+
+def timing(samples_us: Sequence[float]) -> Timing:
+    """Describe a block's samples, in microseconds.
+
+    The interval is `median_interval`'s, which with fewer than six samples is narrower than 95 %; `n` tells.
+    """
+    assert samples_us, "a block without samples has no timing"
+    ordered = sorted(samples_us)
+    low, high = _ordered_interval(ordered, CONFIDENCE)
+    return Timing(
+        n=len(ordered),
+        min_us=ordered[0],
+        p50_us=_ordered_quantile(ordered, 0.5),
+        p95_us=_ordered_quantile(ordered, 0.95),
+        p99_us=_ordered_quantile(ordered, 0.99),
+        max_us=ordered[-1],
+        mean_us=math.fsum(ordered) / len(ordered),
+        low_us=low,
+        high_us=high,
+    )
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return a quantile, linear between neighbours: the value at place (n - 1) * share, counted from 0.
+
+    That is type 7 of Hyndman & Fan (1996), numpy's default. Beyond n * (1 - share) = 1 it says no more than the
+    largest value: a p99 wants a hundred samples.
+    """
+    assert values, "nothing has no quantiles"
+    return _ordered_quantile(sorted(values), share)
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median: the middle value, or the mean of the two in the middle."""
+    return quantile(values, 0.5)
+
+
+def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return the narrowest pair of order statistics that encloses the median with at least this confidence.
+
+    With too few values for it, the smallest and the largest: then `confidence_of(n)` is below what was asked.
+    """
+    assert values, "nothing has no median"
+    return _ordered_interval(sorted(values), confidence)
+
+
+def confidence_of(n: int, confidence: float = CONFIDENCE) -> float:
+    """Return the confidence that `median_interval` of n values really has; it can be less or more than asked for."""
+    low = _low_place(n, confidence)
+    return math.fsum(_binomial(n, below) for below in range(low, n - low + 1))
+
+
+def is_precise(samples: Sequence[float], precision: float) -> bool:
+    """Say whether the 95 % interval of the median is within +-precision of it; never of fewer than six samples.
+
+    Asked after every batch, it stops a block early where luck makes the interval narrow, so the interval of a block
+    that was stopped so covers somewhat less than 95 % (measured with log-normal samples, batches of 5 and a precision
+    of 3 %: 94 %). Launches, not samples, are what is compared.
+    """
+    if len(samples) < LEAST_SAMPLES:
+        return False
+    ordered = sorted(samples)
+    low, high = _ordered_interval(ordered, CONFIDENCE)
+    return high - low <= 2 * precision * _ordered_quantile(ordered, 0.5)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Return the coefficient of variation: the standard deviation (n - 1) over the mean; 0 of one value."""
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2 or mean == 0:
+        return 0.0
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)) / mean
+
+
+def _ordered_quantile(ordered: Sequence[float], share: float) -> float:
+    place = (len(ordered) - 1) * share
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def _ordered_interval(ordered: Sequence[float], confidence: float) -> tuple[float, float]:
+    low = _low_place(len(ordered), confidence)
+    return ordered[low - 1], ordered[-low]
+
+
+@lru_cache(maxsize=4096)
+def _low_place(n: int, confidence: float) -> int:
+    """Return the largest l for which the l-th smallest and l-th largest of n enclose the median, counted from 1."""
+    low = (n + 1) // 2
+    between = math.fsum(_binomial(n, below) for below in range(low, n - low + 1))
+    while between < confidence and low > 1:
+        low -= 1
+        between += _binomial(n, low) + _binomial(n, n - low)
+    return low
+
+
+def _binomial(n: int, k: int) -> float:
+    """Return the probability of k heads in n fair throws, without overflow."""
+    return math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))

@@ -1,0 +1,194 @@
+"""What the numbers themselves say of the environment: too few cores, other people's work, a late rank, first calls."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from collectives_bench.records import Block, Cell, Header, Result, World
+from collectives_bench.results.finding import Finding
+from collectives_bench.results.rows import FOREIGN_LIMIT, STEAL_LIMIT, SYMMETRIC, Row
+from collectives_bench.results.stats import median, quantile
+from collectives_bench.sizes import size_text
+from jobs.words import counted
+
+SMALL_BYTES: Final = 2**20
+LOADED: Final = 0.30  # foreign load that has been seen to cost a median of 1.24x
+FIRST_CALL_SHARE: Final = 3.0  # times the median: from here on a first call is worth a line
+LEAST_LATE_ROWS: Final = 2
+
+
+def log_mean(ratios: Sequence[float]) -> float:
+    """Return the geometric mean."""
+    return math.exp(math.fsum(math.log(ratio) for ratio in ratios) / len(ratios))
+
+
+def too_few_cores(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name hosts with more ranks than cores; the cost beside a world of the same result that fits."""
+    crowded = [(header, host) for header in result.headers for host in header.hosts if host.ranks > host.cores > 0]
+    for world in dict.fromkeys(header.world for header, _ in crowded):
+        host = next(host for header, host in crowded if header.world == world)
+        fits = _fitting(result.headers, world)
+        seen = next((each for each in (_cost_of_crowd(rows, fit, world) for fit in fits) if each), None)
+        what = f"{host.ranks} ranks share {counted(host.cores, 'core')}"
+        advice = "fewer ranks a node, or more cores (cpus_per_task under Slurm)"
+        if seen is None:
+            yield Finding(
+                what,
+                f"on {host.host}",
+                "small messages wait for a core. Seen elsewhere: 512 KB all_reduce 4.3 ms with 4 ranks on 2 cores, "
+                "0.75 ms with 2",
+                advice,
+                factor=4.3 / 0.75,
+            )
+        else:
+            cell, fitting_us, crowded_us = seen
+            yield Finding(
+                what,
+                f"on {host.host}",
+                f"{cell.operation} of {size_text(cell.asked_bytes)} takes {crowded_us / 1e3:.3g} ms, and "
+                f"{fitting_us / 1e3:.3g} ms where every rank has a core: {crowded_us / fitting_us:.1f}x, measured here "
+                "(more ranks also mean more messages)",
+                advice,
+                factor=crowded_us / fitting_us,
+                measured=True,
+            )
+
+
+def _fitting(headers: Sequence[Header], crowded: World) -> list[World]:
+    """List the worlds like a crowded one whose ranks have a core each, largest first."""
+    alike = {
+        header.world
+        for header in headers
+        if (header.world.nodes, header.world.backend, header.world.device)
+        == (crowded.nodes, crowded.backend, crowded.device)
+        and header.world.ranks > 1
+        and all(host.ranks <= host.cores for host in header.hosts)
+    }
+    return sorted(alike, key=lambda world: -world.ranks)
+
+
+def _cost_of_crowd(rows: Sequence[Row], fits: World, crowded: World) -> tuple[Cell, float, float] | None:
+    """Return the largest small all_reduce (else any operation) of both worlds, with both times."""
+    times = {(row.world, row.cell): row.p50_us for row in rows if row.p50_us and row.nbytes <= SMALL_BYTES}
+    both = [cell for world, cell in times if world == fits and (crowded, cell) in times]
+    if not both:
+        return None
+    cell = max(both, key=lambda cell: (cell.operation == "all_reduce", cell.asked_bytes))
+    return cell, times[fits, cell], times[crowded, cell]
+
+
+def foreign_load(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name other people's work on the hosts; its cost by blocks of one cell with it and without."""
+    loaded = [block for block in result.blocks if block.load and block.load.foreign > FOREIGN_LIMIT]
+    if not loaded:
+        return
+    shares = [block.load.foreign for block in loaded if block.load]
+    hosts = sorted({block.load.host for block in loaded if block.load and block.load.host})
+    ratios = _loaded_against_quiet(result.blocks)
+    if ratios:
+        cost = f"loaded blocks took {log_mean(ratios):.2f}x as long as quiet ones, measured here ({len(ratios)} rows)"
+    else:
+        cost = "seen elsewhere, above 30 %: a median of 1.24x and up to 2x; not measured here"
+    yield Finding(
+        "others used the cores",
+        f"{len(loaded)} of {counted(len(result.blocks), 'block')}, up to {max(shares):.0%} of a host's time"
+        + (f", on {', '.join(hosts[:3])}" if hosts else ""),
+        cost,
+        "measure when nobody else is there (top shows who is); such rows are flagged",
+        factor=log_mean(ratios) if ratios else None,
+        measured=bool(ratios),
+    )
+
+
+def _loaded_against_quiet(blocks: Sequence[Block]) -> list[float]:
+    """Return, of cells with launches of both kinds, how many times as long the loaded ones took."""
+    times: dict[tuple[World, Cell], tuple[list[float], list[float]]] = {}
+    for block in blocks:
+        if block.load is None or block.latency is None or block.latency.p50_us <= 0:
+            continue
+        quiet, loaded = times.setdefault((block.world, block.cell), ([], []))
+        if block.load.foreign <= FOREIGN_LIMIT:
+            quiet.append(block.latency.p50_us)
+        elif block.load.foreign > LOADED:
+            loaded.append(block.latency.p50_us)
+    return [median(loaded) / median(quiet) for quiet, loaded in times.values() if quiet and loaded]
+
+
+def steal(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name a machine below that took the time of virtual cores."""
+    stolen = [block for block in result.blocks if block.load and block.load.steal > STEAL_LIMIT]
+    if stolen:
+        most = max(block.load.steal for block in stolen if block.load)
+        yield Finding(
+            "the machine below gave its cores to others (steal)",
+            f"{len(stolen)} of {counted(len(result.blocks), 'block')}, up to {most:.0%}",
+            f"up to {1 / (1 - min(most, 0.99)):.2f}x, by arithmetic",
+            "ask for a dedicated machine, or measure at another time",
+            factor=1 / (1 - min(most, 0.99)),
+        )
+
+
+def late_rank(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Name a rank that the others wait for in most rows of a world."""
+    for world in dict.fromkeys(row.world for row in rows):
+        able = [row for row in rows if row.world == world and row.is_measured and row.cell.operation in SYMMETRIC]
+        for rank in sorted({row.late_rank for row in able if row.late_rank is not None}):
+            named = [row for row in able if row.late_rank == rank]
+            if len(named) < LEAST_LATE_ROWS or 2 * len(named) < len(able):
+                continue
+            factor = median([_cost_of_late(result.blocks, row) for row in named])
+            yield Finding(
+                f"rank {rank} is late{_where(result, world, rank)}",
+                f"the last in every launch of {len(named)} of {len(able)} rows",
+                f"calls take {factor:.2f}x as long as to the rank before it, measured here",
+                "look at what else runs on its host, its cores' clock and its link",
+                factor=factor,
+                measured=True,
+            )
+
+
+def _cost_of_late(blocks: Sequence[Block], row: Row) -> float:
+    """Return how many times as long the last rank took as the last but one."""
+    ordered = [
+        sorted(block.lateness)
+        for block in blocks
+        if (block.world, block.cell) == (row.world, row.cell) and block.lateness and len(block.lateness) > 1
+    ]
+    return median([shares[-1] / max(shares[-2], 1e-3) for shares in ordered])
+
+
+def _where(result: Result, world: World, rank: int) -> str:
+    node = rank // max(world.ranks_per_node, 1)
+    names = {
+        host.host for header in result.headers if header.world == world for host in header.hosts if host.node == node
+    }
+    return f" (on {', '.join(sorted(names))})" if names else ""
+
+
+def first_calls(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
+    """Say what first calls cost, where it is much: page faults, connections, TCP that has yet to learn the link."""
+    pairs = [(row.first_us, row.p50_us) for row in rows if row.first_us is not None and row.p50_us]
+    if not pairs:
+        return
+    factors = [first / usual for first, usual in pairs]
+    if quantile(factors, 0.9) < FIRST_CALL_SHARE:
+        return
+    seconds = math.fsum(max(first - usual, 0.0) for first, usual in pairs) / 1e6
+    yield Finding(
+        "first calls are slow",
+        f"{median(factors):.1f}x the median of later ones, {quantile(factors, 0.9):.1f}x in a tenth of the rows, "
+        f"{max(factors):.1f}x at most",
+        f"{seconds:.3g} s for the first call of every row, measured here; no row's time holds it",
+        "a job pays it once for each operation and size: leave the first steps out when you time one",
+        seconds=seconds,
+        measured=True,
+    )
+
+
+SYMPTOMS: Final[tuple[Callable[[Result, Sequence[Row]], Iterator[Finding]], ...]] = (
+    too_few_cores,
+    late_rank,
+    foreign_load,
+    steal,
+    first_calls,
+)

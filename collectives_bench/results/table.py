@@ -1,0 +1,219 @@
+"""Rows as text in the shape of nccl-tests: settings behind `#`, names, units, fixed columns, and a verdict.
+
+    # all_reduce: every rank gets the sum of all · 2 nodes x 1 rank, gloo on cpu
+    #       size       count    type  root   place        time   +-     min       p99  algbw   busbw  #wrong …
+    #        (B)  (elements)                              (us)  (%)    (us)      (us) (GB/s)  (GB/s)
+         1048576      262144    fp32     -  in              …
+
+The time is the median over launches of each launch's median; +- is half of its interval over launches, whose
+confidence the footer says. GB/s is 1e9 bytes a second.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime, timezone
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+from collectives_bench.catalog import OPERATIONS
+from collectives_bench.records import Cell, Header, HostFacts, World
+from collectives_bench.settings import itemsize
+from collectives_bench.sizes import size_text
+from jobs.words import counted
+
+if TYPE_CHECKING:
+    from collectives_bench.results.rows import Row
+
+ROOTED: Final = ("broadcast", "reduce", "gather", "scatter", "tree_broadcast", "tree_reduce", "gather_scatter")
+BAD_STATES: Final = ("wrong", "failed", "timeout")  # what turns the verdict; refused and unsupported are no failures
+ENOUGH: Final = 0.90  # confidence; five launches have 94 %
+MOST_FLAGGED: Final = 5  # rows that the footer names
+
+
+def number(value: float | None, width: int = 0) -> str:
+    """Write a measured value with about four digits, never in powers of ten; None is `-`."""
+    if value is None:
+        return "-".rjust(width)
+    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 0.01 or value == 0 else 4
+    return f"{value:.{digits}f}".rjust(width)
+
+
+def spread(row: "Row") -> float | None:
+    """Return half the interval of a row's time as a percentage of it."""
+    if row.p50_us is None or row.low_us is None or row.high_us is None or row.p50_us <= 0:
+        return None
+    return (row.high_us - row.low_us) / 2 / row.p50_us * 100
+
+
+def _count(row: "Row") -> str:
+    return str(row.nbytes // itemsize(row.cell.dtype)) if row.nbytes else "-"
+
+
+def _speed(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _launches(row: "Row") -> str:
+    return str(row.launches) if row.launches == row.tried else f"{row.launches}/{row.tried}"
+
+
+def _spread(row: "Row") -> str:
+    value = spread(row)
+    return "-" if value is None else f"{value:.1f}"
+
+
+# name, unit, width, value; nothing is cut: a value wider than its column pushes the rest of its row
+Column = tuple[str, str, int, "Callable[[Row], str]"]
+LABELS: Final[tuple[Column, ...]] = (
+    ("size", "(B)", 12, lambda row: str(row.nbytes) if row.nbytes else "-"),
+    ("count", "(elements)", 12, _count),
+    ("type", "", 7, lambda row: row.cell.dtype if row.nbytes else "-"),
+    ("redop", "", 6, lambda row: "sum" if OPERATIONS[row.cell.operation].reduces else "-"),
+    ("root", "", 5, lambda row: "0" if row.cell.operation in ROOTED else "-"),
+    ("place", "", 10, lambda row: way_of(row.cell)),
+)
+NUMBERS: Final[tuple[Column, ...]] = (
+    ("time", "(us)", 10, lambda row: number(row.p50_us)),
+    ("+-", "(%)", 6, _spread),
+    ("min", "(us)", 10, lambda row: number(row.min_us)),
+    ("p99", "(us)", 10, lambda row: number(row.p99_us)),
+    ("algbw", "(GB/s)", 8, lambda row: _speed(row.algbw)),
+    ("busbw", "(GB/s)", 8, lambda row: _speed(row.busbw)),
+    ("#wrong", "", 7, lambda row: "-" if row.wrong is None else str(row.wrong)),
+    ("n", "", 6, lambda row: str(row.samples)),
+    ("launches", "", 9, _launches),
+)
+
+
+def header(header: Header) -> list[str]:
+    """Return the lines that say what was measured where: versions, world, settings, one line for each host."""
+    world, settings = header.world, header.settings
+    nccl = f" · nccl {header.nccl}" if header.nccl else ""
+    when = f"{datetime.fromtimestamp(header.time, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    lines = [f"# {header.name}: {world_text(world)} · torch {header.torch}{nccl} · {when}"]
+    shown = []
+    for name, unit in (("launches", ""), ("block_s", " s"), ("timeout_s", " s"), ("precision", ""), ("seed", "")):
+        if name in settings:
+            shown.append(f"{name.removesuffix('_s')} {settings[name]:g}{unit}")
+    if shown:
+        lines.append(f"# settings: {', '.join(shown)}, check {'yes' if settings.get('check', True) else 'no'}")
+    lines += [f"# {_host(host)}" for host in header.hosts]
+    if header.init_s is not None:
+        lines.append(f"# the group was made within {header.init_s:.2f} s (first launch)")
+    return lines
+
+
+def world_text(world: World) -> str:
+    """Write a world: 2 nodes x 3 ranks, gloo on cpu."""
+    place = f"{counted(world.nodes, 'node')} x {counted(world.ranks_per_node, 'rank')}"
+    return f"{place}, {world.backend} on {world.device}"
+
+
+def lines(rows: "Iterable[Row]") -> list[str]:
+    """Return one section for each operation and world, in the order of the rows."""
+    found: list[str] = []
+    for (world, operation), group in groupby(rows, key=lambda row: (row.world, row.cell.operation)):
+        found += ["#", f"# {operation}: {OPERATIONS[operation].phrase} · {world_text(world)}"]
+        found += [_heading([column[0] for column in (*LABELS, *NUMBERS)], "flags"), _heading(_units(), "")]
+        found += [_line(row) for row in group]
+    return found
+
+
+def verdict(rows: "Sequence[Row]") -> list[str]:
+    """Return the footer: wrong values, rows that failed, the worst rows that are flagged, and OK or FAILED."""
+    checked = [row for row in rows if row.wrong is not None]
+    wrong = sum(row.wrong or 0 for row in checked)
+    found = ["#", f"# wrong values: {wrong} in {counted(len(checked), 'checked row')}"]
+    failed = [row for row in rows if row.state in BAD_STATES]
+    skipped = [row for row in rows if row.state in ("refused", "unsupported")]
+    if failed:
+        found.append(f"# not measured: {len(failed)} of {counted(len(rows), 'row')}: {_names(failed)}")
+    if skipped:
+        found.append(f"# left out: {len(skipped)} of {counted(len(rows), 'row')}: {_names(skipped)}")
+    flagged = sorted((row for row in rows if row.flags), key=lambda row: (-len(row.flags), -(spread(row) or 0.0)))
+    for row in flagged[:MOST_FLAGGED]:
+        found.append(f"# flagged: {name_of(row)}: {', '.join(row.flags)}")
+    if len(flagged) > MOST_FLAGGED:
+        found.append(f"# and {counted(len(flagged) - MOST_FLAGGED, 'other row')} with flags")
+    found += _confidence(rows)
+    found.append(f"# verdict: {'FAILED' if is_failed(rows) else 'OK'}")
+    return found
+
+
+def _confidence(rows: "Sequence[Row]") -> list[str]:
+    """Say how much the intervals are worth, which hangs on the number of launches."""
+    measured = [row for row in rows if row.is_measured]
+    if not measured:
+        return []
+    lowest = min(measured, key=lambda row: row.confidence)
+    of = f"{lowest.launches} launch{'es' * (lowest.launches != 1)}"
+    what = "medians of the launches" if lowest.launches > 1 else "calls of one launch, which says nothing of others"
+    advice = "; more --launches make it surer" if lowest.confidence < ENOUGH or lowest.launches == 1 else ""
+    return [f"# +- encloses the median with {lowest.confidence:.0%} ({of}: {what}){advice}"]
+
+
+def is_failed(rows: "Sequence[Row]") -> bool:
+    """Say whether something was wrong: a value, a crash or a stall, or that nothing was measured at all."""
+    return not rows or any(row.state in BAD_STATES or row.wrong for row in rows)
+
+
+def name_of(row: "Row") -> str:
+    """Name a row in a sentence: all_reduce 1 MB fp32 in, 2 nodes x 1 rank, gloo on cpu."""
+    return f"{cell_text(row.cell, row.nbytes)}, {world_text(row.world)}"
+
+
+def cell_text(cell: Cell, nbytes: int | None = None) -> str:
+    """Name a cell: all_reduce 1 MB fp32 in; `nbytes` is its size as used."""
+    if not OPERATIONS[cell.operation].has_size:
+        return cell.operation
+    return " ".join([cell.operation, size_text(nbytes or cell.asked_bytes), cell.dtype, way_of(cell)])
+
+
+def way_of(cell: Cell) -> str:
+    """Write how an operation is called: in, out, in/async."""
+    return cell.place if cell.call == "sync" else f"{cell.place}/{cell.call}"
+
+
+def _names(rows: "Sequence[Row]") -> str:
+    """Count rows by operation and state: reduce (3 failed), gather (1 timeout)."""
+    counts: dict[tuple[str, str], int] = {}
+    for row in rows:
+        key = (row.cell.operation, row.state)
+        counts[key] = counts.get(key, 0) + 1
+    return ", ".join(f"{operation} ({count} {state})" for (operation, state), count in counts.items())
+
+
+def _units() -> list[str]:
+    return [column[1] for column in (*LABELS, *NUMBERS)]
+
+
+def _heading(words: Sequence[str], last: str) -> str:
+    widths = [column[2] for column in (*LABELS, *NUMBERS)]
+    cells = [word.rjust(width) for word, width in zip(words, widths, strict=True)]
+    return f"#{''.join(cells)[1:]}  {last}".rstrip()
+
+
+def _line(row: "Row") -> str:
+    start = "".join(f" {value(row)}".rjust(width) for _, _, width, value in LABELS)
+    flags = "  " + ", ".join(row.flags) if row.flags else ""
+    if row.p50_us is None:
+        return f"{start}  {row.state}{': ' if row.reason else ''}{row.reason}{flags}"
+    numbers = "".join(f" {value(row)}".rjust(width) for _, _, width, value in NUMBERS)
+    state = f"  {row.state}: {row.reason}" if row.state != "ok" else ""
+    return f"{start}{numbers}{flags}{state}"
+
+
+def _host(host: HostFacts) -> str:
+    parts = [f"{counted(host.ranks, 'rank')} on {counted(host.cores, 'core')}"]
+    parts += [host.cpu] if host.cpu else []
+    parts += [f"{len(host.gpus)} x {host.gpus[0]}"] if host.gpus else []
+    if host.memory_bytes:
+        parts.append(f"{host.memory_bytes / 2**30:.0f} GB")
+    network = [host.interface]
+    network += [f"{host.speed_mbit} Mbit/s"] if host.speed_mbit else []
+    network += [f"mtu {host.mtu}"] if host.mtu else []
+    network += [host.congestion_control]
+    if any(network):
+        parts.append(" ".join(word for word in network if word))
+    parts += [f"Linux {host.kernel}"] if host.kernel else []
+    parts += [" ".join(f"{name}={value}" for name, value in sorted(host.environment.items()))]
+    return f"node {host.node} {host.host}: {', '.join(part for part in parts if part)}"

@@ -1,0 +1,97 @@
+"""`muster bench compare A B`: of every row that two results share, whether it is better, worse or the same, and why."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+from launch.bench import results
+from launch.options import add_json, add_runs
+
+if TYPE_CHECKING:
+    from collectives_bench.results.compare import Comparison, Verdict
+
+FAILING: Final = {"worse": {"worse"}, "better": {"better"}, "any": {"worse", "better"}}
+COLUMNS: Final = ("row", "before>", "after>", "time>", "from>", "to>", "launches>", "verdict", "why")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "before", metavar="BEFORE", help="a result file, or a run (its id or its folder), or several, as in A1,A2"
+    )
+    parser.add_argument("after", metavar="AFTER", help="the same; where runs took turns, A B B A, drift falls out")
+    parser.add_argument(
+        "--fail-on",
+        metavar="WHAT",
+        choices=sorted(FAILING),
+        help="worse, better or any: end with 1 where a row is so, or where no row could be judged at all",
+    )
+    add_runs(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compare and print; the exit code is what `--fail-on` makes of it."""
+    from collectives_bench.results.compare import comparison
+
+    found = comparison(results.rows(args.before, args.runs), results.rows(args.after, args.runs))
+    print(json.dumps(record(found), indent=1) if args.json else render(found))
+    return 0 if args.fail_on is None else gate(found, args.fail_on)
+
+
+def gate(found: "Comparison", fail_on: str) -> int:
+    """Return 1 where a row, or all together, is what nobody wants; also where the comparison has seen nothing."""
+    said = {each.verdict for each in (*found.rows, found.together)}
+    if said == {"no verdict"}:
+        print(f"muster: --fail-on {fail_on}: no row could be judged, so nothing is known to be good", file=sys.stderr)
+        return 1
+    return int(bool(said & FAILING[fail_on]))
+
+
+def record(found: "Comparison") -> dict[str, Any]:
+    """Return a comparison as plain values."""
+    return {
+        "verdict": found.verdict,
+        "only_before": found.only_before,
+        "only_after": found.only_after,
+        "together": _plain(found.together),
+        "rows": [_plain(each) for each in found.rows],
+    }
+
+
+def _plain(verdict: "Verdict") -> dict[str, Any]:
+    values = dict(vars(verdict))
+    for name in ("world", "cell"):
+        values[name] = values[name].model_dump() if values[name] is not None else None
+    for name in ("ratio", "low", "high"):  # JSON has no infinity: an interval without an end has none
+        values[name] = None if values[name] in (float("inf"), float("-inf")) else values[name]
+    return values
+
+
+def render(found: "Comparison") -> str:
+    """Lay a comparison out as a table: `time` is after over before, above 1 is slower, `from` and `to` its interval."""
+    from launch.look import screen
+
+    worlds = {each.world for each in found.rows}
+    rows = [(_name(each, of_world=len(worlds) > 1), *_cells(each)) for each in found.rows]
+    rows.append(("all together", *_cells(found.together)))
+    return f"{screen.table(COLUMNS, rows)}\n{found.line()}"
+
+
+def _name(verdict: "Verdict", *, of_world: bool) -> str:
+    from collectives_bench.results.table import cell_text, world_text
+
+    assert verdict.cell is not None
+    assert verdict.world is not None
+    name = cell_text(verdict.cell, verdict.nbytes)
+    return f"{name}, {world_text(verdict.world)}" if of_world else name
+
+
+def _cells(verdict: "Verdict") -> tuple[str | None, ...]:
+    from launch.bench.live import time_text
+
+    times = (None if value is None else time_text(value) for value in (verdict.before_us, verdict.after_us))
+    ratios = (None if value is None else f"{value:.3f}" for value in (verdict.ratio, verdict.low, verdict.high))
+    launches = "/".join(map(str, verdict.launches))
+    return (*times, *ratios, launches, verdict.verdict, verdict.why)

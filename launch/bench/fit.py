@@ -1,0 +1,24 @@
+"""`muster bench fit R... --output profile.json`: its options; `launch/bench/fitting.py` does it."""
+
+import argparse
+
+from launch.bench import words
+from launch.bench.showing import add_results
+from launch.options import add_json
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_results(parser)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.json", required=True, help="the profile that muster predict reads"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fit, save, and print the held-out error."""
+    from launch.bench import fitting
+
+    words.check_output("--output", args.output, (".json",))
+    return fitting.run(args)

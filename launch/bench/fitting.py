@@ -1,0 +1,137 @@
+"""`muster bench fit`: from results to a profile, and how wrong it is on what it had not seen."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import RunFolderError, StorageError
+from launch.bench import results
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.curves import Curve, Errors
+    from collectives_bench.cost.profile import Profile
+    from collectives_bench.cost.second import Constants
+
+COLUMNS: Final = (
+    "operation",
+    "world",
+    "type",
+    "sizes>",
+    "model",
+    "alpha>",
+    "beta>",
+    "mean>",
+    "max>",
+    "in 10 %>",
+    "90 %>",
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Fit, save, and print the table of fits with their held-out errors.
+
+    Raises:
+        RefusedError: nothing can be fitted.
+        RunFolderError, StorageError: the profile cannot be written.
+    """
+    from collectives_bench.cost.fit import fit
+
+    profile = fit(results.read(args.results, args.runs), name=Path(args.output).stem)
+    write(profile, Path(args.output))
+    print(json.dumps(record(profile), indent=1) if args.json else render(profile))
+    print(f"wrote {args.output}", file=sys.stderr)
+    return 0
+
+
+def write(profile: "Profile", path: Path) -> None:
+    """Write a profile; errors as `run`."""
+    from collectives_bench.cost.profile import save
+
+    if not path.parent.is_dir():
+        raise RunFolderError(f"{path}: there is no folder {path.parent}; make it, or name another file")
+    try:
+        save(profile, path)
+    except OSError as error:
+        raise StorageError(f"{path}: cannot be written: {error.strerror}; name another file with --output") from error
+
+
+def record(profile: "Profile") -> dict[str, object]:
+    """Return the fits and their held-out errors as plain values; the curves' points are in the profile."""
+    return {
+        "name": profile.name,
+        "made_of": profile.made_of,
+        "curves": [each.model_dump(mode="json", exclude={"points", "pieces"}) for each in profile.curves],
+        "constants": [each.model_dump(mode="json") for each in profile.constants],
+        "held_out_sizes": profile.held_out_sizes and profile.held_out_sizes.model_dump(),
+        "held_out_worlds": profile.held_out_worlds and profile.held_out_worlds.model_dump(),
+    }
+
+
+def render(profile: "Profile") -> str:
+    """Lay the fits out as a table, the constants below it, and the errors on all that was held out."""
+    from launch.look import screen
+
+    lines = [f"# {profile.made_of}"] if profile.made_of else []
+    lines += [
+        "# mean, max, in 10 %: error at sizes left out one at a time; 90 %: the share of the time that predictions are",
+        "# good to; alpha and beta are of the last piece: time = alpha + S * beta",
+        screen.table(COLUMNS, [_cells(each) for each in profile.curves if not each.back_to_back]),
+    ]
+    behind = sum(each.back_to_back for each in profile.curves)
+    lines += [f"and {behind} of calls back to back"] if behind else []
+    lines += ["", *(_constants(each) for each in profile.constants)]
+    lines += [
+        "",
+        f"held-out sizes   {text(profile.held_out_sizes)}",
+        f"held-out worlds  {text(profile.held_out_worlds)}",
+    ]
+    return "\n".join(lines)
+
+
+def text(errors: "Errors | None") -> str:
+    """Write errors as a line: mean, median, largest, shares."""
+    if errors is None:
+        return "none: fewer than three worlds, or four sizes of an operation"
+    return (
+        f"mean {errors.mean:.1%}, median {errors.median:.1%}, max {errors.largest:.1%}, within 10 %: "
+        f"{errors.within_10:.0%}, within 20 %: {errors.within_20:.0%}, of {errors.points} points"
+    )
+
+
+def _cells(curve: "Curve") -> tuple[str, ...]:
+    piece, errors = curve.pieces[-1], curve.held_out
+    name = curve.operation + ("" if curve.call == "sync" else f" {curve.call}")
+    world = f"{curve.nodes}x{curve.ranks // curve.nodes} {curve.backend}"
+    rate = f"{1e-9 / piece.beta_s:.3g} GB/s" if piece.beta_s > 0 else "-"
+    shares = ("-", "-", "-")
+    if errors is not None:
+        shares = (f"{errors.mean:.1%}", f"{errors.largest:.1%}", f"{errors.within_10:.0%}")
+    model = curve.kind if curve.kind != "pieces" else f"{len(curve.pieces)} pieces"
+    sizes = str(len(curve.points))
+    return (name, world, curve.dtype, sizes, model, seconds(piece.alpha_s), rate, *shares, f"{curve.high - 1:.0%}")
+
+
+def _constants(constants: "Constants") -> str:
+    where = "between nodes" if constants.network else "on one node"
+    parts = [
+        f"a step {seconds(constants.alpha_s)}",
+        f"a link {_rate(constants.beta_s)}",
+        f"a host's copies {_rate(constants.host_s)}",
+        f"sums {_rate(constants.gamma_s)}",
+    ]
+    worlds = ", ".join(map(str, constants.worlds))
+    return f"{constants.backend} {constants.dtype} {where}, worlds {worlds}: {', '.join(parts)}"
+
+
+def _rate(seconds_a_byte: float) -> str:
+    return f"{1e-9 / seconds_a_byte:.3g} GB/s" if seconds_a_byte > 0 else "free"
+
+
+def seconds(time_s: float) -> str:
+    """Write a time with the unit that suits it."""
+    for unit, width in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if time_s >= width:
+            return f"{time_s / width:.4g} {unit}"
+    return f"{time_s * 1e6:.3g} us"

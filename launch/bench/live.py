@@ -1,0 +1,207 @@
+"""What `muster bench` shows on standard error while ranks measure: on a terminal a table that fills, else plain lines.
+
+A thread reads the run's bench.jsonl four times a second, the same way whoever supervises the run, and wherever.
+"""
+
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+from collectives_bench.records import Block, Cell, Header, Pair
+from collectives_bench.results.table import cell_text, number, way_of, world_text
+from collectives_bench.sizes import size_text
+from jobs import exits
+from jobs.rundir import RunDir
+from jobs.words import counted
+from launch.bench.progress import Progress, Record
+from launch.console import Console
+from launch.submit.plan import NodePlan
+from launch.supervision.verdict import Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+POLL_S: Final = 0.25
+STATE_STYLE: Final = {"ok": "", "wrong": "bold red", "failed": "red", "timeout": "red"}
+COLUMN: Final = 11  # characters of a size's column
+
+
+class BenchConsole(Console):
+    """The console of a measurement: what rank 0 prints is shown in the end by us, and only there."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        super().__init__(quiet=quiet)
+        self._drawing = threading.Lock()  # the table is drawn by a thread, the end is said by another
+        self._ended = False
+
+    def plan(self, run_path: str, nodes: list[NodePlan], master: str) -> None:
+        """Name the run's folder; the result's header names the hosts."""
+        self.say(f"run {run_path}")
+
+    def lines(self, stream: str, lines: list[str]) -> None:
+        """Pass on what rank 0 says on standard error; its table is printed when all has been measured."""
+        if stream == "err":
+            super().lines(stream, lines)
+
+    def progress(self, report: dict[str, Any]) -> None:
+        """Draw no progress line: there are no steps."""
+
+    def show(self, table: "Group") -> None:
+        """Draw the table below all lines, or draw it anew; nothing once the run has ended."""
+        with self._drawing:
+            if self._ended or not self._terminal:
+                return
+            if self._progress is None:
+                from rich.console import Console as RichConsole
+                from rich.live import Live
+
+                screen = RichConsole(file=sys.stderr)
+                self._progress = Live(console=screen, auto_refresh=False, transient=True, redirect_stdout=False)
+                self._progress.start()
+            self._progress.update(table, refresh=True)
+
+    def end(self, verdict: Verdict, seconds: float, run_id: str, next_step: str) -> None:
+        """Take the table away, and say how it ended; of a run that was stopped, what was measured is kept and shown."""
+        self.hide()
+        super().end(verdict, seconds, run_id, "" if verdict.code == exits.STOPPED else next_step)
+
+    def hide(self) -> None:
+        """Take the table away for good."""
+        with self._drawing:
+            self._ended = True
+            if self._progress is not None:
+                self._progress.stop()
+                self._progress = None
+
+    @property
+    def draws(self) -> bool:
+        """True where there is a terminal to draw on."""
+        return self._terminal
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal."""
+        return shutil.get_terminal_size().columns
+
+
+@contextmanager
+def watching(run: RunDir, console: BenchConsole) -> Iterator[None]:
+    """Show what comes of a run for as long as the block within goes on."""
+    progress, over = Progress(run), threading.Event()
+    failures: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            while not over.wait(POLL_S):
+                show(progress, console)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=watch, name="bench-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        console.hide()
+    if failures:
+        raise failures[0]
+    if not console.draws:
+        show(progress, console)
+
+
+def show(progress: Progress, console: BenchConsole) -> None:
+    """Take in what is new, and show it."""
+    new = progress.poll()
+    if console.draws:
+        if progress.header is not None:
+            console.show(table(progress, console.width))
+        return
+    for record in new:
+        if (line := line_of(record, progress)) is not None:
+            console.say(line)
+
+
+def line_of(record: Record, progress: Progress) -> str | None:
+    """Return the plain line that a record is worth: what begins, what fails, and the end of each launch."""
+    if isinstance(record, Header):
+        what = counted(len(progress.cells), "cell") if progress.cells else "pairs"
+        launches = f"{progress.launches} launch{'es' * (progress.launches != 1)}"
+        return f"measuring {what} in {launches}: {world_text(record.world)}"
+    if isinstance(record, Block) and record.state != "ok":
+        rank = f", rank {record.rank}" if record.rank is not None else ""
+        return f"{cell_text(record.cell)}: {record.state} in launch {record.launch + 1}{rank}: {record.reason}"
+    if isinstance(record, Block):
+        of_launch = [block for block in progress.blocks if block.launch == record.launch]
+        if of_launch[-1] is record and len({block.cell for block in of_launch}) == len(progress.cells):
+            failed = sum(block.state != "ok" for block in of_launch)
+            ending = f", {failed} not ok" if failed else ""
+            return f"launch {record.launch + 1} of {progress.launches}: {counted(len(progress.cells), 'cell')}{ending}"
+    if isinstance(record, Pair) and record.state != "ok":
+        return f"nodes {record.nodes[0]} and {record.nodes[1]}: {record.state}: {record.reason}"
+    return None
+
+
+def table(progress: Progress, width: int) -> "Group":
+    """Return the medians so far: one line for each operation and way, one column for each size that fits."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    assert progress.header is not None
+    current = progress.current
+    under_way = f"now {cell_text(current)}, " if current is not None else ""
+    done = f"{progress.done or len(progress.pairs)} of {progress.total} done"
+    head = [
+        world_text(progress.header.world),
+        f"launch {progress.launch + 1} of {progress.launches}, {under_way}{done}",
+    ]
+    grid = Table(box=box.SIMPLE)
+    ways = list(dict.fromkeys(_way(cell) for cell in progress.cells))
+    by_place = {(_way(cell), cell.asked_bytes): cell for cell in progress.cells}
+    first = max((len(way) for way in ways), default=10)
+    sizes = _spaced(sorted({cell.asked_bytes for cell in progress.cells}), max(1, (width - first - 4) // COLUMN))
+    grid.add_column("median so far", no_wrap=True)
+    for size in sizes:
+        grid.add_column(size_text(size) if size else "", justify="right", no_wrap=True)
+    for way in ways:
+        grid.add_row(way, *(_entry(progress, by_place.get((way, size)), current) for size in sizes))
+    lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in head]
+    return Group(*lines, *([grid] if ways else []))
+
+
+def _entry(progress: Progress, cell: Cell | None, current: Cell | None) -> str:
+    if cell is None:
+        return ""
+    state, median_us = progress.state(cell), progress.median_us(cell)
+    text = time_text(median_us) if median_us is not None else state if state != "ok" else ""
+    style = STATE_STYLE.get(state, "yellow")
+    if cell == current:
+        text, style = text or "…", "reverse"
+    return f"[{style}]{text}[/{style}]" if style and text else text
+
+
+def time_text(microseconds: float) -> str:
+    """Write a time with its unit: 35.1 us, 2.40 ms, 1.20 s."""
+    for unit, factor in (("s", 1e6), ("ms", 1e3)):
+        if microseconds >= factor:
+            return f"{number(microseconds / factor)} {unit}"
+    return f"{number(microseconds)} us"
+
+
+def _way(cell: Cell) -> str:
+    return f"{cell.operation} {cell.dtype} {way_of(cell)}" if cell.asked_bytes else cell.operation
+
+
+def _spaced(sizes: list[int], most: int) -> list[int]:
+    """Choose at most so many sizes, spread evenly, the first and the last among them."""
+    if len(sizes) <= most:
+        return sizes
+    if most == 1:
+        return sizes[-1:]
+    return [sizes[round(index * (len(sizes) - 1) / (most - 1))] for index in range(most)]

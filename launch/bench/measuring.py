@@ -1,0 +1,169 @@
+"""`muster bench` measures: one run for each world of the grid, one after another, then one result of all of them."""
+
+import argparse
+import copy
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from collectives_bench.settings import ALL, BenchSettings
+from jobs import exits
+from jobs.errors import MusterError, RefusedError, UsageError
+from jobs.rundir import RunDir
+from launch.bench import words
+from launch.bench.live import BenchConsole, watching
+from launch.bench.report import deliver
+from launch.commands import submit
+from launch.scheduler.slurm_run import close
+from launch.submit.prepare import Prepared, prepare, route_of, site_of
+from launch.submit.start import start
+from slurm.states import Outcome
+
+COMMAND_LINE: Final = "command line"  # what mistakes of a job without a file are said of
+RANKS_HERE: Final = 2  # of a job without a file on this machine, where it has not several GPUs
+NODES_AWAY: Final = 2  # of one in a queue, where no hosts are named
+
+
+@dataclass(frozen=True)
+class World:
+    """One run that is to be made, or why it cannot be."""
+
+    label: str
+    prepared: Prepared | None
+    refusal: MusterError | None = None
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Measure, show and write; return the exit code: that of the first world that failed, or 1 for a bad result.
+
+    Raises:
+        MusterError: nothing could begin.
+    """
+    check(args)
+    worlds = prepare_worlds(args)
+    codes, runs = [], []
+    for world in worlds:
+        if len(worlds) > 1:
+            say(f"[{worlds.index(world) + 1}/{len(worlds)}] {world.label}")
+        codes.append(run_world(world))
+        if world.prepared is not None:
+            runs.append(world.prepared.context.run)
+        if codes[-1] == exits.STOPPED:
+            break
+    code = next((code for code in codes if code), 0)
+    measured = [run for run in runs if has_rows(run)]
+    if not measured:
+        return code or 1
+    bad = deliver(measured, args)
+    return code or bad
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what could not end well, before anything starts.
+
+    Raises:
+        UsageError: it could not.
+    """
+    if args.on == "hand":
+        raise UsageError(
+            "--on hand: muster bench starts its runs itself; write a job file, start it by muster cmd JOB.yaml, and "
+            "see it by muster bench show RUN"
+        )
+    words.check_output("--out", args.out, (".json",))
+    words.check_output("--plot", args.plot, words.PLOTS)
+    if not args.what and not args.pairs:
+        raise UsageError(
+            "WHAT: is missing; name a job file, or operations such as all_reduce,broadcast, or all, or give --pairs"
+        )
+
+
+def prepare_worlds(args: argparse.Namespace) -> list[World]:
+    """Prepare a run for each world, before anything starts. A world that is refused alone is left out of the grid.
+
+    Raises:
+        UsageError, JobFileError: the command line or the job file is wrong.
+        RefusedError: no world is possible.
+    """
+    settings = words.changes(args)
+    of_file = bool(args.what) and words.is_file(args.what)
+    names = [] if of_file else words.operations(args.what) if args.what else [ALL]
+    worlds = []
+    for nodes, ranks in words.worlds(args):
+        changed = copy.copy(args)
+        if of_file:
+            changed.job, changed.job_text = args.what, None
+            changed.nodes, changed.ranks_per_node = nodes, ranks
+            changed.overrides = [*words.overrides(settings), *args.overrides]
+        else:
+            usual = usual_world(args, settings.get("device", "auto"), nodes)
+            nodes, ranks = nodes or usual[0], ranks or usual[1]
+            changed.job, changed.job_text = COMMAND_LINE, words.job_text(names, settings, nodes, ranks)
+            changed.nodes = changed.ranks_per_node = None
+        worlds.append(prepare_world(changed, f"nodes={nodes} ranks_per_node={ranks}"))
+    refusals = [world.refusal for world in worlds if world.refusal is not None]
+    if len(refusals) == len(worlds):
+        raise refusals[0]
+    return worlds
+
+
+def prepare_world(args: argparse.Namespace, label: str) -> World:
+    """Prepare one run; errors as `prepare_worlds`, but for a refusal."""
+    try:
+        prepared = prepare(args)
+    except RefusedError as error:
+        return World(label, None, error)
+    settings = prepared.context.job.settings
+    if not isinstance(settings, BenchSettings):
+        kind = prepared.context.job.kind
+        raise UsageError(f"{args.job}: is a {kind}: job; muster bench measures bench: jobs, muster run runs it")
+    if settings.is_hello:
+        raise UsageError(f"{args.job}: hello measures nothing; start it by muster run")
+    return World(label, prepared)
+
+
+def usual_world(args: argparse.Namespace, device: str, nodes: int | str | None) -> tuple[int, int]:
+    """Return nodes and ranks per node where nobody says: all hosts that are named; here the GPUs, else two ranks."""
+    route = route_of(args, site_of(args))
+    if not route.is_here:
+        return len(route.hosts.hosts) or NODES_AWAY, 1
+    if args.pairs:
+        return 2, 1
+    if nodes not in (None, 1):
+        return 1, 1
+    from launch.agent import visible_gpus
+
+    gpus = len(visible_gpus()) if device != "cpu" else 0
+    return 1, gpus if gpus > 1 else RANKS_HERE
+
+
+def run_world(world: World) -> int:
+    """Start one run and stay with it to its end; return its exit code. What went wrong has been said then."""
+    if world.prepared is None:
+        assert world.refusal is not None
+        say(f"muster: {world.refusal}")
+        return world.refusal.exit_code
+    run, console = world.prepared.context.run, BenchConsole()
+    try:
+        with watching(run, console):
+            if submit.is_queued(world.prepared):
+                return submit.follow(world.prepared, console=console)
+            return start(world.prepared, console=console).code
+    except MusterError as error:
+        say(f"muster: {error}")
+        if run.path.is_dir():
+            close(run, Outcome(error.exit_code, str(error)))
+        return error.exit_code
+    except KeyboardInterrupt:
+        return exits.STOPPED
+
+
+def has_rows(run: RunDir) -> bool:
+    """Say whether a run has measured something."""
+    files = [run.attempt(number).bench for number in run.attempt_numbers()]
+    return any(Path(file).is_file() and file.stat().st_size for file in files)
+
+
+def say(text: str) -> None:
+    """Say one thing of ours, beside the data on standard output."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,22 @@
+"""`muster bench plot R... --output FILE`: busbw and time against size, of runs or result files together."""
+
+import argparse
+from pathlib import Path
+
+from launch.bench import report, results, words
+from launch.bench.showing import add_results
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_results(parser)
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the file: .png, .svg or .pdf")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw."""
+    from collectives_bench.results.rows import rows_of
+
+    words.check_output("--output", args.output, words.PLOTS)
+    report.plot(rows_of(results.read(args.results, args.runs)), Path(args.output), flag="--output")
+    return 0

@@ -1,0 +1,76 @@
+"""After the measuring: the report on standard output, and the files that were asked for."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jobs.errors import UsageError
+from jobs.rundir import RunDir
+
+if TYPE_CHECKING:
+    from collectives_bench.records import Result
+    from collectives_bench.results.rows import Row
+
+
+def deliver(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
+    """Show what runs have measured, as text or JSON, and write `--out` and `--plot`; return 1 for a bad result.
+
+    Raises:
+        RunFolderError, StorageError: a file cannot be written; the runs keep what was measured.
+    """
+    from collectives_bench.results.files import read_result
+    from collectives_bench.results.report import is_failed
+    from collectives_bench.results.rows import rows_of
+
+    result = read_result([run.path for run in runs])
+    rows = rows_of(result)
+    show(result, as_json=args.json)
+    if args.out is not None:
+        write(result, rows, Path(args.out))
+    if args.plot is not None:
+        plot(rows, Path(args.plot))
+    return int(is_failed(result, rows))
+
+
+def show(result: "Result", *, as_json: bool) -> None:
+    """Print a result on standard output: the report, or its records."""
+    if as_json:
+        print(result.model_dump_json(indent=1))
+        return
+    from collectives_bench.results.report import report_lines
+
+    print("\n".join(report_lines(result)))
+
+
+def write(result: "Result", rows: "Sequence[Row]", path: Path) -> None:
+    """Write a result as JSON, and its rows beside it as CSV; errors as `deliver`."""
+    from collectives_bench.results.files import write_csv, write_result
+
+    write_result(result, path)
+    say(f"wrote {path}")
+    if rows:
+        write_csv(rows, path.with_suffix(".csv"))
+        say(f"wrote {path.with_suffix('.csv')}")
+
+
+def plot(rows: "Sequence[Row]", path: Path, *, flag: str = "--plot") -> None:
+    """Draw rows into the file that an option names.
+
+    Raises:
+        UsageError: there is nothing to draw.
+        RunFolderError, StorageError: it cannot be written.
+    """
+    from collectives_bench.results import plots
+
+    try:
+        plots.plot(rows, path)
+    except plots.NothingToPlotError as error:
+        raise UsageError(f"{flag} {path}: {error}") from error
+    say(f"wrote {path}")
+
+
+def say(text: str) -> None:
+    """Say one thing of ours, beside the data on standard output."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,28 @@
+"""`muster bench show R...`: the report of runs or result files, as it was printed when they had been measured."""
+
+import argparse
+
+from launch.bench import report, results
+from launch.options import add_json, add_runs
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_results(parser)
+    add_json(parser)
+
+
+def add_results(parser: argparse.ArgumentParser) -> None:
+    """Add the results that a command reads, and where runs are."""
+    parser.add_argument("results", metavar="RESULT", nargs="+", help="a result file, or a run: its id or its folder")
+    add_runs(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print; return 1 for a bad result, as the measurement did."""
+    from collectives_bench.results.report import is_failed
+    from collectives_bench.results.rows import rows_of
+
+    result = results.read(args.results, args.runs)
+    report.show(result, as_json=args.json)
+    return int(is_failed(result, rows_of(result)))

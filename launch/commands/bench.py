@@ -1,0 +1,43 @@
+"""`muster bench`: measure what the network can do, and look at, compare, draw and fit what came of it."""
+
+import argparse
+from typing import Final
+
+from launch.bench.words import add_choices
+from launch.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
+
+# A first word that is one of these is a command of its own; anything else is measured.
+WITHIN: Final = {
+    "show": ("launch.bench.showing", "print results again: of runs, or of result files"),
+    "compare": ("launch.bench.comparing", "say of every row of two results whether it is better, worse or the same"),
+    "plot": ("launch.bench.plotting", "draw results into a PNG, SVG or PDF"),
+    "fit": ("launch.bench.fit", "fit the cost model to results, and save it as the profile of a cluster"),
+}
+EPILOG: Final = f"""\
+muster bench {" | ".join(WITHIN)} have options of their own: muster bench compare --help.
+The exit code is that of the first world that failed; 1 where a value was wrong, or an operation crashed or stalled.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "what", metavar="WHAT", nargs="?", help="a job file, or operations: all_reduce,broadcast, or all, or ours"
+    )
+    add_choices(parser)
+    results = parser.add_argument_group("results")
+    results.add_argument("--out", metavar="FILE.json", help="write all records there, and the rows beside it as .csv")
+    results.add_argument("--plot", metavar="FILE", help="draw busbw and time against size: .png, .svg or .pdf")
+    add_json(parser)
+    add_overrides(parser)
+    add_site_and_name(parser)
+    add_runs(parser)
+    add_transport(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every world of the grid, then show the result."""
+    from launch.bench.measuring import measure
+
+    return measure(args)

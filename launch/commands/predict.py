@@ -1,0 +1,204 @@
+"""`muster predict`: times of exchanges, and of a job's steps, from the profile of a cluster or from a link's speed."""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import UsageError
+from launch.options import add_json
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.profile import Prediction, Profile
+
+RATES: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+TIMES: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+COLUMNS: Final = ("operation", "size>", "ranks>", "nodes>", "time>", "from>", "to>", "algbw>", "busbw>", "how")
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|ns)?", re.IGNORECASE)
+EPILOG: Final = """\
+muster predict --profile P.json --op all_reduce --bytes 36.9MB --world 16     how long an exchange takes
+muster predict --link 100Gbit --op all_reduce --bytes 20e9 --world 8          the same by the formulas alone
+muster predict --profile P.json JOB.yaml                                      buckets, steps and memory of a job
+Sizes are those of muster bench (S); 1 MB is 2^20 bytes. Ranks behind --link have a link each unless --nodes is given.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    from launch.bench import step_view
+
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("job", metavar="JOB", nargs="?", help="a job file: predict its steps instead of an exchange")
+    source = parser.add_argument_group("from")
+    source.add_argument("--profile", metavar="FILE.json", help="what muster bench fit has made")
+    source.add_argument("--link", metavar="RATE", help="a link's speed, such as 100Gbit, without any measurement")
+    source.add_argument("--latency", metavar="TIME", help="of a message over --link, such as 50us (default: 0)")
+    exchange = parser.add_argument_group("an exchange")
+    exchange.add_argument("--op", metavar="NAMES", help="operations of muster bench, with commas")
+    exchange.add_argument("--bytes", metavar="SIZES", help="36.9MB, 512K:1G, 20e9, or several with commas")
+    exchange.add_argument("--world", metavar="RANKS", help="ranks, or several numbers with commas")
+    exchange.add_argument("--nodes", metavar="N", type=int, help="nodes they are on (default: as it was measured)")
+    exchange.add_argument("--backend", choices=("gloo", "nccl"), help="default: the one that was measured")
+    exchange.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "int32"), help="default: the one measured")
+    add_json(parser)
+    step_view.configure(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict exchanges, or hand a job over to the view of its steps.
+
+    Raises:
+        UsageError: options that do not go together, or make no sense.
+        RefusedError: the profile does not know.
+    """
+    if args.job is not None:
+        from launch.bench import step_view
+
+        if args.op is not None:
+            raise UsageError(f"--op {args.op}: predicts an exchange, {args.job} a job's steps; give one of them")
+        return step_view.run(args)
+    records = [describe(*each) for each in predictions(args)]
+    print(json.dumps(records, indent=1) if args.json else render(records))
+    return 0
+
+
+def source_of(args: argparse.Namespace) -> "Profile":
+    """Return the profile that `--profile` names, or one for `--link`.
+
+    Raises:
+        UsageError: neither or both are given, or what they say cannot be read.
+        JobFileError: the file is no profile.
+    """
+    from collectives_bench.cost import profile
+
+    if (args.profile is None) == (args.link is None):
+        raise UsageError("give --profile FILE.json (muster bench fit makes it), or --link RATE such as 100Gbit")
+    if args.link is not None:
+        return profile.link(parse_rate(args.link), parse_time(args.latency or "0"), name=f"link of {args.link}")
+    if args.latency is not None:
+        raise UsageError(f"--latency {args.latency}: belongs to --link; a profile has its own")
+    return profile.load(Path(args.profile))
+
+
+Asked = tuple[str, int, int, int]  # operation, bytes, ranks, nodes
+
+
+def predictions(args: argparse.Namespace) -> "list[tuple[Asked, Prediction]]":
+    """Predict every operation at every size in every world."""
+    known = source_of(args)
+    for flag, value in (("--op", args.op), ("--world", args.world)):
+        if value is None:
+            raise UsageError(f"{flag} is missing: wanted a job file, or --op, --bytes and --world")
+    asked = []
+    for operation in (word.strip() for word in args.op.split(",")):
+        for ranks in _worlds(args.world):
+            nodes = args.nodes or known.nodes_of(ranks)
+            for size in _sizes(operation, args.bytes):
+                asked.append((operation, size, ranks, nodes))
+    return [
+        (each, known.predict(each[0], each[1], ranks=each[2], nodes=each[3], backend=args.backend, dtype=args.dtype))
+        for each in asked
+    ]
+
+
+def _sizes(operation: str, text: str | None) -> list[int]:
+    from collectives_bench.catalog import OPERATIONS
+
+    if operation in OPERATIONS and not OPERATIONS[operation].has_size:
+        return [0]
+    if text is None:
+        raise UsageError(f"--bytes is missing: {operation} has a size, such as 36.9MB")
+    return [size for word in text.split(",") for size in parse_bytes(word.strip())]
+
+
+def parse_bytes(word: str) -> list[int]:
+    """Return the sizes that a word stands for: as in `muster bench`, or a plain number such as 20e9.
+
+    Raises:
+        UsageError: it is none.
+    """
+    from collectives_bench.sizes import parse_sizes
+
+    if re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", word):
+        return [round(float(word))]
+    try:
+        return parse_sizes(word)
+    except ValueError as error:
+        raise UsageError(f"--bytes: {error}") from error
+
+
+def _worlds(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--world {text}: wanted numbers of ranks, such as 16 or 2,4,8") from None
+
+
+def parse_rate(text: str) -> float:
+    """Return bits a second.
+
+    Raises:
+        UsageError: it is no rate.
+    """
+    match = _RATE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise UsageError(f"--link {text}: wanted bits a second, such as 100Gbit or 25Gbit/s")
+    return float(match[1]) * RATES[match[2].lower()]
+
+
+def parse_time(text: str) -> float:
+    """Return seconds.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"--latency {text}: wanted a time such as 50us or 0.2ms")
+    return float(match[1]) * TIMES[(match[2] or "").lower()]
+
+
+def describe(asked: Asked, prediction: "Prediction") -> dict[str, Any]:
+    """Return a prediction as plain values; GB/s is 1e9 bytes a second."""
+    from collectives_bench.catalog import OPERATIONS
+
+    operation, size, ranks, nodes = asked
+    algbw = size / prediction.seconds / 1e9 if size and prediction.seconds else None
+    return {
+        "operation": operation,
+        "bytes": size,
+        "ranks": ranks,
+        "nodes": nodes,
+        "seconds": prediction.seconds,
+        "low_s": prediction.low_s,
+        "high_s": prediction.high_s,
+        "algbw": algbw,
+        "busbw": algbw and algbw * OPERATIONS[operation].bus_factor(ranks),
+        "how": prediction.how,
+        "warnings": list(prediction.warnings),
+    }
+
+
+def render(records: list[dict[str, Any]]) -> str:
+    """Lay predictions out as a table; what to be wary of stands below, once."""
+    from collectives_bench.sizes import size_text
+    from launch.bench.fitting import seconds
+    from launch.look import screen
+
+    rows = [
+        (
+            each["operation"],
+            size_text(each["bytes"]) if each["bytes"] else "-",
+            str(each["ranks"]),
+            str(each["nodes"]),
+            *(seconds(each[key]) for key in ("seconds", "low_s", "high_s")),
+            *(f"{each[key]:.3g} GB/s" if each[key] else "-" for key in ("algbw", "busbw")),
+            each["how"],
+        )
+        for each in records
+    ]
+    warnings = dict.fromkeys(warning for each in records for warning in each["warnings"])
+    return "\n".join([screen.table(COLUMNS, rows), *(f"warning: {warning}" for warning in warnings)])

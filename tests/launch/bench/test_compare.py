@@ -1,0 +1,164 @@
+"""`muster bench compare`, `plot` and `show`: of result files and of runs, and what is wrong with them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from collectives_bench.records import Result
+from collectives_bench.results.files import write_result
+from jobs.rundir import RunDir
+from launch import cli
+from support.measured import block, header, pairs, result, settings, world, write_lines
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """Three results of five launches: twice the same network, and one that is 30 % slower."""
+    made = {"a": 1.0, "b": 1.001, "slow": 1.3}
+    for name, slower in made.items():
+        asked = settings(operation=["all_reduce", "barrier"], launches=5)
+        write_result(result(asked, slower=slower), tmp_path / f"{name}.json")
+    return {name: str(tmp_path / f"{name}.json") for name in made}
+
+
+def test_a_slower_result_is_worse_row_by_row_and_fails_a_gate(files, capsys) -> None:
+    assert cli.main(["bench", "compare", files["a"], files["slow"]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert " ".join(lines[0].split()) == "row before after time from to launches verdict why"
+    shown = " ".join(lines[1].split())
+    assert shown == "all_reduce 1 MB fp32 in 1.17 ms 1.52 ms 1.300 1.300 1.300 5/5 worse slower beyond doubt"
+    assert lines[3].startswith("barrier ")
+    assert lines[-1] == "worse: of 3 common rows 3 worse"
+    for fail_on, code in (("worse", 1), ("any", 1), ("better", 0)):
+        assert cli.main(["bench", "compare", files["a"], files["slow"], "--fail-on", fail_on]) == code
+    assert cli.main(["bench", "compare", files["slow"], files["a"], "--fail-on", "worse"]) == 0
+    assert cli.main(["bench", "compare", files["slow"], files["a"], "--fail-on", "better"]) == 1
+
+
+def test_the_same_network_twice_is_the_same(files, capsys) -> None:
+    assert cli.main(["bench", "compare", files["a"], files["b"], "--fail-on", "any", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "same"
+    assert [row["verdict"] for row in found["rows"]] == ["same"] * 3
+    assert found["rows"][0]["cell"]["operation"] == "all_reduce"
+    assert found["rows"][0]["world"]["ranks"] == 2
+
+
+def test_a_gate_that_could_judge_nothing_is_not_passed(tmp_path: Path, capsys) -> None:
+    paths = [tmp_path / name for name in ("a.json", "b.json")]
+    for path in paths:
+        write_result(result(settings(launches=1)), path)
+    argv = ["bench", "compare", *map(str, paths)]
+    assert cli.main(argv) == 0
+    assert cli.main([*argv, "--fail-on", "worse"]) == 1
+    captured = capsys.readouterr()
+    assert "no row could be judged, so nothing is known to be good" in captured.err
+    assert "no verdict" in captured.out
+
+
+def test_several_results_of_a_side_are_taken_together(tmp_path: Path, capsys) -> None:
+    for launch in range(4):
+        made = result(settings(launches=1), slower=1.0 + launch / 1000)
+        moved = [each.model_copy(update={"launch": 0, "time": 100.0 * launch}) for each in made.blocks]
+        write_result(made.model_copy(update={"blocks": moved}), tmp_path / f"{launch}.json")
+    sides = [",".join(str(tmp_path / f"{launch}.json") for launch in range(4))] * 2
+    assert cli.main(["bench", "compare", *sides, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["launches"] == [4, 4]
+
+
+def test_no_row_in_common_is_an_error_and_not_a_pass(tmp_path: Path, files, capsys) -> None:
+    write_result(result(settings(operation=["reduce"])), tmp_path / "other.json")
+    assert cli.main(["bench", "compare", files["a"], str(tmp_path / "other.json"), "--fail-on", "worse"]) == 78
+    assert "no row in common" in capsys.readouterr().err
+
+
+def test_a_result_that_is_not_there_is_a_usage_error(tmp_path: Path, files, capsys) -> None:
+    argv = ["bench", "compare", files["a"], str(tmp_path / "gone.json"), "--runs", str(tmp_path)]
+    assert cli.main(argv) == 2
+    assert f"muster: {tmp_path}/gone.json: no such file, and no run: " in capsys.readouterr().err
+    assert cli.main(["bench", "compare", files["a"]]) == 2
+    assert cli.main(["bench", "compare", files["a"], files["b"], "--fail-on", "weather"]) == 2
+
+
+def test_a_run_is_found_by_part_of_its_id(tmp_path: Path, capsys) -> None:
+    run = RunDir(tmp_path / "bench-20261121T000000.000Z-abcdef")
+    write_lines(run.attempt(0).bench, result(settings(launches=5)))
+    run.events.touch()
+    argv = ["bench", "compare", "abcdef", str(run.path), "--runs", str(tmp_path), "--fail-on", "worse"]
+    assert cli.main(argv) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "same: of 2 common rows 2 same"
+
+
+def test_several_results_are_drawn_into_one_plot(files, tmp_path: Path, capsys) -> None:
+    assert cli.main(["bench", "plot", files["a"], files["slow"], "-o", str(tmp_path / "both.svg")]) == 0
+    assert (tmp_path / "both.svg").read_text().startswith("<?xml")
+    assert capsys.readouterr().err == f"wrote {tmp_path}/both.svg\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "x.gif"], "--output x.gif: must end in .png or .svg or .pdf"),
+        (["-o", "none/x.png"], "--output none/x.png: no such folder: none"),
+        ([], "the following arguments are required: -o/--output"),
+    ],
+)
+def test_a_plot_that_cannot_be_written_is_a_usage_error(arguments, message, files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["bench", "plot", files["a"], *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_rows_without_sizes_are_no_plot(tmp_path: Path, capsys) -> None:
+    write_result(result(settings(operation=["barrier"])), tmp_path / "barrier.json")
+    output = str(tmp_path / "x.png")
+    assert cli.main(["bench", "plot", str(tmp_path / "barrier.json"), "-o", output]) == 2
+    assert f"--output {output}: no row has a size and a time" in capsys.readouterr().err
+
+
+def test_a_result_is_shown_again_world_by_world(tmp_path: Path, capsys) -> None:
+    asked = settings(operation=["all_reduce", "barrier"])
+    write_result(result(asked, [world(1, 2), world(2, 2)]), tmp_path / "r.json")
+    assert cli.main(["bench", "show", str(tmp_path / "r.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heads = [
+        line.partition(" · ")[0] for line in lines if line.startswith(("# demo: ", "# all_reduce: ", "# barrier: "))
+    ]
+    assert heads == [
+        "# demo: 1 node x 2 ranks, gloo on cpu",
+        "# all_reduce: every rank gets the sum of all",
+        "# barrier: nobody leaves before all have come",
+        "# demo: 2 nodes x 2 ranks, gloo on cpu",
+        "# all_reduce: every rank gets the sum of all",
+        "# barrier: nobody leaves before all have come",
+    ]
+    assert lines[-2:] == [
+        "# +- encloses the median with 75% (3 launches: medians of the launches); more --launches make it surer",
+        "# verdict: OK",
+    ]
+    assert sum(not line.startswith("#") for line in lines) == 6
+
+
+def test_a_bad_result_is_shown_with_the_exit_code_of_its_measurement(tmp_path: Path, capsys) -> None:
+    made = result(settings(launches=1))
+    failed = [block(world(), each.cell, state="failed", reason="SIGABRT") for each in made.blocks]
+    write_result(made.model_copy(update={"blocks": failed}), tmp_path / "bad.json")
+    assert cli.main(["bench", "show", str(tmp_path / "bad.json")]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "# verdict: FAILED"
+
+
+def test_pairs_are_shown_as_matrices_with_the_slow_node_named(tmp_path: Path, capsys) -> None:
+    made = Result(headers=[header(world(4), settings(pairs=True))], pairs=pairs(4, slow_node=2))
+    write_result(made, tmp_path / "pairs.json")
+    assert cli.main(["bench", "show", str(tmp_path / "pairs.json")]) == 0
+    out = capsys.readouterr().out
+    assert "# bandwidth from the row's node to the column's (GB/s)" in out
+    assert "slow node: node 2 (n2)" in out
+    assert out.splitlines()[-1] == "# verdict: OK"
+
+
+def test_shown_as_json_a_result_reads_back_as_itself(files, capsys) -> None:
+    assert cli.main(["bench", "show", files["a"], "--json"]) == 0
+    again = Result.model_validate_json(capsys.readouterr().out)
+    assert again == result(settings(operation=["all_reduce", "barrier"], launches=5))

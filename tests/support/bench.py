@@ -1,0 +1,90 @@
+"""Benchmarks on the ranks of `on_ranks`, without an agent: real conductors and players; and what may befall a player."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from collectives_bench.ranks import operations
+from collectives_bench.ranks.run import Task, conduct
+from collectives_bench.settings import BenchSettings
+from jobs.files import read_lines
+from jobs.ranks import RankEnv
+from jobs.train.world import World
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a rank does in its first call of an operation."""
+
+    how: str
+    operation: str
+    rank: int
+
+
+def _mismatch() -> None:
+    dist.broadcast(torch.ones(3 << 18), 0)  # more than the others'
+
+
+def _loop() -> None:
+    while True:
+        time.monotonic()
+
+
+def _raise() -> None:
+    raise ValueError("a mistake of the rank's own")
+
+
+FAULTS: dict[str, Callable[[], Any]] = {
+    "raise": _raise,
+    "abort": os.abort,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exit": lambda: os._exit(3),
+    "loop": _loop,
+    "mismatch": _mismatch,
+}
+
+
+def inject(fault: Fault, rank: int) -> None:
+    """Break an operation on this rank; its players are forks of this process."""
+    prepare = operations.prepare
+
+    def prepared(cell: Any, *more: Any, **named: Any) -> Any:
+        call = prepare(cell, *more, **named)
+        if cell.operation == fault.operation and rank == fault.rank:
+            call.run = FAULTS[fault.how]  # type: ignore[method-assign]
+        return call
+
+    operations.prepare = prepared
+
+
+def measure(
+    world: World, settings: dict[str, Any], out: str, port: int, fault: dict[str, Any] | None = None
+) -> int:
+    """Be one rank of a benchmark of the test's; return its exit code."""
+    env = RankEnv(world.rank, world.size, world.rank, world.size, 0, 1, "127.0.0.1", port)
+    if fault is not None:
+        inject(Fault(**fault), world.rank)
+    return conduct(Task(BenchSettings(**settings), env, Path(out), "test", 30.0))
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+    return port
+
+
+def blocks(out: Path) -> list[dict[str, Any]]:
+    """Return the blocks of a file whose first line is the header and whose last is the end."""
+    rows = list(read_lines(out))
+    assert [rows[0]["record"], rows[-1]["record"]] == ["header", "end"], rows
+    return rows[1:-1]
