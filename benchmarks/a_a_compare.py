@@ -1,4 +1,4 @@
-"""`muster bench compare` on a noisy machine: how often it is wrong about equals, how often it finds what was made slower.
+"""`muster bench compare` on a noisy machine: how often it is wrong about equals, how often it finds what is slower.
 
     A      as it is                                  A against A'    any verdict but "same" and "no verdict" is false
     A'     as it is                                  A against +10   "worse" is wanted in 95 % of comparisons
@@ -9,11 +9,12 @@ One comparison is `--launches` fresh launches of each: the real engine, conducto
 groups over gloo. Launches take turns, A A' +10 +25 +25 +10 A' A ..., so any two of them are interleaved A B B A.
 The slowdown is made, not multiplied: after each call of the measured operation that rank's process spins for another
 tenth (quarter) of the time that the call took on it, before its clock is read.
-A comparison's answer is the one that `--fail-on worse` goes by. How noisy the machine was is measured by the same launches:
-(slowest - quickest) / median of every three launches of A in a row, and the share of its cores that others took.
-The 25 % of the limits allow for 50 comparisons: 5 % or fewer false means at most 2 of 50.
+A comparison's answer is the one that `--fail-on worse` goes by: any row, or all rows together. How noisy the machine
+was is told by the same launches: (slowest - quickest) / median of every three of A in a row, and the share of the cores
+that others took. Of 50 comparisons 5 % are two.
 
-    .venv/bin/python benchmarks/a_a_compare.py [--quick] [--comparisons 50] [--launches 24] [--keep bench.jsonl]
+    .venv/bin/python benchmarks/a_a_compare.py [--quick] [--comparisons 50] [--launches 30] [--minutes 24] [--keep DIR]
+    .venv/bin/python benchmarks/a_a_compare.py --from DIR      judge kept records again, measure nothing
 """
 
 import argparse
@@ -42,10 +43,10 @@ from jobs.ranks import RankEnv  # noqa: E402
 ARMS = {"A": 1.0, "A'": 1.0, "+10": 1.10, "+25": 1.25}
 FALSE_REACH, FOUND_REACH = 0.05, {"+10": 0.95, "+25": 1.0}
 RANKS = 2
-LIMIT_S = 40 * 60
+QUICK_MINUTES = 2.5
 
 
-def settings_of(launches: int) -> BenchSettings:
+def settings_of(launches: int, seed: int) -> BenchSettings:
     """Return what a launch measures: four short rows."""
     return BenchSettings(
         operation=["all_reduce", "broadcast"],
@@ -55,6 +56,7 @@ def settings_of(launches: int) -> BenchSettings:
         launches=launches,
         block_s=0.03,
         check=False,
+        seed=seed,
     )
 
 
@@ -99,7 +101,7 @@ def spinning(run: Callable[[], None], factor: float) -> Callable[[], None]:
     return slower
 
 
-def rank_main(rank: int, port: int, path: Path, launches: int) -> int:
+def rank_main(rank: int, port: int, path: Path, settings: BenchSettings) -> int:
     """Be one rank of the job: conduct every launch."""
     import torch
 
@@ -108,11 +110,11 @@ def rank_main(rank: int, port: int, path: Path, launches: int) -> int:
     torch.set_num_threads(1)
     slow_down()
     env = RankEnv(rank, RANKS, rank, RANKS, 0, 1, "127.0.0.1", port)
-    return conduct(Task(settings_of(launches), env, path, "a-a", 60.0))
+    return conduct(Task(settings, env, path, "a-a", 60.0))
 
 
-def measure(path: Path, launches: int) -> None:
-    """Run the job's ranks in forks of this process, which imports torch for them once."""
+def measure(path: Path, settings: BenchSettings) -> None:
+    """Run a job's ranks in forks of this process, which imports torch for them once."""
     import torch  # noqa: F401
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -123,7 +125,8 @@ def measure(path: Path, launches: int) -> None:
         if child == 0:
             code = 1
             try:
-                code = rank_main(rank, port, path, launches)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # rank 0 prints the table of a job
+                code = rank_main(rank, port, path, settings)
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -134,24 +137,39 @@ def measure(path: Path, launches: int) -> None:
         raise SystemExit(f"ranks ended with {codes}")
 
 
-def comparisons_of(blocks: Sequence[Block], launches: int) -> list[dict[str, Comparison]]:
-    """Cut the launches into comparisons of `launches` of each arm, and make them."""
-    whole = launches * len(ARMS)
-    found = []
-    for first in range(0, max(block.launch for block in blocks) + 1, whole):
-        arms: dict[str, list[Block]] = {arm: [] for arm in ARMS}
-        for block in blocks:
-            if first <= block.launch < first + whole:
-                arms[arm_of(block.launch)].append(block)
-        rows = {arm: rows_of(Result(blocks=mine)) for arm, mine in arms.items()}
-        found.append({arm: comparison(rows["A"], rows[arm]) for arm in list(ARMS)[1:]})
-    return found
+def measured(folder: Path, comparisons: int, launches: int, limit_s: float) -> list[Path]:
+    """Measure one comparison after another, as many as the time allows; return their files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    started, paths = time.monotonic(), []
+    for number in range(comparisons):
+        spent_s = time.monotonic() - started
+        if number and spent_s * (number + 1) / number > limit_s:
+            print(f"{number} of {comparisons} comparisons took {spent_s:.0f} s: the time is over")
+            break
+        paths.append(folder / f"comparison-{number:03d}.jsonl")
+        paths[-1].unlink(missing_ok=True)
+        measure(paths[-1], settings_of(launches * len(ARMS), seed=number))
+    return paths
 
 
-def noise(blocks: Sequence[Block]) -> dict[str, float]:
-    """Say how noisy the machine was, by the launches of A."""
+def arms_of(path: Path) -> dict[str, list[Block]]:
+    """Read one comparison's launches and sort them by arm."""
+    arms: dict[str, list[Block]] = {arm: [] for arm in ARMS}
+    for block in read_result([path]).blocks:
+        arms[arm_of(block.launch)].append(block)
+    return arms
+
+
+def compared(arms: dict[str, list[Block]]) -> dict[str, Comparison]:
+    """Compare every other arm with A."""
+    rows = {arm: rows_of(Result(blocks=blocks)) for arm, blocks in arms.items()}
+    return {arm: comparison(rows["A"], rows[arm]) for arm in list(ARMS)[1:]}
+
+
+def noise(equals: Sequence[Sequence[Block]]) -> dict[str, float]:
+    """Say how noisy the machine was, by each comparison's launches of A."""
     spreads, shares = [], []
-    for row in rows_of(Result(blocks=[block for block in blocks if arm_of(block.launch) == "A"])):
+    for row in (row for blocks in equals for row in rows_of(Result(blocks=list(blocks)))):
         medians = row.launch_medians_us
         for i in range(0, len(medians) - 2, 3):
             three = sorted(medians[i : i + 3])
@@ -160,7 +178,7 @@ def noise(blocks: Sequence[Block]) -> dict[str, float]:
     return {"spread_of_three": statistics.median(spreads), "foreign": statistics.median(shares) if shares else -1.0}
 
 
-def report(found: Sequence[dict[str, Comparison]], blocks: Sequence[Block], seconds: float, launches: int) -> bool:
+def report(found: Sequence[dict[str, Comparison]], machine: dict[str, float], seconds: float, launches: int) -> bool:
     """Print the rates and one line of JSON; say whether all are in reach."""
     count = len(found)
     answers = {arm: Counter(each[arm].verdict for each in found) for arm in list(ARMS)[1:]}
@@ -169,7 +187,6 @@ def report(found: Sequence[dict[str, Comparison]], blocks: Sequence[Block], seco
         arm: sum(each[arm].count("worse") for each in found) / sum(len(each[arm].rows) for each in found)
         for arm in answers
     }
-    machine = noise(blocks)
     print(f"{count} comparisons of {launches} launches each, {seconds:.0f} s; launches of A spread by", end=" ")
     print(f"{machine['spread_of_three']:.0%} (of three), foreign load {machine['foreign']:.0%}")
     print(f"  {'A against':12}{'worse':>8}{'better':>8}{'same':>8}{'no verdict':>12}{'rows worse':>12}{'ratio':>8}")
@@ -207,20 +224,24 @@ def main() -> int:
     """Measure, compare, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--comparisons", type=int, default=50)
-    parser.add_argument("--launches", type=int, default=24, help="of each arm in a comparison")
-    parser.add_argument("--quick", action="store_true", help="6 comparisons; 2-3 minutes")
-    parser.add_argument("--keep", type=Path, help="write the records of all launches here")
-    parser.add_argument("--from", dest="recorded", type=Path, help="compare these records, measure nothing")
+    parser.add_argument("--launches", type=int, default=30, help="of each arm in a comparison")
+    parser.add_argument("--minutes", type=float, default=24.0, help="begin no comparison that would end after this")
+    parser.add_argument("--quick", action="store_true", help="as many comparisons as 2.5 minutes allow")
+    parser.add_argument("--keep", type=Path, help="a folder for the records of all launches")
+    parser.add_argument("--from", dest="recorded", type=Path, help="judge a folder that was kept, measure nothing")
     args = parser.parse_args()
-    comparisons = 6 if args.quick else args.comparisons
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        path = args.recorded or args.keep or Path(folder) / "bench.jsonl"
-        if args.recorded is None:
-            measure(path, comparisons * args.launches * len(ARMS))
-        blocks = read_result([path]).blocks
+        if args.recorded:
+            paths = sorted(args.recorded.glob("comparison-*.jsonl"))
+        else:
+            limit_s = 60 * (QUICK_MINUTES if args.quick else args.minutes)
+            paths = measured(args.keep or Path(folder), args.comparisons, args.launches, limit_s)
+        arms = [arms_of(path) for path in paths]
     seconds = time.monotonic() - started
-    return 0 if report(comparisons_of(blocks, args.launches), blocks, seconds, args.launches) else 1
+    launches = len({block.launch for block in arms[0]["A"]})
+    machine = noise([each["A"] for each in arms])
+    return 0 if report([compared(each) for each in arms], machine, seconds, launches) else 1
 
 
 if __name__ == "__main__":

@@ -19,21 +19,25 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 REACH = 0.90
 SIZES = ("10M", "25M", "100M")
+EXCHANGE = "exchange"  # all-to-all by ddp.primitives; no row of the catalog, for all_to_all is
 OPERATIONS = (
     "all_reduce",
     "ring_all_reduce",
     "ring_reduce_scatter",
     "ring_all_gather",
     "exchange_reduce_scatter",
+    EXCHANGE,
     "all_gather",
     "reduce_scatter",
     "all_to_all",
 )
+CATALOG_NAME = {EXCHANGE: "all_to_all"}
 HELD = ("all_reduce", "ring_all_reduce")
 PORT = 29413
 LIMIT_S = 540
@@ -49,6 +53,7 @@ def rank_main(sizes: list[int], repeats: int) -> None:
     from collectives_bench.catalog import actual_bytes
     from collectives_bench.ranks.operations import prepare
     from collectives_bench.records import Cell
+    from ddp.primitives import exchange
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -56,17 +61,18 @@ def rank_main(sizes: list[int], repeats: int) -> None:
     assert group is not None
     found = []
     for name in OPERATIONS:
-        operation = CATALOG[name]
+        operation = CATALOG[CATALOG_NAME.get(name, name)]
         for size in sizes:
-            cell = Cell(operation=name, dtype="fp32", asked_bytes=size, place=operation.places[0])
+            cell = Cell(operation=operation.name, dtype="fp32", asked_bytes=size, place=operation.places[0])
             nbytes = actual_bytes(operation, size, dist.get_world_size(), "fp32")
-            call = prepare(cell, nbytes, group, torch.device("cpu"))
+            call: Any = prepare(cell, nbytes, group, torch.device("cpu"))
+            run = partial(exchange, call.input, call.output, group) if name == EXCHANGE else call.run
             times, wrong = [], 0
             for repeat in range(-2, repeats):
                 call.fill()
                 dist.barrier()
                 started = time.perf_counter()
-                call.run()
+                run()
                 took = torch.tensor([time.perf_counter() - started, 0.0], dtype=torch.float64)
                 took[1] = call.wrong()
                 dist.all_reduce(took, dist.ReduceOp.MAX)
@@ -117,7 +123,9 @@ def shares(rows: list[dict[str, Any]], nodes: int, rate: int) -> list[dict[str, 
     from collectives_bench.catalog import OPERATIONS as CATALOG
 
     for row in rows:
-        bound_s = CATALOG[row["operation"]].bus_factor(nodes) * row["nbytes"] * 8 / rate
+        bound_s = (
+            CATALOG[CATALOG_NAME.get(row["operation"], row["operation"])].bus_factor(nodes) * row["nbytes"] * 8 / rate
+        )
         row["median_s"] = statistics.median(row["times_s"])
         row["share"], row["best"] = bound_s / row["median_s"], bound_s / min(row["times_s"])
         row["held"] = row["operation"] in HELD and row["nbytes"] >= 10_000_000

@@ -1,4 +1,6 @@
-"""Slow nodes and slow pairs, found by `muster bench --pairs` in a box of four nodes at 1 Gbit/s: every one, and no other.
+"""Slow nodes and slow pairs, as `muster bench --pairs` names them in a box of four nodes at 1 Gbit/s.
+
+Every one is to be named, and nobody else.
 
     node      a node's link at 750 Mbit/s, at both ends           10 cases, every node in turn
     pair      750 Mbit/s between two nodes, in both directions    10 cases, every pair in turn

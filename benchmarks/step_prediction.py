@@ -158,9 +158,7 @@ def rows_of(
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table."""
-    print(
-        f"{'rate':>8}  {'mode':<15} {'links alone':>11} {'predicted':>10} {'measured':>10} {'error':>7}   (rank 0 alone)"
-    )
+    print(f"{'rate':>8}  {'mode':<15} {'links alone':>11} {'predicted':>10} {'measured':>10} {'error':>7}  (rank 0)")
     for row in rows:
         print(
             f"{row['rate']:>8}  {row['mode']:<15} {row['bound_s']:>9.3f} s {row['predicted_s']:>8.3f} s "

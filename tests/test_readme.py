@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives_bench.catalog import OPERATIONS
 from jobs import exits
 from jobs.modes import MODES
 
@@ -115,6 +116,13 @@ def test_the_table_of_exit_codes_is_that_of_the_code() -> None:
 def test_the_table_of_modes_names_all_modes() -> None:
     section = README.partition("## Parallel equals serial")[2].partition("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(MODES)
+
+
+def test_the_table_of_operations_names_all_operations() -> None:
+    section = README.partition("## Measure the network")[2].partition("\n## ")[0]
+    named = {word: re.findall(r"`(\w+)`", cell) for word, cell in re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.M)}
+    assert named["all"] == [name for name, each in OPERATIONS.items() if not each.ours]
+    assert named["ours"] == [name for name, each in OPERATIONS.items() if each.ours]
 
 
 def test_every_error_text_under_troubleshooting_is_still_said() -> None:

@@ -178,10 +178,10 @@ def curve(gradients: Sequence[Gradient], time_of: TimeOf, lanes: Lanes, sizes: S
 
 
 def choose(points: Sequence[Point], error: float) -> Choice:
-    """Name the best point; sizes that make the same number of buckets count as one, the smallest of them."""
-    distinct: dict[int, Point] = {}
+    """Name the best point; sizes that make the same buckets count as one, the smallest of them."""
+    distinct: dict[tuple[int, float], Point] = {}
     for point in sorted(points, key=lambda each: each.bucket_bytes):
-        distinct.setdefault(point.buckets, point)
+        distinct.setdefault((point.buckets, point.step_s), point)
     ranked = sorted(distinct.values(), key=lambda each: each.step_s)
     torch = next((point for point in points if point.bucket_bytes == TORCH_BUCKET), None)
     return Choice(ranked[0], ranked[1] if len(ranked) > 1 else None, torch, error)

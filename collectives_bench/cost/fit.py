@@ -4,31 +4,20 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from collectives_bench.catalog import OPERATIONS
 from collectives_bench.cost.curves import Curve, Piece
-from collectives_bench.cost.heldout import (
-    Pair,
-    Samples,
-    errors_of,
-    intervals,
-    medians,
-    quantiles,
-    residuals,
-    sizes_left_out,
-)
+from collectives_bench.cost.heldout import Samples, errors_of, intervals, medians, residuals, sizes_left_out
 from collectives_bench.cost.pieces import LEAST_SIZES, Fitted, Points, choose
 from collectives_bench.cost.profile import Profile
-from collectives_bench.cost.second import UNSURE, Constants
-from collectives_bench.cost.shared import Point, fit_constants
-from collectives_bench.records import Header, Result, World
+from collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
+from collectives_bench.records import Result
 from collectives_bench.results.rows import Row, rows_of
 from jobs.errors import RefusedError
 
 QUIET: Final = 0.10  # share of the cores that others took: launches below it are used alone where there are enough
 LEAST_QUIET: Final = 3  # launches
-LEAST_WORLDS: Final = 3  # so that one can be left out, and the way from one world to another still be seen
 
 
 @dataclass(frozen=True)
@@ -44,20 +33,6 @@ class Key:
     place: str
     call: str
     back_to_back: bool = False
-
-
-@dataclass(frozen=True)
-class Known:
-    """A curve, and what was measured for it: the points of a smooth one lie elsewhere."""
-
-    curve: Curve
-    measured: Points
-    left_out: list[Pair]
-
-    @property
-    def world(self) -> tuple[int, int]:
-        """Ranks and nodes."""
-        return self.curve.ranks, self.curve.nodes
 
 
 @dataclass(frozen=True)
@@ -152,91 +127,6 @@ def _known(series: Series, best: Fitted, measured: Points, wide: float) -> Known
         held_out=errors_of(left_out),
     )
     return Known(curve, measured, left_out)
-
-
-def hosts_of(headers: Sequence[Header]) -> dict[World, int]:
-    """Return how many machines each world really had: pretend nodes share one."""
-    return {header.world: len({facts.host for facts in header.hosts}) or header.world.nodes for header in headers}
-
-
-def cores_of(headers: Sequence[Header]) -> int:
-    """Return the cores of a host, the fewest of all; 1 where nothing says."""
-    return min((facts.cores for header in headers for facts in header.hosts), default=1)
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Fits the constants of each kind of world, and tries them on worlds left out."""
-
-    known: list[Known]
-    hosts: dict[World, int]
-    cores: int
-
-    def fitted(self) -> tuple[list[Constants], list[Pair]]:
-        """Return the constants, and what left-out worlds gave."""
-        groups: dict[tuple[str, str, str, bool], list[Known]] = {}
-        for each in self.known:
-            curve = each.curve
-            if not curve.back_to_back and curve.call == "sync":
-                groups.setdefault((curve.backend, curve.device, curve.dtype, curve.nodes > 1), []).append(each)
-        found, pairs = [], []
-        for group in groups.values():
-            left_out = self.worlds_left_out(group)
-            low, high = quantiles(left_out) if left_out else UNSURE
-            tried = {"low": low, "high": high, "held_out": errors_of(left_out)}
-            found.append(self.constants(group).model_copy(update=tried))
-            pairs += left_out
-        return found, pairs
-
-    def worlds_left_out(self, group: Sequence[Known]) -> list[Pair]:
-        """Predict each world from all others, where there are enough."""
-        worlds = sorted({each.world for each in group})
-        pairs = []
-        for world in worlds if len(worlds) >= LEAST_WORLDS else []:
-            pairs += self.world_left_out(group, world)
-        return pairs
-
-    def world_left_out(self, group: Sequence[Known], world: tuple[int, int]) -> list[Pair]:
-        """Predict every point of a world from the others; operations that those lack are left out."""
-        others = [each for each in group if each.world != world]
-        rest = Profile(name="", curves=[each.curve for each in others], constants=[self.constants(others)])
-        return [
-            (rest.predict(each.curve.operation, size, ranks=world[0], nodes=world[1]).seconds, took)
-            for each in group
-            if each.world == world and each.curve.operation in rest.operations
-            for size, took in each.measured
-        ]
-
-    def constants(self, group: Sequence[Known]) -> Constants:
-        """Fit the constants of one kind of world."""
-        curves = [each.curve for each in group]
-        first = curves[0]
-        one_host = first.nodes > 1 and all(self._hosts(curve) == 1 for curve in curves)
-        points = [
-            Point(each.curve.operation, size, each.curve.ranks, 1 if one_host else each.curve.nodes, took)
-            for each in group
-            if each.curve.operation != "ping_pong"  # of two ranks, whatever the world
-            for size, took in each.measured
-        ]
-        values: dict[str, Any] = {}
-        if points:  # GPUs have links of their own
-            values = fit_constants(points, backend=first.backend, cores=self.cores, host_part=first.backend != "nccl")
-        return Constants(
-            backend=first.backend,
-            device=first.device,
-            dtype=first.dtype,
-            network=first.nodes > 1,
-            one_host=one_host,
-            cores=self.cores,
-            worlds=sorted({curve.ranks for curve in curves}),
-            operations=[name for name in OPERATIONS if name in {curve.operation for curve in curves}],
-            largest_bytes=max(curve.largest for curve in curves),
-            **{key: _short(value) for key, value in values.items()},
-        )
-
-    def _hosts(self, curve: Curve) -> int:
-        worlds = (world for world in self.hosts if (world.ranks, world.nodes) == (curve.ranks, curve.nodes))
-        return min((self.hosts[world] for world in worlds), default=curve.nodes)
 
 
 def _made_of(result: Result) -> str:

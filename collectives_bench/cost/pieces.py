@@ -29,7 +29,7 @@ FLOOR: Final = 0.01  # relative error below which fits are equally good: no meas
 LEAST_SIZES: Final = 3  # two make a line, and the third says whether it is one
 PIECE_SIZES: Final = 3  # points of a piece: two make a line through whatever noise they have
 MOST_PIECES: Final = 3
-SIMPLER: Final = 1.05  # a candidate further down the list must be better by more than this
+SIMPLER: Final = 1.02  # a candidate further down the list must be better by more than this
 REACH: Final = 1.0  # doublings of size within which a neighbour counts (standard deviation)
 DRAWN: Final = 0.3  # the line's weight against a point's own, 1
 
@@ -90,7 +90,10 @@ def pieces_at(points: Points, breaks: Sequence[int]) -> tuple[Piece, ...]:
 
 @lru_cache(maxsize=4096)
 def best_breaks(points: Points) -> tuple[int, ...]:
-    """Choose number and place of the break points by BIC: m ln(mean error^2) + (parameters) ln m."""
+    """Choose number and place of the break points by BIC: m ln(mean error^2) + (parameters) ln m.
+
+    A break counts for two parameters: it was searched for, and with few points some place always looks like one.
+    """
     count = len(points)
     cache: dict[tuple[int, int], float] = {}
 
@@ -110,7 +113,7 @@ def best_breaks(points: Points) -> tuple[int, ...]:
             if any(last - first < PIECE_SIZES for first, last in runs) and number:
                 continue
             total = sum(badness(first, last) for first, last in runs)
-            score = count * math.log(total / count + FLOOR**2) + (3 * number + 2) * math.log(count)
+            score = count * math.log(total / count + FLOOR**2) + (4 * number + 2) * math.log(count)
             if score < best_score:
                 best, best_score = breaks, score
     return best

@@ -7,33 +7,22 @@ over by the formulas; or by the formulas alone.
 """
 
 import json
-import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from pydantic import Field, ValidationError
 
 from collectives_bench.catalog import OPERATIONS
-from collectives_bench.cost.curves import FAR, Curve, Errors
-from collectives_bench.cost.second import UNSURE, Constants
-from collectives_bench.sizes import size_text
+from collectives_bench.cost.curves import Curve, Errors
+from collectives_bench.cost.predicting import Asked, Prediction, by_formula, carried_over, from_curve, nearest_type
+from collectives_bench.cost.second import Constants
 from jobs.errors import JobFileError, RefusedError, UsageError
 from jobs.spec import unknown
 from jobs.strict import Strict
 
+__all__ = ["Prediction", "Profile", "link", "load", "save"]
+
 VERSION: Final = 1
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """A time, the interval that should hold 90 % of what is measured, and what it rests on."""
-
-    seconds: float
-    low_s: float
-    high_s: float
-    how: str
-    warnings: tuple[str, ...] = ()
 
 
 class Profile(Strict):
@@ -93,14 +82,14 @@ class Profile(Strict):
         if ranks == 1:
             return Prediction(0.0, 0.0, 0.0, "one rank sends nothing")
         backend = self._backend(backend)
-        asked = _Asked(operation, nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes, backend, dtype)
+        asked = Asked(operation, nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes, backend, dtype)
         curves = self._curves(asked, back_to_back)
         exact = [each for each in curves if (each.ranks, each.nodes) == (ranks, nodes)]
         if exact:
-            return _from_curve(_nearest_type(exact, dtype), asked)
+            return from_curve(nearest_type(exact, dtype), asked)
         return self._from_formulas(asked, curves)
 
-    def _curves(self, asked: "_Asked", back_to_back: bool) -> list[Curve]:
+    def _curves(self, asked: Asked, back_to_back: bool) -> list[Curve]:
         found = [each for each in self.curves if (each.operation, each.backend) == (asked.operation, asked.backend)]
         behind = [each for each in found if each.back_to_back]
         return behind if behind and back_to_back else [each for each in found if not each.back_to_back]
@@ -115,7 +104,7 @@ class Profile(Strict):
             )
         return wanted if wanted in self.backends else ""
 
-    def _from_formulas(self, asked: "_Asked", curves: list[Curve]) -> Prediction:
+    def _from_formulas(self, asked: Asked, curves: list[Curve]) -> Prediction:
         network = asked.nodes > 1
         fitting = [each for each in self.constants if each.backend == asked.backend and each.network == network]
         if not fitting:
@@ -123,10 +112,10 @@ class Profile(Strict):
         constants = min(fitting, key=lambda each: (each.dtype != asked.dtype, each.dtype != "fp32"))
         same = [each for each in curves if (each.nodes > 1) == network]
         if same:
-            return _carried_over(constants, same, asked)
-        return _by_formula(constants, asked)
+            return carried_over(constants, same, asked)
+        return by_formula(constants, asked)
 
-    def _missing(self, asked: "_Asked", curves: list[Curve]) -> str:
+    def _missing(self, asked: Asked, curves: list[Curve]) -> str:
         if not curves:
             return f"{asked.operation} was not measured, only {', '.join(self.operations) or 'nothing'}; measure it too"
         worlds = sorted({f"{each.ranks} ranks on {each.nodes}" for each in curves})
@@ -134,16 +123,6 @@ class Profile(Strict):
             f"{asked.operation} was not measured between {asked.ranks} ranks on {asked.nodes} nodes, only with "
             f"{', '.join(worlds)}; measure two worlds or more of that kind, so that others can be derived"
         )
-
-
-@dataclass(frozen=True)
-class _Asked:
-    operation: str
-    nbytes: float
-    ranks: int
-    nodes: int
-    backend: str
-    dtype: str | None
 
 
 def _check(operation: str, nbytes: float, ranks: int, nodes: int) -> None:
@@ -155,81 +134,6 @@ def _check(operation: str, nbytes: float, ranks: int, nodes: int) -> None:
         raise UsageError(f"world: {ranks} ranks on {nodes} nodes cannot be; there is a rank or more on every node")
     if ranks % nodes:
         raise UsageError(f"world: {ranks} ranks do not lie evenly on {nodes} nodes; give a multiple")
-
-
-def _nearest_type(curves: list[Curve], dtype: str | None) -> Curve:
-    """Return the curve of the wanted type; else fp32's; of several, that of the first place and way of calling."""
-    return min(curves, key=lambda each: (each.dtype != dtype, each.dtype != "fp32", each.call != "sync"))
-
-
-def _of_type(measured: str, wanted: str | None) -> tuple[str, ...]:
-    if wanted in (None, measured):
-        return ()
-    return (f"{wanted} was not measured: the time is that of as many bytes of {measured}",)
-
-
-def _far(largest: float | None, nbytes: float) -> tuple[str, ...]:
-    if largest is None or nbytes <= FAR * largest:
-        return ()
-    return (f"{size_text(nbytes)} is more than {FAR:g} times the largest size measured, {size_text(largest)}",)
-
-
-def _from_curve(curve: Curve, asked: _Asked) -> Prediction:
-    seconds = curve.seconds(asked.nbytes)
-    warnings = _of_type(curve.dtype, asked.dtype) + _far(curve.largest, asked.nbytes)
-    return Prediction(seconds, seconds * curve.low, seconds * curve.high, curve.how(asked.nbytes), warnings)
-
-
-def _carried_over(constants: Constants, curves: list[Curve], asked: _Asked) -> Prediction:
-    """Carry the curves of other worlds over by the formulas.
-
-    A measured world says how far the formulas are off there. Between two measured worlds that is straight in log n;
-    outside it is that of the nearest.
-    """
-    away = {}
-    for each in (_nearest_type(same, asked.dtype) for same in _by_world(curves)):
-        there = constants.of(asked.operation, asked.nbytes, ranks=each.ranks, nodes=each.nodes)
-        away[each.ranks, each.nodes] = math.log(each.seconds(asked.nbytes) / there)
-    here = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=asked.nodes)
-    seconds = here * math.exp(_between(away, asked))
-    curve = _nearest_type(curves, asked.dtype)
-    how = f"formula, fitted on worlds {', '.join(map(str, sorted({each.ranks for each in curves})))}"
-    warnings = _of_type(curve.dtype, asked.dtype) + _far(curve.largest, asked.nbytes)
-    return Prediction(seconds, seconds * constants.low, seconds * constants.high, how, warnings)
-
-
-def _by_world(curves: list[Curve]) -> list[list[Curve]]:
-    found: dict[tuple[int, int], list[Curve]] = {}
-    for curve in curves:
-        found.setdefault((curve.ranks, curve.nodes), []).append(curve)
-    return list(found.values())
-
-
-def _between(away: dict[tuple[int, int], float], asked: _Asked) -> float:
-    """Return log(measured / formula) for a world, from those of others, by (ranks, nodes)."""
-    alike = [
-        world for world in away if world[0] * asked.nodes == world[1] * asked.ranks or asked.nodes == world[1] == 1
-    ]
-    below = max((world for world in alike if world[0] < asked.ranks), default=None)
-    above = min((world for world in alike if world[0] > asked.ranks), default=None)
-    if below and above:
-        share = math.log(asked.ranks / below[0]) / math.log(above[0] / below[0])
-        return (1 - share) * away[below] + share * away[above]
-    nearest = min(
-        away,
-        key=lambda world: abs(math.log(world[0] / asked.ranks)) + abs(math.log(world[1] / asked.nodes)),
-    )
-    return away[nearest]
-
-
-def _by_formula(constants: Constants, asked: _Asked) -> Prediction:
-    nodes = asked.nodes if constants.worlds or asked.nodes > 1 else asked.ranks  # given links: one for each rank
-    seconds = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=nodes)
-    if not constants.worlds:
-        return Prediction(seconds, seconds, seconds, "formula, for the given link")
-    how = f"formula, fitted on worlds {', '.join(map(str, constants.worlds))} with other operations"
-    warnings = (f"{asked.operation} was not measured", *_far(constants.largest_bytes, asked.nbytes))
-    return Prediction(seconds, seconds * UNSURE[0], seconds * UNSURE[1], how, warnings)
 
 
 def link(rate_bits_s: float, latency_s: float = 0.0, *, name: str = "given link") -> Profile:

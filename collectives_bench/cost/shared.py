@@ -16,7 +16,13 @@ from collectives_bench.cost.formulas import cost
 Array = NDArray[np.float64]
 
 NAMES: Final = ("base_s", "alpha_s", "beta_s", "gamma_s", "delta_s", "overhead_s", "host_s", "crowding")
-HOST_PART: Final = ("overhead_s", "host_s", "crowding")
+LINKS: Final = ("base_s", "alpha_s", "beta_s", "gamma_s", "delta_s")
+# What a model may consist of; which one it is, worlds left out decide. The first is taken where there are too few.
+FORMS: Final = {
+    "links, and a host that slows in a crowd": NAMES,
+    "links and a host": (*LINKS, "overhead_s", "host_s"),
+    "links": LINKS,
+}
 FIRST_CROWDING: Final = 0.1
 ITERATIONS: Final = 80
 HUBER: Final = 1.345
@@ -36,10 +42,12 @@ class Point:
     seconds: float
 
 
-def fit_constants(points: Sequence[Point], *, backend: str, cores: int, host_part: bool = True) -> dict[str, float]:
-    """Return the constants by name; without `host_part`, ranks of a host share nothing (GPUs with a link each)."""
+def fit_constants(
+    points: Sequence[Point], *, backend: str, cores: int, form: Sequence[str] = NAMES
+) -> dict[str, float]:
+    """Return the constants by name; those that `form` does not name are 0."""
     model = _Model(points, backend, cores)
-    free = [index for index, name in enumerate(NAMES) if host_part or name not in HOST_PART]
+    free = [NAMES.index(name) for name in form]
     found = [model.solve(start, free) for start in model.starts()]
     values = min(found, key=lambda each: each[1])[0]
     constants = np.zeros(len(NAMES))

@@ -8,8 +8,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -71,12 +71,14 @@ class Company:
     # What conductors say to each other ------------------------------------------------------------------------------
 
     def say(self, key: str, value: Any) -> None:
-        """Leave a value for all."""
-        self.store.set(key, json.dumps(value))
+        """Leave a value for all; errors as `hear`."""
+        with self._dialling():
+            self.store.set(key, json.dumps(value))
 
     def has_been_said(self, key: str) -> bool:
-        """True when somebody has left a value; asks the store's process once."""
-        found: bool = self.store.check([key])
+        """True when somebody has left a value; asks the store's process once. Errors as `hear`."""
+        with self._dialling():
+            found: bool = self.store.check([key])
         return found
 
     def hear(self, key: str, timeout_s: float) -> Any:
@@ -85,13 +87,24 @@ class Company:
         Raises:
             StartTimeoutError: nobody left one in time, or the store has gone.
         """
-        try:
+        whom = f"rank {rank}" if (rank := key.rpartition("/")[2]).isdecimal() else "rank 0"
+        with self._dialling(whom):
             self.store.wait([key], timedelta(seconds=timeout_s))
             return json.loads(self.store.get(key))
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
+
+    @contextmanager
+    def _dialling(self, whom: str = "another rank") -> Iterator[None]:
+        try:
+            yield
+        except dist.DistNetworkError as error:
             raise StartTimeoutError(
-                f"rank {self.env.rank} waited {timeout_s:g} s for {key.rpartition('/')[2]!r} of another rank: its "
-                "process, or that of the store, has gone; look at the output of the others"
+                f"rank {self.env.rank}: the store at {self.env.master_addr}:{self.env.master_port} has gone, and its "
+                "process with it; look at the output of rank 0"
+            ) from error
+        except dist.DistStoreError as error:
+            raise StartTimeoutError(
+                f"rank {self.env.rank} waited in vain for {whom}: its process has gone, or stands still; look at its "
+                "output"
             ) from error
 
     def hear_all(self, key: str, timeout_s: float) -> list[Any]:
@@ -157,7 +170,8 @@ def assemble(env: RankEnv, settings: BenchSettings, timeout_s: float, arrived: C
         backend="nccl" if device.type == "cuda" and settings.backend != "gloo" else "gloo",
         device="cuda" if device.type == "cuda" else "cpu",
     )
-    mine = {"seat": asdict(seat_of(settings)), "host": None}
+    cores = sorted(os.sched_getaffinity(0))
+    mine: dict[str, Any] = {"seat": asdict(seat_of(settings)), "node": env.node_rank, "cores": cores, "host": None}
     if env.local_rank == 0:
         mine["host"] = facts.host_facts(env, os.environ, backend=world.backend).model_dump(mode="json")
     company = Company(env, store, [], [], world, device)
@@ -166,8 +180,16 @@ def assemble(env: RankEnv, settings: BenchSettings, timeout_s: float, arrived: C
     seats = [Seat(**each["seat"]) for each in said]
     if differing := [rank for rank, seat in enumerate(seats) if seat.settings != seats[0].settings]:
         raise RefusedError(f"bench: the settings of {spell_ranks(differing)} differ from rank 0's; start all alike")
+    return replace(company, seats=seats, hosts=hosts_of(said))
+
+
+def hosts_of(said: Sequence[Mapping[str, Any]]) -> list[HostFacts]:
+    """Read the facts of the nodes from what all ranks said; a rank that is pinned sees its own cores only."""
+    cores: dict[int, set[int]] = {}
+    for each in said:
+        cores.setdefault(each["node"], set()).update(each["cores"])
     hosts = [HostFacts.model_validate(each["host"]) for each in said if each["host"] is not None]
-    return replace(company, seats=seats, hosts=hosts)
+    return [host.model_copy(update={"cores": len(cores[host.node])}) for host in hosts]
 
 
 def seat_of(settings: BenchSettings) -> Seat:

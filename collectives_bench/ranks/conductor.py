@@ -23,6 +23,7 @@ from collectives_bench.ranks.ledger import Ledger
 from collectives_bench.ranks.player import LEAST_INIT_S, Order, play
 from collectives_bench.records import Cell
 from collectives_bench.settings import BenchSettings
+from jobs.errors import StartTimeoutError
 
 POLL_S: Final = 0.2
 VICTIM_S: Final = 1.0  # for a player to notice by itself that another one has failed
@@ -66,13 +67,22 @@ class Conductor:
                 self._number += 1
                 order = Order(self._number, launch, tuple(agenda.left))
                 self.company.say(f"{self._number}/order", {"launch": launch, "cells": agenda.left})
-                self._tell_ending(order, self._perform(order, agenda))
-                told = self.company.hear_all(f"{order.number}/ending", ENDINGS_S)
-                endings = [Ending(**each) for each in told]
+                mine = self._perform(order, agenda)
+                endings = self._endings(ledger, order, mine)
                 if any(each.how != "done" for each in endings):
                     self._write_failure(ledger, agenda, endings)
         self.company.say(f"{self._number + 1}/order", None)
         ledger.end()
+
+    def _endings(self, ledger: Ledger, order: Order, mine: Ending) -> list[Ending]:
+        self._tell_ending(order, mine)
+        try:
+            told = self.company.hear_all(f"{order.number}/ending", ENDINGS_S)
+        except StartTimeoutError as error:  # a rank has gone, and not only its player: there is no going on
+            if mine.cell is not None:
+                ledger.fail(order.launch, self.cells[mine.cell], str(error))
+            raise
+        return [Ending(**each) for each in told]
 
     def _write_failure(self, ledger: Ledger, agenda: Agenda, endings: Sequence[Ending]) -> None:
         blame = judge(endings, self.settings.timeout_s)

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import re
+import resource
 import select
 import signal
 import sys
@@ -27,7 +28,7 @@ from jobs.page import Page
 from jobs.train.failures import is_lost_connection
 
 CHUNK: Final = 1 << 16
-MOST_WORDS: Final = 300  # characters of a player's last words in a row
+MOST_WORDS: Final = 400  # characters of a player's last words in a row
 MOST_COPIED: Final = 1 << 16  # bytes of them that go to the rank's own log
 DUMP_S: Final = 1.0
 DUMP_POLL_S: Final = 0.02
@@ -119,7 +120,9 @@ class Player:
             return made
         how = f"was killed by {linux.signal_name(-code)}" if code < 0 else f"ended with code {code}"
         said = f"{how}; last words: {words}" if words else how
-        return replace(made, how="died", message=said, lost=is_lost_connection(RuntimeError(words)))
+        # An abort is how C++ ends on an error that nobody catches, NCCL's watchdog on a lost peer too.
+        lost = -code == signal.SIGABRT and is_lost_connection(RuntimeError(words))
+        return replace(made, how="died", message=said, lost=lost)
 
     def _where(self) -> str:
         """Have it write its stacks, and return the innermost call of its main thread, which stands last."""
@@ -142,8 +145,8 @@ class Player:
             with suppress(OSError):  # a full disk: the row says it too
                 sys.stderr.write(text)
                 sys.stderr.flush()
-        lines = [line.strip() for line in text.splitlines() if not NOISE.match(line)]
-        return " ".join(lines)[-MOST_WORDS:]
+        said = " ".join(line for line in text.splitlines() if not NOISE.match(line))
+        return " ".join(said.split())[-MOST_WORDS:]
 
 
 def _become(play: Play, conductor: int, writing: int, player: Player) -> NoReturn:
@@ -152,6 +155,7 @@ def _become(play: Play, conductor: int, writing: int, player: Player) -> NoRetur
     try:
         linux.die_with_parent(conductor)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the conductor, and it the player
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # GBs, for a row
         os.dup2(player._words, STANDARD_ERROR)
         faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
         os.close(player._pipe)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from collectives_bench.catalog import OPERATIONS
+from collectives_bench.known import SEGMENT
 from collectives_bench.ranks import free
-from collectives_bench.ranks.known import SEGMENT
 from collectives_bench.records import Cell
 from collectives_bench.sizes import size_text
 
@@ -49,21 +49,35 @@ def _whole_and_segments(nbytes: int, ranks: int) -> float:
     return nbytes + _two_segments(nbytes, ranks)
 
 
-# What gloo (torch 2.13) takes inside a call: on every rank, and on the root where that is more. What is not named takes
-# nothing worth counting.
-GLOO_HIDDEN: Final[Mapping[str, Share]] = MappingProxyType(
+def _of_all(nbytes: int, ranks: int) -> float:
+    return nbytes * ranks
+
+
+def _columns(nbytes: int, ranks: int) -> float:
+    """Three columns under way, of messages of up to 1 MB: two or three of each are held (ddp/primitives)."""
+    return min(9 * SEGMENT, 3 * nbytes / ranks)
+
+
+# What gloo (torch 2.13) takes inside a call, on every rank, and our own building blocks with it: as the sources say
+# and as was measured. What is not named takes nothing worth counting.
+HIDDEN: Final[Mapping[str, Share]] = MappingProxyType(
     {
         "all_reduce": _two_segments,
         "reduce": _two_segments,
         "all_gather": _whole,  # gathered into a flat copy first
         "reduce_scatter": _whole_and_segments,  # a clone that is all-reduced
+        "ring_all_reduce": _columns,
+        "ring_reduce_scatter": _columns,
+        "tree_reduce": _columns,
+        "exchange_reduce_scatter": _columns,
     }
 )
-GLOO_HIDDEN_ROOT: Final[Mapping[str, Share]] = MappingProxyType({"gather": _whole})
-# What our own building blocks allocate themselves, with whatever backend.
-OUR_HIDDEN: Final[Mapping[str, Share]] = MappingProxyType({})
-# S / ranks and not all that the root holds is what the others of a rooted operation allocate.
-LIGHT_OTHERS: Final[Mapping[str, Share]] = MappingProxyType({"gather": _chunk, "scatter": _chunk})
+# The root gathers into a flat copy.
+HIDDEN_AT_ROOT: Final[Mapping[str, Share]] = MappingProxyType({"gather": _whole, "gather_scatter": _of_all})
+# What the others of a rooted operation allocate: less than the root, of which the catalog tells.
+BUFFERS_OF_OTHERS: Final[Mapping[str, Share]] = MappingProxyType(
+    {"gather": _chunk, "scatter": _chunk, "gather_scatter": _whole}
+)
 
 
 def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> int | None:
@@ -83,20 +97,17 @@ def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> 
 
 def expected_hidden(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo", root: bool = True) -> int:
     """Return what a call is known to take beyond its buffers on one rank, in bytes."""
-    if OPERATIONS[cell.operation].ours:
-        share = OUR_HIDDEN.get(cell.operation)
-    elif backend != "gloo":
-        share = None  # NCCL works in the buffers it is given
-    else:
-        share = GLOO_HIDDEN.get(cell.operation) or (GLOO_HIDDEN_ROOT.get(cell.operation) if root else None)
-    return round(share(nbytes, ranks)) if share is not None else 0
+    if backend != "gloo":
+        return 0  # NCCL works in the buffers that it is given; what torch adds lies within the slack
+    found = [table.get(cell.operation) for table in ((HIDDEN_AT_ROOT, HIDDEN) if root else (HIDDEN,))]
+    return next((round(share(nbytes, ranks)) for share in found if share is not None), 0)
 
 
 def buffers_bytes(cell: Cell, nbytes: int, ranks: int, *, root: bool = True) -> int:
     """Return what a rank allocates for a cell, in bytes; the root of a rooted operation holds more than the others."""
-    light = LIGHT_OTHERS.get(cell.operation)
-    if light is not None and not root:
-        return round(light(nbytes, ranks))
+    others = BUFFERS_OF_OTHERS.get(cell.operation)
+    if others is not None and not root:
+        return round(others(nbytes, ranks))
     return round(OPERATIONS[cell.operation].buffers(ranks) * nbytes)
 
 

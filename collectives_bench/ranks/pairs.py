@@ -27,6 +27,7 @@ from collectives_bench.records import Pair, Timing
 from collectives_bench.results.stats import median, timing
 from collectives_bench.rounds import orders
 from collectives_bench.settings import BenchSettings
+from ddp.primitives import begin, wait
 
 REPETITIONS: Final = 3
 PINGS: Final = 20  # of a visit; after some that warm up
@@ -147,11 +148,11 @@ class _Player:
         self._send(self.note, peer)
 
     def _send(self, message: torch.Tensor, peer: int) -> None:
-        dist.send(message, peer, group=self.group)
+        wait(begin(self.group, sends=[(message, peer)]))
         self._finish()
 
     def _receive(self, message: torch.Tensor, peer: int) -> None:
-        dist.recv(message, peer, group=self.group)
+        wait(begin(self.group, receives=[(message, peer)]))
         self._finish()
 
     def _finish(self) -> None:

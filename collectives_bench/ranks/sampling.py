@@ -13,6 +13,7 @@ from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import BarrierOptions
 
 from collectives_bench.results import stats
 from collectives_bench.settings import BenchSettings
@@ -24,7 +25,6 @@ AGREE: Final = 0.2  # two successive calls that differ by less than this are war
 LEAST_WARM_UP: Final = 2
 BATCH_S: Final = 0.025
 MOST_IN_BATCH: Final = 50
-BARRIER_S: Final = 0.0002  # about what a barrier between calls takes
 LATENCY_SHARE: Final = 0.7  # of block_s, warm-up included; the rest is for the loop back to back
 LEAST_BACK_TO_BACK: Final = 2
 MOST_BACK_TO_BACK: Final = 500
@@ -32,7 +32,12 @@ US: Final = 1e6
 
 
 class Clock(Protocol):
-    """Times calls on one rank, in microseconds; `nccl.py` has the one for CUDA's streams."""
+    """Times calls on one rank, in microseconds; `nccl.py` has the one for CUDA's streams.
+
+    `pause_s` is about what passes between two samples.
+    """
+
+    pause_s: float
 
     def once(self, run: Run) -> float:
         """Time one call after a barrier."""
@@ -51,11 +56,14 @@ class Voices:
         self.group = group
         self.size = group.size()
         self.beat = beat
+        # dist.barrier would go by the device that NCCL's group is bound to, on this group too.
+        self._on_cpu = BarrierOptions()
+        self._on_cpu.device = torch.device("cpu")
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         self.beat()
-        dist.barrier(group=self.group)
+        self.group.barrier(self._on_cpu).wait()
         self.beat()
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
@@ -70,6 +78,8 @@ class Voices:
 
 class HostClock:
     """The clock for gloo: a call is over when it returns, on a GPU when the device has nothing left to do."""
+
+    pause_s = 0.0002
 
     def __init__(self, voices: Voices, device: torch.device) -> None:
         self.voices = voices
@@ -86,6 +96,7 @@ class HostClock:
         started = time.perf_counter()
         for _ in range(calls):
             run()
+            self.voices.beat()
         self._settle()
         return (time.perf_counter() - started) * US / calls
 
@@ -160,7 +171,7 @@ class Sampler:
             left_s = LATENCY_SHARE * settings.block_s - spent_s
             if left_s <= 0 or stats.is_precise(slowest, settings.precision):
                 break
-            each_s = stats.median(slowest) / US + BARRIER_S
+            each_s = stats.median(slowest) / US + self.clock.pause_s
             count = max(1, min(MOST_IN_BATCH, int(min(BATCH_S, left_s) / each_s)))
             count = min(count, settings.most_samples - len(slowest))
         return Samples(slowest, by_rank)

@@ -4,21 +4,21 @@
     a call       (smallest of some windows - smallest of some windows without calls) / k
 
 Counters are those of this process's network namespace, where all ranks of a host share one loopback: one rank of each
-namespace reads, and what they read is added up. Whatever else a host sends can only add, hence the smallest windows;
-an acknowledgement is headers alone and counts as nothing. What passes the interfaces by (shared memory, NVLink, RDMA)
-is not seen, so this is for gloo.
+namespace reads, and what they read is added up. Whatever else a host sends can only add, hence the smallest windows,
+those first in which nothing was sent again; an acknowledgement is headers alone and counts as nothing. What passes the
+interfaces by (shared memory, NVLink, RDMA) is not seen, so this is for gloo.
 """
 
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from collectives_bench.known import best_wire, known_wire
 from collectives_bench.ranks.facts import mtu
-from collectives_bench.ranks.known import best_wire, known_wire
 from collectives_bench.records import Cell, Wire
 
 COUNTERS: Final = Path("/proc/self/net/dev")
@@ -32,7 +32,6 @@ WINDOW_BYTES: Final = 8 * 2**20  # a window moves that much at least, so that a 
 MOST_CALLS: Final = 64
 AGREE: Final = 0.003  # the two smallest windows differ by no more than that, or there is another one
 MOST_WINDOWS: Final = 8
-LEAST_JUDGED: Final = 2**20
 
 
 class WireCounter:
@@ -54,9 +53,13 @@ class WireCounter:
         self._begin = self._read()
 
     def sent(self) -> float:
-        """Return the bytes of payload since `start`, what TCP had to send again left out."""
+        """Return the bytes of payload since `start`; what TCP sent again over a card is left out."""
         sent, packets, again = (now - then for now, then in zip(self._read(), self._begin, strict=True))
         return max(0.0, float(sent - packets * self.header_bytes - again * self._segment))
+
+    def sent_again(self) -> int:
+        """Return the segments since `start` that were sent again and are in `sent`: a loopback's, of any size."""
+        return 0 if self._segment else self._read()[-1] - self._begin[-1]
 
     def _read(self) -> tuple[int, int, int]:
         """Return bytes, packets, and segments that were sent again."""
@@ -99,7 +102,7 @@ def audit(
     ranks = control.size()
     known = known_wire(cell, nbytes, ranks)
     calls = calls_of(known)
-    idle = min(_window(run, 0, counter, control) for _ in range(2))
+    idle = min(_window(run, 0, counter, control) for _ in range(2)).payload
     windows = [_window(run, calls, counter, control) for _ in range(2)]
     # The sums are the same on every rank, and so is what follows from them. Where there is no payload, all is noise.
     while known and not _agree(windows, idle) and len(windows) < MOST_WINDOWS:
@@ -107,7 +110,7 @@ def audit(
     return Wire(
         interfaces=counter.interfaces if counter is not None else [],
         calls=calls,
-        sent_bytes=max(0.0, min(windows) - idle) / calls,
+        sent_bytes=max(0.0, min(windows).payload - idle) / calls,
         best_bytes=best_wire(cell, nbytes, ranks),
         known_bytes=known,
     )
@@ -118,33 +121,20 @@ def calls_of(known_bytes: float) -> int:
     return max(1, min(MOST_CALLS, math.ceil(WINDOW_BYTES / max(known_bytes, 1.0))))
 
 
-def deviation(operation: str, wire: Wire, *, within: float = 0.01) -> str:
-    """Say where a library moves more or less than the best algorithm, or than we knew; "" where it does as it should.
+class _Window(NamedTuple):
+    """What all namespaces sent in one window; the better of two is the one with less that was sent again."""
 
-    A call of less than 1 MB is not judged: the library's own headers, some tens of bytes a message, are not nothing.
-    """
-    if wire.best_bytes < LEAST_JUDGED or abs(wire.sent_bytes - wire.best_bytes) <= within * wire.best_bytes:
-        return ""
-    ratio = wire.sent_bytes / wire.best_bytes
-    text = f"{operation} moves {ratio:.2f} x the best algorithm's bytes"
-    if abs(wire.sent_bytes - wire.known_bytes) <= within * wire.known_bytes:
-        return f"{text}, as its source says{WHY.get(operation, '')}"
-    return f"{text}; {wire.known_bytes / wire.best_bytes:.2f} x was expected of it"
+    sent_again: float  # segments
+    payload: float  # bytes
 
 
-WHY: Final = {
-    "reduce_scatter": ": it is an all_reduce of everything",
-    "reduce": ": every rank sends nearly all segments round the ring",
-}
-
-
-def _agree(windows: list[float], idle: float) -> bool:
+def _agree(windows: list[_Window], idle: float) -> bool:
     first, second = sorted(windows)[:2]
-    return second - first <= AGREE * max(first - idle, 1.0)
+    return not second.sent_again and second.payload - first.payload <= AGREE * max(first.payload - idle, 1.0)
 
 
-def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, control: dist.ProcessGroup) -> float:
-    """Return the payload of all namespaces in one window, in bytes, the same number on every rank."""
+def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, control: dist.ProcessGroup) -> _Window:
+    """Make one window; all ranks get the same."""
     dist.barrier(control)
     if counter is not None:
         counter.start()
@@ -152,9 +142,10 @@ def _window(run: Callable[[], None], calls: int, counter: WireCounter | None, co
     for _ in range(calls):
         run()
     dist.barrier(control)
-    total = torch.tensor([counter.sent() if counter is not None else 0.0], dtype=torch.float64)
+    mine = (float(counter.sent_again()), counter.sent()) if counter is not None else (0.0, 0.0)
+    total = torch.tensor(mine, dtype=torch.float64)
     dist.all_reduce(total, group=control)
-    return float(total.item())
+    return _Window(*total.tolist())
 
 
 def _sent_again() -> int:

@@ -5,7 +5,7 @@ Rank 0 prints it at the end of a `bench:` job, `muster bench` and `muster bench 
 
 from collections.abc import Sequence
 
-from collectives_bench.records import Result
+from collectives_bench.records import Result, World
 from collectives_bench.results import audit, matrix, table
 from collectives_bench.results.causes import findings
 from collectives_bench.results.rows import Row, rows_of
@@ -16,7 +16,7 @@ def report_lines(result: Result) -> list[str]:
     """Return the whole report, one world after another."""
     rows = rows_of(result)
     lines: list[str] = []
-    for world in dict.fromkeys(record.world for record in (*result.headers, *rows, *result.pairs)):
+    for world in _worlds(result, rows):
         lines += ["#"] if lines else []
         for header in result.headers:
             lines += table.header(header) if header.world == world else []
@@ -25,10 +25,23 @@ def report_lines(result: Result) -> list[str]:
         if pairs := [pair for pair in result.pairs if pair.world == world]:
             lines += [*matrix.lines(pairs), "#", *(f"# {line}" for line in slow(pairs).lines())]
         lines += audit.lines(of_world)
-    if found := findings(result):
-        lines += ["#", *(f"# {finding.text}" for finding in found)]
+    for finding in findings(result):
+        lines += [
+            "#",
+            f"# {finding.what} ({finding.evidence})",
+            f"#   cost: {finding.cost}",
+            f"#   do: {finding.advice}",
+        ]
     lines += table.verdict(rows) if rows else ["#", f"# verdict: {'FAILED' if is_failed(result, rows) else 'OK'}"]
     return lines
+
+
+def _worlds(result: Result, rows: Sequence[Row]) -> list[World]:
+    """Return the worlds in the order in which they were measured."""
+    found = [header.world for header in result.headers]
+    found += [row.world for row in rows]
+    found += [pair.world for pair in result.pairs]
+    return list(dict.fromkeys(found))
 
 
 def is_failed(result: Result, rows: Sequence[Row]) -> bool:

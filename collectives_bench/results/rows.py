@@ -15,7 +15,7 @@ from typing import Final
 
 from collectives_bench.catalog import DTYPES, OPERATIONS
 from collectives_bench.records import Block, Cell, Result, State, Timing, Wire, World
-from collectives_bench.results.stats import CONFIDENCE, confidence_of, median, median_interval, spread
+from collectives_bench.results.stats import CONFIDENCE, confidence_of, median, median_interval, quantile, spread
 
 FOREIGN_LIMIT: Final = 0.05  # of all cores' time, taken by others: from here on a row is flagged
 STEAL_LIMIT: Final = 0.02
@@ -74,7 +74,8 @@ class Row:
     foreign: float | None = None  # median over launches of the worst host's share
     flags: tuple[str, ...] = ()
     launch_medians_us: tuple[float, ...] = ()
-    launch_mins_us: tuple[float, ...] = ()  # this and the next two: of the same launches, in the same order
+    # Of the same launches, in the same order. Lower quartiles are what is compared; () where samples were not kept.
+    launch_quartiles_us: tuple[float, ...] = ()
     launch_times: tuple[float, ...] = ()  # unix seconds, at the end of the block
     launch_foreign: tuple[float | None, ...] = ()
 
@@ -173,7 +174,7 @@ def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
         foreign=median(foreign) if foreign else None,
         flags=(*_flags_of_load(blocks), *_flags_of_times(medians, first_us, late_rank)),
         launch_medians_us=tuple(medians),
-        launch_mins_us=tuple(timing.min_us for timing in timings),
+        launch_quartiles_us=_quartiles(blocks),
         launch_times=tuple(block.time for block in blocks),
         launch_foreign=tuple(block.load.foreign if block.load else None for block in blocks),
     )
@@ -190,6 +191,11 @@ def _interval(timings: Sequence[Timing]) -> tuple[float, float, float]:
 def _middle(blocks: Iterable[Block], value: Callable[[Block], float | None]) -> float | None:
     found = [each for each in map(value, blocks) if each is not None]
     return median(found) if found else None
+
+
+def _quartiles(blocks: Sequence[Block]) -> tuple[float, ...]:
+    kept = all(block.samples_us for block in blocks)
+    return tuple(quantile(block.samples_us, 0.25) for block in blocks) if kept else ()
 
 
 def _wire(blocks: Sequence[Block]) -> Wire | None:

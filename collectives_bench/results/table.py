@@ -130,8 +130,10 @@ def verdict(rows: "Sequence[Row]") -> list[str]:
     if skipped:
         found.append(f"# left out: {len(skipped)} of {counted(len(rows), 'row')}: {_names(skipped)}")
     flagged = sorted((row for row in rows if row.flags), key=lambda row: (-len(row.flags), -(spread(row) or 0.0)))
+    several = len({row.world for row in rows}) > 1
     for row in flagged[:MOST_FLAGGED]:
-        found.append(f"# flagged: {name_of(row)}: {', '.join(row.flags)}")
+        name = name_of(row) if several else cell_text(row.cell, row.nbytes)
+        found.append(f"# flagged: {name}: {', '.join(row.flags)}")
     if len(flagged) > MOST_FLAGGED:
         found.append(f"# and {counted(len(flagged) - MOST_FLAGGED, 'other row')} with flags")
     found += _confidence(rows)

@@ -17,14 +17,14 @@ Column: TypeAlias = Generator[None, None, None]
 
 # Bytes of a message: shorter ones are not worth cutting, longer ones are cut. What gloo brings is added while it is in
 # the cache; to NCCL a message costs about what 16 MB of NVLink do.
-SEGMENT_BYTES: Final = {"cpu": (2**16, 2**20), "cuda": (2**24, 2**26)}
-UNDER_WAY: Final = 3  # columns at a time: one is received, one is added, one waits for its turn
+SEGMENT_BYTES: Final = {"cpu": (2**17, 2**20), "cuda": (2**24, 2**26)}
+UNDER_WAY: Final = 2  # columns at a time: one travels while the other is added; more would share the link unfairly
 
 
-def interleave(columns: Iterable[Column], width: int = UNDER_WAY) -> None:
-    """Run `width` columns in turns until all have ended: in the same order on every rank, so that messages match."""
+def interleave(columns: Iterable[Column]) -> None:
+    """Run columns in turns until all have ended: in the same order on every rank, so that messages match."""
     waiting = iter(columns)
-    under_way = [column for column in islice(waiting, width) if _goes_on(column)]
+    under_way = [column for column in islice(waiting, UNDER_WAY) if _goes_on(column)]
     while under_way:
         column = under_way.pop(0)
         if _goes_on(column):
@@ -39,11 +39,15 @@ def _goes_on(column: Column) -> bool:
 
 
 def columns_of(parts: list[Tensor], share: int = 1) -> Iterator[tuple[list[Tensor], slice]]:
-    """Cut chunks into columns; give each with the slice of a chunk that it is."""
-    longest = max(part.numel() for part in parts)
-    step = _segment(longest, parts[0], share)
-    for first in range(0, longest, step):
-        where = slice(first, first + step)
+    """Cut chunks into columns of like length; give each with the slice of a chunk that it is.
+
+    `share` is how many messages of a column are held at a time.
+    """
+    longest, like = max(part.numel() for part in parts), parts[0]
+    least, _ = SEGMENT_BYTES[like.device.type]
+    worth = min(UNDER_WAY, longest * like.element_size() // least)  # two at least, if they are worth sending alone
+    pieces = max(-(-longest // longest_message(like, share)), worth, 1)
+    for where in slices(longest, max(-(-longest // pieces), 1)):
         yield [part[where] for part in parts], where
 
 
@@ -52,9 +56,12 @@ def segments_of(tensor: Tensor) -> Iterator[Tensor]:
     return (column[0] for column, _ in columns_of([tensor]))
 
 
-def _segment(count: int, like: Tensor, share: int) -> int:
-    """Return how many elements go in one message: few enough to have several, if they are worth sending alone."""
+def slices(count: int, step: int) -> Iterator[slice]:
+    """Cut `count` places into slices of `step`."""
+    return (slice(first, first + step) for first in range(0, count, step))
+
+
+def longest_message(like: Tensor, share: int = 1) -> int:
+    """Return how many elements a message may have, where `share` of them are held at a time."""
     least, most = SEGMENT_BYTES[like.device.type]
-    nbytes = count * like.element_size()
-    pieces = max(-(-nbytes * share // most), min(UNDER_WAY, nbytes // least), 1)
-    return max(-(-count // pieces), 1)
+    return max(most // share, least) // like.element_size()

@@ -3,13 +3,16 @@
 import torch
 from torch import Tensor
 
-from ddp.primitives.columns import Column, columns_of, interleave
+from ddp.primitives.columns import Column, columns_of, interleave, longest_message, slices
 from ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of, wait
 from ddp.primitives.rings import ring_all_gather
 
 
 def exchange(inputs: Chunks, outputs: Chunks, group: Group = None) -> None:
-    """Send `inputs[j]` to rank j and receive `outputs[j]` from it, for every j: all-to-all, in n - 1 rounds of pairs.
+    """Send `inputs[j]` to rank j and receive `outputs[j]` from it, for every j: all-to-all from pairs.
+
+    Everybody sends to the next, to the one after that, and so on, a segment at a time: every link has n - 1 messages at
+    all times, from and to different ranks, so that no rank is sent to by all, and none is done long before the others.
 
     `inputs[j]` must be as long here as `outputs` of this rank's place are on rank j; else lengths are free.
 
@@ -20,7 +23,13 @@ def exchange(inputs: Chunks, outputs: Chunks, group: Group = None) -> None:
     sending = peers.check(parts_of(inputs, peers.size), "inputs")
     receiving = peers.check(parts_of(outputs, peers.size), "outputs")
     peers.check_one(sending[peers.rank], receiving[peers.rank], f"input {peers.rank}", f"output {peers.rank}")
-    interleave(_pair_round(peers, sending, receiving, distance) for distance in range(1, peers.size))
+    longest = max(part.numel() for part in (*sending, *receiving))
+    # Each rank's lengths are its own, so that messages are cut at fixed places. NCCL takes all at once.
+    step = longest if sending[0].is_cuda else longest_message(sending[0], max(1, peers.size - 1))
+    interleave(
+        _pairs_column(peers, [part[where] for part in sending], [part[where] for part in receiving])
+        for where in slices(longest, max(step, 1))
+    )
     copy(sending[peers.rank], receiving[peers.rank])
 
 
@@ -36,9 +45,8 @@ def ordered_reduce_scatter(chunks: Chunks, out: Tensor, group: Group = None) -> 
     peers = Peers(group)
     parts = peers.check(parts_of(chunks, peers.size), "chunks")
     peers.check_one(out, parts[peers.rank], "out", f"chunk {peers.rank}")
-    # n - 1 messages are held of every column
-    columns = columns_of(parts, share=max(1, peers.size - 1))
-    interleave((_ordered_column(peers, column, out[where]) for column, where in columns), 2)
+    columns = columns_of(parts, share=max(1, peers.size - 1))  # of each as many messages are held
+    interleave(_ordered_column(peers, column, out[where]) for column, where in columns)
 
 
 def ordered_all_reduce(tensor: Tensor, group: Group = None) -> None:
@@ -58,13 +66,7 @@ def _ordered_column(peers: Peers, column: list[Tensor], out: Tensor) -> Column:
     rank, size = peers.rank, peers.size
     own = column[rank]
     parts = [own if other == rank else torch.empty_like(own) for other in range(size)]
-    others = range(1, size)
-    works = peers.post(
-        sends=[(column[(rank + distance) % size], rank + distance) for distance in others],
-        receives=[(parts[(rank - distance) % size], rank - distance) for distance in others],
-    )
-    yield
-    wait(works)
+    yield from _pairs_column(peers, column, parts)
     total = parts[0]
     for other, part in enumerate(parts[1:], start=1):
         # `own` is only read, for it may be a caller's: of two neighbours one at least was received
@@ -73,8 +75,13 @@ def _ordered_column(peers: Peers, column: list[Tensor], out: Tensor) -> Column:
         copy(own, out)
 
 
-def _pair_round(peers: Peers, sending: list[Tensor], receiving: list[Tensor], distance: int) -> Column:
-    to, source = (peers.rank + distance) % peers.size, (peers.rank - distance) % peers.size
-    works = peers.post(sends=[(sending[to], to)], receives=[(receiving[source], source)])
+def _pairs_column(peers: Peers, sending: list[Tensor], receiving: list[Tensor]) -> Column:
+    """Send everybody its part of a column, and receive everybody's."""
+    rank, size = peers.rank, peers.size
+    others = range(1, size)
+    works = peers.post(
+        sends=[(sending[(rank + distance) % size], rank + distance) for distance in others],
+        receives=[(receiving[(rank - distance) % size], rank - distance) for distance in others],
+    )
     yield
     wait(works)

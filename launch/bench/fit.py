@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fit, save, and print the held-out error."""
-    from launch.bench import fitting
+    from launch.bench.fitting import run as fit
 
     words.check_output("--output", args.output, (".json",))
-    return fitting.run(args)
+    return fit(args)

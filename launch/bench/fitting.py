@@ -115,18 +115,19 @@ def _cells(curve: "Curve") -> tuple[str, ...]:
 
 def _constants(constants: "Constants") -> str:
     where = "between nodes" if constants.network else "on one node"
-    parts = [
-        f"a step {seconds(constants.alpha_s)}",
-        f"a link {_rate(constants.beta_s)}",
-        f"a host's copies {_rate(constants.host_s)}",
-        f"sums {_rate(constants.gamma_s)}",
+    parts = [f"{seconds(constants.alpha_s)} a step"] if constants.alpha_s > 0 else []
+    parts += [
+        f"{what} {1e-9 / taken:.3g} GB/s"
+        for what, taken in (
+            ("a link", constants.beta_s),
+            ("all ranks of a host", constants.host_s),
+            ("sums", constants.gamma_s),
+            ("copies", constants.delta_s),
+        )
+        if taken > 0
     ]
     worlds = ", ".join(map(str, constants.worlds))
     return f"{constants.backend} {constants.dtype} {where}, worlds {worlds}: {', '.join(parts)}"
-
-
-def _rate(seconds_a_byte: float) -> str:
-    return f"{1e-9 / seconds_a_byte:.3g} GB/s" if seconds_a_byte > 0 else "free"
 
 
 def seconds(time_s: float) -> str:

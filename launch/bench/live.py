@@ -132,18 +132,32 @@ def line_of(record: Record, progress: Progress) -> str | None:
         what = counted(len(progress.cells), "cell") if progress.cells else "pairs"
         launches = f"{progress.launches} launch{'es' * (progress.launches != 1)}"
         return f"measuring {what} in {launches}: {world_text(record.world)}"
-    if isinstance(record, Block) and record.state != "ok":
-        rank = f", rank {record.rank}" if record.rank is not None else ""
-        return f"{cell_text(record.cell)}: {record.state} in launch {record.launch + 1}{rank}: {record.reason}"
     if isinstance(record, Block):
-        of_launch = [block for block in progress.blocks if block.launch == record.launch]
-        if of_launch[-1] is record and len({block.cell for block in of_launch}) == len(progress.cells):
-            failed = sum(block.state != "ok" for block in of_launch)
-            ending = f", {failed} not ok" if failed else ""
-            return f"launch {record.launch + 1} of {progress.launches}: {counted(len(progress.cells), 'cell')}{ending}"
-    if isinstance(record, Pair) and record.state != "ok":
-        return f"nodes {record.nodes[0]} and {record.nodes[1]}: {record.state}: {record.reason}"
+        return _of_block(record, progress)
+    if isinstance(record, Pair):
+        return _of_pair(record, progress)
     return None
+
+
+def _of_block(block: Block, progress: Progress) -> str | None:
+    if block.state != "ok":
+        rank = f", rank {block.rank}" if block.rank is not None else ""
+        return f"{cell_text(block.cell)}: {block.state} in launch {block.launch + 1}{rank}: {block.reason}"
+    alike = [each for each in progress.blocks if each.launch == block.launch]
+    if alike[-1] is not block or len({each.cell for each in alike}) < len(progress.cells):
+        return None
+    failed = sum(each.state != "ok" for each in alike)
+    ending = f", {failed} not ok" if failed else ""
+    return f"launch {block.launch + 1} of {progress.launches}: {counted(len(progress.cells), 'cell')}{ending}"
+
+
+def _of_pair(pair: Pair, progress: Progress) -> str | None:
+    if pair.state != "ok":
+        return f"nodes {pair.nodes[0]} and {pair.nodes[1]}: {pair.state}: {pair.reason}"
+    alike = [each for each in progress.pairs if each.launch == pair.launch]
+    if alike[-1] is not pair or len(alike) * 2 < pair.world.nodes * (pair.world.nodes - 1):
+        return None
+    return f"launch {pair.launch + 1} of {progress.launches}: {counted(len(alike), 'pair')}"
 
 
 def table(progress: Progress, width: int) -> "Group":

@@ -72,6 +72,8 @@ def check(args: argparse.Namespace) -> None:
         )
     words.check_output("--out", args.out, (".json",))
     words.check_output("--plot", args.plot, words.PLOTS)
+    if args.plot is not None and args.pairs:
+        raise UsageError(f"--plot {args.plot}: pairs are measured at one size, which is no line; leave one of both out")
     if not args.what and not args.pairs:
         raise UsageError(
             "WHAT: is missing; name a job file, or operations such as all_reduce,broadcast, or all, or give --pairs"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read(words: Sequence[str], runs: str | None) -> "Result":
-    """Read what was measured, all of it as one; `runs` is the folder of all runs.
+    """Read what was measured, all of it as one; without words, the newest run. `runs` is the folder of all runs.
 
     Raises:
         UsageError: nothing is there under one of the names.
@@ -21,7 +21,8 @@ def read(words: Sequence[str], runs: str | None) -> "Result":
     """
     from collectives_bench.results.files import read_result
 
-    return read_result([locate(word, runs) for word in words])
+    newest = [] if words else [find_run(runs_root(runs), None).path]
+    return read_result([locate(word, runs) for word in words] or newest)
 
 
 def rows(word: str, runs: str | None) -> "list[Row]":

@@ -14,7 +14,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def add_results(parser: argparse.ArgumentParser) -> None:
     """Add the results that a command reads, and where runs are."""
-    parser.add_argument("results", metavar="RESULT", nargs="+", help="a result file, or a run: its id or its folder")
+    parser.add_argument(
+        "results", metavar="RESULT", nargs="*", help="a result file, or a run: its id or its folder (the newest)"
+    )
     add_runs(parser)
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks on the ranks of `on_ranks`, without an agent: real conductors and players; and what may befall a player."""
+"""Benchmarks on the ranks of `on_ranks`, without an agent; and what may befall a player."""
 
 import os
 import signal
@@ -50,11 +50,14 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "exit": lambda: os._exit(3),
     "loop": _loop,
     "mismatch": _mismatch,
+    "kill conductor": lambda: os.kill(os.getppid(), signal.SIGKILL),
 }
 
 
 def inject(fault: Fault, rank: int) -> None:
-    """Break an operation on this rank; its players are forks of this process."""
+    """Break an operation on this rank, or its start; its players are forks of this process."""
+    if fault.operation == "start" and rank == fault.rank:
+        dist.new_group = lambda **_: FAULTS[fault.how]()
     prepare = operations.prepare
 
     def prepared(cell: Any, *more: Any, **named: Any) -> Any:
@@ -66,9 +69,7 @@ def inject(fault: Fault, rank: int) -> None:
     operations.prepare = prepared
 
 
-def measure(
-    world: World, settings: dict[str, Any], out: str, port: int, fault: dict[str, Any] | None = None
-) -> int:
+def measure(world: World, settings: dict[str, Any], out: str, port: int, fault: dict[str, Any] | None = None) -> int:
     """Be one rank of a benchmark of the test's; return its exit code."""
     env = RankEnv(world.rank, world.size, world.rank, world.size, 0, 1, "127.0.0.1", port)
     if fault is not None:

@@ -82,7 +82,11 @@ def test_a_player_that_fails_is_a_row_with_the_reason_and_the_rest_is_measured(h
     assert codes == [1, 0, 0]
     states = by_operation(found)
     late = how in ("stop", "loop")
-    assert states == {"all_reduce": {"ok"}, "broadcast": {"failed"} | {"timeout"} if late else {"failed"}, "barrier": {"ok"}}
+    assert states == {
+        "all_reduce": {"ok"},
+        "broadcast": {"failed"} | {"timeout"} if late else {"failed"},
+        "barrier": {"ok"},
+    }
     first, skipped = (each for each in found if each["cell"]["operation"] == "broadcast")
     assert first["state"] == ("timeout" if late else "failed")
     assert first["rank"] == 1
@@ -110,6 +114,25 @@ def test_an_operation_that_failed_in_two_launches_is_skipped_in_the_others(on_ra
     assert [len(each) for each in said] == [2] * 4
     assert all("SIGKILL" in each[0] for each in said[:2])
     assert said[2] == said[3] == ["skipped: broadcast failed in 2 launches"] * 2
+
+
+def test_launches_that_do_not_start_are_tried_twice_and_told_and_then_no_more_are_begun(on_ranks, tmp_path):
+    fault = {"how": "raise", "operation": "start", "rank": 1}
+    codes, found = bench(on_ranks, tmp_path, fault=fault, launches=3)
+    assert codes == [1, 0, 0]
+    reason = "rank 1: ValueError: a mistake of the rank's own"
+    assert [each["reason"] for each in found] == [f"the launch did not start: {reason}"] * 10 + [
+        f"skipped: no launch came to a start: {reason}"
+    ] * 5
+
+
+def test_the_bytes_on_the_wire_are_counted_in_the_first_launch(on_ranks, tmp_path):
+    codes, found = bench(on_ranks, tmp_path, ranks=2, operation=["all_reduce"], sizes=["1M"], launches=2, wire=True)
+    assert codes == [0, 0]
+    first, second = found
+    assert first["wire"]["interfaces"] == ["lo"]
+    assert first["wire"]["best_bytes"] == 2 * 2**20
+    assert second["wire"] is None
 
 
 def test_what_would_not_fit_is_refused_on_all_ranks_alike(on_ranks, tmp_path):

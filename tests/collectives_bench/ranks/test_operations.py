@@ -1,6 +1,5 @@
 """Every operation of the catalog on real ranks: what is right is found right, and every kind of wrong is found."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,77 +7,36 @@ import torch
 import torch.distributed as dist
 
 from collectives_bench.catalog import DTYPES, OPERATIONS, actual_bytes
-from collectives_bench.ranks.calls import Call
-from collectives_bench.ranks.operations import CALLS, prepare, unsupported
+from collectives_bench.ranks.operations import CALLS, unsupported
 from collectives_bench.records import Cell
 from jobs.train.world import World
+from support.operations import cells, has_result, play, prepared, result_of
 
 SIZES = [8, 300_000]  # an element or two a rank; several periods of the pattern
 EVERY_WORLD = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-RESULTS = [name for name in OPERATIONS if name != "barrier"]
 
 
-def cells(
-    ranks: int, sizes: list[int], dtypes: list[str], calls: tuple[str, ...] = ("sync", "async")
-) -> Iterator[Cell]:
-    for name, operation in OPERATIONS.items():
-        for place in operation.places:
-            for dtype in dtypes:
-                for size in sizes:
-                    for call in calls:
-                        cell = Cell(operation=name, dtype=dtype, asked_bytes=size, place=place, call=call)
-                        if ranks >= operation.least_ranks and unsupported(cell, "gloo", "cpu") is None:
-                            yield cell
-
-
-def prepared(cell: Cell, world: World) -> Call:
-    nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, world.size, cell.dtype)
-    return prepare(cell, nbytes, world.group, world.device)
-
-
-def play(world: World, sizes: list[int]) -> int:
-    played = 0
-    every = [*cells(world.size, sizes, list(DTYPES), ["sync"]), *cells(world.size, [4000], ["fp32"], ["async"])]
-    for cell in every:
-        call = prepared(cell, world)
-        for _ in range(2):
-            call.fill()
-            call.run()
-            assert call.wrong() == 0, cell
-        played += 1
-    return played
+def play_all(world: World, sizes: list[int]) -> int:
+    return play(world, sizes)
 
 
 @pytest.mark.ranks
 @EVERY_WORLD
 def test_every_operation_is_right_in_every_type_place_and_way_of_calling(on_ranks, world_size):
-    played = on_ranks(world_size, play, sizes=SIZES)
+    played = on_ranks(world_size, play_all, sizes=SIZES)
     assert played == [played[0]] * world_size
     assert played[0] > 100
-
-
-def holders(world: World, cell: Cell) -> bool:
-    """True where a rank of this cell has a result."""
-    if cell.operation in ("reduce", "tree_reduce", "gather"):
-        return world.rank == 0
-    return cell.operation != "ping_pong" or world.rank < 2
-
-
-def result_of(call: Call) -> torch.Tensor:
-    return getattr(call, "output", None) if hasattr(call, "output") else call.buffer
 
 
 def spoilt(world: World, size: int, dtype: str) -> list[str]:
     """Spoil results on every rank that has one; return what was not noticed."""
     missed = []
-    for cell in cells(world.size, [size], [dtype], ("sync",)):
-        if cell.operation == "barrier":
-            continue
+    for cell in cells(world, [size], [dtype], ("sync",)):
         call = prepared(cell, world)
         call.fill()
         call.run()
         assert call.wrong() == 0, cell
-        if not holders(world, cell):
+        if not has_result(world, cell):
             continue
         result = result_of(call)
         for where in (0, result.numel() // 2, result.numel() - 1):
@@ -112,11 +70,11 @@ def test_a_spoilt_missing_misplaced_or_old_element_is_counted_on_every_rank(on_r
 def without_a_call(world: World) -> list[str]:
     """Fill and judge without a call in between; return what looked right."""
     fooled = []
-    for cell in cells(world.size, [40_000], ["fp32", "bf16"], ("sync",)):
-        if cell.operation == "barrier" or not holders(world, cell):
-            continue
-        call = prepared(cell, World(world.rank, world.size, world.group, world.device))
+    for cell in cells(world, [40_000], ["fp32", "bf16"], ("sync",)):
+        call = prepared(cell, world)
         call.fill()
+        if not has_result(world, cell):
+            continue
         at_home = cell.operation in ("broadcast", "tree_broadcast") and world.rank == 0  # the root has it already
         if call.wrong() == 0 and not at_home:
             fooled.append(str(cell))
@@ -146,7 +104,7 @@ def dropped(world: World, dtype: str) -> list[str]:
                     call.pattern.write(source, 0, call.number)
             call.run()
             result = result_of(call)
-            if holders(world, cell) and call.wrong() < result.numel() * 0.9:
+            if has_result(world, cell) and call.wrong() < result.numel() * 0.9:
                 missed.append(f"{name}: {what}")
     return missed
 
@@ -159,7 +117,7 @@ def test_a_sum_that_lacks_a_rank_or_has_one_twice_is_wrong_everywhere(on_ranks, 
 
 def kept_inputs(world: World) -> list[str]:
     missed = []
-    for cell in cells(world.size, [40_000], ["fp32"], ("sync",)):
+    for cell in cells(world, [40_000], ["fp32"], ("sync",)):
         call: Any = prepared(cell, world)
         call.fill()
         call.run()
@@ -189,7 +147,7 @@ def test_ranks_are_those_of_the_group(on_ranks):
 
 def sizes_of_buffers(world: World) -> dict[str, float]:
     found = {}
-    for cell in cells(world.size, [2**20], ["fp32"], ("sync",)):
+    for cell in cells(world, [2**20], ["fp32"], ("sync",)):
         nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, world.size, cell.dtype)
         call = prepared(cell, world)
         if nbytes:

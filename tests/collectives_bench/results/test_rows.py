@@ -1,5 +1,6 @@
 """Rows over launches: whose numbers they show, how sure they are, and what they are flagged for."""
 
+import itertools
 import random
 
 import pytest
@@ -29,6 +30,12 @@ def test_a_row_is_the_median_of_launch_medians_whatever_the_number_of_calls() ->
     assert row.p50_us == 20.0
     assert (row.launches, row.tried, row.samples) == (3, 3, 1009)
     assert row.launch_medians_us == (10.0, 30.0, 20.0)
+
+
+def test_lower_quartiles_are_there_if_all_launches_kept_their_samples() -> None:
+    blocks = [a_block([1.0, 2.0, 3.0, 4.0, 5.0]), a_block([10.0, 20.0, 30.0, 40.0, 50.0], launch=1)]
+    assert row_of(*blocks).launch_quartiles_us == (2.0, 20.0)
+    assert row_of(blocks[0], blocks[1].model_copy(update={"samples_us": []})).launch_quartiles_us == ()
 
 
 def test_five_launches_have_the_interval_of_the_quickest_and_the_slowest_and_say_94_percent() -> None:
@@ -167,5 +174,5 @@ def test_every_row_is_in_order(samples: list[list[float]]) -> None:
     found = [row.min_us, row.low_us, row.p50_us, row.high_us, row.max_us]
     known = [value for value in found if value is not None]
     assert len(known) == len(found)
-    assert all(below <= above * (1 + 1e-9) for below, above in zip(known, known[1:], strict=False))
+    assert all(below <= above * (1 + 1e-9) for below, above in itertools.pairwise(known))
     assert 0 <= row.confidence <= 1

@@ -1,4 +1,4 @@
-"""Slow nodes and links are named from simulated pairs, whatever else is noise; and nothing is named that is not slow."""
+"""Slow nodes and links are named from simulated pairs, whatever the noise; and nothing is named that is not slow."""
 
 import random
 from collections.abc import Callable

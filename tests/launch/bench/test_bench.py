@@ -72,7 +72,7 @@ def test_operations_are_measured_shown_once_and_written_as_json_csv_and_a_plot(t
     assert "#wrong" not in terminal
     result = Result.model_validate_json((tmp_path / "r.json").read_text())
     assert len(result.blocks) == 6
-    rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+    rows = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
     assert [(row["operation"], row["nbytes"]) for row in rows] == [
         ("all_reduce", "8"),
         ("all_reduce", "65536"),
@@ -136,6 +136,7 @@ def test_ctrl_c_ends_it_with_130_and_what_was_measured_is_shown(tmp_path: Path) 
         (("all_reduce", "--on", "hand"), 2, "--on hand: muster bench starts its runs itself"),
         (("all_reduce", "--out", "r.txt"), 2, "--out r.txt: must end in .json"),
         (("all_reduce", "--plot", "r.gif"), 2, "--plot r.gif: must end in .png or .svg or .pdf"),
+        (("--pairs", "--plot", "r.png"), 2, "--plot r.png: pairs are measured at one size"),
         (("gone.yaml",), 65, "gone.yaml: no such file"),
         (("jobs/examples/hello.yaml",), 2, "jobs/examples/hello.yaml: hello measures nothing; start it by muster run"),
         (("jobs/examples/vgg11.yaml",), 2, "jobs/examples/vgg11.yaml: is a train: job"),

@@ -119,6 +119,19 @@ def test_without_a_terminal_beginning_failures_and_each_launch_are_a_line(tmp_pa
     assert lines[2:] == ["launch 1 of 2: 2 cells, 1 not ok", "launch 2 of 2: 2 cells"]
 
 
+def test_without_a_terminal_pairs_are_a_line_for_each_launch_too(tmp_path: Path) -> None:
+    measured = Result(headers=[header(world(3), settings(pairs=True, launches=2))], pairs=pairs(3, launches=2))
+    bad = measured.pairs[4].model_copy(update={"state": "timeout", "reason": "no answer within 30 s"})
+    made = [*measured.pairs[:4], bad, measured.pairs[5]]
+    progress = Progress(run_folder(tmp_path, measured.model_copy(update={"pairs": made})))
+    assert [line for record in progress.poll() if (line := line_of(record, progress))] == [
+        "measuring pairs in 2 launches: 3 nodes x 1 rank, gloo on cpu",
+        "launch 1 of 2: 3 pairs",
+        "nodes 0 and 2: timeout: no answer within 30 s",
+        "launch 2 of 2: 3 pairs",
+    ]
+
+
 def test_what_is_written_until_the_run_ends_is_shown_though_nobody_looked_again(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(live, "POLL_S", 30.0)
     console = BenchConsole()

@@ -1,6 +1,7 @@
 """The bytes that gloo (torch 2.13) is known to move, from its own arithmetic, where the best would be fewer. Pure.
 
-`known_wire` returns what all ranks together send in one call, in bytes of payload.
+`known_wire` returns what all ranks together send in one call, in bytes of payload; `deviation` says in words where what
+was counted is not the best that is possible.
 """
 
 from collections.abc import Callable, Mapping
@@ -8,9 +9,14 @@ from types import MappingProxyType
 from typing import Final
 
 from collectives_bench.catalog import DTYPES, OPERATIONS
-from collectives_bench.records import Cell
+from collectives_bench.records import Cell, Wire
 
 SEGMENT: Final = 2**20  # gloo/reduce.h, gloo/allreduce.h: kMaxSegmentSize
+LEAST_JUDGED: Final = 2**20  # bytes of a call
+WHY: Final = {
+    "reduce_scatter": ": it is an all_reduce of everything",
+    "reduce": ": every rank sends nearly all segments round the ring",
+}
 
 
 def best_wire(cell: Cell, nbytes: int, ranks: int) -> float:
@@ -24,6 +30,20 @@ def known_wire(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo") ->
     return known(nbytes, ranks, DTYPES[cell.dtype]) if known is not None else best_wire(cell, nbytes, ranks)
 
 
+def deviation(operation: str, wire: Wire, *, within: float = 0.01) -> str:
+    """Say where a library moves more or less than the best algorithm, or than we knew; "" where it does as it should.
+
+    A call of less than 1 MB is not judged: the library's own headers, some tens of bytes a message, are not nothing.
+    """
+    if wire.best_bytes < LEAST_JUDGED or abs(wire.sent_bytes - wire.best_bytes) <= within * wire.best_bytes:
+        return ""
+    ratio = wire.sent_bytes / wire.best_bytes
+    text = f"{operation} moves {ratio:.2f} x the best algorithm's bytes"
+    if abs(wire.sent_bytes - wire.known_bytes) <= within * wire.known_bytes:
+        return f"{text}, as its source says{WHY.get(operation, '')}"
+    return f"{text}; {wire.known_bytes / wire.best_bytes:.2f} x was expected of it"
+
+
 def _as_all_reduce(nbytes: int, ranks: int, itemsize: int) -> float:
     """A reduce_scatter is a clone, an all_reduce of all of it, and a copy of one's own chunk (ProcessGroupGloo.cpp)."""
     return OPERATIONS["all_reduce"].wire(ranks) * nbytes
@@ -34,7 +54,7 @@ def _reduce(nbytes: int, ranks: int, itemsize: int) -> float:
 
     A chunk's n - 1 transfers would do; allreduce.cc stops there.
     """
-    if ranks == 1:
+    if ranks == 1 or not nbytes:
         return 0.0
     largest = itemsize * max(1, SEGMENT // itemsize)
     segment = _up(min(-(-nbytes // (ranks * 2)), largest), itemsize)

@@ -1,0 +1,304 @@
+"""NCCL on the GPUs of one host: the numbers of `muster bench` against a bare loop timed by events, in one process.
+
+    bare      barrier, event, N calls back to back, event; / N; the slowest rank's; no code of ours, tensors of its own
+    ours      collectives_bench/ranks: warm-up, samples one by one behind a busy-wait (the median), and the loop back to
+              back that every block ends with; data written and every element of the result compared
+
+For each operation and size bare, ours, bare are measured in this order, and ours is divided by the mean of the two.
+Held to reach is the loop, for a bare loop is one: like with like. A single call, which `muster bench` shows as its
+time, pays the start of its kernels alone, which no loop shows; its ratio stands beside. busbw is as in nccl-tests, GB/s
+is 1e9 bytes a second. Measured before on 4 x H200 with such a loop: all_reduce 1 GB 354 GB/s, 1 MB in 32 us.
+
+    .venv/bin/python benchmarks/nccl_bare.py [--gpus 2 4] [--sizes 1M:1G:4] [--operations ...] [--quick]
+
+It starts its own ranks and needs no network but the host's own. An operation that fails is named and left out, and the
+rest is measured by new ranks.
+"""
+
+import argparse
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+REACH = 0.02
+HELD_BYTES = 64 * 2**20
+OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
+SIZES = "1M:1G:4"
+BARE_S = 0.05  # about how long a bare loop takes
+START_LIMIT_S = 120.0
+ROW_LIMIT_S = 40.0
+BLOCK_S = 0.25
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """Be one rank: measure what is asked for; rank 0 prints one line of JSON for each operation begun and each row."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    control = dist.new_group(backend="gloo")
+    say("ready" if rank == 0 else None, torch=torch.__version__, nccl=".".join(map(str, torch.cuda.nccl.version())))
+    for name in args.operations:
+        say("enter" if rank == 0 else None, operation=name)
+        for size in args.sizes:
+            row = measure(name, size, control, device)
+            say("row" if rank == 0 else None, **row)
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+def say(what: str | None, **more: Any) -> None:
+    """Print one line of JSON, if this rank is to speak."""
+    if what is not None:
+        print(json.dumps({"say": what, **more}), flush=True)
+
+
+def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
+    """Time one operation at one size, bare and ours, in microseconds on the slowest rank."""
+    import torch
+    import torch.distributed as dist
+
+    from collectives_bench.catalog import OPERATIONS as CATALOG
+    from collectives_bench.catalog import actual_bytes
+    from collectives_bench.ranks.nccl import StreamClock
+    from collectives_bench.ranks.operations import prepare
+    from collectives_bench.ranks.sampling import Sampler, Voices
+    from collectives_bench.records import Cell
+    from collectives_bench.results import stats
+    from collectives_bench.settings import BenchSettings
+
+    group = dist.group.WORLD
+    assert group is not None
+    operation, ranks = CATALOG[name], dist.get_world_size()
+    nbytes = actual_bytes(operation, size, ranks, "fp32")
+    voices = Voices(control, lambda: None)
+    bare = bare_call(name, nbytes // 4, device)
+    before_us = bare_us(bare, voices)
+    cell = Cell(operation=name, dtype="fp32", asked_bytes=size, place=operation.places[0])
+    call = prepare(cell, nbytes, group, device)
+    sampler = Sampler(StreamClock(voices, group, device), voices, BenchSettings(block_s=BLOCK_S))
+    call.fill()
+    first_us = sampler.first(call.run)
+    wrong = torch.tensor(call.wrong())
+    dist.all_reduce(wrong, group=control)
+    sampler.warm_up(call.run, first_us)
+    single_us = stats.median(sampler.latency(call.run).slowest)
+    loop_us, calls = sampler.back_to_back(call.run, single_us)
+    after_us = bare_us(bare, voices)
+    return {
+        "operation": name,
+        "ranks": ranks,
+        "nbytes": nbytes,
+        "bare_us": [before_us, after_us],
+        "loop_us": loop_us,
+        "single_us": single_us,
+        "calls": calls,
+        "wrong": int(wrong.item()),
+        "factor": operation.bus_factor(ranks),
+    }
+
+
+def bare_call(name: str, count: int, device: Any) -> Callable[[], object]:
+    """Return an operation as anybody would write it, on tensors of its own; `count` elements are S."""
+    import torch
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole = torch.zeros(count, device=device)
+    other = torch.zeros(count if name in ("all_to_all", "send_recv") else count // ranks, device=device)
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def send_recv() -> None:
+        ops = [
+            dist.P2POp(dist.isend, whole, (rank + 1) % ranks),
+            dist.P2POp(dist.irecv, other, (rank - 1) % ranks),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: gather(whole, other),
+        "reduce_scatter": lambda: scatter(other, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "send_recv": send_recv,
+    }
+    return calls[name]
+
+
+def bare_us(run: Callable[[], object], voices: Any) -> float:
+    """Time calls back to back between two events; return the microseconds of one on the slowest rank."""
+    import torch
+
+    def loop(calls: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        voices.barrier()
+        begin.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        everybody = voices.gather([begin.elapsed_time(end) / calls * 1e3])
+        return float(max(each[0] for each in everybody))
+
+    loop(3)
+    once_us = loop(5)
+    return loop(max(10, min(200, int(BARE_S * 1e6 / once_us))))
+
+
+def play(gpus: int, operations: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure on so many GPUs, with new ranks after each operation that fails; print and return the rows."""
+    rows: list[dict[str, Any]] = []
+    left = list(operations)
+    while left:
+        failed, found, facts = one_start(gpus, left, args)
+        rows += found
+        if facts:
+            print(f"  torch {facts['torch']}, NCCL {facts['nccl']}, {gpus} GPUs")
+        if failed is None:
+            break
+        print(f"  {failed['operation']}: NOT MEASURED TO ITS END: {failed['reason']}", flush=True)
+        rows.append({**failed, "ranks": gpus})
+        left = left[left.index(failed["operation"]) + 1 :]
+    return rows
+
+
+def one_start(
+    gpus: int, operations: list[str], args: argparse.Namespace
+) -> tuple[dict[str, str] | None, list[dict[str, Any]], dict[str, str]]:
+    """Start ranks and listen to rank 0; return the operation that failed, if one did, the rows and the versions."""
+    ranks = start_ranks(gpus, operations, args)
+    rows: list[dict[str, Any]] = []
+    now, facts, reason = operations[0], {}, ""
+    pipe = ranks[0].stdout
+    assert pipe is not None
+    deadline, rest = time.monotonic() + START_LIMIT_S, b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(pipe, selectors.EVENT_READ)
+        while not reason:
+            ready = selector.select(1.0)
+            if ready and not (read := os.read(pipe.fileno(), 1 << 16)):
+                break
+            *lines, rest = (rest + (read if ready else b"")).split(b"\n")
+            for line in lines:
+                deadline = time.monotonic() + ROW_LIMIT_S
+                try:
+                    said = json.loads(line)
+                except ValueError:
+                    print(f"  | {line.decode(errors='replace')}")  # NCCL's own talk
+                    continue
+                if said["say"] == "row":
+                    rows.append(said)
+                    show(said)
+                now, facts = said.get("operation", now), said if said["say"] == "ready" else facts
+            if time.monotonic() > deadline:
+                reason = "no sign of life in time"
+            elif any(rank.poll() for rank in ranks):
+                reason = f"ranks ended with {[rank.poll() for rank in ranks]}"
+    codes = end(ranks)
+    if not reason and any(codes):
+        reason = f"ranks ended with {codes}"
+    return {"operation": now, "reason": reason} if reason else None, rows, facts
+
+
+def start_ranks(gpus: int, operations: list[str], args: argparse.Namespace) -> "list[subprocess.Popen[bytes]]":
+    """Start one process for each GPU, on a free port of this host."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    root = Path(__file__).resolve().parents[1]
+    common = {"WORLD_SIZE": str(gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(root)}
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **common}
+    line = [sys.executable, str(Path(__file__).resolve()), "--rank", "--operations", *operations]
+    line += ["--sizes", ",".join(map(str, args.sizes))]
+    return [
+        subprocess.Popen(
+            line,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(gpus)
+    ]
+
+
+def end(ranks: "list[subprocess.Popen[bytes]]") -> list[int]:
+    """Wait a moment for the ranks to end, then make them; return their codes."""
+    for rank in ranks:
+        try:
+            rank.wait(10)
+        except subprocess.TimeoutExpired:
+            rank.kill()
+    return [rank.wait() for rank in ranks]
+
+
+def show(row: dict[str, Any]) -> None:
+    """Print one row, and write into it what follows from it: bandwidths and ratios."""
+    from collectives_bench.sizes import size_text
+
+    bare = sum(row["bare_us"]) / len(row["bare_us"])
+    gb_s = row["nbytes"] * row["factor"] / 1e3  # / microseconds
+    row["loop_ratio"], row["single_ratio"] = row["loop_us"] / bare, row["single_us"] / bare
+    row["held"] = row["nbytes"] >= HELD_BYTES * 0.99  # chunks are rounded down
+    row["reached"] = row["wrong"] == 0 and (not row["held"] or abs(row["loop_ratio"] - 1) <= REACH)
+    verdict = ("yes" if row["reached"] else "NO") if row["held"] or row["wrong"] else "-"
+    spread = abs(row["bare_us"][0] / row["bare_us"][1] - 1)
+    print(
+        f"  {row['operation']:16} {row['ranks']:2d} {size_text(row['nbytes']):>9} {bare:10.1f} {row['loop_us']:10.1f} "
+        f"{row['single_us']:10.1f} {gb_s / bare:8.1f} {gb_s / row['loop_us']:8.1f} {gb_s / row['single_us']:8.1f} "
+        f"{row['loop_ratio']:7.3f} {row['single_ratio']:7.3f} {spread:7.3f} {row['wrong']:5d}  {verdict}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Measure on 2 GPUs, on 4, report."""
+    from collectives_bench.sizes import parse_sizes
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--gpus", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--sizes", default=SIZES, help="as in muster bench; several with commas")
+    parser.add_argument("--operations", nargs="+", default=list(OPERATIONS), choices=OPERATIONS)
+    parser.add_argument("--quick", action="store_true", help="64 MB and 1 GB only")
+    args = parser.parse_args()
+    words = "64M,1G" if args.quick else args.sizes
+    args.sizes = sorted({size for word in words.split(",") for size in parse_sizes(word)})
+    if args.rank:
+        rank_main(args)
+        return 0
+    import torch
+
+    there = torch.cuda.device_count()  # starts no CUDA here
+    rows = []
+    print("  times in us, busbw in GB/s; ratios are ours / bare; spread is that of the two bare loops")
+    print(
+        f"  {'operation':16} {'n':>2} {'size':>9} {'bare':>10} {'loop':>10} {'single':>10} {'bare':>8} {'loop':>8} "
+        f"{'single':>8} {'loop':>7} {'single':>7} {'spread':>7} {'wrong':>5}  within {REACH:.0%}"
+    )
+    for gpus in args.gpus:
+        if gpus > there:
+            print(f"  {gpus} GPUs: not here, {there} found")
+            continue
+        rows += play(gpus, args.operations, args)
+    held = [row for row in rows if row.get("held") or "reason" in row]
+    reached = bool(held) and all(row.get("reached", False) for row in held)
+    print(f"  {sum(row.get('reached', False) for row in held)} of {len(held)} rows at 64 MB and more in reach")
+    print(json.dumps({"benchmark": "nccl_bare", "reach": REACH, "reached": reached, "rows": rows}))
+    return 0 if reached else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""How a profile makes its predictions: from a curve, from curves of other worlds, from the formulas alone. Pure."""
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from collectives_bench.catalog import OPERATIONS
+from collectives_bench.cost.curves import FAR, Curve
+from collectives_bench.cost.second import UNSURE, Constants
+from collectives_bench.sizes import size_text
+
+FAR_WORLD: Final = 2  # beyond this many times the largest measured world, a prediction is a guess
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A time, the interval that should hold 90 % of what is measured, and what it rests on."""
+
+    seconds: float
+    low_s: float
+    high_s: float
+    how: str
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a prediction is wanted of."""
+
+    operation: str
+    nbytes: float
+    ranks: int
+    nodes: int
+    backend: str
+    dtype: str | None
+
+
+def nearest_type(curves: list[Curve], dtype: str | None) -> Curve:
+    """Return the curve of the wanted type, else fp32's; of several the most usual."""
+    return min(curves, key=lambda each: (each.dtype != dtype, each.dtype != "fp32", *unusual(each)))
+
+
+def unusual(curve: Curve) -> tuple[bool, ...]:
+    """Order curves of one operation, type and world: gloo on the CPU, the usual place, calls that wait come first."""
+    usual = OPERATIONS[curve.operation].places[0]
+    return curve.backend == "gloo" and curve.device != "cpu", curve.place != usual, curve.call != "sync"
+
+
+def _of_type(measured: str, wanted: str | None) -> tuple[str, ...]:
+    if wanted in (None, measured):
+        return ()
+    return (f"{wanted} was not measured: the time is that of as many bytes of {measured}",)
+
+
+def _far(largest: float | None, nbytes: float) -> tuple[str, ...]:
+    if largest is None or nbytes <= FAR * largest:
+        return ()
+    return (f"{size_text(nbytes)} is more than {FAR:g} times the largest size measured, {size_text(largest)}",)
+
+
+def _far_world(worlds: list[int], ranks: int) -> tuple[str, ...]:
+    if ranks <= FAR_WORLD * worlds[-1]:
+        return ()
+    return (f"{ranks} ranks are more than {FAR_WORLD} times the largest world measured, {worlds[-1]}",)
+
+
+def from_curve(curve: Curve, asked: Asked) -> Prediction:
+    """Predict from what was measured of that operation in that world."""
+    seconds = curve.seconds(asked.nbytes)
+    warnings = _of_type(curve.dtype, asked.dtype) + _far(curve.largest, asked.nbytes)
+    return Prediction(seconds, seconds * curve.low, seconds * curve.high, curve.how(asked.nbytes), warnings)
+
+
+def carried_over(constants: Constants, curves: list[Curve], asked: Asked) -> Prediction:
+    """Carry the curves of other worlds over by the formulas.
+
+    A measured world says how far the formulas are off there. Between two measured worlds that is straight in log n;
+    outside it is that of the nearest.
+    """
+    away = {}
+    for each in (nearest_type(same, asked.dtype) for same in _by_world(curves)):
+        there = constants.of(asked.operation, asked.nbytes, ranks=each.ranks, nodes=each.nodes)
+        away[each.ranks, each.nodes] = math.log(each.seconds(asked.nbytes) / there)
+    here = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=asked.nodes)
+    seconds = here * math.exp(_between(away, asked))
+    curve = nearest_type(curves, asked.dtype)
+    worlds = sorted({each.ranks for each in curves})
+    how = f"formula, fitted on {'world' if len(worlds) == 1 else 'worlds'} {', '.join(map(str, worlds))}"
+    warnings = _of_type(curve.dtype, asked.dtype) + _far(curve.largest, asked.nbytes) + _far_world(worlds, asked.ranks)
+    doubt = max(1.0, math.log2(asked.ranks / worlds[-1]))  # doublings beyond the largest world
+    return Prediction(seconds, seconds * constants.low**doubt, seconds * constants.high**doubt, how, warnings)
+
+
+def _by_world(curves: list[Curve]) -> list[list[Curve]]:
+    found: dict[tuple[int, int], list[Curve]] = {}
+    for curve in curves:
+        found.setdefault((curve.ranks, curve.nodes), []).append(curve)
+    return list(found.values())
+
+
+def _between(away: dict[tuple[int, int], float], asked: Asked) -> float:
+    """Return log(measured / formula) for a world, from those of others, by (ranks, nodes)."""
+    alike = [
+        world for world in away if world[0] * asked.nodes == world[1] * asked.ranks or asked.nodes == world[1] == 1
+    ]
+    below = max((world for world in alike if world[0] < asked.ranks), default=None)
+    above = min((world for world in alike if world[0] > asked.ranks), default=None)
+    if below and above:
+        share = math.log(asked.ranks / below[0]) / math.log(above[0] / below[0])
+        return (1 - share) * away[below] + share * away[above]
+    nearest = min(
+        away,
+        key=lambda world: abs(math.log(world[0] / asked.ranks)) + abs(math.log(world[1] / asked.nodes)),
+    )
+    return away[nearest]
+
+
+def by_formula(constants: Constants, asked: Asked) -> Prediction:
+    """Predict an operation that was not measured at all."""
+    nodes = asked.nodes if constants.worlds or asked.nodes > 1 else asked.ranks  # given links: one for each rank
+    seconds = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=nodes)
+    if not constants.worlds:
+        return Prediction(seconds, seconds, seconds, "formula, for the given link")
+    how = f"formula, fitted on worlds {', '.join(map(str, constants.worlds))} with other operations"
+    warnings = (f"{asked.operation} was not measured", *_far(constants.largest_bytes, asked.nbytes))
+    return Prediction(seconds, seconds * UNSURE[0], seconds * UNSURE[1], how, warnings)

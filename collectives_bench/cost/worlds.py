@@ -1,0 +1,138 @@
+"""The second stage: constants for each kind of world, tried on worlds that were left out."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from collectives_bench.catalog import OPERATIONS
+from collectives_bench.cost.curves import Curve
+from collectives_bench.cost.heldout import Pair, errors_of, quantiles
+from collectives_bench.cost.pieces import Points, mean_error
+from collectives_bench.cost.predicting import unusual
+from collectives_bench.cost.profile import Profile
+from collectives_bench.cost.second import UNSURE, Constants
+from collectives_bench.cost.shared import FORMS, Point, fit_constants
+from collectives_bench.records import Header, World
+
+LEAST_WORLDS: Final = 3  # so that one can be left out, and the way from one world to another still be seen
+
+
+@dataclass(frozen=True)
+class Known:
+    """A curve, and what was measured for it: the points of a smooth one lie elsewhere."""
+
+    curve: Curve
+    measured: Points
+    left_out: list[Pair]
+
+    @property
+    def world(self) -> tuple[int, int]:
+        """Ranks and nodes."""
+        return self.curve.ranks, self.curve.nodes
+
+
+def hosts_of(headers: Sequence[Header]) -> dict[World, int]:
+    """Return how many machines each world really had: pretend nodes share one."""
+    return {header.world: len({facts.host for facts in header.hosts}) or header.world.nodes for header in headers}
+
+
+def cores_of(headers: Sequence[Header]) -> int:
+    """Return the cores of a host, the fewest of all; 1 where nothing says."""
+    return min((facts.cores for header in headers for facts in header.hosts), default=1)
+
+
+def usual(known: Iterable[Known]) -> list[Known]:
+    """Return a curve for each operation, world, type and device: of single calls, in the usual place if it is there."""
+    found: dict[tuple[object, ...], Known] = {}
+    for each in sorted(known, key=lambda each: unusual(each.curve)):
+        curve = each.curve
+        if not curve.back_to_back:
+            found.setdefault((curve.operation, each.world, curve.dtype, curve.backend, curve.device), each)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Fits the constants of each kind of world, and tries them on worlds left out."""
+
+    known: list[Known]
+    hosts: dict[World, int]
+    cores: int
+
+    def fitted(self) -> tuple[list[Constants], list[Pair]]:
+        """Return the constants, and what left-out worlds gave."""
+        groups: dict[tuple[str, str, str, bool], list[Known]] = {}
+        for each in usual(self.known):
+            curve = each.curve
+            groups.setdefault((curve.backend, curve.device, curve.dtype, curve.nodes > 1), []).append(each)
+        found, pairs = [], []
+        for group in groups.values():
+            form, left_out = self.best_form(group)
+            low, high = quantiles(left_out) if left_out else UNSURE
+            tried = {"low": low, "high": high, "held_out": errors_of(left_out)}
+            found.append(self.constants(group, form).model_copy(update=tried))
+            pairs += left_out
+        return found, pairs
+
+    def best_form(self, group: Sequence[Known]) -> tuple[str, list[Pair]]:
+        """Return the form of model that predicts left-out worlds best, and its predictions; none of too few worlds."""
+        forms = self.forms(group)
+        worlds = sorted({each.world for each in group})
+        if len(worlds) < LEAST_WORLDS:
+            return forms[0], []
+        tried = {form: [pair for world in worlds for pair in self.world_left_out(group, world, form)] for form in forms}
+        best = min(forms, key=lambda form: mean_error(tried[form]))
+        return best, tried[best]
+
+    def forms(self, group: Sequence[Known]) -> list[str]:
+        """Return the forms that make sense: GPUs have links of their own, a rank alone on its host shares nothing."""
+        first = group[0].curve
+        alone = all(each.curve.ranks == self._hosts(each.curve) for each in group)
+        return [list(FORMS)[-1]] if first.backend == "nccl" or alone else list(FORMS)
+
+    def world_left_out(self, group: Sequence[Known], world: tuple[int, int], form: str) -> list[Pair]:
+        """Predict every point of a world from the others; operations that those lack are left out."""
+        others = [each for each in group if each.world != world]
+        rest = Profile(name="", curves=[each.curve for each in others], constants=[self.constants(others, form)])
+        return [
+            (rest.predict(each.curve.operation, size, ranks=world[0], nodes=world[1]).seconds, took)
+            for each in group
+            if each.world == world and each.curve.operation in rest.operations
+            for size, took in each.measured
+        ]
+
+    def constants(self, group: Sequence[Known], form: str) -> Constants:
+        """Fit the constants of one kind of world."""
+        curves = [each.curve for each in group]
+        first = curves[0]
+        one_host = first.nodes > 1 and all(self._hosts(curve) == 1 for curve in curves)
+        points = [
+            Point(each.curve.operation, size, each.curve.ranks, 1 if one_host else each.curve.nodes, took)
+            for each in group
+            if each.curve.operation != "ping_pong"  # of two ranks, whatever the world
+            for size, took in each.measured
+        ]
+        values: dict[str, Any] = {}
+        if points:
+            found = fit_constants(points, backend=first.backend, cores=self.cores, form=FORMS[form])
+            values = {name: _short(value) for name, value in found.items()}
+        return Constants(
+            backend=first.backend,
+            device=first.device,
+            dtype=first.dtype,
+            network=first.nodes > 1,
+            one_host=one_host,
+            cores=self.cores,
+            worlds=sorted({curve.ranks for curve in curves}),
+            operations=[name for name in OPERATIONS if name in {curve.operation for curve in curves}],
+            largest_bytes=max(curve.largest for curve in curves),
+            **values,
+        )
+
+    def _hosts(self, curve: Curve) -> int:
+        worlds = (world for world in self.hosts if (world.ranks, world.nodes) == (curve.ranks, curve.nodes))
+        return min((self.hosts[world] for world in worlds), default=curve.nodes)
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.5g}")

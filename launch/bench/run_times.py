@@ -1,0 +1,74 @@
+"""How long a rank of a finished run computed: forward, backward and optimizer, from the rows of its metrics."""
+
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import RefusedError
+from jobs.files import read_lines
+from jobs.rundir import RunDir, find_run, runs_root
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.exposed import Compute
+    from jobs.spec import Job
+
+SKIPPED: Final = 2  # steps: caches, first calls, and DistributedDataParallel's new deal of buckets
+PHASES: Final = ("forward_s", "backward_s", "optimizer_s")
+
+
+def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "tuple[Compute, str]":
+    """Return the compute times of a run of the same model, for so many samples a rank, and where they are from.
+
+    Forward and backward are taken to be proportional to the samples.
+
+    Raises:
+        RunFolderError: there is no such run.
+        RefusedError: it trained something else, or too few steps.
+    """
+    from collectives_bench.cost.exposed import Compute
+
+    run = find_run(runs_root(runs), given)
+    _must_be_alike(run, job)
+    ranks = [found for path in _newest(run) if (found := _of_rank(path))]
+    if not ranks:
+        raise RefusedError(
+            f"--run {given}: has no more than {SKIPPED} steps with times; let it train some more, or give --forward-ms"
+        )
+    slowest = max(ranks, key=lambda times: times["forward_s"] + times["backward_s"])
+    scale = samples / slowest["samples"]
+    source = f"the slowest of {len(ranks)} ranks of {run.run_id}, medians of {slowest['steps']:.0f} steps"
+    if scale != 1:
+        source += f", for {samples} samples instead of {slowest['samples']:.0f}"
+    return Compute(slowest["forward_s"] * scale, slowest["backward_s"] * scale, slowest["optimizer_s"]), source
+
+
+def _must_be_alike(run: RunDir, job: "Job") -> None:
+    from jobs.load import load_job
+    from launch.kinds import KINDS
+
+    other = load_job(run.job, KINDS).job
+    if other.kind != "train":
+        raise RefusedError(f"--run {run.run_id}: is a {other.kind}: job; name a run that trained")
+    for key in ("model", "precision"):
+        theirs, ours = getattr(other.settings, key), getattr(job.settings, key)
+        if theirs != ours:
+            raise RefusedError(
+                f"--run {run.run_id}: its train.{key} differs from the job's; name a run of the same {key}"
+            )
+
+
+def _newest(run: RunDir) -> list[Path]:
+    """List the metrics of the ranks of the newest attempt that has any."""
+    for number in reversed(run.attempt_numbers()):
+        if found := sorted(run.attempt(number).path.glob("metrics-*.jsonl")):
+            return found
+    return []
+
+
+def _of_rank(path: Path) -> dict[str, float]:
+    """Return the medians of a rank's steps; nothing where there are too few."""
+    rows: list[dict[str, Any]] = [row for row in read_lines(path) if "backward_s" in row][SKIPPED:]
+    if not rows:
+        return {}
+    times = {phase: median(row[phase] for row in rows) for phase in PHASES}
+    return {**times, "samples": median(row["samples"] for row in rows), "steps": len(rows)}

@@ -1,0 +1,54 @@
+"""A job's predicted steps as a plot: bars of compute and exposed communication, memory, and the bucket curve."""
+
+from pathlib import Path
+from typing import Any
+
+from jobs.files import folder_error
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """Draw a prediction into a file; its suffix says what kind: .png, .svg or .pdf.
+
+    Raises:
+        RunFolderError, StorageError: it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = 3 if record.get("buckets") else 2
+    figure = Figure(figsize=(5.5 * panels, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, panels)
+    rows = [row for row in record["steps"] if row["exposed"] is not None][::-1]
+    names = [row["mode"] if row["built"] else f"{row['mode']} *" for row in rows]
+    compute = [1e3 * (row["compute_s"] or 0.0) for row in rows]
+    middle = [1e3 * row["exposed"]["seconds"] for row in rows]
+    errors = [[1e3 * (row["exposed"]["seconds"] - row["exposed"]["low_s"]) for row in rows]]
+    errors.append([1e3 * (row["exposed"]["high_s"] - row["exposed"]["seconds"]) for row in rows])
+    axes[0].barh(names, compute, label="compute")
+    axes[0].barh(names, middle, left=compute, xerr=errors, label="exposed communication", capsize=2)
+    axes[0].set_xlabel("predicted step (ms); *: not built yet")
+    axes[0].legend(loc="lower right")
+    left = [0.0] * len(rows)
+    for part in ("parameters", "gradients", "optimizer", "buffers", "activations"):
+        sizes = [row["memory"][part] / 2**20 for row in rows]
+        axes[1].barh(names, sizes, left=left, label=part)
+        left = [before + size for before, size in zip(left, sizes, strict=True)]
+    axes[1].set_xlabel("memory of the fullest rank (MB)")
+    axes[1].legend(loc="lower right")
+    if panels == 3:
+        _curve(axes[2], record["buckets"])
+    figure.suptitle(f"{record['job']}: {record['model']}, {record['ranks']} ranks, profile {record['profile']}")
+    try:
+        figure.savefig(path, format=path.suffix.lower()[1:], dpi=120)
+    except OSError as error:
+        raise folder_error(path, error) from error
+
+
+def _curve(axis: Any, buckets: dict[str, Any]) -> None:
+    sizes = [point["bucket_bytes"] / 2**20 for point in buckets["points"]]
+    axis.plot(sizes, [1e3 * point["step_s"] for point in buckets["points"]], marker="o")
+    axis.axvline(buckets["best"] / 2**20, linestyle=":", color="gray")
+    axis.set_xscale("log", base=2)
+    axis.set_xlabel("bucket (MB); dotted: best")
+    axis.set_ylabel("backward and communication (ms)")

@@ -1,0 +1,261 @@
+"""`muster predict JOB.yaml`: a job's steps in every mode, its buckets, and the memory of a rank, as tables.
+
+Compute times are given, or those of a finished run of the same model; without them only communication and memory are
+predicted.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import RefusedError, UsageError
+from launch import options
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.buckets import Choice, Point
+    from collectives_bench.cost.exposed import Compute
+    from collectives_bench.cost.memory import Load
+    from collectives_bench.cost.profile import Profile
+    from collectives_bench.cost.steps import Ranking, Row
+    from jobs.spec import Job
+
+MICROBATCHES: Final = 8
+STANDARD_ERROR: Final = 0.10  # of a profile that was not measured, or does not say
+UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of a job's steps; the job itself, the profile and --json are the command's."""
+    steps = parser.add_argument_group("a job's steps")
+    steps.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one value of the job, as in train.batch_size=256; may be repeated",
+    )
+    steps.add_argument("-n", "--ranks-per-node", metavar="M", type=int, help="as --set ranks_per_node=M")
+    steps.add_argument("--modes", metavar="NAMES", help="only these, with commas (default: all, built or not)")
+    steps.add_argument("--microbatches", metavar="M", type=int, default=MICROBATCHES, help="of pipelines (default: 8)")
+    steps.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80G: a mode may fill nine tenths of it")
+    steps.add_argument("--buckets", metavar="SIZES", nargs="?", const="", help="the curve over bucket sizes, 1M:64M")
+    steps.add_argument("--plot", metavar="FILE", help="draw it too: .png, .svg or .pdf")
+    compute = parser.add_argument_group("how long a rank computes for its part of a batch")
+    for name in ("forward", "backward", "optimizer"):
+        compute.add_argument(f"--{name}-ms", metavar="MS", type=float, help=f"its {name}, in milliseconds")
+    compute.add_argument("--run", metavar="RUN", dest="measured_run", help="or a run of this model that measured it")
+    options.add_runs(compute)  # type: ignore[arg-type]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Predict, then print records or tables.
+
+    Raises:
+        UsageError, JobFileError: options or files are wrong.
+        RefusedError: the job does not train, or the profile does not know its world.
+    """
+    from launch.bench import step_text
+
+    record = predict(args)
+    if args.plot is not None:
+        from launch.bench import step_plot, words
+
+        words.check_output("--plot", args.plot, words.PLOTS)
+        step_plot.plot(record, Path(args.plot))
+    print(json.dumps(record, indent=1) if args.json else step_text.render(record))
+    return 0
+
+
+def predict(args: argparse.Namespace) -> dict[str, Any]:
+    """Return everything as plain values: seconds and bytes."""
+    from collectives_bench.cost import modes, steps
+    from launch.commands.predict import source_of
+
+    job = job_of(args)
+    profile = source_of(args)
+    load = load_of(job, args, profile)
+    compute, source = compute_of(args, job, load)
+    wanted = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])
+    limit = memory_of(args.memory)
+    rows = [steps.with_limit(row, limit) for row in steps.predict(wanted, load, compute, profile, job.nodes)]
+    record: dict[str, Any] = {
+        "job": job.name,
+        "model": load.model.name,
+        "parameters": load.model.elements,
+        "ranks": load.ranks,
+        "nodes": job.nodes,
+        "batch": load.batch,
+        "profile": profile.name,
+        "compute": compute and {**vars(compute), "source": source},
+        "memory_limit": limit,
+        "steps": [_row(row) for row in rows],
+        "ranking": _ranking(steps.rank(rows)),
+    }
+    if args.buckets is not None:
+        record["buckets"] = _buckets(args, load, compute, profile, job.nodes)
+    return record
+
+
+def job_of(args: argparse.Namespace) -> "Job":
+    """Load the job; it must train, on a number of ranks that is known.
+
+    Raises:
+        JobFileError, UsageError: it is wrong.
+        RefusedError: it does not train.
+    """
+    from jobs.load import load_job
+    from launch.kinds import KINDS
+
+    given = list(args.overrides)
+    if args.nodes is not None:
+        given.append(f"nodes={args.nodes}")
+    if args.ranks_per_node is not None:
+        given.append(f"ranks_per_node={args.ranks_per_node}")
+    job = load_job(Path(args.job), KINDS, given).job
+    if job.kind != "train":
+        raise RefusedError(f"{args.job}: is a {job.kind}: job; only the steps of a train: job can be predicted")
+    if not isinstance(job.ranks_per_node, int):
+        raise UsageError(f"{args.job}: ranks_per_node: {job.ranks_per_node} depends on the hosts; give -n M")
+    return job
+
+
+def load_of(job: "Job", args: argparse.Namespace, profile: "Profile") -> "Load":
+    """Return what a rank holds and computes of a job."""
+    from collectives_bench.cost.memory import Load, Recipe
+    from collectives_bench.cost.models import anatomy
+    from jobs.model_shape import resolve_shape
+    from jobs.shapes import GptShape, VggShape
+    from jobs.spec import TrainSettings
+
+    settings = job.settings
+    assert isinstance(settings, TrainSettings)
+    assert isinstance(job.ranks_per_node, int)
+    if args.microbatches < 1:
+        raise UsageError(f"--microbatches {args.microbatches}: must be 1 or more")
+    vocabulary = VggShape.classes if settings.model.is_vgg else GptShape.vocabulary
+    itemsize = {"fp32": 4, "fp64": 8}[settings.precision]
+    optimizer = settings.optimizer
+    return Load(
+        model=anatomy(resolve_shape(settings.model, settings.model.vocabulary or vocabulary)),
+        recipe=Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, itemsize=itemsize),
+        ranks=job.nodes * job.ranks_per_node,
+        batch=settings.batch_size,
+        microbatches=args.microbatches,
+        itemsize=itemsize,
+        backend=args.backend or next((name for name in profile.backends if name), "gloo"),
+    )
+
+
+def compute_of(args: argparse.Namespace, job: "Job", load: "Load") -> "tuple[Compute | None, str]":
+    """Return how long a rank computes for its part of the batch, and where that is from.
+
+    Raises:
+        UsageError: times are given twice, or not all that are needed.
+        RefusedError: the run does not fit.
+    """
+    from collectives_bench.cost.exposed import Compute
+    from launch.bench.run_times import times_of_run
+
+    given = (args.forward_ms, args.backward_ms, args.optimizer_ms)
+    if args.measured_run is not None:
+        if any(each is not None for each in given):
+            raise UsageError("--run: has compute times already; leave --forward-ms, --backward-ms, --optimizer-ms out")
+        return times_of_run(args.measured_run, args.runs, job, samples=load.own_batch)
+    if args.forward_ms is None and args.backward_ms is None:
+        if args.optimizer_ms is not None:
+            raise UsageError("--optimizer-ms: needs --forward-ms and --backward-ms too")
+        return None, ""
+    if args.forward_ms is None or args.backward_ms is None:
+        raise UsageError("--forward-ms and --backward-ms belong together; give both, or --run RUN")
+    if min(each for each in given if each is not None) < 0:
+        raise UsageError("--forward-ms, --backward-ms, --optimizer-ms: must be 0 or more")
+    return Compute(args.forward_ms / 1e3, args.backward_ms / 1e3, (args.optimizer_ms or 0.0) / 1e3), "given"
+
+
+def memory_of(text: str | None) -> float | None:
+    """Return bytes.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    if text is None:
+        return None
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise UsageError(f"--memory {text}: wanted a size such as 80G or 512M")
+    return float(match[1]) * UNITS[match[2].upper()]
+
+
+def _row(row: "Row") -> dict[str, Any]:
+    return {
+        "mode": row.way.name,
+        "built": row.way.is_built,
+        "compute_s": row.compute_s,
+        "exposed": row.exposed and vars(row.exposed),
+        "step": row.step and vars(row.step),
+        "memory": row.memory and {**vars(row.memory), "total": row.memory.total},
+        "fits": row.fits,
+        "notes": list(row.notes),
+    }
+
+
+def _ranking(ranking: "Ranking | None") -> dict[str, Any] | None:
+    if ranking is None:
+        return None
+    return {
+        "best": ranking.best.way.name,
+        "runner_up": ranking.runner_up and ranking.runner_up.way.name,
+        "margin": ranking.margin,
+        "clear": ranking.is_clear,
+    }
+
+
+def _buckets(
+    args: argparse.Namespace, load: "Load", compute: "Compute | None", profile: "Profile", nodes: int
+) -> dict[str, Any]:
+    """Predict the curve over bucket sizes of data-parallel training."""
+    from collectives_bench.cost import buckets, steps
+    from collectives_bench.cost.exposed import Times
+
+    known = compute or steps.NO_COMPUTE
+    times = Times(profile, load, nodes, "seconds")
+    gradients = buckets.gradients_of(load.model, load.recipe.gradient, known.backward_s)
+    points = buckets.curve(
+        gradients,
+        lambda nbytes: times.of("all_reduce", nbytes, back_to_back=True),
+        buckets.Lanes.of(load.backend),
+        bucket_sizes(args.buckets) or buckets.SWEEP,
+    )
+    error = profile.held_out_sizes.mean if profile.held_out_sizes else STANDARD_ERROR
+    return _choice(points, buckets.choose(points, error))
+
+
+def bucket_sizes(text: str) -> Sequence[int]:
+    """Return the sizes that `--buckets` names; none where it names none.
+
+    Raises:
+        UsageError: they are none.
+    """
+    from collectives_bench.sizes import parse_sizes
+
+    try:
+        return sorted({size for word in text.split(",") if word for size in parse_sizes(word.strip())})
+    except ValueError as error:
+        raise UsageError(f"--buckets: {error}") from error
+
+
+def _choice(points: "Sequence[Point]", choice: "Choice") -> dict[str, Any]:
+    return {
+        "points": [vars(point) for point in points],
+        "best": choice.best.bucket_bytes,
+        "runner_up": choice.runner_up and choice.runner_up.bucket_bytes,
+        "margin": choice.margin,
+        "torch_margin": choice.torch_margin,
+        "error": choice.error,
+        "clear": choice.is_clear,
+    }

@@ -1,0 +1,135 @@
+"""Buckets: torch's own rule, the simulation against drawn time lines, and the closed forms."""
+
+from math import sqrt
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from collectives_bench.cost import buckets
+from collectives_bench.cost.buckets import MB, Bucket, Gradient, Lanes, Point
+from collectives_bench.cost.models import anatomy
+from jobs.errors import UsageError
+from jobs.shapes import VGG_SHAPES
+
+ALPHA, RATE = 0.5e-3, 1.25e9
+
+
+def line(nbytes: int) -> float:
+    return ALPHA + nbytes / RATE
+
+
+@given(st.lists(st.integers(1, 9 * MB), min_size=1, max_size=40))
+def test_torch_buckets_are_those_that_torch_makes(sizes):
+    tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
+    wanted, _ = dist._compute_bucket_assignment_by_size(tensors, [buckets.TORCH_FIRST, buckets.TORCH_BUCKET])
+    made = buckets.as_torch([Gradient(size, 0.0) for size in sizes])
+    assert [each.nbytes for each in made] == [sum(sizes[index] for index in bucket) for bucket in wanted]
+
+
+def test_vgg_11_has_three_buckets_in_torch():
+    made = buckets.as_torch(buckets.gradients_of(anatomy(VGG_SHAPES["vgg11"]), 4, 1.0))
+    assert [round(each.nbytes / 1e6, 1) for each in made] == [9.5, 27.1, 0.3]
+    assert made[-1].ready_s == 1.0
+
+
+def test_buckets_of_at_most_a_size_keep_the_order_and_give_a_large_gradient_one_of_its_own():
+    gradients = [Gradient(size, when) for when, size in enumerate((3, 3, 9, 2, 2, 2, 2), start=1)]
+    assert buckets.at_most(gradients, 6) == [Bucket(6, 2), Bucket(9, 3), Bucket(6, 6), Bucket(2, 7)]
+
+
+def test_uniform_gradients_add_up_and_end_with_the_backward():
+    gradients = buckets.uniform(10, 4, 2.0)
+    assert sum(each.nbytes for each in gradients) == 10
+    assert [each.ready_s for each in gradients] == [0.5, 1.0, 1.5, 2.0]
+
+
+#          0    1    2    3    4    5    6        a collective of n bytes takes n seconds alone
+# one      [a a]          [b b b]                 b is ready at 3
+TIMELINES = [
+    ([Bucket(2, 0.0), Bucket(3, 3.0)], Lanes(1), 6.0),
+    ([Bucket(4, 0.0), Bucket(1, 1.0)], Lanes(1), 5.0),  # b waits for a
+    ([Bucket(4, 0.0), Bucket(1, 1.0)], Lanes(2), 5.0),  # b shares the link from 1 to 3, a ends at 5
+    ([Bucket(4, 0.0), Bucket(1, 1.0)], Lanes(2, share=False), 4.0),  # start = max(ready, end of the one c before)
+    ([Bucket(2, 0.0), Bucket(2, 0.0), Bucket(2, 0.0)], Lanes(2, share=False), 4.0),
+    ([Bucket(2, 0.0), Bucket(2, 0.0)], Lanes(2, latency_s=1.0), 3.0),  # both wait together, then share
+    ([Bucket(2, 0.0), Bucket(2, 0.0)], Lanes(1, latency_s=1.0), 4.0),
+    ([], Lanes(1), 0.0),
+]
+
+
+@pytest.mark.parametrize(("made", "lanes", "wanted"), TIMELINES)
+def test_the_last_byte_leaves_when_the_drawn_time_line_says(made, lanes, wanted):
+    assert buckets.finish_s(made, float, lanes) == pytest.approx(wanted)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 50)), min_size=1, max_size=20),
+    st.integers(1, 4),
+    st.booleans(),
+)
+def test_the_end_lies_between_all_at_once_and_one_after_another(drawn, concurrent, share):
+    ready = sorted(when for _, when in drawn)
+    made = [Bucket(size, when) for (size, _), when in zip(drawn, ready, strict=True)]
+    end_s = buckets.finish_s(made, float, Lanes(concurrent, share=share))
+    alone = max(each.ready_s + each.nbytes for each in made)
+    in_turn = buckets.finish_s(made, float, Lanes(1))
+    assert alone - 1e-6 <= end_s <= in_turn + 1e-6
+    if share:  # the link is busy as long as there is anything to send
+        assert end_s == pytest.approx(in_turn)
+
+
+def test_with_everything_ready_at_once_and_one_stream_the_closed_form_holds():
+    for count in (1, 4, 16):
+        total = 64 * MB
+        # Its overhead leaves out what no number of buckets changes: the transfer of all buckets but the last.
+        made = [Bucket(total // count, 0.0)] * count
+        hidden_s = (total - total // count) / RATE
+        assert buckets.finish_s(made, line, Lanes(1)) - hidden_s == pytest.approx(
+            buckets.overhead_s(total, RATE, ALPHA, count)
+        )
+
+
+def test_the_best_count_is_the_root_of_s_by_w_o_and_its_bucket_the_root_of_s_w_o():
+    s, w, o = 100e6, 1e9, 1e-3
+    n = buckets.best_count(s, w, o)
+    assert n == pytest.approx(10.0)
+    assert buckets.best_bytes(s, w, o) == pytest.approx(sqrt(s * w * o)) == pytest.approx(s / n)
+    around = [buckets.overhead_s(s, w, o, n * factor) for factor in (0.5, 0.9, 1.0, 1.1, 2.0)]
+    assert min(around) == around[2]
+
+
+def test_the_simulation_finds_the_optimum_of_the_communication_bound_form():
+    total, backward_s, alpha = 64 * MB, 50e-3, 0.305e-3  # measured: best at 4 MB, the closed form said 5.0 MB
+    assert buckets.communication_bound_bytes(total, alpha, backward_s) / MB == pytest.approx(5.0, abs=0.01)
+    points = buckets.curve(
+        buckets.uniform(total, 64, backward_s),
+        lambda nbytes: alpha + nbytes / 1.31e9,
+        Lanes(1),
+        [count * MB for count in (1, 2, 4, 8, 16, 32, 64)],
+    )
+    measured_ms = (69, 59, 57, 61, 66, 80, 101)
+    assert [1e3 * point.step_s for point in points] == pytest.approx(measured_ms, rel=0.12)
+    assert buckets.choose(points, 0.03).best.bucket_bytes == 4 * MB
+
+
+def test_a_choice_is_clear_only_when_its_margin_passes_the_error():
+    points = [Point(MB, 64, 1.05, 0.0), Point(4 * MB, 16, 1.0, 0.0), Point(25 * MB, 3, 1.3, 0.0)]
+    near = buckets.choose(points, 0.10)
+    assert (near.best.bucket_bytes, near.is_clear) == (4 * MB, False)
+    assert near.margin == pytest.approx(0.05)
+    assert near.torch_margin == pytest.approx(0.3)
+    assert buckets.choose(points, 0.03).is_clear
+
+
+def test_sizes_that_make_the_same_buckets_are_no_rivals():
+    points = [Point(32 * MB, 1, 1.0, 0.0), Point(64 * MB, 1, 1.0, 0.0)]
+    only = buckets.choose(points, 0.1)
+    assert (only.best.bucket_bytes, only.runner_up, only.margin) == (32 * MB, None, 0.0)
+
+
+def test_sizes_that_cannot_be_are_refused():
+    with pytest.raises(UsageError, match="all positive"):
+        buckets.curve([Gradient(1, 0.0)], float, Lanes(1), [])

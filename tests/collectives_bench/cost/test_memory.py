@@ -1,0 +1,145 @@
+"""Memory of a rank: known answers of papers and courses, and what each mode adds."""
+
+import pytest
+
+from collectives_bench.cost.memory import (
+    MIXED_ADAM,
+    Load,
+    Memory,
+    Recipe,
+    deepspeed_bytes,
+    layer_activations,
+    memory_of,
+    states,
+)
+from collectives_bench.cost.models import anatomy
+from collectives_bench.cost.modes import WAYS
+from jobs.shapes import GPT_SHAPES, VGG_SHAPES
+
+TEN_BILLION = 10e9
+SGD = Recipe(4, 4, 0)
+
+
+def load(model: str = "vgg11", ranks: int = 4, **more) -> Load:
+    shape = {**VGG_SHAPES, **GPT_SHAPES}[model]
+    values = {"recipe": SGD, "ranks": ranks, "batch": 64, "microbatches": 8, "itemsize": 4, **more}
+    return Load(anatomy(shape), **values)
+
+
+def memory(name: str, of: Load) -> Memory:
+    found = memory_of(WAYS[name], of)
+    assert found is not None
+    return found
+
+
+def test_zero_states_of_ten_billion_parameters_on_eight_workers():
+    # fp16 parameters and gradients, three fp32 states: 160, 55, 37.5, 20 GB
+    found = [states(TEN_BILLION, MIXED_ADAM, zero=stage, ranks=8).states for stage in range(4)]
+    assert found == [160e9, 55e9, 37.5e9, 20e9]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 64])
+def test_mixed_precision_adam_is_16_p_then_4_p_and_12_p_by_n_then_2_p_and_14_p_by_n_then_16_p_by_n(ranks):
+    p = 7.5e9
+    found = [states(p, MIXED_ADAM, zero=stage, ranks=ranks).states for stage in range(4)]
+    assert found == pytest.approx([16 * p, 4 * p + 12 * p / ranks, 2 * p + 14 * p / ranks, 16 * p / ranks])
+
+
+@pytest.mark.parametrize(("workers", "bits"), [(2, 32), (8, 16)])
+def test_the_formulas_of_a_course_with_adam_as_three_states(workers, bits):
+    p, each = 1e9, bits // 8
+    recipe = Recipe(each, each, 3 * each)
+    found = [states(p, recipe, zero=stage, ranks=workers).states for stage in range(4)]
+    in_ps = [value * 8 / (p * bits) for value in found]
+    assert in_ps == pytest.approx([5, 2 + 3 / workers, 1 + 4 / workers, 5 / workers])
+
+
+def test_all_workers_together_hold_w_p_times_2_and_k_by_s_and_640_gb_in_the_known_case():
+    assert 8 * states(1e6, Recipe(4, 4, 4 * 1)).states == 8 * 1e6 * (2 + 1) * 32 / 8
+    in_all = 8 * states(TEN_BILLION, Recipe(2, 2, 4)).states  # SGD with momentum, fp16 with an fp32 state
+    assert in_all == 640e9
+
+
+def test_deepspeeds_own_estimator_counts_18_where_the_paper_has_16():
+    assert (
+        deepspeed_bytes(TEN_BILLION, zero=3, ranks=8)
+        == 18 / 16 * states(TEN_BILLION, MIXED_ADAM, zero=3, ranks=8).states
+    )
+    assert deepspeed_bytes(TEN_BILLION, zero=2, ranks=8) == 2 * TEN_BILLION + 18 * TEN_BILLION / 8
+    assert deepspeed_bytes(1e9, zero=3, ranks=1000, largest_layer=1e8) == pytest.approx(18e6 + 4e8)
+
+
+def test_recipes_of_jobs_have_two_states_for_adamw_and_one_for_momentum():
+    assert Recipe.of("adamw", momentum=False, itemsize=4) == Recipe(4, 4, 8)
+    assert Recipe.of("sgd", momentum=True, itemsize=4) == Recipe(4, 4, 4)
+    assert Recipe.of("sgd", momentum=False, itemsize=8) == Recipe(8, 8, 0)
+
+
+def test_activations_of_a_transformer_layer_are_korthikantis():
+    gpt3 = {"batch": 1, "tokens": 2048, "width": 12288, "heads": 96}  # 5 a s / h is 80
+    sbh = 2048 * 12288
+    assert layer_activations(**gpt3) == sbh * (34 + 80)
+    assert layer_activations(**gpt3, tensor=8) == sbh * (10 + 24 / 8 + 80 / 8)
+    assert layer_activations(**gpt3, tensor=8, sequence=True) == sbh * (34 + 80) / 8
+    assert layer_activations(**gpt3, tensor=8, sequence=True, recompute="selective") == sbh * 34 / 8
+    assert layer_activations(**gpt3, recompute="full") == 2 * sbh
+    saved = 1 - layer_activations(**gpt3, recompute="selective") / layer_activations(**gpt3)
+    assert saved == pytest.approx(0.70, abs=0.01)  # as the paper says of this model
+
+
+def test_a_block_of_ours_keeps_what_the_papers_does_without_the_square_and_dropout():
+    model = anatomy(GPT_SHAPES["gpt-small"])
+    block = next(parts for name, parts in model.layers() if name == "block1")
+    ours = sum(part.saved * 2 + part.saved_bytes for part in block)
+    paper = layer_activations(1, 128, 768, 12, recompute="selective")
+    assert ours == pytest.approx(paper, rel=0.1)
+
+
+def test_a_data_parallel_rank_holds_all_states_and_its_part_of_the_batch():
+    of = load()
+    alone, shared = memory("single", of), memory("allreduce", of)
+    assert shared.states == alone.states == 8 * of.model.elements
+    assert shared.activations == alone.activations / 4
+
+
+def test_rank_0_of_gather_scatter_holds_n_times_the_largest_gradient_twice():
+    largest = 512 * 512 * 9 * 4
+    of = load()
+    extra = memory("gather_scatter", of).buffers - memory("single", of).buffers
+    assert extra == pytest.approx(largest * (3 + 4 * 2.01))
+
+
+def test_flat_holds_a_copy_of_all_gradients():
+    of = load()
+    assert memory("flat", of).buffers - memory("bucketed", of).buffers > 0.9 * of.model.elements * 4
+
+
+def test_nccl_hides_nothing_that_is_counted():
+    assert memory("allreduce", load(backend="nccl")).buffers == load().model.buffers * 4
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp"])
+def test_a_higher_stage_of_zero_holds_less_states(name):
+    of = load("gpt-small", recipe=Recipe(4, 4, 8))
+    stage = WAYS[name].zero
+    assert memory(name, of).states == states(of.model.elements, of.recipe, zero=stage, ranks=4).states
+    assert memory("zero3", of).total < memory("zero2", of).total < memory("ddp", of).total
+
+
+def test_micro_batches_held_are_all_in_gpipe_and_as_many_as_stages_in_1f1b():
+    of = load("gpt-small", batch=64, microbatches=16)
+    held = {name: memory(name, of).activations for name in ("gpipe", "1f1b", "interleaved", "zbv")}
+    assert held["1f1b"] < 0.4 * held["gpipe"]
+    assert held["1f1b"] < held["interleaved"] < held["gpipe"]
+
+
+def test_tensor_ranks_hold_a_part_of_the_matrices_and_norms_in_full():
+    of = load("gpt-small")
+    split, whole = memory("tensor", of), memory("single", of)
+    assert split.states == whole.states / 4
+    assert whole.activations / 4 < split.activations < 0.6 * whole.activations
+
+
+def test_what_cannot_be_split_has_no_memory():
+    assert memory_of(WAYS["tensor"], load("vgg11")) is None
+    assert memory_of(WAYS["zbv"], load("gpt-nano", ranks=4)) is None

@@ -1,0 +1,115 @@
+"""`muster run` of a `bench:` job: on this machine, on hosts of a box, and on GPUs."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from jobs import linux
+from jobs.files import read_lines
+from support.bench import blocks
+from support.box import LiveBox
+from support.live import LiveRun, wait_until
+
+pytestmark = pytest.mark.ranks
+
+JOB = "name: net\nnodes: {nodes}\nbench: {{operation: {what}, sizes: {sizes}, launches: {launches}, {more}}}\n"
+
+
+def job(what="all_reduce", sizes="4K", launches=2, nodes=2, more="block_s: 0.02") -> str:
+    return JOB.format(what=what, sizes=sizes, launches=launches, nodes=nodes, more=more)
+
+
+def player_of(live: LiveRun, rank: int) -> int:
+    """The process that measures for a rank; waits for it, for between two launches there is none."""
+    found: list[int] = []
+    conductor = live.pid_of(rank)
+
+    def is_there() -> bool:
+        found[:] = linux.descendants(conductor)
+        return bool(found)
+
+    wait_until(is_there, "a player")
+    return found[0]
+
+
+def test_a_job_writes_its_records_into_the_run_folder_and_prints_the_table(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, job(what="[all_reduce, barrier]", sizes="4K:8K"))
+    assert live.end() == 0, live.err
+    found = blocks(live.run.attempt(0).bench)
+    assert [each["state"] for each in found] == ["ok"] * 6
+    assert found[0]["world"] == {"nodes": 2, "ranks_per_node": 1, "ranks": 2, "backend": "gloo", "device": "cpu"}
+    assert "verdict: OK" in live.out
+    assert live.verdict()["class"] == "done"
+
+
+def test_ctrl_c_leaves_no_player_and_a_file_of_whole_lines(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, job(launches=500, sizes="4K:1M"))
+    out = live.run.attempt(0).bench
+    wait_until(lambda: len(list(read_lines(out))) > 3, "some blocks")
+    assert all(player_of(live, rank) for rank in (0, 1))
+    live.interrupt()
+    assert live.end() == 130
+    assert live.left() == []
+    rows = list(read_lines(out))
+    assert rows[0]["record"] == "header"
+    assert {row["record"] for row in rows[1:]} == {"block"}
+    assert out.read_bytes().count(b"\n") == len(rows)
+
+
+def test_a_stopped_player_of_a_running_job_costs_one_operation_and_the_job_ends(tmp_path: Path) -> None:
+    """The supervisor must not take the conductors, who wait for their players, for ranks that hang."""
+    text = "hang_s: 1\n" + job(what="[all_reduce, barrier]", launches=4, more="block_s: 0.4, timeout_s: 2.0")
+    live = LiveRun(tmp_path, text)
+    out = live.run.attempt(0).bench
+    wait_until(lambda: len(list(read_lines(out))) > 1, "a block")
+    linux.kill_quietly(player_of(live, 1), signal.SIGSTOP)
+    assert live.end() == 1
+    found = blocks(out)
+    (late,) = (each for each in found if each["state"] == "timeout")
+    assert late["rank"] == 1
+    assert "rank 1 stands still, stopped by a signal" in late["reason"]
+    assert sum(each["state"] == "ok" for each in found) >= 6
+    assert "records failed or were wrong" in live.verdict()["message"]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+def test_two_hosts_of_a_box_measure_over_their_network(box: LiveBox, tmp_path: Path) -> None:
+    text = job(what="[all_reduce, send_recv]", sizes="4K, 1M", launches=1).replace("sizes: 4K, 1M", "sizes: [4K, 1M]")
+    live = LiveRun(tmp_path, text, "--on", "ssh", "--hosts", box.spelt)
+    assert live.end() == 0, live.err
+    header = next(read_lines(live.run.attempt(0).bench))
+    assert len({host["host"] for host in header["hosts"]}) == 2
+    assert all(host["interface"] not in ("", "lo") for host in header["hosts"])
+    found = blocks(live.run.attempt(0).bench)
+    assert [each["state"] for each in found] == ["ok"] * 4
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(180)
+def test_pairs_of_three_hosts_of_a_box_are_measured(box: LiveBox, tmp_path: Path) -> None:
+    text = "name: pairs\nnodes: 3\nbench: {pairs: true, pair_bytes: 65536, launches: 2, block_s: 0.02}\n"
+    live = LiveRun(tmp_path, text, "--on", "ssh", "--hosts", box.spelt)
+    assert live.end() == 0, live.err
+    found = blocks(live.run.attempt(0).bench)
+    assert sorted((each["launch"], *each["nodes"]) for each in found) == [
+        (launch, *nodes) for launch in (0, 1) for nodes in ((0, 1), (0, 2), (1, 2))
+    ]
+
+
+GPU = "name: gpu\nranks_per_node: 2\nbench: {{operation: all, sizes: [4K, 1M], launches: 2, block_s: 0.05, {more}}}\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("more", "backend"), [("backend: auto", "nccl"), ("backend: gloo, device: cuda", "gloo")])
+def test_two_gpus_are_measured_and_right(more: str, backend: str, tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, GPU.format(more=more))
+    assert live.end() == 0, live.err
+    found = blocks(live.run.attempt(0).bench)
+    assert {(each["world"]["backend"], each["world"]["device"]) for each in found} == {(backend, "cuda")}
+    assert {each["state"] for each in found} <= {"ok", "unsupported"}
+    measured = [each for each in found if each["state"] == "ok"]
+    assert all(each["wrong"] == 0 and each["latency"]["min_us"] > 0 for each in measured)
+    assert all((each["host_us"] is not None) == (backend == "nccl") for each in measured)
+    assert all(each["memory"]["of"] == "cuda" for each in measured)

@@ -1,0 +1,64 @@
+"""What the ranks agree on before anything is measured."""
+
+import pytest
+import torch
+
+from collectives_bench.ranks.company import Company, Seat, device_of, hosts_of
+from collectives_bench.records import HostFacts, World
+from collectives_bench.settings import BenchSettings
+from jobs.errors import RefusedError
+from jobs.ranks import RankEnv
+from jobs.train.world import Peer
+
+TWO_GPUS = [Peer("a", None, 2), Peer("a", None, 2)]
+TOO_FEW = [Peer("a", None, 1), Peer("a", None, 1)]
+MIXED = [Peer("a", None, 1), Peer("b", None, 0)]
+NONE = [Peer("a", None, 0), Peer("b", None, 0)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "peers", "wanted"),
+    [
+        ("auto", "auto", TWO_GPUS, ["cuda:0", "cuda:1"]),
+        ("auto", "auto", TOO_FEW, ["cpu", "cpu"]),
+        ("auto", "auto", MIXED, ["cpu", "cpu"]),
+        ("auto", "auto", NONE, ["cpu", "cpu"]),
+        ("auto", "cpu", TWO_GPUS, ["cpu", "cpu"]),
+        ("auto", "cuda", TWO_GPUS, ["cuda:0", "cuda:1"]),
+        ("gloo", "auto", TWO_GPUS, ["cpu", "cpu"]),
+        ("gloo", "cuda", TWO_GPUS, ["cuda:0", "cuda:1"]),
+        ("nccl", "auto", TWO_GPUS, ["cuda:0", "cuda:1"]),
+    ],
+)
+def test_every_rank_gets_a_gpu_of_its_own_or_none_does(backend, device, peers, wanted) -> None:
+    settings = BenchSettings(operation=["barrier"], backend=backend, device=device)
+    assert [device_of(settings, rank, peers) for rank in (0, 1)] == [torch.device(each) for each in wanted]
+
+
+@pytest.mark.parametrize(("backend", "device"), [("nccl", "auto"), ("auto", "cuda"), ("gloo", "cuda")])
+@pytest.mark.parametrize("peers", [TOO_FEW, MIXED, NONE])
+def test_gpus_that_were_asked_for_and_are_not_there_are_refused(backend, device, peers) -> None:
+    settings = BenchSettings(operation=["barrier"], backend=backend, device=device)
+    with pytest.raises(RefusedError, match=r"^bench\.device: "):
+        device_of(settings, 0, peers)
+
+
+def test_a_node_has_the_cores_of_all_its_ranks_in_whatever_order_they_come() -> None:
+    facts = {node: HostFacts(node=node, host=f"n{node}", cores=1, ranks=2).model_dump() for node in (0, 1)}
+    said = [
+        {"node": 0, "cores": [0], "host": facts[0]},
+        {"node": 1, "cores": [0, 1], "host": facts[1]},
+        {"node": 0, "cores": [1], "host": None},
+        {"node": 1, "cores": [0, 1], "host": None},
+    ]
+    assert [(host.node, host.cores) for host in hosts_of(said)] == [(0, 2), (1, 2)]
+
+
+def test_ranks_that_share_a_machine_are_companions_and_one_of_each_network_counts_its_bytes() -> None:
+    """Two containers on one machine, the second with two ranks, and a third one elsewhere."""
+    seats = [Seat("x", "m", "m/1", ""), Seat("y", "m", "m/2", ""), Seat("y", "m", "m/2", ""), Seat("z", "o", "o/1", "")]
+    world = World(nodes=3, ranks_per_node=1, ranks=4, backend="gloo", device="cpu")
+    env = RankEnv(0, 4, 0, 1, 0, 3, "127.0.0.1", 1)
+    company = Company(env, None, seats, [], world, torch.device("cpu"))  # type: ignore[arg-type]
+    assert [company.companions(rank) for rank in range(4)] == [[0, 1, 2], [0, 1, 2], [0, 1, 2], [3]]
+    assert [company.counts_the_wire(rank) for rank in range(4)] == [True, True, False, True]

@@ -1,0 +1,91 @@
+"""Benchmarks without an agent: one process per rank, started by hand or by torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from collectives_bench.ranks import direct
+from jobs.ranks import RankEnv
+from support.bench import blocks, free_port
+
+pytestmark = pytest.mark.ranks
+REPOSITORY = Path(__file__).parents[3]
+QUICK = ["--operation", "all_reduce,barrier", "--sizes", "4K", "--launches", "2", "--block-s", "0.02"]
+
+
+def start(*argv: str, folder: Path, env: RankEnv | None = None) -> "subprocess.Popen[str]":
+    """Start a process as a user would; nothing is set that its starter did not set."""
+    clean = {name: value for name, value in os.environ.items() if name != "RANK" and not name.startswith("MUSTER")}
+    return subprocess.Popen(
+        [sys.executable, "-m", *argv],
+        env={**clean, "PYTHONPATH": str(REPOSITORY), **(env.variables() if env else {})},
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_ranks_started_by_hand_measure_and_rank_0_prints_and_writes(tmp_path: Path) -> None:
+    port = free_port()
+    envs = [RankEnv(rank, 2, rank, 2, 0, 1, "127.0.0.1", port) for rank in (1, 0)]
+    started = [start("collectives_bench", *QUICK, folder=tmp_path, env=env) for env in envs]
+    (out_1, err_1), (out_0, err_0) = [each.communicate(timeout=50) for each in started]
+    assert [each.returncode for each in started] == [0, 0], (err_0, err_1)
+    assert out_1 == ""
+    assert "all_reduce" in out_0
+    assert "verdict: OK" in out_0
+    found = blocks(tmp_path / "bench.jsonl")
+    assert [(each["launch"], each["state"]) for each in found] == [(0, "ok")] * 2 + [(1, "ok")] * 2
+
+
+def test_torchrun_starts_it_too_and_its_own_store_is_used(tmp_path: Path) -> None:
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "collectives_bench"]
+    started = start(*torchrun, *QUICK, "--out", "mine.jsonl", folder=tmp_path)
+    _, err = started.communicate(timeout=55)
+    assert started.returncode == 0, err
+    found = blocks(tmp_path / "mine.jsonl")
+    assert {each["world"]["ranks"] for each in found} == {2}
+    assert {each["state"] for each in found} == {"ok"}
+
+
+REFUSED = {
+    "--backend nccl": (78, "bench.backend: nccl: this torch ("),
+    "--device cuda": (78, "bench.device: cuda: this torch ("),
+    "--operation send_recv": (78, "bench.operation: send_recv needs 2 ranks, this job has 1"),
+    "--pairs true": (78, "bench.pairs: needs 2 nodes or more"),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_torch_or_the_world_lacks_is_refused_before_anything_is_started(words, capsys, monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(torch.version, "cuda", None)  # a build for CPUs, wherever this runs
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    code, message = REFUSED[words]
+    operation = [] if "--operation" in words else ["--operation", "all_reduce"]
+    assert direct.main([*operation, *words.split()]) == code
+    assert capsys.readouterr().err.startswith(f"muster: {message}")
+
+
+WRONG = {
+    "--sizes 12Q": "argument --sizes: not a size: '12Q'",
+    "--operation all_reduce,all_reduze": "argument --operation: unknown operation 'all_reduze'",
+    "--launches 0": "argument --launches: Input should be greater than or equal to 1",
+    "--check maybe": "argument --check: must be true or false, got 'maybe'",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_option_is_named(words, capsys) -> None:
+    with pytest.raises(SystemExit) as end:
+        direct.main(words.split())
+    assert end.value.code == 2
+    assert f"error: {WRONG[words]}" in capsys.readouterr().err

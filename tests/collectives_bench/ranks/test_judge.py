@@ -1,0 +1,81 @@
+"""Who is to blame, from the endings of all ranks."""
+
+import pytest
+
+from collectives_bench.ranks.forked import Ending
+from collectives_bench.ranks.judge import Blame, judge
+
+TIMEOUT_S = 2.0
+LATE = "no progress for 2 s (timeout_s)"
+CLOSED = "RuntimeError: Connection closed by peer"
+TIMED_OUT = "RuntimeError: Timed out waiting 2000ms for recv operation to complete"
+
+
+def done(rank):
+    return Ending(rank, "done", 9.0, 5, 90)
+
+
+def raised(rank, message="ValueError: no", *, time=5.0, cell=1, beats=40):
+    return Ending(rank, "raised", time, cell, beats, message)
+
+
+def victim(rank, message=CLOSED, *, time=5.0, cell=1, beats=40):
+    return Ending(rank, "raised", time, cell, beats, message, lost=True)
+
+
+def died(rank, message="was killed by SIGKILL", *, time=5.0):
+    return Ending(rank, "died", time, 1, 40, message)
+
+
+def silent(rank, *, beats=40, stopped=False, message=""):
+    return Ending(rank, "silent", 8.0, 1, beats, message, stopped=stopped)
+
+
+CASES = {
+    "who failed by itself, though its victims noticed first": (
+        [victim(0, time=4.9), raised(1), victim(2, time=4.8)],
+        Blame(1, "failed", "rank 1: ValueError: no", 1),
+    ),
+    "the first of two that failed by themselves": (
+        [raised(0, "ValueError: mine", time=5.2), died(1, time=5.1)],
+        Blame(1, "failed", "rank 1 was killed by SIGKILL", 1),
+    ),
+    "who failed by itself, though another one was stopped": (
+        [silent(0, stopped=True), raised(1)],
+        Blame(1, "failed", "rank 1: ValueError: no", 1),
+    ),
+    "who was stopped by a signal": (
+        [victim(0, TIMED_OUT), silent(1), silent(2, stopped=True)],
+        Blame(2, "timeout", f"{LATE}: rank 2 stands still, stopped by a signal", 1),
+    ),
+    "who says nothing while the others waited": (
+        [victim(0, TIMED_OUT), silent(1, message="bench.py:7 run"), victim(2, TIMED_OUT)],
+        Blame(1, "timeout", f"{LATE}: rank 1 did not come (it is at bench.py:7 run)", 1),
+    ),
+    "the last of those that say nothing": (
+        [victim(0, TIMED_OUT, beats=41), silent(1, beats=41), silent(2, beats=38)],
+        Blame(2, "timeout", f"{LATE}: rank 2 did not come", 1),
+    ),
+    "who is behind when all say nothing": (
+        [silent(0, beats=41), silent(1, beats=39), silent(2, beats=41)],
+        Blame(1, "timeout", f"{LATE}: rank 1 is behind", 1),
+    ),
+    "nobody when all say nothing at the same place": (
+        [silent(0), silent(1)],
+        Blame(None, "timeout", f"{LATE}: all ranks wait", 1),
+    ),
+    "nobody when all lost each other": (
+        [victim(0), victim(1, time=4.0)],
+        Blame(None, "failed", f"rank 1: {CLOSED}", 1),
+    ),
+    "who is behind when all were timed out": (
+        [victim(0, TIMED_OUT, beats=50), victim(1, TIMED_OUT, time=4.0, beats=44), done(2)],
+        Blame(1, "timeout", f"rank 1: {TIMED_OUT}; rank 1 is behind", 1),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_culprit_is(case):
+    endings, wanted = CASES[case]
+    assert judge(endings, TIMEOUT_S) == wanted

@@ -1,0 +1,59 @@
+"""Foreign load: from readings that are drawn, and from this machine when something else works on it."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from collectives_bench.ranks import load
+from collectives_bench.ranks.load import History, Reading
+
+
+def reading(own_s: float, busy_s: float, all_s: float, steal_s: float = 0.0) -> Reading:
+    return Reading(own_s=own_s, busy_s=busy_s, steal_s=steal_s, all_s=all_s)
+
+
+def test_foreign_is_what_is_busy_and_not_any_of_the_ranks_of_that_machine() -> None:
+    history = History(["m", "m"], ["h", "h"])
+    assert history.add(0.0, [reading(1.0, 100.0, 400.0), reading(2.0, 100.0, 400.0)]) is None
+    found = history.add(0.5, [reading(1.4, 100.9, 401.0), reading(2.3, 100.9, 401.0)])
+    assert found is not None
+    assert (found.foreign, found.steal, found.host) == (pytest.approx(0.2), 0.0, "h")
+
+
+def test_the_worst_host_is_told() -> None:
+    history = History(["m", "n"], ["quiet", "busy"])
+    history.add(0.0, [reading(0.0, 0.0, 0.0), reading(0.0, 0.0, 0.0)])
+    found = history.add(1.0, [reading(0.5, 0.5, 2.0), reading(0.5, 1.5, 2.0, 0.2)])
+    assert found is not None
+    assert (found.host, found.foreign, found.steal) == ("busy", 0.5, pytest.approx(0.1))
+
+
+def test_a_short_block_is_judged_by_the_time_before_it_too() -> None:
+    """Ticks are 10 ms: of a block of 20 ms one tick of somebody else's would look like half the machine."""
+    history = History(["m"], ["h"])
+    for step in range(50):
+        history.add(step * 0.02, [reading(step * 0.02, step * 0.02, step * 0.04)])
+    last = history.add(1.0, [reading(1.0, 1.01, 2.0)])
+    assert last is not None
+    assert last.foreign == pytest.approx(0.01 / 0.6, rel=0.1)
+
+
+def test_another_process_on_this_machine_is_foreign_and_one_s_own_work_is_not() -> None:
+    history = History(["m"], ["h"])
+    history.add(0.0, [load.read()])
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        deadline = time.monotonic() + 0.6
+        while time.monotonic() < deadline:
+            pass
+    finally:
+        other.kill()
+        other.wait()
+    found = history.add(0.6, [load.read()])
+    assert found is not None
+    cores = os.cpu_count() or 1
+    assert found.foreign >= 0.3 / cores
+    assert found.foreign <= 1 - 0.1 / cores
