@@ -10,6 +10,8 @@
 A size is left out of the whole procedure, the choice of the model included; the first and the last size stay. A world
 is left out of the curves and of the constants. Published predictors of collectives are 5 - 20 % off (ASTRA-sim 9.7 to
 20.6, NCCL's own line up to 2.5 times at middle sizes). The share of held-out sizes inside the 90 % interval is printed.
+What counts as measured is the median of launch medians; of launches in which others took less than 10 % of the cores,
+where there are three. On a busy machine the loopback's numbers say little: a launch repeats itself to 30 % then.
 
     sudo .venv/bin/python benchmarks/cost_model.py box|loopback|gpu|FILE... [--quick] [--launches N] [--keep FILE.json]
 """

@@ -62,6 +62,11 @@ class Curve(Strict):
     held_out: Errors | None = None
 
     @property
+    def smallest(self) -> int:
+        """The smallest size that was measured, in bytes."""
+        return self.points[0][0]
+
+    @property
     def largest(self) -> int:
         """The largest size that was measured, in bytes."""
         return self.points[-1][0]

@@ -80,7 +80,7 @@ def series_of(rows: Iterable[Row]) -> list[Series]:
     """Collect rows into series by size; only what was measured and right. Sizes that came out alike are one."""
     found: dict[Key, dict[int, list[float]]] = {}
     for row in rows:
-        if row.state != "ok" or not row.is_measured or row.world.ranks < 2:
+        if row.state != "ok" or not row.p50_us or row.world.ranks < 2:
             continue
         world, cell = row.world, row.cell
         key = Key(
@@ -100,7 +100,7 @@ def launches_of(row: Row) -> list[float]:
         for took, foreign in zip(row.launch_medians_us, row.launch_foreign, strict=True)
         if foreign is None or foreign <= QUIET
     ]
-    return [took / 1e6 for took in (quiet if len(quiet) >= LEAST_QUIET else row.launch_medians_us)]
+    return [took / 1e6 for took in (quiet if len(quiet) >= LEAST_QUIET else row.launch_medians_us) if took > 0]
 
 
 def curves_of(found: Sequence[Series], seed: int) -> list[Known]:
@@ -124,7 +124,7 @@ def _known(series: Series, best: Fitted, measured: Points, wide: float) -> Known
         points=[(size, _short(took)) for size, took in best.points],
         low=_short(1 / wide),
         high=_short(wide),
-        held_out=errors_of(left_out),
+        held_out=None if series.key.back_to_back else errors_of(left_out),
     )
     return Known(curve, measured, left_out)
 

@@ -3,7 +3,8 @@
 The time of an exchange of S bytes between n ranks is modelled as
 
     t = base + max(links, hosts)
-    links = steps * alpha + link_bytes * beta + reduced_bytes * gamma + copied_bytes * delta       Hockney's model
+    links = steps * alpha + link_bytes * beta                                                      Hockney's model
+            + rank_bytes * epsilon + reduced_bytes * gamma + copied_bytes * delta                  a rank's own work
     hosts = host_messages * overhead + host_bytes / W + (host_reduced * gamma + host_copied * delta) / cores
 
 The ranks of a host share its cores: `hosts` is what they have to do together. What an algorithm contributes are the
@@ -32,10 +33,11 @@ class Cost:
 
     steps: float = 0.0  # messages, one after another
     link_bytes: float = 0.0  # through the busiest link, one way, one after another
-    reduced_bytes: float = 0.0  # summed by the busiest rank
-    copied_bytes: float = 0.0  # copied by the busiest rank, beyond what sending needs
+    rank_bytes: float = 0.0  # sent and received by the busiest rank: a ring's both ways at once cost its core both
     host_messages: float = 0.0  # sent by the ranks of the busiest host
     host_bytes: float = 0.0  # half of what those ranks send and receive: on one host, all bytes that are sent
+    reduced_bytes: float = 0.0  # summed by the busiest rank
+    copied_bytes: float = 0.0  # copied by the busiest rank, beyond what sending needs
     host_reduced: float = 0.0  # bytes, summed by all ranks of the busiest host
     host_copied: float = 0.0
 
@@ -64,7 +66,7 @@ def rounds(ranks: int) -> int:
 def _ring(steps: int, size: float, n: int, k: int) -> Cost:
     """Return `steps` rounds in which every rank sends a chunk of S / n to the next."""
     sent = steps * size / n
-    return Cost(steps, sent, 0.0, 0.0, steps * n / k, sent * n / k)
+    return Cost(steps, sent, 2 * sent, steps * n / k, sent * n / k)
 
 
 def ring_all_gather(size: float, n: int, k: int) -> Cost:
@@ -85,21 +87,21 @@ def ring_all_reduce(size: float, n: int, k: int) -> Cost:
 def recursive_doubling(size: float, n: int, k: int) -> Cost:
     """ceil(log2 n) (alpha + S beta + S gamma)."""
     times, share = rounds(n), n / k
-    moved = Cost(times, times * size, 0.0, 0.0, times * share, times * share * size)
+    moved = Cost(times, times * size, 2 * times * size, times * share, times * share * size)
     return moved + _reducing(times * size, share)
 
 
 def rabenseifner(size: float, n: int, k: int) -> Cost:
     """2 ceil(log2 n) alpha + 2 (n - 1) / n S beta + (n - 1) / n S gamma."""
     sent, times = 2 * (n - 1) / n * size, 2 * rounds(n)
-    moved = Cost(times, sent, 0.0, 0.0, times * n / k, sent * n / k)
+    moved = Cost(times, sent, 2 * sent, times * n / k, sent * n / k)
     return moved + _reducing((n - 1) / n * size, n / k)
 
 
 def tree_all_reduce(size: float, n: int, k: int) -> Cost:
     """2 ((n / k - 1) + log2 k) alpha + 2 S beta: NCCL's double binary tree over nodes, a chain in each."""
     times = 2 * (n // k - 1 + rounds(k))
-    return Cost(times, 2 * size, 0.0, 0.0, times, 2 * size * (n - 1) / k) + _reducing(size, n / k)
+    return Cost(times, 2 * size, 4 * size, times, 2 * size * (n - 1) / k) + _reducing(size, n / k)
 
 
 def gloo_reduce_scatter(size: float, n: int, k: int) -> Cost:
@@ -119,14 +121,14 @@ def gloo_gather(size: float, n: int, k: int) -> Cost:
 
 def gloo_reduce(size: float, n: int, k: int) -> Cost:
     """A ring reduce-scatter that goes on for all segments, then everybody's chunk to the root."""
-    whole = Cost(n, size, 0.0, 0.0, n * n / k, size * n / k)
+    whole = Cost(n, size, 2 * size, n * n / k, size * n / k)
     return whole + _reducing((n - 1) / n * size, n / k) + direct(size, n, k)
 
 
 def tree_broadcast(size: float, n: int, k: int) -> Cost:
     """ceil(log2 n) (alpha + S beta): a binomial tree that sends the whole buffer in each round."""
     times = rounds(n)
-    return Cost(times, times * size, 0.0, 0.0, (n - 1) / k, (n - 1) / k * size)
+    return Cost(times, times * size, times * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def gloo_broadcast(size: float, n: int, k: int) -> Cost:
@@ -135,7 +137,7 @@ def gloo_broadcast(size: float, n: int, k: int) -> Cost:
     S beta times 1, 2, 3 for n = 2, 3, 4, and d (d + 1) / 2 for n = 2^d, where rounds one after another would take d.
     """
     times = _at_once(0, n)
-    return Cost(times, times * size, 0.0, 0.0, (n - 1) / k, (n - 1) / k * size)
+    return Cost(times, times * size, times * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def _at_once(rank: int, n: int) -> int:
@@ -152,12 +154,12 @@ def tree_reduce(size: float, n: int, k: int) -> Cost:
 
 def one_by_one(size: float, n: int, k: int) -> Cost:
     """(n - 1) (alpha + S beta): the root sends all of it to one after another."""
-    return Cost(n - 1, (n - 1) * size, 0.0, 0.0, n - 1, (n - 1) * size * (1.0 if k == 1 else 0.5))
+    return Cost(n - 1, (n - 1) * size, (n - 1) * size, n - 1, (n - 1) * size * (1.0 if k == 1 else 0.5))
 
 
 def chain_broadcast(size: float, n: int, k: int) -> Cost:
     """(n - 1) alpha + S beta: through a ring in so many slices that the way of the first one does not count (NCCL)."""
-    return Cost(n - 1, size, 0.0, 0.0, (n - 1) / k, (n - 1) / k * size)
+    return Cost(n - 1, size, min(n - 1, 2) * size, (n - 1) / k, (n - 1) / k * size)
 
 
 def chain_reduce(size: float, n: int, k: int) -> Cost:
@@ -169,14 +171,14 @@ def direct(size: float, n: int, k: int) -> Cost:
     """(n - 1) alpha + (n - 1) / n S beta: every other rank and the root exchange a chunk, through the root's link."""
     near = n // k  # ranks on the root's host: their chunks pass no link where there is one
     remote = (n - near) / n * size if k > 1 else (n - 1) / n * size
-    return Cost(n - 1, remote, 0.0, 0.0, n - 1, (near - 1) / n * size + (n - near) / n * size / 2)
+    return Cost(n - 1, remote, (n - 1) / n * size, n - 1, (near - 1) / n * size + (n - near) / n * size / 2)
 
 
 def pairwise(size: float, n: int, k: int) -> Cost:
     """(n - 1) alpha + (n - 1) / n S beta: in round i every rank exchanges a chunk with the rank i further on."""
     near = n // k
     link = near * (n - near) / n * size if k > 1 else (n - 1) / n * size
-    return Cost(n - 1, link, 0.0, 0.0, (n - 1) * near, near * (n - 1) / n * size)
+    return Cost(n - 1, link, 2 * (n - 1) / n * size, (n - 1) * near, near * (n - 1) / n * size)
 
 
 def exchange_reduce_scatter(size: float, n: int, k: int) -> Cost:
@@ -191,17 +193,17 @@ def gather_scatter(size: float, n: int, k: int) -> Cost:
 
 def shift(size: float, n: int, k: int) -> Cost:
     """Alpha + S beta: every rank sends to the next, all at once."""
-    return Cost(1, size, 0.0, 0.0, n / k, size * n / k)
+    return Cost(1, size, 2 * size, n / k, size * n / k)
 
 
 def message(size: float, n: int, k: int) -> Cost:
     """Alpha + S beta: one message."""
-    return Cost(1, size, 0.0, 0.0, 1, size if k == 1 else size / 2)
+    return Cost(1, size, size, 1, size if k == 1 else size / 2)
 
 
 def dissemination(size: float, n: int, k: int) -> Cost:
     """ceil(log2 n) alpha: in round i every rank tells the rank 2^i further on."""
-    return Cost(rounds(n), 0.0, 0.0, 0.0, rounds(n) * n / k, 0.0)
+    return Cost(rounds(n), host_messages=rounds(n) * n / k)
 
 
 ALGORITHMS: Final[dict[str, Algorithm]] = {

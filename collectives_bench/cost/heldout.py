@@ -108,4 +108,4 @@ def quantiles(pairs: Sequence[Pair]) -> tuple[float, float]:
 
 
 def _short(number: float) -> float:
-    return float(f"{number:.5g}")
+    return float(f"{number:.4g}")

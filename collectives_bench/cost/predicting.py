@@ -6,6 +6,7 @@ from typing import Final
 
 from collectives_bench.catalog import OPERATIONS
 from collectives_bench.cost.curves import FAR, Curve
+from collectives_bench.cost.formulas import cost
 from collectives_bench.cost.second import UNSURE, Constants
 from collectives_bench.sizes import size_text
 
@@ -52,10 +53,12 @@ def _of_type(measured: str, wanted: str | None) -> tuple[str, ...]:
     return (f"{wanted} was not measured: the time is that of as many bytes of {measured}",)
 
 
-def _far(largest: float | None, nbytes: float) -> tuple[str, ...]:
-    if largest is None or nbytes <= FAR * largest:
-        return ()
-    return (f"{size_text(nbytes)} is more than {FAR:g} times the largest size measured, {size_text(largest)}",)
+def _far(nbytes: float, smallest: float, largest: float) -> tuple[str, ...]:
+    if nbytes > FAR * largest > 0:
+        return (f"{size_text(nbytes)} is more than {FAR:g} times the largest size measured, {size_text(largest)}",)
+    if nbytes * FAR < smallest:
+        return (f"{size_text(nbytes)} is less than 1/{FAR:g} of the smallest size measured, {size_text(smallest)}",)
+    return ()
 
 
 def _far_world(worlds: list[int], ranks: int) -> tuple[str, ...]:
@@ -67,7 +70,7 @@ def _far_world(worlds: list[int], ranks: int) -> tuple[str, ...]:
 def from_curve(curve: Curve, asked: Asked) -> Prediction:
     """Predict from what was measured of that operation in that world."""
     seconds = curve.seconds(asked.nbytes)
-    warnings = _of_type(curve.dtype, asked.dtype) + _far(curve.largest, asked.nbytes)
+    warnings = _of_type(curve.dtype, asked.dtype) + _far(asked.nbytes, curve.smallest, curve.largest)
     return Prediction(seconds, seconds * curve.low, seconds * curve.high, curve.how(asked.nbytes), warnings)
 
 
@@ -79,16 +82,26 @@ def carried_over(constants: Constants, curves: list[Curve], asked: Asked) -> Pre
     """
     away = {}
     for each in (nearest_type(same, asked.dtype) for same in _by_world(curves)):
-        there = constants.of(asked.operation, asked.nbytes, ranks=each.ranks, nodes=each.nodes)
+        there = _formula(constants, asked, each.ranks, each.nodes)
         away[each.ranks, each.nodes] = math.log(each.seconds(asked.nbytes) / there)
-    here = constants.of(asked.operation, asked.nbytes, ranks=asked.ranks, nodes=asked.nodes)
+    here = _formula(constants, asked, asked.ranks, asked.nodes)
     seconds = here * math.exp(_between(away, asked))
     curve = nearest_type(curves, asked.dtype)
     worlds = sorted({each.ranks for each in curves})
     how = f"formula, fitted on {'world' if len(worlds) == 1 else 'worlds'} {', '.join(map(str, worlds))}"
-    warnings = _of_type(curve.dtype, asked.dtype) + _far(curve.largest, asked.nbytes) + _far_world(worlds, asked.ranks)
+    warnings = (
+        _of_type(curve.dtype, asked.dtype)
+        + _far(asked.nbytes, curve.smallest, curve.largest)
+        + _far_world(worlds, asked.ranks)
+    )
     doubt = max(1.0, math.log2(asked.ranks / worlds[-1]))  # doublings beyond the largest world
     return Prediction(seconds, seconds * constants.low**doubt, seconds * constants.high**doubt, how, warnings)
+
+
+def _formula(constants: Constants, asked: Asked, ranks: int, nodes: int) -> float:
+    """Return the formulas' time; of an exchange without bytes whose messages seemed free, their number."""
+    seconds = constants.of(asked.operation, asked.nbytes, ranks=ranks, nodes=nodes)
+    return seconds or cost(asked.operation, asked.nbytes, ranks=ranks, nodes=nodes, backend=asked.backend).steps
 
 
 def _by_world(curves: list[Curve]) -> list[list[Curve]]:
@@ -122,5 +135,5 @@ def by_formula(constants: Constants, asked: Asked) -> Prediction:
     if not constants.worlds:
         return Prediction(seconds, seconds, seconds, "formula, for the given link")
     how = f"formula, fitted on worlds {', '.join(map(str, constants.worlds))} with other operations"
-    warnings = (f"{asked.operation} was not measured", *_far(constants.largest_bytes, asked.nbytes))
+    warnings = (f"{asked.operation} was not measured", *_far(asked.nbytes, *constants.sizes))
     return Prediction(seconds, seconds * UNSURE[0], seconds * UNSURE[1], how, warnings)

@@ -157,8 +157,8 @@ def link(rate_bits_s: float, latency_s: float = 0.0, *, name: str = "given link"
 
 def save(profile: Profile, path: Path) -> None:
     """Write a profile, a curve a line."""
-    record = profile.model_dump(mode="json", exclude_none=True)
-    curves, constants = record.pop("curves"), record.pop("constants")
+    record = {"muster_profile": VERSION, **profile.model_dump(mode="json", exclude_defaults=True)}
+    curves, constants = record.pop("curves", []), record.pop("constants", [])
     lists = [
         f'"{key}": [\n  ' + ",\n  ".join(json.dumps(each) for each in values) + "\n]" if values else f'"{key}": []'
         for key, values in (("curves", curves), ("constants", constants))

@@ -29,6 +29,7 @@ class Constants(Strict):
     base_s: float = 0.0
     alpha_s: float = 0.0
     beta_s: float = 0.0
+    rank_s: float = 0.0  # seconds for a byte that a rank sends or receives
     gamma_s: float = 0.0
     delta_s: float = 0.0
     overhead_s: float = 0.0
@@ -37,7 +38,7 @@ class Constants(Strict):
     cores: int = 1  # of a host
     worlds: list[int] = Field(default_factory=list)  # ranks that it was fitted on; empty: it was given
     operations: list[str] = Field(default_factory=list)  # that it was fitted on
-    largest_bytes: float | None = None
+    sizes: tuple[int, int] = (0, 0)  # the smallest and the largest it was fitted on, in bytes
     low: float = UNSURE[0]
     high: float = UNSURE[1]
     held_out: Errors | None = None  # on worlds that the fit had not seen
@@ -45,7 +46,7 @@ class Constants(Strict):
     def seconds(self, counts: Cost, ranks_here: float) -> float:
         """Return the time of an exchange by its counts, with so many ranks on a host."""
         links = counts.steps * self.alpha_s + counts.link_bytes * self.beta_s
-        own = counts.reduced_bytes * self.gamma_s + counts.copied_bytes * self.delta_s
+        own = counts.rank_bytes * self.rank_s + counts.reduced_bytes * self.gamma_s + counts.copied_bytes * self.delta_s
         hosts = counts.host_messages * self.overhead_s + counts.host_bytes * self.host_s
         hosts += (counts.host_reduced * self.gamma_s + counts.host_copied * self.delta_s) / self.cores
         crowd = 1 + self.crowding * max(ranks_here / self.cores - 1, 0.0)

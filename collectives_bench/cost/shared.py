@@ -15,8 +15,8 @@ from collectives_bench.cost.formulas import cost
 
 Array = NDArray[np.float64]
 
-NAMES: Final = ("base_s", "alpha_s", "beta_s", "gamma_s", "delta_s", "overhead_s", "host_s", "crowding")
-LINKS: Final = ("base_s", "alpha_s", "beta_s", "gamma_s", "delta_s")
+NAMES: Final = ("base_s", "alpha_s", "beta_s", "gamma_s", "delta_s", "overhead_s", "host_s", "crowding", "rank_s")
+LINKS: Final = ("base_s", "alpha_s", "beta_s", "rank_s", "gamma_s", "delta_s")
 # What a model may consist of; which one it is, worlds left out decide. The first is taken where there are too few.
 FORMS: Final = {
     "links, and a host that slows in a crowd": NAMES,
@@ -64,16 +64,16 @@ class _Model:
             cost(each.operation, each.nbytes, ranks=each.ranks, nodes=each.hosts, backend=backend) for each in points
         ]
         table = np.array([astuple(each) for each in costs], dtype=np.float64)  # points x counts
-        self.steps, self.link, self.reduced, self.copied = table[:, 0], table[:, 1], table[:, 2], table[:, 3]
-        self.messages, self.host = table[:, 4], table[:, 5]
-        self.host_reduced, self.host_copied = table[:, 6] / cores, table[:, 7] / cores
+        self.steps, self.link, self.rank, self.messages, self.host = table[:, :5].T
+        self.reduced, self.copied = table[:, 5:7].T
+        self.host_reduced, self.host_copied = table[:, 7:9].T / cores
         here = np.array([each.ranks / each.hosts for each in points])
         self.crowd = np.maximum(here / cores - 1, 0.0)
         self.seconds = np.array([each.seconds for each in points])
 
     def times(self, x: Array) -> Array:
         """Return the modelled times for constants in the order of NAMES."""
-        links = self.steps * x[1] + self.link * x[2] + self.reduced * x[3] + self.copied * x[4]
+        links = self.steps * x[1] + self.link * x[2] + self.rank * x[8] + self.reduced * x[3] + self.copied * x[4]
         hosts = self.messages * x[5] + self.host * x[6] + self.host_reduced * x[3] + self.host_copied * x[4]
         return np.asarray(x[0] + np.maximum(links, hosts * (1 + x[7] * self.crowd)))
 
@@ -82,18 +82,21 @@ class _Model:
         columns = (np.ones_like(self.link), self.steps, self.link, self.reduced, self.copied, self.messages, self.host)
         times = self.times(x)
         found = [float((column * x[i] / times).max()) for i, column in enumerate(columns)]
-        return np.array([*found, float((self.crowd * x[7]).max())])
+        return np.array([*found, float((self.crowd * x[7]).max()), float((self.rank * x[8] / times).max())])
 
     def starts(self) -> list[Array]:
-        """Return logarithms of constants to begin with: most of it in the links, or in the hosts."""
+        """Return logarithms of constants to begin with: most of it in the links, in the ranks, or in the hosts."""
         ones = self.steps >= 1
         alpha = float(np.min(self.seconds[ones] / self.steps[ones])) if ones.any() else float(self.seconds.min())
         big = self.link >= np.quantile(self.link, 0.75)
-        beta = float(np.median(self.seconds[big] / np.maximum(self.link[big], 1.0)))
-        host = float(np.median(self.seconds[big] / np.maximum(self.host[big], 1.0)))
+        link, host, rank = (
+            float(np.median(self.seconds[big] / np.maximum(column[big], 1.0)))
+            for column in (self.link, self.host, self.rank)
+        )
+        small = (alpha / 2, alpha / 2)
         return [
-            np.log([alpha / 2, alpha / 2, beta * much, beta / 4, beta / 4, alpha / 8, host * rest, FIRST_CROWDING])
-            for much, rest in ((0.7, 0.2), (0.3, 0.7))
+            np.log([*small, link * much, link / 4, link / 4, alpha / 8, host * some, FIRST_CROWDING, rank * rest])
+            for much, some, rest in ((0.7, 0.2, 0.1), (0.3, 0.7, 0.1), (0.1, 0.5, 0.7))
         ]
 
     def _errors(self, logs: Array, free: list[int]) -> Array:

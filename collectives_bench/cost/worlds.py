@@ -104,6 +104,7 @@ class Shared:
     def constants(self, group: Sequence[Known], form: str) -> Constants:
         """Fit the constants of one kind of world."""
         curves = [each.curve for each in group]
+        sized = [each for each in curves if OPERATIONS[each.operation].has_size]
         first = curves[0]
         one_host = first.nodes > 1 and all(self._hosts(curve) == 1 for curve in curves)
         points = [
@@ -125,7 +126,7 @@ class Shared:
             cores=self.cores,
             worlds=sorted({curve.ranks for curve in curves}),
             operations=[name for name in OPERATIONS if name in {curve.operation for curve in curves}],
-            largest_bytes=max(curve.largest for curve in curves),
+            sizes=(min(curve.smallest for curve in sized), max(curve.largest for curve in sized)) if sized else (0, 0),
             **values,
         )
 

@@ -29,8 +29,8 @@ POLL_S: Final = 0.2
 VICTIM_S: Final = 1.0  # for a player to notice by itself that another one has failed
 CAUSE_S: Final = 0.3  # the same when the failure has explained itself
 STALL_MARGIN_S: Final = 1.0  # beyond timeout_s, when every wait in a group has ended with an error
-ENDINGS_S: Final = 10.0
-NEXT_ORDER_S: Final = 60.0
+ENDINGS_S: Final = 20.0
+NEXT_ORDER_S: Final = 600.0  # the leader may wait for a slow disk
 
 
 class Conductor:
@@ -121,7 +121,7 @@ class Conductor:
                 self._note(message, agenda)
             now = time.monotonic()
             if end_at == float("inf") and self.company.has_been_said(trouble):
-                end_at = now + (CAUSE_S if self.company.hear(trouble, POLL_S)["explained"] else VICTIM_S)
+                end_at = now + (CAUSE_S if self.company.hear(trouble, ENDINGS_S)["explained"] else VICTIM_S)
             if now >= end_at or watch.is_stalled(player, now):
                 silent = True
                 break

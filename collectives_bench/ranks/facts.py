@@ -68,11 +68,21 @@ def host_facts(
 def interface_of(env: RankEnv, environ: Mapping[str, str], backend: str = "gloo") -> str:
     """Return the interface that ranks speak through: the one they were told, or the one that leads to the master."""
     for name in (INTERFACE_VARIABLES[backend], *INTERFACE_VARIABLES.values()):
-        # NCCL takes lists, prefixes, and = for a whole name; the first word is the one it prefers.
-        if told := environ.get(name, "").split(",")[0].lstrip("="):
+        if told := _first_named(environ.get(name, "")):
             return told
     route = network.route_to(env.master_addr)
     return route[0] if route else ""
+
+
+def _first_named(words: str) -> str:
+    """Return the first interface of a list; NCCL takes beginnings of names, =NAME for a whole one, ^NAME for others."""
+    if words.startswith("^"):
+        return ""
+    word = words.split(",")[0]
+    if word.startswith("="):
+        return word[1:]
+    names = [name for _, name in socket.if_nameindex()]
+    return word if word in names else next((name for name in sorted(names) if word and name.startswith(word)), word)
 
 
 def driver_gpus() -> list[str]:

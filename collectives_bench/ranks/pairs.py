@@ -55,7 +55,9 @@ def play_pairs(
     told = [(round(node), round(local)) for node, local in voices.gather([env.node_rank, env.local_rank])]
     players = {node: rank for rank, (node, local) in enumerate(told) if local == 0}
     nodes = sorted(players)
-    on_gpu = company.world.backend == "nccl"
+    on_gpu, nbytes = company.world.backend == "nccl", settings.pair_bytes
+    if env.rank not in players.values():
+        settings = settings.model_copy(update={"pair_bytes": 1})  # it only waits
     here = _Player(settings, group, voices, company.device if on_gpu else torch.device("cpu"))
     for once in orders(len(nodes), REPETITIONS, f"{settings.seed}/{launch}"):
         for pairs in once:
@@ -75,7 +77,7 @@ def play_pairs(
                 world=company.world,
                 nodes=(one, other),
                 hosts=(names.get(one, f"node {one}"), names.get(other, f"node {other}")),
-                nbytes=settings.pair_bytes,
+                nbytes=nbytes,
                 latency=latency,
                 there=there,
                 back=back,

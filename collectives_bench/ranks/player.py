@@ -7,6 +7,7 @@ What it tells its conductor (`forked.py`), of which only rank 0's is more than h
 {"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}, {"pair": Pair}.
 """
 
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -26,13 +27,14 @@ from collectives_bench.ranks.company import Company
 from collectives_bench.ranks.forked import Tell
 from collectives_bench.ranks.nccl import StreamClock
 from collectives_bench.ranks.pairs import play_pairs
-from collectives_bench.ranks.sampling import Clock, HostClock, Sampler, Voices
+from collectives_bench.ranks.sampling import Clock, HostClock, Sampler, TooSlowError, Voices
 from collectives_bench.records import Block, Cell, Memory, Wire
 from collectives_bench.results import stats
 from collectives_bench.settings import BenchSettings
 from jobs.page import Page
 
 LEAST_INIT_S: Final = 30.0  # c10d may look up names for 5 s and more when a group is made
+PATIENCE_S: Final = 0.5  # a call that takes too long should end with its own error, not with one of those who wait
 FAREWELL_S: Final = 10.0
 DIGITS: Final = 2  # of microseconds
 
@@ -96,8 +98,8 @@ class Stage:
         control = dist.new_group(backend="gloo", timeout=init)
         assert group is not None
         assert control is not None
-        for each in (group, control):
-            _set_pg_timeout(timedelta(seconds=self.settings.timeout_s), each)
+        _set_pg_timeout(timedelta(seconds=self.settings.timeout_s), group)
+        _set_pg_timeout(timedelta(seconds=self.settings.timeout_s + PATIENCE_S), control)
         return group, control
 
     # Blocks ---------------------------------------------------------------------------------------------------------
@@ -115,7 +117,10 @@ class Stage:
         if reason := self._refusal(cell, nbytes):
             return self.block(cell, nbytes, state="refused", reason=reason)
         call = operations.prepare(cell, nbytes, self.group, self.device)
-        return self._measure(cell, nbytes, call)
+        try:
+            return self._measure(cell, nbytes, call)
+        except TooSlowError as error:
+            return self.block(cell, nbytes, state="timeout", reason=str(error))
 
     def _refusal(self, cell: Cell, nbytes: int) -> str | None:
         share, here = self.settings.memory_share, len(self.company.companions(self.rank))
@@ -222,12 +227,15 @@ def play(
 
 def play_cells(stage: Stage, cells: Sequence[Cell], tell: Tell, page: Page) -> None:
     """Measure cell after cell; rank 0 tells each block as it ends."""
+    gc.freeze()  # what was there before the fork is none of our garbage
+    gc.disable()  # not while a call is timed
     for index in stage.order.cells:
         page.beat()
         tell({"enter": index})
         block = stage.play(cells[index])
         if stage.rank == 0:
             tell({"block": block.model_dump(mode="json"), "of": index})
+        gc.collect()
         if stage.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -31,6 +31,10 @@ MOST_BACK_TO_BACK: Final = 500
 US: Final = 1e6
 
 
+class TooSlowError(Exception):
+    """A call took longer than `timeout_s`; raised on every rank at the same call, so that all go on together."""
+
+
 class Clock(Protocol):
     """Times calls on one rank, in microseconds; `nccl.py` has the one for CUDA's streams.
 
@@ -63,7 +67,7 @@ class Voices:
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         self.beat()
-        self.group.barrier(self._on_cpu).wait()
+        self.group.barrier(opts=self._on_cpu).wait()
         self.beat()
 
     def gather(self, mine: Sequence[float]) -> list[list[float]]:
@@ -142,13 +146,13 @@ class Sampler:
     def first(self, run: Run) -> float:
         """Make the very first call, from which on the block's time is counted; return its time on the slowest rank."""
         self._began = time.perf_counter()
-        return self._slowest(self.clock.once(run))
+        return self._one(run)
 
     def warm_up(self, run: Run, first_us: float) -> int:
         """Call until two calls in a row took about as long; return how many were made, the first one included."""
         before, spent_us, calls = first_us, first_us, 1
         while True:
-            now = self._slowest(self.clock.once(run))
+            now = self._one(run)
             calls, spent_us = calls + 1, spent_us + now
             agree = abs(now - before) <= AGREE * min(now, before)
             if calls >= LEAST_WARM_UP and (agree or spent_us >= WARM_UP_S * US):
@@ -156,7 +160,11 @@ class Sampler:
             before = now
 
     def latency(self, run: Run) -> Samples:
-        """Take samples until their interval is narrow enough or the time is over, and always `least_samples`."""
+        """Take samples until their interval is narrow enough or the time is over, and always `least_samples`.
+
+        Raises:
+            TooSlowError: one took longer than `timeout_s`; so do `first` and `warm_up`.
+        """
         settings = self.settings
         by_rank: list[list[float]] = [[] for _ in range(self.voices.size)]
         slowest: list[float] = []
@@ -167,7 +175,7 @@ class Sampler:
             spent_s = max(each.pop() for each in gathered)  # everybody must come to the same end
             for known, new in zip(by_rank, gathered, strict=True):
                 known += new
-            slowest += [max(each) for each in zip(*gathered, strict=True)]
+            slowest += [self._in_time(max(each)) for each in zip(*gathered, strict=True)]
             left_s = LATENCY_SHARE * settings.block_s - spent_s
             if left_s <= 0 or stats.is_precise(slowest, settings.precision):
                 break
@@ -186,6 +194,15 @@ class Sampler:
         """Return the time until a call returns to Python on the slowest rank, in microseconds; None: the call's own."""
         mine = self.clock.host(run, MOST_IN_BATCH)
         return None if mine is None else self._slowest(mine)
+
+    def _one(self, run: Run) -> float:
+        return self._in_time(self._slowest(self.clock.once(run)))
+
+    def _in_time(self, slowest_us: float) -> float:
+        if slowest_us > self.settings.timeout_s * US:
+            took, limit = f"{slowest_us / US:.3g} s", f"{self.settings.timeout_s:g} s"
+            raise TooSlowError(f"a call took {took} on the slowest rank, longer than {limit} (timeout_s)")
+        return slowest_us
 
     def _slowest(self, mine: float) -> float:
         return max(each[0] for each in self.voices.gather([mine]))

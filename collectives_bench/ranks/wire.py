@@ -32,6 +32,8 @@ WINDOW_BYTES: Final = 8 * 2**20  # a window moves that much at least, so that a 
 MOST_CALLS: Final = 64
 AGREE: Final = 0.003  # the two smallest windows differ by no more than that, or there is another one
 MOST_WINDOWS: Final = 8
+MOST_LARGE_WINDOWS: Final = 3  # of calls that move more than LARGE bytes: a stray packet is nothing there
+LARGE: Final = 2**30
 
 
 class WireCounter:
@@ -105,7 +107,8 @@ def audit(
     idle = min(_window(run, 0, counter, control) for _ in range(2)).payload
     windows = [_window(run, calls, counter, control) for _ in range(2)]
     # The sums are the same on every rank, and so is what follows from them. Where there is no payload, all is noise.
-    while known and not _agree(windows, idle) and len(windows) < MOST_WINDOWS:
+    most = 0 if not known else MOST_WINDOWS if known <= LARGE else MOST_LARGE_WINDOWS
+    while len(windows) < most and not _agree(windows, idle):
         windows.append(_window(run, calls, counter, control))
     return Wire(
         interfaces=counter.interfaces if counter is not None else [],

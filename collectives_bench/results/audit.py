@@ -1,10 +1,10 @@
-"""What the interfaces sent, as text: bytes over S of every row against the formulas, each deviation named."""
+"""What calls cost beside time, as text: the bytes that interfaces sent, against the formulas, and hidden memory."""
 
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from collectives_bench.records import Wire
+from collectives_bench.records import Wire, World
 from collectives_bench.results.table import number, way_of, world_text
 from collectives_bench.sizes import size_text
 
@@ -32,6 +32,23 @@ def lines(rows: "Sequence[Row]") -> list[str]:
     return found
 
 
+def memory(rows: "Sequence[Row]") -> list[str]:
+    """Return what calls needed beside our buffers, of each operation at its largest size; nothing where unknown."""
+    largest: dict[tuple[World, str, str, str], Row] = {}
+    for row in rows:
+        if row.hidden_bytes is not None and row.nbytes:
+            largest[row.world, row.cell.operation, row.cell.dtype, way_of(row.cell)] = row  # rows come by size
+    if not largest:
+        return []
+    found = ["#", "# memory of a rank, the largest, over S"]
+    found += [_join("#", ("operation", "size", "place", "buffers", "hidden"))]
+    for row in largest.values():
+        shares = ["-" if each is None else f"{each / row.nbytes:.2f}" for each in (row.buffers_bytes, row.hidden_bytes)]
+        cells = (row.cell.operation, size_text(row.nbytes), way_of(row.cell), *shares)
+        found.append(_join(" ", cells))
+    return found
+
+
 def _line(row: "Row") -> str:
     wire = row.wire
     assert wire is not None
@@ -42,7 +59,7 @@ def _line(row: "Row") -> str:
         size_text(row.nbytes),
         way_of(row.cell),
         *values,
-        "-" if off is None else f"{off * 100:+.1f}",
+        "-" if off is None else f"{round(off * 100, 1) + 0.0:+.1f}",
     )
     return f"{_join(' ', cells)}  {_verdict(wire, off)}"
 
@@ -58,5 +75,5 @@ def _verdict(wire: Wire, off: float | None) -> str:
 
 
 def _join(start: str, cells: Sequence[str]) -> str:
-    text = "".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
+    text = "".join(cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=False))
     return f"{start}{text[1:]}"

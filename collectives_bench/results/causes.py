@@ -230,8 +230,8 @@ def stall_at_start(result: Result, rows: Sequence[Row]) -> Iterator[Finding]:
             f"init_process_group took {seconds:.1f} s",
             f"in {len(gloo)} of {counted(len(result.headers), 'run')}; 0.04 s is usual, a name server's time-out 5 s",
             f"{seconds:.1f} s at every start, measured here; no row holds it",
-            "let addresses be found without a name server: all hosts in /etc/hosts, or options timeout:1 in "
-            "/etc/resolv.conf",
+            "c10d looks names up of IPv4 addresses in IPv6 form, which /etc/hosts does not answer: set RES_OPTIONS="
+            "'timeout:1 attempts:1' in the job's env:, or these options in /etc/resolv.conf",
             seconds=seconds,
             measured=True,
         )

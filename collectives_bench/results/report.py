@@ -24,7 +24,7 @@ def report_lines(result: Result) -> list[str]:
         lines += table.lines(of_world)
         if pairs := [pair for pair in result.pairs if pair.world == world]:
             lines += [*matrix.lines(pairs), "#", *(f"# {line}" for line in slow(pairs).lines())]
-        lines += audit.lines(of_world)
+        lines += [*audit.lines(of_world), *audit.memory(of_world)]
     for finding in findings(result):
         lines += [
             "#",

@@ -6,7 +6,7 @@
          1048576      262144    fp32     -  in              …
 
 The time is the median over launches of each launch's median; +- is half of its interval over launches, whose
-confidence the footer says. GB/s is 1e9 bytes a second.
+confidence the footer says; b2b is the time of a call among calls back to back. GB/s is 1e9 bytes a second.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -76,6 +76,7 @@ NUMBERS: Final[tuple[Column, ...]] = (
     ("+-", "(%)", 6, _spread),
     ("min", "(us)", 10, lambda row: number(row.min_us)),
     ("p99", "(us)", 10, lambda row: number(row.p99_us)),
+    ("b2b", "(us)", 10, lambda row: number(row.throughput_us)),
     ("algbw", "(GB/s)", 8, lambda row: _speed(row.algbw)),
     ("busbw", "(GB/s)", 8, lambda row: _speed(row.busbw)),
     ("#wrong", "", 7, lambda row: "-" if row.wrong is None else str(row.wrong)),

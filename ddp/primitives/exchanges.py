@@ -1,5 +1,7 @@
 """Exchanges: in round i rank r sends to r + i and receives from r - i; and sums in the order of ranks from them."""
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -7,12 +9,13 @@ from ddp.primitives.columns import Column, columns_of, interleave, longest_messa
 from ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of, wait
 from ddp.primitives.rings import ring_all_gather
 
+AT_ONCE: Final = 3  # peers: with one, a link idles whenever that one is late; with many, packets are lost
+
 
 def exchange(inputs: Chunks, outputs: Chunks, group: Group = None) -> None:
-    """Send `inputs[j]` to rank j and receive `outputs[j]` from it, for every j: all-to-all from pairs.
+    """Send `inputs[j]` to rank j and receive `outputs[j]` from it, for every j: all-to-all in rounds of pairs.
 
-    Everybody sends to the next, to the one after that, and so on, a segment at a time: every link has n - 1 messages at
-    all times, from and to different ranks, so that no rank is sent to by all, and none is done long before the others.
+    Everybody sends to the next ranks first, then to those after them, and so on, a segment at a time.
 
     `inputs[j]` must be as long here as `outputs` of this rank's place are on rank j; else lengths are free.
 
@@ -25,7 +28,7 @@ def exchange(inputs: Chunks, outputs: Chunks, group: Group = None) -> None:
     peers.check_one(sending[peers.rank], receiving[peers.rank], f"input {peers.rank}", f"output {peers.rank}")
     longest = max(part.numel() for part in (*sending, *receiving))
     # Each rank's lengths are its own, so that messages are cut at fixed places. NCCL takes all at once.
-    step = longest if sending[0].is_cuda else longest_message(sending[0], max(1, peers.size - 1))
+    step = longest if sending[0].is_cuda else longest_message(sending[0], AT_ONCE)
     interleave(
         _pairs_column(peers, [part[where] for part in sending], [part[where] for part in receiving])
         for where in slices(longest, max(step, 1))
@@ -76,12 +79,14 @@ def _ordered_column(peers: Peers, column: list[Tensor], out: Tensor) -> Column:
 
 
 def _pairs_column(peers: Peers, sending: list[Tensor], receiving: list[Tensor]) -> Column:
-    """Send everybody its part of a column, and receive everybody's."""
+    """Send everybody its part of a column, and receive everybody's: round by round, but to NCCL all at once."""
     rank, size = peers.rank, peers.size
-    others = range(1, size)
-    works = peers.post(
-        sends=[(sending[(rank + distance) % size], rank + distance) for distance in others],
-        receives=[(receiving[(rank - distance) % size], rank - distance) for distance in others],
-    )
-    yield
-    wait(works)
+    at_once = max(size - 1, 1) if sending[rank].is_cuda else AT_ONCE
+    for where in slices(size - 1, at_once):
+        distances = range(1, size)[where]
+        works = peers.post(
+            sends=[(sending[(rank + distance) % size], rank + distance) for distance in distances],
+            receives=[(receiving[(rank - distance) % size], rank - distance) for distance in distances],
+        )
+        yield
+        wait(works)

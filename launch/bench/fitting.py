@@ -120,6 +120,7 @@ def _constants(constants: "Constants") -> str:
         f"{what} {1e-9 / taken:.3g} GB/s"
         for what, taken in (
             ("a link", constants.beta_s),
+            ("a rank, both ways together,", constants.rank_s),
             ("all ranks of a host", constants.host_s),
             ("sums", constants.gamma_s),
             ("copies", constants.delta_s),

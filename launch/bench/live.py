@@ -6,7 +6,7 @@ A thread reads the run's bench.jsonl four times a second, the same way whoever s
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +36,7 @@ class BenchConsole(Console):
         super().__init__(quiet=quiet)
         self._drawing = threading.Lock()  # the table is drawn by a thread, the end is said by another
         self._ended = False
+        self.finish: Callable[[], None] = self.hide  # what is to be done before the end is said
 
     def plan(self, run_path: str, nodes: list[NodePlan], master: str) -> None:
         """Name the run's folder; the result's header names the hosts."""
@@ -65,7 +66,7 @@ class BenchConsole(Console):
 
     def end(self, verdict: Verdict, seconds: float, run_id: str, next_step: str) -> None:
         """Take the table away, and say how it ended; of a run that was stopped, what was measured is kept and shown."""
-        self.hide()
+        self.finish()
         super().end(verdict, seconds, run_id, "" if verdict.code == exits.STOPPED else next_step)
 
     def hide(self) -> None:
@@ -89,7 +90,7 @@ class BenchConsole(Console):
 
 @contextmanager
 def watching(run: RunDir, console: BenchConsole) -> Iterator[None]:
-    """Show what comes of a run for as long as the block within goes on."""
+    """Show what comes of a run for as long as the block within goes on, or until the console says the run's end."""
     progress, over = Progress(run), threading.Event()
     failures: list[BaseException] = []
 
@@ -100,25 +101,29 @@ def watching(run: RunDir, console: BenchConsole) -> Iterator[None]:
         except BaseException as error:
             failures.append(error)
 
+    def finish() -> None:
+        if not over.is_set():
+            over.set()
+            thread.join()
+            console.hide()
+            show(progress, console)
+
     thread = threading.Thread(target=watch, name="bench-watch", daemon=True)
+    console.finish = finish
     thread.start()
     try:
         yield
     finally:
-        over.set()
-        thread.join()
-        console.hide()
+        finish()
     if failures:
         raise failures[0]
-    if not console.draws:
-        show(progress, console)
 
 
 def show(progress: Progress, console: BenchConsole) -> None:
-    """Take in what is new, and show it."""
+    """Take in what is new, and show it; what has not changed is not drawn again, for the ranks want the cores."""
     new = progress.poll()
     if console.draws:
-        if progress.header is not None:
+        if new and progress.header is not None:
             console.show(table(progress, console.width))
         return
     for record in new:
@@ -179,12 +184,15 @@ def table(progress: Progress, width: int) -> "Group":
     ways = list(dict.fromkeys(_way(cell) for cell in progress.cells))
     by_place = {(_way(cell), cell.asked_bytes): cell for cell in progress.cells}
     first = max((len(way) for way in ways), default=10)
-    sizes = _spaced(sorted({cell.asked_bytes for cell in progress.cells}), max(1, (width - first - 4) // COLUMN))
+    sizes = sorted({cell.asked_bytes for cell in progress.cells} - {0})
+    sizes = _spaced(sizes, max(1, (width - first - 4) // COLUMN)) or [0]
     grid.add_column("median so far", no_wrap=True)
     for size in sizes:
         grid.add_column(size_text(size) if size else "", justify="right", no_wrap=True)
     for way in ways:
-        grid.add_row(way, *(_entry(progress, by_place.get((way, size)), current) for size in sizes))
+        alone = by_place.get((way, 0))  # an operation without sizes is told in the first column
+        cells = [alone, *([None] * (len(sizes) - 1))] if alone else [by_place.get((way, size)) for size in sizes]
+        grid.add_row(way, *(_entry(progress, cell, current) for cell in cells))
     lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in head]
     return Group(*lines, *([grid] if ways else []))
 

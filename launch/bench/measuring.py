@@ -43,9 +43,9 @@ def measure(args: argparse.Namespace) -> int:
     check(args)
     worlds = prepare_worlds(args)
     codes, runs = [], []
-    for world in worlds:
+    for number, world in enumerate(worlds, 1):
         if len(worlds) > 1:
-            say(f"[{worlds.index(world) + 1}/{len(worlds)}] {world.label}")
+            say(f"[{number}/{len(worlds)}] {world.label}")
         codes.append(run_world(world))
         if world.prepared is not None:
             runs.append(world.prepared.context.run)

@@ -31,6 +31,7 @@ class Progress:
         self.blocks: list[Block] = []
         self.pairs: list[Pair] = []
         self.is_over = False
+        self._states: dict[Cell, str] = {}
         self._medians: dict[Cell, list[float]] = {}
         self._done: dict[int, set[Cell]] = {}
 
@@ -56,6 +57,8 @@ class Progress:
         elif isinstance(record, Block):
             self.blocks.append(record)
             self._done.setdefault(record.launch, set()).add(record.cell)
+            if record.state != "ok" or record.cell not in self._states:
+                self._states[record.cell] = record.state
             if record.latency is not None:
                 self._medians.setdefault(record.cell, []).append(record.latency.p50_us)
         elif isinstance(record, Pair):
@@ -101,8 +104,7 @@ class Progress:
 
     def state(self, cell: Cell) -> str:
         """Return ok, the state of its last block that was not, or nothing before its first one."""
-        states = [block.state for block in self.blocks if block.cell == cell]
-        return next((state for state in reversed(states) if state != "ok"), "ok" if states else "")
+        return self._states.get(cell, "")
 
 
 def parse(line: bytes) -> Record | None:

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jobs.train.world import World
 
 @dataclass(frozen=True)
 class Fault:
-    """What a rank does in its first call of an operation."""
+    """What a rank does in its calls of an operation; rank -1: every rank."""
 
     how: str
     operation: str
@@ -31,6 +32,11 @@ class Fault:
 
 def _mismatch() -> None:
     dist.broadcast(torch.ones(3 << 18), 0)  # more than the others'
+
+
+def _slow(run: Callable[[], None]) -> None:
+    run()
+    time.sleep(0.6)
 
 
 def _loop() -> None:
@@ -62,8 +68,8 @@ def inject(fault: Fault, rank: int) -> None:
 
     def prepared(cell: Any, *more: Any, **named: Any) -> Any:
         call = prepare(cell, *more, **named)
-        if cell.operation == fault.operation and rank == fault.rank:
-            call.run = FAULTS[fault.how]  # type: ignore[method-assign]
+        if cell.operation == fault.operation and fault.rank in (rank, -1):
+            call.run = partial(_slow, call.run) if fault.how == "slow" else FAULTS[fault.how]
         return call
 
     operations.prepare = prepared

@@ -59,12 +59,13 @@ def block(of: World, cell: Cell, launch: int = 0, **changes: Any) -> Block:
         "nbytes": nbytes,
         "state": "ok",
         "latency": timing(p50_us),
+        "throughput_us": 0.9 * p50_us,
         "wrong": 0,
         "load": Load(foreign=0.01, steal=0.0),
         "time": 10.0 + launch,
     }
     if changes.get("state", "ok") not in ("ok", "wrong"):
-        values |= {"latency": None, "wrong": None}
+        values |= {"latency": None, "throughput_us": None, "wrong": None}
     return Block(**{**values, **changes})
 
 

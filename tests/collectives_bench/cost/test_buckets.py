@@ -31,7 +31,7 @@ def test_torch_buckets_are_those_that_torch_makes(sizes):
 
 def test_vgg_11_has_three_buckets_in_torch():
     made = buckets.as_torch(buckets.gradients_of(anatomy(VGG_SHAPES["vgg11"]), 4, 1.0))
-    assert [round(each.nbytes / 1e6, 1) for each in made] == [9.5, 27.1, 0.3]
+    assert [round(each.nbytes / 1e6, 1) for each in made] == [9.5, 27.2, 0.3]
     assert made[-1].ready_s == 1.0
 
 

@@ -45,7 +45,7 @@ def test_a_size_that_was_measured_is_its_time_and_says_so() -> None:
     ("nbytes", "how"),
     [
         (2 * MB, "between 1 MB and 4 MB"),
-        (1000, "below 1 MB, the smallest measured"),
+        (MB // 2, "below 1 MB, the smallest measured"),
         (32 * MB, "beyond 16 MB, the largest measured"),
     ],
 )
@@ -58,6 +58,18 @@ def test_more_than_four_times_the_largest_size_is_warned_of() -> None:
     found = profile(curve()).predict("all_reduce", 65 * MB, ranks=2)
     assert found.warnings == ("65 MB is more than 4 times the largest size measured, 16 MB",)
     assert not profile(curve()).predict("all_reduce", 64 * MB, ranks=2).warnings
+
+
+def test_less_than_a_quarter_of_the_smallest_size_is_warned_of() -> None:
+    found = profile(curve()).predict("all_reduce", 1000, ranks=2)
+    assert found.warnings == ("1000 B is less than 1/4 of the smallest size measured, 1 MB",)
+
+
+def test_a_barrier_is_carried_over_by_its_messages_where_these_seemed_free() -> None:
+    free = OnOneHost.model_copy(update={"base_s": 0.0, "alpha_s": 0.0, "overhead_s": 0.0, "worlds": [2]})
+    barrier = curve("barrier", kind="line", points=[(0, 1e-3)], pieces=[Piece(alpha_s=1e-3, beta_s=0.0)])
+    known = Profile(name="", curves=[barrier], constants=[free])
+    assert known.predict("barrier", 0, ranks=4).seconds == pytest.approx(2e-3)
 
 
 def test_a_world_of_one_takes_no_time() -> None:

@@ -77,3 +77,13 @@ def test_pretend_nodes_share_one_host() -> None:
     pretend = OnOneHost.model_copy(update={"network": True, "one_host": True})
     here = OnOneHost.of("all_reduce", 2**20, ranks=4, nodes=1)
     assert pretend.of("all_reduce", 2**20, ranks=4, nodes=4) == here
+
+
+def test_a_rank_that_sends_and_receives_at_once_works_twice_as_long_as_one_that_only_sends() -> None:
+    works = Constants(backend="", device="", dtype="", network=False, rank_s=1e-9)
+    ring, one_way = (works.of(name, 1e6, ranks=2, nodes=1) for name in ("all_reduce", "broadcast"))
+    assert ring == pytest.approx(2 * one_way)
+    found = works.model_copy(
+        update=fit_constants(points(OnOneHost.model_copy(update={"rank_s": 4e-10})), backend="gloo", cores=2)
+    )
+    assert found.rank_s == pytest.approx(4e-10, rel=0.3)

@@ -94,6 +94,17 @@ def test_a_player_that_fails_is_a_row_with_the_reason_and_the_rest_is_measured(h
     assert skipped["reason"].startswith("skipped: broadcast failed at")
 
 
+def test_a_call_that_ends_and_took_too_long_is_given_up_without_a_culprit(on_ranks, tmp_path):
+    """gloo's own time-out is one of each message, and begins anew with every one of them."""
+    fault = {"how": "slow", "operation": "broadcast", "rank": -1}
+    codes, found = bench(on_ranks, tmp_path, fault=fault, timeout_s=0.5)
+    assert codes == [1, 0, 0]
+    assert by_operation(found) == {"all_reduce": {"ok"}, "broadcast": {"timeout"}, "barrier": {"ok"}}
+    late = [each for each in found if each["state"] == "timeout"]
+    assert [each["rank"] for each in late] == [None, None]
+    assert all(each["reason"].endswith("s on the slowest rank, longer than 0.5 s (timeout_s)") for each in late)
+
+
 def test_gloos_abort_on_a_size_mismatch_is_told_with_its_last_words(on_ranks, tmp_path):
     """Who receives more than it has room for is aborted from a thread of gloo's: no exception, no way to catch it."""
     fault = {"how": "mismatch", "operation": "broadcast", "rank": 0}

@@ -47,9 +47,11 @@ def test_only_variables_that_change_numbers_are_told():
 @pytest.mark.parametrize(
     ("environ", "backend", "interface"),
     [
-        ({"GLOO_SOCKET_IFNAME": "eth1"}, "gloo", "eth1"),
-        ({"GLOO_SOCKET_IFNAME": "eth1,eth2", "NCCL_SOCKET_IFNAME": "=ib0"}, "nccl", "ib0"),
-        ({"GLOO_SOCKET_IFNAME": "eth1,eth2"}, "nccl", "eth1"),
+        ({"GLOO_SOCKET_IFNAME": "far1"}, "gloo", "far1"),
+        ({"GLOO_SOCKET_IFNAME": "far1,far2", "NCCL_SOCKET_IFNAME": "=ib0"}, "nccl", "ib0"),
+        ({"GLOO_SOCKET_IFNAME": "far1,far2"}, "nccl", "far1"),
+        ({"NCCL_SOCKET_IFNAME": "l"}, "nccl", "lo"),
+        ({"NCCL_SOCKET_IFNAME": "^docker0,veth"}, "nccl", "lo"),
         ({}, "gloo", "lo"),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jobs.leftovers import state_of
 from jobs.train.world import World
 from support.live import wait_until
 
@@ -88,10 +89,7 @@ def silent(world: World, stopped: bool) -> dict:
     player = Player(play)
     while not player.told(5.0):
         pass
-    if stopped:
-        from jobs.leftovers import state_of
-
-        wait_until(lambda: state_of(player.pid) == "T", "the stop")
+    wait_until(lambda: state_of(player.pid) == ("T" if stopped else "S"), "the standstill")
     ending = player.end(0, silent=True)
     return {"how": ending.how, "stopped": ending.stopped, "where": ending.message}
 

@@ -11,6 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from collectives_bench.records import Block, End, Header, Result
+from collectives_bench.results.causes import findings
+from collectives_bench.results.compare import comparison
 from collectives_bench.results.files import COLUMNS, read_result, write_csv, write_result
 from collectives_bench.results.rows import rows_of
 from jobs.errors import JobFileError, MusterError, RunFolderError, StorageError
@@ -150,13 +152,17 @@ def test_a_torn_line_among_whole_ones_is_an_error_that_names_it(bench: Path) -> 
 
 
 @given(position=st.integers(0, 3000), byte=st.integers(0, 255))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=100)
 def test_any_byte_may_be_wrong_and_it_is_a_result_or_an_error_of_ours(bench: Path, position: int, byte: int) -> None:
     data = bytearray(lines_of(a_header(), *BLOCKS).encode())
     data[position % len(data)] = byte
     bench.write_bytes(bytes(data))
     with contextlib.suppress(MusterError):
-        rows_of(read_result([bench]))
+        result = read_result([bench])
+        rows = rows_of(result)
+        findings(result)
+        if rows:
+            comparison(rows, rows)
 
 
 def test_a_file_that_is_not_there_and_a_run_that_measured_nothing_are_named(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The table: one line a row under nccl-tests' headings, states in place of numbers, and a verdict."""
 
-from collectives_bench.records import Cell, HostFacts, Load, Result
+from collectives_bench.records import Cell, HostFacts, Load, Memory, Result
 from collectives_bench.results import audit, matrix, table
 from collectives_bench.results.rows import rows_of
 from support.measured import block, header, pairs, result, settings, wire, world
@@ -12,11 +12,11 @@ def test_a_section_has_a_name_row_a_unit_row_and_fixed_columns() -> None:
     lines = table.lines(rows_of(result(settings(operation=["all_reduce", "broadcast"]))))
     assert lines[1] == "# all_reduce: every rank gets the sum of all · 2 nodes x 1 rank, gloo on cpu"
     names, units, first, second = lines[2:6]
-    shown = "# size count type redop root place time +- min p99 algbw busbw #wrong n launches flags"
+    shown = "# size count type redop root place time +- min p99 b2b algbw busbw #wrong n launches flags"
     assert " ".join(names.split()) == shown
-    assert " ".join(units.split()) == "# (B) (elements) (us) (%) (us) (us) (GB/s) (GB/s)"
-    assert " ".join(first.split()) == "1048576 262144 fp32 sum - in 1160 1.0 1034 1740 0.90 0.90 0 60 3"
-    assert " ".join(second.split()) == "4194304 1048576 fp32 sum - in 4337 1.0 3865 6506 0.97 0.97 0 60 3"
+    assert " ".join(units.split()) == "# (B) (elements) (us) (%) (us) (us) (us) (GB/s) (GB/s)"
+    assert " ".join(first.split()) == "1048576 262144 fp32 sum - in 1160 1.0 1034 1740 1044 0.90 0.90 0 60 3"
+    assert " ".join(second.split()) == "4194304 1048576 fp32 sum - in 4337 1.0 3865 6506 3903 0.97 0.97 0 60 3"
     for name in ("size", "count", "time", "algbw", "busbw", "launches"):
         end = names.index(f" {name}") + len(name) + 1
         assert first[end - 1].isdigit()
@@ -41,7 +41,7 @@ def test_one_failed_launch_of_three_leaves_the_numbers_of_two() -> None:
     made = [block(world(), CELL, launch) for launch in range(2)]
     rows = rows_of(Result(blocks=[*made, block(world(), CELL, 2, state="timeout", reason="stalled")]))
     line = table.lines(rows)[-1]
-    assert line.split()[14] == "2/3"
+    assert line.split()[15] == "2/3"
     assert line.endswith("timeout: stalled (1 of 3 launches)")
     assert table.is_failed(rows)
 
@@ -51,7 +51,7 @@ def test_wrong_values_are_counted_and_fail_the_verdict() -> None:
     rows = rows_of(Result(blocks=made))
     assert "# wrong values: 7 in 1 checked row" in table.verdict(rows)
     assert table.verdict(rows)[-1] == "# verdict: FAILED"
-    assert table.lines(rows)[-1].split()[12] == "7"
+    assert table.lines(rows)[-1].split()[13] == "7"
 
 
 def test_what_a_backend_lacks_is_left_out_and_is_no_failure() -> None:
@@ -67,7 +67,7 @@ def test_a_barrier_has_a_time_and_neither_size_nor_bandwidth() -> None:
     cell = Cell(operation="barrier", dtype="fp32", asked_bytes=0, place="in")
     made = [block(world(), cell, launch, wrong=None) for launch in range(3)]
     line = table.lines(rows_of(Result(blocks=made)))[-1]
-    assert " ".join(line.split()) == "- - - - - in 101.0 1.0 90.00 151.5 - - - 60 3"
+    assert " ".join(line.split()) == "- - - - - in 101.0 1.0 90.00 151.5 90.90 - - - 60 3"
 
 
 def test_the_worst_flagged_rows_are_named_in_the_footer() -> None:
@@ -148,3 +148,15 @@ def test_bytes_on_the_wire_are_held_against_both_formulas() -> None:
     assert lines[4].split(maxsplit=8)[-4:] == ["2.00", "2.00", "+0.1", "as the formula"]
     assert lines[5].split(maxsplit=8)[-2:] == ["+56.0", "not as known, 134% more than the best algorithm"]
     assert audit.lines(rows_of(Result(blocks=[block(world(), CELL)]))) == []
+
+
+def test_hidden_memory_is_told_of_each_operation_at_its_largest_size() -> None:
+    size, memories = 1 << 20, {1: None, 4: 4 << 20, 8: 8 << 20}
+    made = []
+    for count, hidden in memories.items():
+        cell = Cell(operation="all_gather", dtype="fp32", asked_bytes=count * size, place="out")
+        memory = Memory(buffers_bytes=count * size * 3 // 2, hidden_bytes=hidden)
+        made.append(block(world(), cell, memory=memory))
+    lines = audit.memory(rows_of(Result(blocks=made)))
+    assert [line.split() for line in lines[3:]] == [["all_gather", "8", "MB", "out", "1.50", "1.00"]]
+    assert audit.memory(rows_of(Result(blocks=made[:1]))) == []

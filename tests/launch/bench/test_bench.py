@@ -1,5 +1,6 @@
 """`muster bench` as a user calls it: real ranks, one run a world, the table once, and the files."""
 
+import argparse
 import csv
 import json
 import os
@@ -16,6 +17,8 @@ import pytest
 from collectives_bench.records import Result
 from jobs.rundir import RunDir
 from launch import cli
+from launch.bench.measuring import prepare_worlds
+from launch.commands.bench import configure
 from support.live import wait_until
 
 QUICK = ("--launches", "2", "--block-s", "0.02", "--sizes", "8,64K")
@@ -153,6 +156,30 @@ def test_what_is_wrong_is_said_before_anything_starts(arguments, code, message, 
     assert cli.main(argv) == code
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shape"),
+    [
+        ("all_reduce", [(1, 2)]),
+        ("all_reduce -N 2", [(2, 1)]),
+        ("all_reduce -n 3", [(1, 3)]),
+        ("all_reduce -N 1,2 -n 1,3", [(1, 1), (1, 3), (2, 1), (2, 3)]),
+        ("--pairs", [(2, 1)]),
+        ("all_reduce -w n[1-3]", [(3, 1)]),
+        ("all_reduce -w n[1-3] -N 2 -n 2", [(2, 2)]),
+        ("--pairs -w n[1-4] -e n2", [(3, 1)]),
+        ("all_reduce --on slurm", [(2, 1)]),
+    ],
+)
+def test_where_nobody_says_all_hosts_are_measured_or_two_ranks_here(arguments, shape, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    worlds = prepare_worlds(parser.parse_args([*arguments.split(), "--runs", str(tmp_path)]))
+    placements = [world.prepared.context.placement for world in worlds if world.prepared is not None]
+    assert [(len(each.nodes), each.world_size // len(each.nodes)) for each in placements] == shape
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_training_job_is_sent_to_muster_run(tmp_path: Path, capsys) -> None:
