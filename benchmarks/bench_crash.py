@@ -1,8 +1,8 @@
 """A process that measures dies or stands still: is its rank named, how soon does the row stand, is the rest measured?
 
 `muster run` of a small benchmark on three ranks of this machine. While it measures, one rank's player is hit from
-outside, by a signal of any kind. To be met, each time: the row names that rank, within 2 s (within timeout_s + 2 s, if it
-only stands still), every other operation is measured, the file is whole, and the exit code is 1.
+outside, by a signal of any kind. To be met, each time: the row names that rank within 2 s (within timeout_s + 2 s if
+it only stands still), every other operation is measured, the file is whole, and the exit code is 1.
 
     .venv/bin/python benchmarks/bench_crash.py [--quick]        12 runs, about 2 minutes; quick: rank 1 only, 4 runs
 """
@@ -100,13 +100,11 @@ def main() -> int:
                 outcomes.append(one)
                 others = f"{one.measured}/{len(OPERATIONS) - 1}"
                 named = "yes" if one.named else "NO"
-                print(
-                    f"{one.signal:<8} {one.rank:>4} {named:>6} {one.seconds:>8.2f} {others:>7} {one.code:>5}  {one.reason}"
-                )
+                place = f"{one.signal:<8} {one.rank:>4} {named:>6}"
+                print(f"{place} {one.seconds:>8.2f} {others:>7} {one.code:>5}  {one.reason}")
     reached = all(one.reached for one in outcomes)
-    print(
-        f"reach: named, within {REACH_S:g} s (+ timeout_s if stopped), all others measured: {'yes' if reached else 'NO'}"
-    )
+    reach = f"named, within {REACH_S:g} s (+ timeout_s if stopped), all others measured"
+    print(f"reach: {reach}: {'yes' if reached else 'NO'}")
     record = {"benchmark": "crash of a benchmark's rank", "reached": reached, "timeout_s": TIMEOUT_S}
     print(json.dumps({**record, "runs": [asdict(one) for one in outcomes]}))
     return 0 if reached else 1

@@ -142,9 +142,8 @@ def by_bench(box: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         rows: dict[tuple[str, int], dict[str, Any]] = {}
         for block in read_result([out]).blocks:
             name, key = block.cell.operation, (block.cell.operation, block.nbytes)
-            row = rows.setdefault(
-                key, {"operation": name, "nbytes": block.nbytes, "times_s": [], "wrong": 0, "by": BENCH}
-            )
+            new = {"operation": name, "nbytes": block.nbytes, "times_s": [], "wrong": 0, "by": BENCH}
+            row = rows.setdefault(key, new)
             row["wrong"] += block.wrong if block.wrong is not None else 1  # a block that failed has none
             row["times_s"] += [each / 1e6 for each in block.samples_us]
         return list(rows.values())
@@ -195,10 +194,11 @@ def main() -> int:
     for row in rows:
         verdict = "" if row["reached"] else "  NO"
         held = f"  reach >= {REACH}{verdict or ': yes'}" if row["held"] else verdict
-        print(
+        text = (
             f"  {row['operation']:24} {size_text(row['nbytes']):>9} {row['median_s'] * 1e3:8.1f}ms {row['share']:7.3f} "
             f"{row['best']:7.3f} {row['wrong']:6d}  {row.get('by', ''):12}{held}"
         )
+        print(text.rstrip())
     reached = all(row["reached"] for row in rows)
     record = {"benchmark": "gloo_ring_bound", "reach": REACH, "reached": reached, "nodes": args.nodes, "rate": rate}
     print(json.dumps({**record, "ceiling": CEILING, "rows": rows}))

@@ -154,6 +154,8 @@ def assemble(env: RankEnv, settings: BenchSettings, timeout_s: float, arrived: C
         StartTimeoutError: a rank did not arrive in time.
     """
     check_torch(settings)
+    if settings.pairs and env.nodes < 2:
+        raise RefusedError(f"bench.pairs: needs 2 nodes or more, this job has {env.nodes}; set nodes: 2")
     check_interfaces(os.environ.get(GLOO_INTERFACES, ""))
     if not env.agent_store and env.rank == 0:
         env = replace(env, agent_store=True)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
+from collectives_bench.known import LEAST_JUDGED, deviation
 from collectives_bench.records import Wire, World
 from collectives_bench.results.table import number, way_of, world_text
 from collectives_bench.sizes import size_text
@@ -11,7 +12,6 @@ from collectives_bench.sizes import size_text
 if TYPE_CHECKING:
     from collectives_bench.results.rows import Row
 
-TOLERANCE: Final = 0.01
 WIDTHS: Final = (25, 10, 10, 12, 12, 12, 9)
 NAMES: Final = ("operation", "size", "place", "sent / S", "known / S", "best / S", "off")
 UNITS: Final = ("", "", "", "measured", "of this", "possible", "(%)")
@@ -61,17 +61,14 @@ def _line(row: "Row") -> str:
         *values,
         "-" if off is None else f"{round(off * 100, 1) + 0.0:+.1f}",
     )
-    return f"{_join(' ', cells)}  {_verdict(wire, off)}"
+    return f"{_join(' ', cells)}  {_verdict(row.cell.operation, wire)}"
 
 
-def _verdict(wire: Wire, off: float | None) -> str:
-    """Name what is odd: bytes that no formula of ours explains, or an algorithm that sends more than it must."""
-    words = []
-    if off is None or abs(off) > TOLERANCE:
-        words.append("not as known")
-    if wire.best_bytes and (more := wire.sent_bytes / wire.best_bytes - 1) > TOLERANCE:
-        words.append(f"{more:.0%} more than the best algorithm")
-    return ", ".join(words) or "as the formula"
+def _verdict(operation: str, wire: Wire) -> str:
+    """Name the deviation, with its reason where one is known."""
+    if wire.best_bytes < LEAST_JUDGED:
+        return f"not judged below {size_text(LEAST_JUDGED)}: headers count"
+    return deviation(operation, wire) or "as the formula"
 
 
 def _join(start: str, cells: Sequence[str]) -> str:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from collectives_bench.records import Block, Header, HostFacts, Result
+from collectives_bench.results.compare import Verdict, comparison
 from collectives_bench.results.finding import Finding
 from collectives_bench.results.rows import Row, rows_of
 from collectives_bench.results.stats import median
-from collectives_bench.results.symptoms import SYMPTOMS, log_mean
+from collectives_bench.results.symptoms import SYMPTOMS
+from jobs.errors import RefusedError
 from jobs.words import counted
 
 # Loopback of a 2-core machine, kernel 6.18, gloo, 100 MB, against reno.
@@ -78,14 +80,17 @@ def congestion_control(result: Result, rows: Sequence[Row]) -> Iterator[Finding]
     names = sorted({host.congestion_control for host in hosts} - {""})
     slow = [host for host in hosts if host.congestion_control.startswith("bbr")]
     if measured := _measured_control(result):
-        one, other, factor, count = measured
+        one, other, verdict, ratio = measured
+        told = verdict.verdict != "no verdict"
         yield Finding(
             f"TCP's congestion control is {one} in one run and {other} in another",
-            f"{counted(count, 'row')} measured with both",
-            f"{one} took {factor:.2f}x as long, measured here",
-            f"set it for all: sysctl -w net.ipv4.tcp_congestion_control={other if factor > 1 else one}",
-            factor=factor,
-            measured=True,
+            f"{ratio:.2f}x as long with {one}, over all rows measured with both",
+            f"{verdict.verdict}, measured here" if told else f"not to be told from noise here: {verdict.why}",
+            f"set it for all: sysctl -w net.ipv4.tcp_congestion_control={other if ratio > 1 else one}"
+            if told
+            else "let runs of both take turns, with more launches",
+            factor=ratio if told else None,
+            measured=told,
         )
     elif len(names) > 1:
         yield Finding(
@@ -106,8 +111,8 @@ def congestion_control(result: Result, rows: Sequence[Row]) -> Iterator[Finding]
         )
 
 
-def _measured_control(result: Result) -> tuple[str, str, float, int] | None:
-    """Compare runs that differ in congestion control: two names, how much slower the first is, in how many rows."""
+def _measured_control(result: Result) -> tuple[str, str, Verdict, float] | None:
+    """Compare runs that differ in congestion control: two names, and how the first does against the second."""
     blocks: dict[str, list[Block]] = {}
     for header in result.headers:
         controls = {host.congestion_control for host in header.hosts}
@@ -117,14 +122,12 @@ def _measured_control(result: Result) -> tuple[str, str, float, int] | None:
     if len(blocks) < 2:
         return None
     one, other = sorted(blocks, key=lambda name: not name.startswith("bbr"))[:2]
-    times = [
-        {(row.world, row.cell): row.p50_us for row in rows_of(Result(blocks=blocks[name])) if row.p50_us}
-        for name in (one, other)
-    ]
-    common = [key for key in times[0] if key in times[1]]
-    if not common:
+    try:
+        found = comparison(rows_of(Result(blocks=blocks[other])), rows_of(Result(blocks=blocks[one])))
+    except RefusedError:  # nothing was measured with both
         return None
-    return one, other, log_mean([times[0][key] / times[1][key] for key in common]), len(common)
+    verdicts = [each for each in (found.together, *found.rows) if each.ratio is not None]
+    return (one, other, verdicts[0], verdicts[0].ratio or 1.0) if verdicts else None
 
 
 def _blocks_of(header: Header, result: Result) -> list[Block]:

@@ -98,7 +98,7 @@ def slow(pairs: Iterable[Pair]) -> Findings:
         return Findings((), 0.0, "no pair was measured")
     seen = _seen(good)
     noise = median((each.high - each.low) / 2 for each in seen.values())
-    hosts = {node: host for pair in good for node, host in zip(pair.nodes, pair.hosts, strict=True)}
+    hosts = _names(good)
     if len(hosts) == 2:
         return _two(seen, hosts, noise)
     model = _Model(seen)
@@ -204,8 +204,8 @@ def _summary(
     if fast := sorted(link for link, each in model.seen.items() if each.high <= model.level - THRESHOLD):
         first = " → ".join(hosts[node] for node in fast[0])
         reasons.append(f"{first} is faster than most links: these are near each other, or most of the others are slow")
-    if doubtful:
-        suspects = ", ".join(" ".join(hosts[node] for node in each.nodes) for each in doubtful[:4])
+    if doubtful and noise <= NOISY:  # else everybody is a suspect
+        suspects = ", ".join(" - ".join(hosts[node] for node in each.nodes) for each in doubtful[:4])
         reasons.append(f"{suspects} seem{'s' if len(doubtful) == 1 else ''} slow, but not in every launch")
     if noise > NOISY:
         reasons.append(f"the times of one link differ by ±{noise:.0%}, which hides what is less than 15 % slower")
@@ -235,6 +235,12 @@ def _two(seen: Mapping[Link, _Seen], hosts: Mapping[int, str], noise: float) -> 
         way = f"{hosts[ends[0]]} → {hosts[ends[1]]} takes {ratio:.2f} x the time of the way back"
         text = f"{way}: what the first sends or the second receives is slow; {text}"
     return Findings((), noise, text)
+
+
+def _names(pairs: Iterable[Pair]) -> dict[int, str]:
+    """Call nodes by their hosts, where that tells them apart."""
+    hosts = {node: host for pair in pairs for node, host in zip(pair.nodes, pair.hosts, strict=True)}
+    return hosts if len(set(hosts.values())) == len(hosts) else {node: f"node {node}" for node in hosts}
 
 
 def _seen(pairs: Sequence[Pair]) -> dict[Link, _Seen]:

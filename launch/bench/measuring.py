@@ -74,7 +74,7 @@ def check(args: argparse.Namespace) -> None:
     words.check_output("--plot", args.plot, words.PLOTS)
     if args.plot is not None and args.pairs:
         raise UsageError(f"--plot {args.plot}: pairs are measured at one size, which is no line; leave one of both out")
-    if not args.what and not args.pairs:
+    if not any(args.what) and not args.pairs:
         raise UsageError(
             "WHAT: is missing; name a job file, or operations such as all_reduce,broadcast, or all, or give --pairs"
         )
@@ -88,13 +88,14 @@ def prepare_worlds(args: argparse.Namespace) -> list[World]:
         RefusedError: no world is possible.
     """
     settings = words.changes(args)
-    of_file = bool(args.what) and words.is_file(args.what)
-    names = [] if of_file else words.operations(args.what) if args.what else [ALL]
+    what = ",".join(args.what)
+    of_file = words.is_file(what)
+    names = [] if of_file else words.operations(what) if what else [ALL]
     worlds = []
     for nodes, ranks in words.worlds(args):
         changed = copy.copy(args)
         if of_file:
-            changed.job, changed.job_text = args.what, None
+            changed.job, changed.job_text = what, None
             changed.nodes, changed.ranks_per_node = nodes, ranks
             changed.overrides = [*words.overrides(settings), *args.overrides]
         else:

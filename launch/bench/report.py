@@ -26,9 +26,9 @@ def deliver(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
 
     result = read_result([run.path for run in runs])
     rows = rows_of(result)
-    show(result, as_json=args.json)
-    if args.out is not None:
+    if args.out is not None:  # before the rest, which a reader that goes away (| head) may end
         write(result, rows, Path(args.out))
+    show(result, as_json=args.json)
     if args.plot is not None:
         plot(rows, Path(args.plot))
     return int(is_failed(result, rows))

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +101,7 @@ def operations(word: str) -> list[str]:
     Raises:
         UsageError: one is unknown, or measures nothing.
     """
-    names = _words(word)
+    names = list(dict.fromkeys(_words(word)))
     valid = (ALL, OURS, *OPERATIONS)
     for name in names:
         if name == HELLO:
@@ -188,3 +189,6 @@ def check_output(flag: str, given: str | None, suffixes: tuple[str, ...]) -> Non
         raise UsageError(f"{flag} {given}: must end in {' or '.join(suffixes)}")
     if not path.parent.is_dir():
         raise UsageError(f"{flag} {given}: no such folder: {path.parent}; make it, or choose another")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        found = "is a folder" if path.is_dir() else f"you may not write into {path.parent.absolute()}"
+        raise UsageError(f"{flag} {given}: {found}; choose another file")

@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = EPILOG
     parser.add_argument(
-        "what", metavar="WHAT", nargs="?", help="a job file, or operations: all_reduce,broadcast, or all, or ours"
+        "what", metavar="WHAT", nargs="*", help="a job file, or operations: all_reduce,broadcast, or all, or ours"
     )
     add_choices(parser)
     results = parser.add_argument_group("results")

@@ -91,5 +91,5 @@ def test_one_comparison_is_measured_by_the_real_engine(tmp_path: Path) -> None:
     record = json.loads(done.stdout.splitlines()[-1])
     assert (record["comparisons"], record["launches"]) == (1, 3), done.stderr
     blocks = read_result([tmp_path / "comparison-000.jsonl"]).blocks
-    assert len(blocks) == 3 * len(a_a_compare.ARMS) * 4
+    assert len(blocks) == 3 * len(a_a_compare.ARMS) * 6
     assert {block.state for block in blocks} == {"ok"}

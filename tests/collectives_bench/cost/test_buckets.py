@@ -5,7 +5,7 @@ from math import sqrt
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives_bench.cost import buckets
@@ -21,6 +21,7 @@ def line(nbytes: int) -> float:
     return ALPHA + nbytes / RATE
 
 
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 9 * MB), min_size=1, max_size=40))
 def test_torch_buckets_are_those_that_torch_makes(sizes):
     tensors = [torch.empty(size, dtype=torch.uint8, device="meta") for size in sizes]
@@ -65,6 +66,7 @@ def test_the_last_byte_leaves_when_the_drawn_time_line_says(made, lanes, wanted)
     assert buckets.finish_s(made, float, lanes) == pytest.approx(wanted)
 
 
+@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(1, 1000), st.floats(0, 50)), min_size=1, max_size=20),
     st.integers(1, 4),

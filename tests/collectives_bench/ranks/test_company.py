@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from collectives_bench.ranks.company import Company, Seat, device_of, hosts_of
+from collectives_bench.ranks.company import Company, Seat, assemble, device_of, hosts_of
 from collectives_bench.records import HostFacts, World
 from collectives_bench.settings import BenchSettings
 from jobs.errors import RefusedError
@@ -41,6 +41,12 @@ def test_gpus_that_were_asked_for_and_are_not_there_are_refused(backend, device,
     settings = BenchSettings(operation=["barrier"], backend=backend, device=device)
     with pytest.raises(RefusedError, match=r"^bench\.device: "):
         device_of(settings, 0, peers)
+
+
+def test_pairs_of_one_node_are_refused_however_many_ranks_it_has() -> None:
+    env = RankEnv(0, 4, 0, 4, 0, 1, "127.0.0.1", 1)
+    with pytest.raises(RefusedError, match=r"^bench\.pairs: needs 2 nodes or more, this job has 1"):
+        assemble(env, BenchSettings(operation=["barrier"], pairs=True), 1.0, lambda: None)
 
 
 def test_a_node_has_the_cores_of_all_its_ranks_in_whatever_order_they_come() -> None:

@@ -68,9 +68,21 @@ def test_two_runs_that_differ_in_congestion_control_measure_its_cost() -> None:
     finding = only(*runs, blocks=blocks)
     assert finding.measured
     assert finding.factor == pytest.approx((1.35 * 2.0) ** 0.5)
-    assert "bbr took 1.64x as long, measured here" in finding.cost
-    assert "2 rows measured with both" in finding.evidence
+    assert finding.evidence == "1.64x as long with bbr, over all rows measured with both"
+    assert finding.cost == "worse, measured here"
     assert finding.advice.endswith("=reno")
+
+
+def test_two_runs_that_differ_by_noise_measure_no_cost() -> None:
+    runs = [
+        a_header(a_host(congestion_control="bbr"), time=999.0),
+        a_header(a_host(congestion_control="reno"), time=1999.0),
+    ]
+    noise = (100.0, 300.0, 150.0, 90.0, 200.0)
+    blocks = [a_block([value] * 7, launch=start + i) for start in (0, 1000) for i, value in enumerate(noise)]
+    finding = only(*runs, blocks=blocks)
+    assert (finding.measured, finding.factor) == (False, None)
+    assert finding.cost.startswith("not to be told from noise here")
 
 
 def test_hosts_that_differ_in_congestion_control_are_told() -> None:

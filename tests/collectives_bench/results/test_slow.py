@@ -170,6 +170,23 @@ def test_one_fast_pair_of_four_nodes_is_told_but_nobody_is_blamed():
     assert "node0 → node1 is faster than most links" in found.undecided
 
 
+def test_nodes_of_one_host_are_told_apart_by_their_numbers():
+    pairs = [pair.model_copy(update={"hosts": ("vm", "vm")}) for pair in measured(4, with_slow_link(1, 3), noise=0.001)]
+    (line,) = slow(pairs).lines()
+    assert line.startswith("slow link: node 1 ↔ node 3 (nodes 1 and 3), ")
+
+
+def test_a_suspect_that_is_slow_in_some_launches_only_is_no_culprit():
+    pairs = [
+        pair
+        for launch in range(5)
+        for pair in measured(4, with_slow_link(0, 1) if launch < 3 else healthy, launches=1, noise=0.001, drift=0.0)
+    ]
+    found = slow(pairs)
+    assert found.slow == ()
+    assert found.undecided.startswith("node0 - node1 seems slow, but not in every launch")
+
+
 def test_pairs_that_failed_are_left_out():
     pairs = measured(3, healthy)
     failed = [pair.model_copy(update={"state": "failed", "there": None, "back": None}) for pair in pairs]

@@ -16,7 +16,7 @@ def test_a_section_has_a_name_row_a_unit_row_and_fixed_columns() -> None:
     assert " ".join(names.split()) == shown
     assert " ".join(units.split()) == "# (B) (elements) (us) (%) (us) (us) (us) (GB/s) (GB/s)"
     assert " ".join(first.split()) == "1048576 262144 fp32 sum - in 1160 1.0 1034 1740 1044 0.90 0.90 0 60 3"
-    assert " ".join(second.split()) == "4194304 1048576 fp32 sum - in 4337 1.0 3865 6506 3903 0.97 0.97 0 60 3"
+    assert " ".join(second.split()) == "4194304 1048576 fp32 sum - in 4337 1.0 3865 6506 3904 0.97 0.97 0 60 3"
     for name in ("size", "count", "time", "algbw", "busbw", "launches"):
         end = names.index(f" {name}") + len(name) + 1
         assert first[end - 1].isdigit()
@@ -139,14 +139,25 @@ def test_a_pair_that_failed_is_said() -> None:
 
 
 def test_bytes_on_the_wire_are_held_against_both_formulas() -> None:
-    cells = [Cell(operation=name, dtype="fp32", asked_bytes=1 << 20, place="in") for name in ("all_reduce", "reduce")]
-    size = float(1 << 20)
-    found = (wire(2.002 * size, 2 * size, 2 * size), wire(2.34 * size, 1.5 * size, 1 * size))
+    names, size = ("all_reduce", "reduce_scatter", "reduce"), float(4 << 20)
+    cells = [Cell(operation=name, dtype="fp32", asked_bytes=4 << 20, place="in") for name in names]
+    cells.append(Cell(operation="all_reduce", dtype="fp32", asked_bytes=4096, place="in"))
+    found = (
+        wire(2.002 * size, 2 * size, 2 * size),
+        wire(2 * size, 2 * size, size),
+        wire(2.34 * size, 1.5 * size, size),
+        wire(9000.0, 8192.0, 8192.0),
+    )
     rows = rows_of(Result(blocks=[block(world(), cell, wire=each) for cell, each in zip(cells, found, strict=True)]))
     lines = audit.lines(rows)
     assert lines[1] == "# bytes that all ranks together sent (eth0), over S · 2 nodes x 1 rank, gloo on cpu"
-    assert lines[4].split(maxsplit=8)[-4:] == ["2.00", "2.00", "+0.1", "as the formula"]
-    assert lines[5].split(maxsplit=8)[-2:] == ["+56.0", "not as known, 134% more than the best algorithm"]
+    told = {tuple(line.split()[:3]): " ".join(line.split()[4:]) for line in lines[4:]}
+    assert told["all_reduce", "4", "MB"] == "2.00 2.00 2.00 +0.1 as the formula"
+    assert told["all_reduce", "4", "KB"].endswith("not judged below 1 MB: headers count")
+    assert told["reduce_scatter", "4", "MB"].startswith("2.00 2.00 1.00 +0.0 reduce_scatter moves 2.00 x the best")
+    assert told["reduce", "4", "MB"].endswith(
+        "+56.0 reduce moves 2.34 x the best algorithm's bytes; 1.50 x was expected of it"
+    )
     assert audit.lines(rows_of(Result(blocks=[block(world(), CELL)]))) == []
 
 

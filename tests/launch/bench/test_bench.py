@@ -86,14 +86,14 @@ def test_operations_are_measured_shown_once_and_written_as_json_csv_and_a_plot(t
 
 @pytest.mark.ranks
 def test_every_world_of_a_grid_is_a_run_and_one_that_is_refused_leaves_the_others(tmp_path: Path) -> None:
-    process = bench("send_recv", *QUICK, "-N", "1", "-n", "1,2", runs=tmp_path / "runs")
+    process = bench(*QUICK, "send_recv", "ping_pong", "-N", "1", "-n", "1,2", runs=tmp_path / "runs")
     out, err = process.communicate(timeout=50)
     assert process.returncode == 78, err
     assert "[1/2] nodes=1 ranks_per_node=1\nmuster: command line: bench.operation: send_recv needs 2 ranks" in err
     assert "[2/2] nodes=1 ranks_per_node=2\nrun " in err
-    assert re.search(r"^measuring 2 cells in 2 launches: 1 node x 2 ranks, gloo on cpu$", err, re.MULTILINE)
-    assert "\nlaunch 2 of 2: 2 cells\n" in err
-    assert len(measured(out)) == 2
+    assert re.search(r"^measuring 4 cells in 2 launches: 1 node x 2 ranks, gloo on cpu$", err, re.MULTILINE)
+    assert "\nlaunch 2 of 2: 4 cells\n" in err
+    assert len(measured(out)) == 4
     assert out.splitlines()[-1] == "# verdict: OK"
     assert len(list((tmp_path / "runs").iterdir())) == 1
 

@@ -87,7 +87,7 @@ def test_a_wrong_grid_is_a_usage_error(arguments: str, message: str) -> None:
 
 
 def test_operations_are_names_of_the_catalog() -> None:
-    assert operations("broadcast, reduce") == ["broadcast", "reduce"]
+    assert operations("broadcast, reduce,broadcast") == ["broadcast", "reduce"]
     with pytest.raises(UsageError, match=r"unknown operation 'al_reduce'; did you mean 'all_reduce'\? \(valid: all,"):
         operations("al_reduce")
     with pytest.raises(UsageError, match="hello: measures nothing"):
@@ -116,10 +116,12 @@ def test_settings_over_a_job_file_are_spelt_as_overrides_that_read_back_the_same
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [("x.gif", "must end in .png or .svg or .pdf"), ("none/x.png", "no such folder: none")]
+    ("given", "message"),
+    [("x.gif", "must end in .png or .svg or .pdf"), ("none/x.png", "no such folder: none"), ("d.png", "is a folder")],
 )
 def test_a_file_that_could_not_be_written_is_refused_before_anything_starts(given, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.png").mkdir()
     with pytest.raises(UsageError, match=message):
         words.check_output("--plot", given, words.PLOTS)
     words.check_output("--plot", None, words.PLOTS)

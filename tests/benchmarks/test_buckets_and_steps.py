@@ -1,0 +1,63 @@
+"""The arithmetic of the benchmarks of buckets and steps, without ranks."""
+
+import json
+
+import bucket_size
+import pytest
+import step_prediction
+
+from collectives_bench.cost import profile
+from collectives_bench.cost.exposed import Compute
+from jobs.rundir import RunDir
+
+
+def test_the_fit_of_a_line_finds_it_whatever_single_outliers_do():
+    singles = {str(size): [1e-3 + size * 1e-9] * 4 + [1.0] for size in bucket_size.SIZES}
+    assert bucket_size.fitted(singles) == pytest.approx((1e-3, 1e-9))
+
+
+def test_regret_is_what_the_chosen_size_costs_beyond_the_measured_best():
+    slow = {str(size): [0.060] for size in bucket_size.SIZES} | {str(8 * 2**20): [0.050]}
+    found = {"alone": {"sleep 50": 0.050}, "measured": {"sleep 50": slow}}
+    row = bucket_size.compare(found, (0.3e-3, 1 / 1.3e9), "sleep 50", "same launch")
+    assert (row["chosen"], row["best"]) == (4 * 2**20, 8 * 2**20)
+    assert row["regret"] == pytest.approx(0.2)
+    assert len(row["predicted_ms"]) == len(bucket_size.SIZES)
+
+
+def test_exposed_is_what_the_slowest_rank_waits_and_first_steps_do_not_count(tmp_path):
+    run = RunDir(tmp_path)
+    run.attempt(0).path.mkdir()
+    for rank in range(step_prediction.NODES):
+        rows = [
+            {
+                "step_s": 1.0,
+                "forward_s": 0.1,
+                "backward_s": 0.1 + 0.1 * rank,
+                "communication_s": 0.9 - 0.1 * rank + step,
+            }
+            for step in range(4)
+        ]
+        run.attempt(0).metrics(rank).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = step_prediction.measured(run)
+    assert found["exposed"] == pytest.approx([2.6, 3.6])
+    assert found["rank 0"] == pytest.approx([2.9, 3.9])
+    assert found["backward"] == pytest.approx([0.4, 0.4])
+
+
+def test_the_box_s_modes_are_predicted_from_a_profile_and_lie_above_their_links_alone():
+    told = step_prediction.predicted(profile.link(1e9), Compute(0.1, 0.1))
+    assert set(told) == set(step_prediction.MODES)
+    rows = step_prediction.rows_of(
+        "1gbit", 1e9, {mode: {"exposed": [1.0], "rank 0": [1.0], "backward": [0.1]} for mode in told}, told
+    )
+    bounds = {row["mode"]: row["bound_s"] for row in rows}
+    assert bounds == pytest.approx({"allreduce": 0.443, "gather_scatter": 1.772, "ddp": 0.443}, abs=0.001)
+    assert all(told[mode] >= bounds[mode] for mode in ("allreduce", "gather_scatter"))
+    assert told["ddp"] < bounds["ddp"]  # a part of it is hidden
+
+
+def test_no_call_of_the_bench_takes_longer_than_its_limit():
+    jobs = step_prediction.bench_jobs(100e6, 1)
+    assert max(jobs["all_reduce"]["bench"]["sizes"]) == 9437184
+    assert max(jobs["gather_scatter"]["bench"]["sizes"]) == 4718592
