@@ -6,7 +6,8 @@
     +25    every call takes 25 % longer
 
 One comparison is `--launches` fresh launches of each: the real engine, conductors that fork players that make process
-groups over gloo. Launches take turns, A A' +10 +25 +25 +10 A' A ..., so any two of them are interleaved A B B A.
+groups over gloo. Launches take turns, such as A +10 A' +25 +25 A' +10 A, in another order every eight, so that any two
+of the four are interleaved A B B A.
 The slowdown is made, not multiplied: after each call of the measured operation that rank's process spins for another
 tenth (quarter) of the time that the call took on it, before its clock is read. Where others want the cores as well that
 costs more than a tenth: the last column says how much was made of it. `--inject clock` lets the ranks' clocks run fast
@@ -22,6 +23,7 @@ that others took. Of 50 comparisons 5 % are two.
 import argparse
 import json
 import os
+import random
 import socket
 import statistics
 import sys
@@ -62,10 +64,13 @@ def settings_of(launches: int, seed: int) -> BenchSettings:
     )
 
 
-def arm_of(launch: int) -> str:
-    """Name the arm of a launch: forwards in even rounds, backwards in odd ones."""
-    arms = list(ARMS)
-    turn, place = divmod(launch, len(arms))
+def arm_of(launch: int, seed: int) -> str:
+    """Name the arm of a launch: the arms in a random order, then backwards, then in another order.
+
+    Random, for a launch is slower after one that used the cores more, where others want them too.
+    """
+    turn, place = divmod(launch, len(ARMS))
+    arms = random.Random(f"{seed}/{turn // 2}").sample(list(ARMS), len(ARMS))
     return arms[place if turn % 2 == 0 else len(arms) - 1 - place]
 
 
@@ -76,7 +81,7 @@ def slow_down(inject: str) -> None:
     play, prepare, loop = conductor.play, operations.prepare, sampling.HostClock.loop
 
     def slower_play(company, settings, cells, order, tell, page):
-        factor = ARMS[arm_of(order.launch)]
+        factor = ARMS[arm_of(order.launch, settings.seed)]
 
         def slower_prepare(*arguments):
             call = prepare(*arguments)
@@ -159,8 +164,10 @@ def measured(folder: Path, args: argparse.Namespace, limit_s: float) -> list[Pat
 def arms_of(path: Path) -> dict[str, list[Block]]:
     """Read one comparison's launches and sort them by arm."""
     arms: dict[str, list[Block]] = {arm: [] for arm in ARMS}
-    for block in read_result([path]).blocks:
-        arms[arm_of(block.launch)].append(block)
+    result = read_result([path])
+    seed = int(result.headers[0].settings["seed"])
+    for block in result.blocks:
+        arms[arm_of(block.launch, seed)].append(block)
     return arms
 
 

@@ -1,12 +1,13 @@
 """The bucket size that the cost model chooses, against the best of a sweep: 64 MB of gradients, bucketed all-reduces.
 
-    fit          single async all-reduces of seven sizes in this launch: a line, alpha + bytes / rate
+    fit          single async all-reduces of seven sizes in this launch, fitted as `muster bench fit` does
     measured     a backward in 64 equal parts; each bucket is all-reduced, async, when its last part is ready
     backward     `sleep`: 50 ms, then 150 ms, in which the cores are free; `work`: as much of real matrix products
     stored       the choice of this launch from the fit of an earlier one, with fresh processes
 
 Regret is how much slower the chosen size is than the best of the seven, by their measured medians over rounds in which
-the sizes take turns. Reach: 3 % with the fit of the same launch, 10 % with a stored one.
+the sizes take turns. Reach: 3 % with the fit of the same launch, 10 % with a stored one, under both kinds of backward.
+What a collective beside a backward takes from its cores is not in the model: with `work` on this machine that shows.
 
     .venv/bin/python benchmarks/bucket_size.py [--rounds 9] [--launches 4] [--quick]       two ranks on this machine
     sudo .venv/bin/python benchmarks/bucket_size.py --box 1gbit                            four nodes of a box
@@ -24,14 +25,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives_bench.cost import buckets
+from collectives_bench.cost import buckets, pieces
 from collectives_bench.cost.buckets import MB, Lanes
 
 TOTAL, PARTS = 64 * MB, 64
 SIZES = tuple(count * MB for count in (1, 2, 4, 8, 16, 32, 64))
 BACKWARDS = {"sleep 50": ("sleep", 0.05), "sleep 150": ("sleep", 0.15), "work": ("work", 0.15)}
 IN_BOX = {"sleep 500": ("sleep", 0.5), "sleep 1500": ("sleep", 1.5), "work": ("work", 0.5)}  # the network takes 0.8 s
-SAME_REACH, STORED_REACH = 0.03, 0.10
+REACH = {"same launch": 0.03, "stored": 0.10}
 LIMIT_S = 900
 
 
@@ -147,24 +148,15 @@ def _run(commands: Sequence[list[str]], common: dict[str, str]) -> dict[str, Any
     return found
 
 
-def fitted(singles: dict[str, list[float]]) -> tuple[float, float]:
-    """Return alpha in seconds and seconds a byte: the line with the least relative errors through the medians."""
-    points = [(int(size), statistics.median(times)) for size, times in singles.items()]
-    weights = [1 / took**2 for _, took in points]
-    whole = sum(weights)
-    mean_size = sum(w * size for w, (size, _) in zip(weights, points, strict=True)) / whole
-    mean_took = sum(w * took for w, (_, took) in zip(weights, points, strict=True)) / whole
-    spread = sum(w * (size - mean_size) ** 2 for w, (size, _) in zip(weights, points, strict=True))
-    both = sum(w * (size - mean_size) * (t - mean_took) for w, (size, t) in zip(weights, points, strict=True))
-    beta = both / spread
-    return max(mean_took - beta * mean_size, 0.0), beta
+def fitted(singles: dict[str, list[float]]) -> pieces.Fitted:
+    """Fit a curve through the medians, as `muster bench fit` does."""
+    return pieces.choose(tuple(sorted((int(size), statistics.median(times)) for size, times in singles.items())))
 
 
-def compare(found: dict[str, Any], line: tuple[float, float], backward: str, how: str) -> dict[str, Any]:
+def compare(found: dict[str, Any], fit: pieces.Fitted, backward: str, how: str) -> dict[str, Any]:
     """Predict the sweep and choose; return the choice with its regret."""
-    alpha, beta = line
     gradients = buckets.uniform(TOTAL, PARTS, found["alone"][backward])
-    points = buckets.curve(gradients, lambda nbytes: alpha + beta * nbytes, Lanes.of("gloo"), SIZES)
+    points = buckets.curve(gradients, fit.seconds, Lanes.of("gloo"), SIZES)
     measured = {int(size): statistics.median(times) for size, times in found["measured"][backward].items()}
     choice = buckets.choose(points, 0.0)
     best = min(measured, key=lambda size: measured[size])
@@ -193,6 +185,17 @@ def show(row: dict[str, Any]) -> None:
     print(f"            predicted {row['predicted_ms']} ms")
 
 
+def verdict(rows: Sequence[dict[str, Any]], how: str, kind: str) -> bool:
+    """Print the regret of one fit under one kind of backward; say whether its median is in reach."""
+    regrets = [row["regret"] for row in rows if row["fit"] == how and row["backward"].startswith(kind)]
+    middle = statistics.median(regrets)
+    print(
+        f"{how}, {kind}: regret {100 * middle:.1f} % (median of {len(regrets)}; largest {100 * max(regrets):.1f} %); "
+        f"reach <= {100 * REACH[how]:.0f} %: {'yes' if middle <= REACH[how] else 'NO'}"
+    )
+    return middle <= REACH[how]
+
+
 def main() -> int:
     """Measure launches, compare each with its own fit and with the one before, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -216,17 +219,11 @@ def main() -> int:
             rows.append(compare(found, fits[number - 1], backward, "stored"))
     for row in rows:
         show(row)
-    regrets = {how: [row["regret"] for row in rows if row["fit"] == how] for how in ("same launch", "stored")}
-    reached = []
-    for how, reach in (("same launch", SAME_REACH), ("stored", STORED_REACH)):
-        middle = statistics.median(regrets[how])
-        reached.append(middle <= reach)
-        print(
-            f"{how}: regret {100 * middle:.1f} % (median of {len(regrets[how])}; largest "
-            f"{100 * max(regrets[how]):.1f} %); reach <= {100 * reach:.0f} %: {'yes' if reached[-1] else 'NO'}"
-        )
-    lines = [{"alpha_s": alpha, "s_per_byte": beta} for alpha, beta in fits]
-    print(json.dumps({"benchmark": "bucket size", "box": args.box, "rows": rows, "fits": lines, "regrets": regrets}))
+    reached = [verdict(rows, how, kind) for how in REACH for kind in ("sleep", "work")]
+    curves = [{"kind": fit.kind, "pieces": [each.model_dump() for each in fit.pieces]} for fit in fits]
+    print(
+        json.dumps({"benchmark": "bucket size", "box": args.box, "rows": rows, "fits": curves, "reached": all(reached)})
+    )
     return 0 if all(reached) else 1
 
 

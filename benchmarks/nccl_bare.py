@@ -4,7 +4,7 @@
     ours      collectives_bench/ranks: warm-up, samples one by one behind a busy-wait (the median), and the loop back to
               back that every block ends with; data written and every element of the result compared
 
-For each operation and size bare, ours, bare are measured in this order, and ours is divided by the mean of the two.
+For each operation and size both are measured in turns, bare first and last, and their medians are compared.
 Held to reach is the loop, for a bare loop is one: like with like. A single call, which `muster bench` shows as its
 time, pays the start of its kernels alone, which no loop shows; its ratio stands beside. busbw is as in nccl-tests, GB/s
 is 1e9 bytes a second. Measured before on 4 x H200 with such a loop: all_reduce 1 GB 354 GB/s, 1 MB in 32 us.
@@ -20,6 +20,7 @@ import json
 import os
 import selectors
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -31,7 +32,8 @@ REACH = 0.02
 HELD_BYTES = 64 * 2**20
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")
 SIZES = "1M:1G:4"
-BARE_S = 0.05  # about how long a bare loop takes
+REPEATS = 4
+BARE_S = 0.04  # about how long a bare loop takes
 START_LIMIT_S = 120.0
 ROW_LIMIT_S = 40.0
 BLOCK_S = 0.25
@@ -83,7 +85,7 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     nbytes = actual_bytes(operation, size, ranks, "fp32")
     voices = Voices(control, lambda: None)
     bare = bare_call(name, nbytes // 4, device)
-    before_us = bare_us(bare, voices)
+    calls = bare_calls(bare, voices)
     cell = Cell(operation=name, dtype="fp32", asked_bytes=size, place=operation.places[0])
     call = prepare(cell, nbytes, group, device)
     sampler = Sampler(StreamClock(voices, group, device), voices, BenchSettings(block_s=BLOCK_S))
@@ -93,16 +95,20 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     dist.all_reduce(wrong, group=control)
     sampler.warm_up(call.run, first_us)
     single_us = stats.median(sampler.latency(call.run).slowest)
-    loop_us, calls = sampler.back_to_back(call.run, single_us)
-    after_us = bare_us(bare, voices)
+    bare_us, loop_us = [bare_loop(bare, calls, voices)], []
+    for repeat in range(REPEATS):  # bare, ours, ours, bare, bare, ...: what drifts meets both
+        for ours in (True, False) if repeat % 2 == 0 else (False, True):
+            if ours:
+                loop_us.append(sampler.back_to_back(call.run, single_us)[0])
+            else:
+                bare_us.append(bare_loop(bare, calls, voices))
     return {
         "operation": name,
         "ranks": ranks,
         "nbytes": nbytes,
-        "bare_us": [before_us, after_us],
+        "bare_us": bare_us,
         "loop_us": loop_us,
         "single_us": single_us,
-        "calls": calls,
         "wrong": int(wrong.item()),
         "factor": operation.bus_factor(ranks),
     }
@@ -138,25 +144,26 @@ def bare_call(name: str, count: int, device: Any) -> Callable[[], object]:
     return calls[name]
 
 
-def bare_us(run: Callable[[], object], voices: Any) -> float:
+def bare_loop(run: Callable[[], object], calls: int, voices: Any) -> float:
     """Time calls back to back between two events; return the microseconds of one on the slowest rank."""
     import torch
 
-    def loop(calls: int) -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        voices.barrier()
-        begin.record()
-        for _ in range(calls):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        everybody = voices.gather([begin.elapsed_time(end) / calls * 1e3])
-        return float(max(each[0] for each in everybody))
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    voices.barrier()
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    everybody = voices.gather([begin.elapsed_time(end) / calls * 1e3])
+    return float(max(each[0] for each in everybody))
 
-    loop(3)
-    once_us = loop(5)
-    return loop(max(10, min(200, int(BARE_S * 1e6 / once_us))))
+
+def bare_calls(run: Callable[[], object], voices: Any) -> int:
+    """Warm up, and return how many calls make a bare loop long enough."""
+    bare_loop(run, 3, voices)
+    return max(10, min(200, int(BARE_S * 1e6 / bare_loop(run, 5, voices))))
 
 
 def play(gpus: int, operations: list[str], args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -248,16 +255,16 @@ def show(row: dict[str, Any]) -> None:
     """Print one row, and write into it what follows from it: bandwidths and ratios."""
     from collectives_bench.sizes import size_text
 
-    bare = sum(row["bare_us"]) / len(row["bare_us"])
+    bare, loop = statistics.median(row["bare_us"]), statistics.median(row["loop_us"])
     gb_s = row["nbytes"] * row["factor"] / 1e3  # / microseconds
-    row["loop_ratio"], row["single_ratio"] = row["loop_us"] / bare, row["single_us"] / bare
+    row["loop_ratio"], row["single_ratio"] = loop / bare, row["single_us"] / bare
     row["held"] = row["nbytes"] >= HELD_BYTES * 0.99  # chunks are rounded down
     row["reached"] = row["wrong"] == 0 and (not row["held"] or abs(row["loop_ratio"] - 1) <= REACH)
     verdict = ("yes" if row["reached"] else "NO") if row["held"] or row["wrong"] else "-"
-    spread = abs(row["bare_us"][0] / row["bare_us"][1] - 1)
+    spread = max(row["bare_us"]) / min(row["bare_us"]) - 1
     print(
-        f"  {row['operation']:16} {row['ranks']:2d} {size_text(row['nbytes']):>9} {bare:10.1f} {row['loop_us']:10.1f} "
-        f"{row['single_us']:10.1f} {gb_s / bare:8.1f} {gb_s / row['loop_us']:8.1f} {gb_s / row['single_us']:8.1f} "
+        f"  {row['operation']:16} {row['ranks']:2d} {size_text(row['nbytes']):>9} {bare:10.1f} {loop:10.1f} "
+        f"{row['single_us']:10.1f} {gb_s / bare:8.1f} {gb_s / loop:8.1f} {gb_s / row['single_us']:8.1f} "
         f"{row['loop_ratio']:7.3f} {row['single_ratio']:7.3f} {spread:7.3f} {row['wrong']:5d}  {verdict}",
         flush=True,
     )
@@ -283,7 +290,7 @@ def main() -> int:
 
     there = torch.cuda.device_count()  # starts no CUDA here
     rows = []
-    print("  times in us, busbw in GB/s; ratios are ours / bare; spread is that of the two bare loops")
+    print("  times in us, busbw in GB/s; ratios are ours / bare; spread is that of the bare loops")
     print(
         f"  {'operation':16} {'n':>2} {'size':>9} {'bare':>10} {'loop':>10} {'single':>10} {'bare':>8} {'loop':>8} "
         f"{'single':>8} {'loop':>7} {'single':>7} {'spread':>7} {'wrong':>5}  within {REACH:.0%}"

@@ -119,7 +119,7 @@ def at_rate(rate: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         tempfile.TemporaryDirectory() as folder,
         box_up(BoxSpec(name=f"steps{os.getpid()}", nodes=NODES, rate=bits_s)) as box,
     ):
-        bench = Bench(box.name, Path(folder))
+        bench = Bench(box.name, Path(folder) if args.keep is None else _made(args.keep / rate))
         for when in ("before", "after"):
             for operation, job in bench_jobs(bits_s, args.launches).items():
                 results.append(bench.run(f"{operation}-{when}".replace("_", "-"), job).path)
@@ -131,6 +131,11 @@ def at_rate(rate: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     alone = steps["allreduce"]
     compute = Compute(statistics.median(alone["forward"]), statistics.median(alone["backward"]))
     return rows_of(rate, bits_s, steps, predicted(profile, compute))
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
 
 
 def rows_of(
@@ -175,6 +180,7 @@ def main() -> int:
     parser.add_argument("--rates", default="100mbit,1gbit")
     parser.add_argument("--steps", type=int, default=8, help="that count, in each mode")
     parser.add_argument("--launches", type=int, default=2, help="of the bench, before and again after")
+    parser.add_argument("--keep", metavar="DIR", type=Path, help="a new folder for the runs, to look at")
     parser.add_argument("--quick", action="store_true")
     args = parser.parse_args()
     if args.quick:

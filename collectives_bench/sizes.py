@@ -1,4 +1,4 @@
-"""Sizes as people write them: 512K, 36.9MB, 1G, ranges 512K:1G, lists by name. K, M, G are 2^10, 2^20, 2^30 bytes."""
+"""Sizes as people write them: 512K, 36.9MB, 20e9, ranges 512K:1G, lists by name. K, M, G are 2^10, 2^20, 2^30 bytes."""
 
 import re
 from typing import Final
@@ -13,7 +13,7 @@ LISTS: Final[dict[str, tuple[int, ...]]] = {
     "small": tuple(2**power for power in range(3, 17)),
     "default": (512 * 2**10, *(count * 2**20 for count in (1, 4, 10, 32, 100))),
 }
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?(?:e\d{1,2})?)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:

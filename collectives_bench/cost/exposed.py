@@ -12,7 +12,7 @@ from typing import Final, Literal, Protocol
 
 from collectives_bench.cost.buckets import Bucket, Gradient, Lanes, as_torch, at_most, finish_s, gradients_of
 from collectives_bench.cost.memory import Load
-from collectives_bench.cost.modes import WAYS, Schedule, cut
+from collectives_bench.cost.modes import WAYS, Schedule, cut, messages
 from jobs.errors import RefusedError
 
 COPY_BYTES_S: Final = (
@@ -116,8 +116,10 @@ def _gradients(load: Load, compute: Compute) -> list[Gradient]:
     return gradients_of(load.model, load.recipe.gradient, compute.backward_s)
 
 
-def _pass_s(gradients: Sequence[Gradient], passes: float) -> float:
-    """Return the seconds of reading or writing all gradients so many times."""
+def _pass_s(load: Load, gradients: Sequence[Gradient], passes: float) -> float:
+    """Return the seconds of reading or writing all gradients so many times; a GPU takes next to none."""
+    if load.backend == "nccl" or load.ranks == 1:
+        return 0.0
     return passes * sum(each.nbytes for each in gradients) / COPY_BYTES_S
 
 
@@ -133,20 +135,21 @@ def _gather_scatter(load: Load, compute: Compute, times: Times) -> float:
     """
     sizes = [each.nbytes for each in _gradients(load, compute)]
     exchanges = sum(times.of("gather_scatter", nbytes, back_to_back=True) for nbytes in sizes)
-    return exchanges + (load.ranks + 3) * sum(sizes) * FRESH_S_PER_BYTE
+    fresh = 0 if load.backend == "nccl" or load.ranks == 1 else load.ranks + 3
+    return exchanges + fresh * sum(sizes) * FRESH_S_PER_BYTE
 
 
 def _allreduce(load: Load, compute: Compute, times: Times) -> float:
     """Sum an all-reduce of every gradient, and the division of all of them."""
     gradients = _gradients(load, compute)
     sums = sum(times.of("all_reduce", each.nbytes, back_to_back=True) for each in gradients)
-    return sums + _pass_s(gradients, 2)
+    return sums + _pass_s(load, gradients, 2)
 
 
 def _flat(load: Load, compute: Compute, times: Times) -> float:
     """Copy all gradients together, sum and divide them, and copy them back."""
     gradients = _gradients(load, compute)
-    return times.of("all_reduce", sum(each.nbytes for each in gradients)) + _pass_s(gradients, 6)
+    return times.of("all_reduce", sum(each.nbytes for each in gradients)) + _pass_s(load, gradients, 6)
 
 
 def _after_backward(end_s: float, compute: Compute) -> float:
@@ -211,7 +214,7 @@ def _sharded(
             link = there = max(link, now) + gathers[i - 1]
         now += backward[i]
         link = max(link, now) + scatters[i]
-    return max(now, link) - compute.forward_s - compute.backward_s
+    return max(max(now, link) - compute.forward_s - compute.backward_s, 0.0)
 
 
 def _shares(work: Sequence[int], seconds: float) -> list[float]:
@@ -226,12 +229,11 @@ def _pipe(schedule: Schedule) -> Exposed:
         assert stages is not None
         count = load.microbatches if schedule.splits_batch else 1
         micro = -(-load.batch // count)
-        outputs = [each for stage in stages for each in stage.outputs]
-        outputs.remove(load.model.parts[-1].outputs)  # the last chunk's go nowhere
-        messages = [times.of("ping_pong", micro * each * load.itemsize, ranks=2) for each in outputs]
+        sizes = [micro * each * load.itemsize for each in messages(stages, schedule)]
+        sent = [times.of("ping_pong", nbytes, ranks=2) for nbytes in sizes]
         turn = (compute.forward_s + compute.backward_s) / 2 / count / schedule.chunks  # of a chunk, one direction
-        steady = max(max(messages, default=0.0) - turn, 0.0) * (count * schedule.chunks - 1)
-        return 2 * (sum(messages) + steady)
+        steady = max(max(sent, default=0.0) - turn, 0.0) * (count * schedule.chunks - 1)
+        return 2 * (sum(sent) + steady)
 
     return exposed
 

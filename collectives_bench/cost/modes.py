@@ -16,6 +16,7 @@ Sources: Huang et al. 2019 (GPipe), Narayanan et al. 2021 (1F1B, interleaved), Q
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final, Literal
 
 from collectives_bench.cost.models import Anatomy, Part
@@ -176,11 +177,25 @@ def cut(model: Anatomy, schedule: Schedule, stages: int) -> list[Stage] | None:
     chunks = _balanced(layers, count)
     ranks: list[list[tuple[Part, ...]]] = [[] for _ in range(stages)]
     for number, chunk in enumerate(chunks):
-        turn, place = divmod(number, stages)
-        ranks[stages - 1 - place if schedule.turns_back and turn % 2 else place].append(chunk)
+        ranks[rank_of(number, schedule, stages)].append(chunk)
     return [
         Stage(tuple(part for chunk in own for part in chunk), tuple(chunk[-1].outputs for chunk in own))
         for own in ranks
+    ]
+
+
+def rank_of(chunk: int, schedule: Schedule, stages: int) -> int:
+    """Return the rank that holds a chunk: 0 1 2 3 0 1 2 3, or there and back 0 1 2 3 3 2 1 0."""
+    turn, place = divmod(chunk, stages)
+    return stages - 1 - place if schedule.turns_back and turn % 2 else place
+
+
+def messages(stages: Sequence[Stage], schedule: Schedule) -> list[int]:
+    """List the elements of one sample that go from rank to rank in a forward, chunk by chunk."""
+    count = len(stages)
+    holders = [rank_of(chunk, schedule, count) for chunk in range(count * schedule.chunks)]
+    return [
+        stages[here].outputs[chunk // count] for chunk, (here, there) in enumerate(pairwise(holders)) if here != there
     ]
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from collectives_bench.known import LEAST_JUDGED, deviation
 from collectives_bench.records import Wire, World
-from collectives_bench.results.table import number, way_of, world_text
+from collectives_bench.results.table import way_of, world_text
 from collectives_bench.sizes import size_text
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _line(row: "Row") -> str:
     wire = row.wire
     assert wire is not None
     off = wire.sent_bytes / wire.known_bytes - 1 if wire.known_bytes else None
-    values = [number(each / row.nbytes) for each in (wire.sent_bytes, wire.known_bytes, wire.best_bytes)]
+    values = [f"{each / row.nbytes:.2f}" for each in (wire.sent_bytes, wire.known_bytes, wire.best_bytes)]
     cells = (
         row.cell.operation,
         size_text(row.nbytes),

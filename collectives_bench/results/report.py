@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from collectives_bench.records import Result, World
 from collectives_bench.results import audit, matrix, table
 from collectives_bench.results.causes import findings
+from collectives_bench.results.missing import missing
 from collectives_bench.results.rows import Row, rows_of
 from collectives_bench.results.slow import slow
 
 
 def report_lines(result: Result) -> list[str]:
     """Return the whole report, one world after another."""
-    rows = rows_of(result)
+    rows, unfinished = rows_of(result), missing(result).text
     lines: list[str] = []
     for world in _worlds(result, rows):
         lines += ["#"] if lines else []
@@ -32,8 +33,9 @@ def report_lines(result: Result) -> list[str]:
             f"#   cost: {finding.cost}",
             f"#   do: {finding.advice}",
         ]
-    lines += table.verdict(rows) if rows else ["#", f"# verdict: {'FAILED' if is_failed(result, rows) else 'OK'}"]
-    return lines
+    lines += ["#", *(table.footer(rows) if rows else [])]
+    lines += [f"# {unfinished}"] if unfinished else []
+    return [*lines, f"# verdict: {verdict(result, rows)}"]
 
 
 def _worlds(result: Result, rows: Sequence[Row]) -> list[World]:
@@ -44,8 +46,15 @@ def _worlds(result: Result, rows: Sequence[Row]) -> list[World]:
     return list(dict.fromkeys(found))
 
 
+def verdict(result: Result, rows: Sequence[Row]) -> str:
+    """Return FAILED where something was wrong, UNFINISHED where something that was asked for is missing, or OK."""
+    if any(pair.state in table.BAD_STATES for pair in result.pairs) or table.is_failed(rows):
+        return "FAILED"
+    if not rows and not result.pairs:
+        return "FAILED"
+    return "UNFINISHED" if missing(result).text else "OK"
+
+
 def is_failed(result: Result, rows: Sequence[Row]) -> bool:
-    """Say whether something was wrong, or nothing was measured."""
-    if any(pair.state in table.BAD_STATES for pair in result.pairs):
-        return True
-    return table.is_failed(rows) if rows or not result.pairs else False
+    """Say whether the verdict is anything but OK."""
+    return verdict(result, rows) != "OK"

@@ -30,10 +30,11 @@ MOST_FLAGGED: Final = 5  # rows that the footer names
 
 
 def number(value: float | None, width: int = 0) -> str:
-    """Write a measured value with about four digits, never in powers of ten; None is `-`."""
+    """Write a measured value with three digits or four, never in powers of ten; None is `-`."""
     if value is None:
         return "-".rjust(width)
-    digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 0.01 or value == 0 else 4
+    size = abs(value)
+    digits = 0 if size >= 1000 else 1 if size >= 100 else 2 if size >= 1 or size == 0 else 3 if size >= 0.1 else 4
     return f"{value:.{digits}f}".rjust(width)
 
 
@@ -46,10 +47,6 @@ def spread(row: "Row") -> float | None:
 
 def _count(row: "Row") -> str:
     return str(row.nbytes // itemsize(row.cell.dtype)) if row.nbytes else "-"
-
-
-def _speed(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def _launches(row: "Row") -> str:
@@ -77,8 +74,8 @@ NUMBERS: Final[tuple[Column, ...]] = (
     ("min", "(us)", 10, lambda row: number(row.min_us)),
     ("p99", "(us)", 10, lambda row: number(row.p99_us)),
     ("b2b", "(us)", 10, lambda row: number(row.throughput_us)),
-    ("algbw", "(GB/s)", 8, lambda row: _speed(row.algbw)),
-    ("busbw", "(GB/s)", 8, lambda row: _speed(row.busbw)),
+    ("algbw", "(GB/s)", 8, lambda row: number(row.algbw)),
+    ("busbw", "(GB/s)", 8, lambda row: number(row.busbw)),
     ("#wrong", "", 7, lambda row: "-" if row.wrong is None else str(row.wrong)),
     ("n", "", 6, lambda row: str(row.samples)),
     ("launches", "", 9, _launches),
@@ -119,15 +116,15 @@ def lines(rows: "Iterable[Row]") -> list[str]:
     return found
 
 
-def verdict(rows: "Sequence[Row]") -> list[str]:
-    """Return the footer: wrong values, rows that failed, the worst rows that are flagged, and OK or FAILED."""
+def footer(rows: "Sequence[Row]") -> list[str]:
+    """Return what is to be said of all rows: wrong values, rows that failed, the worst of those with flags."""
     checked = [row for row in rows if row.wrong is not None]
     wrong = sum(row.wrong or 0 for row in checked)
-    found = ["#", f"# wrong values: {wrong} in {counted(len(checked), 'checked row')}"]
+    found = [f"# wrong values: {wrong} in {counted(len(checked), 'checked row')}"]
     failed = [row for row in rows if row.state in BAD_STATES]
     skipped = [row for row in rows if row.state in ("refused", "unsupported")]
     if failed:
-        found.append(f"# not measured: {len(failed)} of {counted(len(rows), 'row')}: {_names(failed)}")
+        found.append(f"# failed: {len(failed)} of {counted(len(rows), 'row')}: {_names(failed)}")
     if skipped:
         found.append(f"# left out: {len(skipped)} of {counted(len(rows), 'row')}: {_names(skipped)}")
     flagged = sorted((row for row in rows if row.flags), key=lambda row: (-len(row.flags), -(spread(row) or 0.0)))
@@ -137,9 +134,7 @@ def verdict(rows: "Sequence[Row]") -> list[str]:
         found.append(f"# flagged: {name}: {', '.join(row.flags)}")
     if len(flagged) > MOST_FLAGGED:
         found.append(f"# and {counted(len(flagged) - MOST_FLAGGED, 'other row')} with flags")
-    found += _confidence(rows)
-    found.append(f"# verdict: {'FAILED' if is_failed(rows) else 'OK'}")
-    return found
+    return [*found, *_confidence(rows)]
 
 
 def _confidence(rows: "Sequence[Row]") -> list[str]:
@@ -155,8 +150,8 @@ def _confidence(rows: "Sequence[Row]") -> list[str]:
 
 
 def is_failed(rows: "Sequence[Row]") -> bool:
-    """Say whether something was wrong: a value, a crash or a stall, or that nothing was measured at all."""
-    return not rows or any(row.state in BAD_STATES or row.wrong for row in rows)
+    """Say whether something was wrong: a value, a crash or a stall."""
+    return any(row.state in BAD_STATES or row.wrong for row in rows)
 
 
 def name_of(row: "Row") -> str:

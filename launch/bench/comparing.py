@@ -10,6 +10,7 @@ from launch.options import add_json, add_runs
 
 if TYPE_CHECKING:
     from collectives_bench.results.compare import Comparison, Verdict
+    from collectives_bench.results.rows import Row
 
 FAILING: Final = {"worse": {"worse"}, "better": {"better"}, "any": {"worse", "better"}}
 COLUMNS: Final = ("row", "before>", "after>", "time>", "from>", "to>", "launches>", "verdict", "why")
@@ -35,9 +36,21 @@ def run(args: argparse.Namespace) -> int:
     """Compare and print; the exit code is what `--fail-on` makes of it."""
     from collectives_bench.results.compare import comparison
 
-    found = comparison(results.rows(args.before, args.runs), results.rows(args.after, args.runs))
+    before, after = (_rows(word, args.runs) for word in (args.before, args.after))
+    found = comparison(before, after)
     print(json.dumps(record(found), indent=1) if args.json else render(found))
     return 0 if args.fail_on is None else gate(found, args.fail_on)
+
+
+def _rows(word: str, runs: str | None) -> "list[Row]":
+    """Read a side, and say what of it is missing."""
+    from collectives_bench.results.missing import missing
+    from collectives_bench.results.rows import rows_of
+
+    result = results.side(word, runs)
+    if text := missing(result).text:
+        print(f"muster: warning: {word}: {text}", file=sys.stderr)
+    return rows_of(result)
 
 
 def gate(found: "Comparison", fail_on: str) -> int:

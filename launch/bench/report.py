@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.errors import UsageError
+from jobs.errors import RunFolderError, StorageError, UsageError
 from jobs.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -26,12 +27,25 @@ def deliver(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
 
     result = read_result([run.path for run in runs])
     rows = rows_of(result)
-    if args.out is not None:  # before the rest, which a reader that goes away (| head) may end
-        write(result, rows, Path(args.out))
-    show(result, as_json=args.json)
+    try:  # the file first: a reader that goes away (| head) ends us; and the report whatever becomes of the file
+        if args.out is not None:
+            with naming("--out"):
+                write(result, rows, Path(args.out))
+    finally:
+        show(result, as_json=args.json)
     if args.plot is not None:
         plot(rows, Path(args.plot))
     return int(is_failed(result, rows))
+
+
+@contextmanager
+def naming(flag: str) -> Iterator[None]:
+    """Say of a file that cannot be written which option named it: `--runs` would not help."""
+    try:
+        yield
+    except (RunFolderError, StorageError) as error:
+        found = str(error).partition(";")[0]
+        raise type(error)(f"{flag}: {found}; choose another place, for the runs keep what was measured") from error
 
 
 def show(result: "Result", *, as_json: bool) -> None:
@@ -65,7 +79,8 @@ def plot(rows: "Sequence[Row]", path: Path, *, flag: str = "--plot") -> None:
     from collectives_bench.results import plots
 
     try:
-        plots.plot(rows, path)
+        with naming(flag):
+            plots.plot(rows, path)
     except plots.NothingToPlotError as error:
         raise UsageError(f"{flag} {path}: {error}") from error
     say(f"wrote {path}")

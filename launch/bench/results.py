@@ -9,7 +9,6 @@ from jobs.rundir import find_run, runs_root
 
 if TYPE_CHECKING:
     from collectives_bench.records import Result
-    from collectives_bench.results.rows import Row
 
 
 def read(words: Sequence[str], runs: str | None) -> "Result":
@@ -25,12 +24,9 @@ def read(words: Sequence[str], runs: str | None) -> "Result":
     return read_result([locate(word, runs) for word in words] or newest)
 
 
-def rows(word: str, runs: str | None) -> "list[Row]":
-    """Return the rows of one side of a comparison: one result, or several with commas between; errors as `read`."""
-    from collectives_bench.results.rows import rows_of
-
-    words = [word] if Path(word).exists() else word.split(",")
-    return rows_of(read(words, runs))
+def side(word: str, runs: str | None) -> "Result":
+    """Read one side of a comparison: one result, or several with commas between; errors as `read`."""
+    return read([word] if Path(word).exists() else word.split(","), runs)
 
 
 def locate(word: str, runs: str | None) -> Path:

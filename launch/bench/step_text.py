@@ -6,6 +6,7 @@ from jobs.words import counted
 
 COLUMNS: Final = ("mode", "compute>", "exposed>", "from>", "to>", "step>", "memory a rank>", "note")
 ONLY_NETWORK: Final = ("mode", "communication>", "from>", "to>", "memory a rank>", "note")
+NOTHING_S: Final = 1e-10  # what is left of rounding
 BUCKETS: Final = ("bucket>", "buckets>", "step>", "exposed>", "note")
 
 
@@ -102,7 +103,7 @@ def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:
     lines.append("step: from the beginning of the backward to the last byte" + ("" if known else ", all ready at once"))
     best, error = size_text(buckets["best"]), f"{100 * buckets['error']:.1f} %"
     if buckets["runner_up"] is None:
-        return [*lines, f"every size makes the same buckets; {best} is the smallest"]
+        return [*lines, f"{best}: no other size makes other buckets"]
     behind = f"{size_text(buckets['runner_up'])} takes {100 * buckets['margin']:.1f} % longer"
     if buckets["torch_margin"] is not None:
         behind += f", torch's 25 MB {100 * buckets['torch_margin']:.1f} %"
@@ -117,4 +118,4 @@ def seconds(value: float | None) -> str | None:
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
         if value * factor >= 1:
             return f"{value * factor:.3g} {unit}"
-    return f"{value * 1e6:.3g} us" if value else "0"
+    return f"{value * 1e6:.3g} us" if value > NOTHING_S else "0"

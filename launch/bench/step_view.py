@@ -145,7 +145,7 @@ def load_of(job: "Job", args: argparse.Namespace, profile: "Profile") -> "Load":
         recipe=Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, itemsize=itemsize),
         ranks=job.nodes * job.ranks_per_node,
         batch=settings.batch_size,
-        microbatches=args.microbatches,
+        microbatches=min(args.microbatches, settings.batch_size),  # a sample at least
         itemsize=itemsize,
         backend=args.backend or next((name for name in profile.backends if name), "gloo"),
     )

@@ -104,6 +104,8 @@ def operations(word: str) -> list[str]:
     names = list(dict.fromkeys(_words(word)))
     valid = (ALL, OURS, *OPERATIONS)
     for name in names:
+        if not name:
+            raise UsageError(f"{word}: a name is empty; write operations with one comma between two")
         if name == HELLO:
             raise UsageError("hello: measures nothing; muster run jobs/examples/hello.yaml starts it")
         if name not in valid:

@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
 import a_a_compare
@@ -16,10 +15,13 @@ from collectives_bench.results.files import read_result
 from support.bench_records import a_block, a_cell
 
 
-def test_every_arm_has_its_turn_forwards_and_then_backwards() -> None:
-    arms = [a_a_compare.arm_of(launch) for launch in range(8)]
-    assert arms == ["A", "A'", "+10", "+25", "+25", "+10", "A'", "A"]
-    assert set(Counter(a_a_compare.arm_of(launch) for launch in range(40)).values()) == {10}
+def test_every_arm_has_its_turn_in_a_random_order_and_then_backwards() -> None:
+    arms = [a_a_compare.arm_of(launch, seed=1) for launch in range(40)]
+    for first in range(0, 40, 8):
+        assert set(arms[first : first + 4]) == set(a_a_compare.ARMS)
+        assert arms[first : first + 4] == arms[first + 4 : first + 8][::-1]
+    assert len({tuple(arms[first : first + 4]) for first in range(0, 40, 8)}) > 1
+    assert arms != [a_a_compare.arm_of(launch, seed=2) for launch in range(40)]
 
 
 def test_the_slowdown_is_spent_and_not_multiplied() -> None:
@@ -32,7 +34,7 @@ def launches(factors: dict[str, float]) -> dict[str, list[Block]]:
     """Make twelve launches of each arm, two rows each, as the schedule has them."""
     arms: dict[str, list[Block]] = {arm: [] for arm in a_a_compare.ARMS}
     for launch in range(48):
-        arm = a_a_compare.arm_of(launch)
+        arm = a_a_compare.arm_of(launch, seed=0)
         for size in (64, 1024):
             value = 100.0 * factors[arm] * (1 + launch * 7 % 5 / 1000)
             arms[arm].append(a_block([value] * 6, launch=launch, cell=a_cell(asked_bytes=size), foreign=0.01))

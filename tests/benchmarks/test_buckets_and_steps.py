@@ -10,16 +10,20 @@ from collectives_bench.cost import profile
 from collectives_bench.cost.exposed import Compute
 from jobs.rundir import RunDir
 
+SINGLES = {str(size): [0.3e-3 + size / 1.3e9] * 4 + [1.0] for size in bucket_size.SIZES}
 
-def test_the_fit_of_a_line_finds_it_whatever_single_outliers_do():
-    singles = {str(size): [1e-3 + size * 1e-9] * 4 + [1.0] for size in bucket_size.SIZES}
-    assert bucket_size.fitted(singles) == pytest.approx((1e-3, 1e-9))
+
+def test_the_fit_follows_the_medians_whatever_single_outliers_do():
+    fit = bucket_size.fitted(SINGLES)
+    assert [fit.seconds(size) for size in (3 * 2**20, 64 * 2**20)] == pytest.approx(
+        [0.3e-3 + size / 1.3e9 for size in (3 * 2**20, 64 * 2**20)]
+    )
 
 
 def test_regret_is_what_the_chosen_size_costs_beyond_the_measured_best():
     slow = {str(size): [0.060] for size in bucket_size.SIZES} | {str(8 * 2**20): [0.050]}
     found = {"alone": {"sleep 50": 0.050}, "measured": {"sleep 50": slow}}
-    row = bucket_size.compare(found, (0.3e-3, 1 / 1.3e9), "sleep 50", "same launch")
+    row = bucket_size.compare(found, bucket_size.fitted(SINGLES), "sleep 50", "same launch")
     assert (row["chosen"], row["best"]) == (4 * 2**20, 8 * 2**20)
     assert row["regret"] == pytest.approx(0.2)
     assert len(row["predicted_ms"]) == len(bucket_size.SIZES)

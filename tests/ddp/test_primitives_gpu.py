@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp.primitives import columns
 from jobs.train.world import World
@@ -28,9 +29,13 @@ def test_every_primitive_gives_what_one_process_would_on_gpus(on_ranks, tmp_path
 def check_on_all(world: World, folder: str) -> None:
     with over("nccl", world, folder) as on_gpu:
         check_all(on_gpu)
+        some = dist.new_group(list(range(1, world.size)))  # its rank 0 is rank 1
+        if (rank := dist.get_rank(some)) >= 0:
+            dist.all_reduce(torch.zeros(1, device=on_gpu.device), group=some)
+            check_all(World(rank, world.size - 1, some, on_gpu.device))
 
 
-def test_every_primitive_works_on_all_gpus_of_the_machine(on_ranks, tmp_path: Path):
+def test_every_primitive_works_on_all_gpus_of_the_machine_and_on_all_but_one(on_ranks, tmp_path: Path):
     on_ranks(torch.cuda.device_count(), check_on_all, deadline_s=55.0, group=False, folder=str(tmp_path))
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from collectives_bench.cost.exposed import EXPOSED
 from collectives_bench.cost.models import anatomy
-from collectives_bench.cost.modes import WAYS, cut, ways
+from collectives_bench.cost.modes import WAYS, cut, messages, rank_of, ways
 from jobs.errors import UsageError
 from jobs.modes import MODES
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
@@ -60,6 +60,17 @@ def test_chunks_of_zbv_turn_back_and_those_of_interleaved_begin_again():
         first[name] = [[part.layer for part in stage.parts] for stage in stages]
     assert first["interleaved"][0][0] == first["zbv"][0][0] == "conv1"
     assert first["interleaved"][1][-1] == first["zbv"][0][-1] == "head"
+
+
+def test_where_the_way_turns_nothing_is_sent():
+    wanted = {"1f1b": ([0, 1, 2], 2), "interleaved": ([0, 1, 2, 0, 1, 2], 5), "zbv": ([0, 1, 2, 2, 1, 0], 4)}
+    for name, (holders, sent) in wanted.items():
+        schedule = WAYS[name].schedule
+        assert schedule is not None
+        assert [rank_of(chunk, schedule, 3) for chunk in range(3 * schedule.chunks)] == holders
+        stages = cut(VGG, schedule, 3)
+        assert stages is not None
+        assert len(messages(stages, schedule)) == sent
 
 
 def test_a_model_with_too_few_layers_is_not_cut():

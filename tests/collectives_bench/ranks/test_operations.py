@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from collectives_bench.catalog import DTYPES, OPERATIONS, actual_bytes
+from collectives_bench.ranks.fills import UNWRITTEN
 from collectives_bench.ranks.operations import CALLS, unsupported
 from collectives_bench.records import Cell
 from jobs.train.world import World
@@ -188,3 +189,24 @@ def test_what_cannot_be_measured_is_said_beforehand(operation, place, call, dtyp
     cell = Cell(operation=operation, dtype=dtype, asked_bytes=8, place=place, call=call)
     found = unsupported(cell, backend, torch.device(device))
     assert found is None if words is None else words in str(found)
+
+
+def filled_twice(world: World) -> list[str]:
+    """Fill, call and fill again: the data must be others, and nothing left of the first result."""
+    missed = []
+    for cell in cells(world, [40_000], ["fp32"], ["sync"]):
+        call: Any = prepared(cell, world)
+        call.fill()
+        source = getattr(call, "input", getattr(call, "buffer", torch.empty(0)))
+        before = source.clone()
+        call.run()
+        call.fill()
+        missed += [f"{cell}: old data"] * bool(source.numel() and (source == before).float().mean() > 0.01)
+        if cell.place == "out":
+            missed += [f"{cell}: old result"] * bool((call.output != UNWRITTEN).any())
+    return missed
+
+
+@pytest.mark.ranks
+def test_every_fill_writes_other_data_and_clears_the_result(on_ranks):
+    assert on_ranks(2, filled_twice) == [[], []]

@@ -1,5 +1,6 @@
 """`muster bench compare`, `plot` and `show`: of result files and of runs, and what is wrong with them."""
 
+import argparse
 import json
 from pathlib import Path
 
@@ -7,8 +8,11 @@ import pytest
 
 from collectives_bench.records import Result
 from collectives_bench.results.files import write_result
+from jobs.errors import RunFolderError, StorageError
 from jobs.rundir import RunDir
 from launch import cli
+from launch.bench import report
+from launch.bench.report import naming
 from support.measured import block, header, pairs, result, settings, world, write_lines
 
 
@@ -148,6 +152,45 @@ def test_a_bad_result_is_shown_with_the_exit_code_of_its_measurement(tmp_path: P
     assert capsys.readouterr().out.splitlines()[-1] == "# verdict: FAILED"
 
 
+def test_a_result_that_was_broken_off_is_not_ok_whoever_reads_it(tmp_path: Path, files, capsys) -> None:
+    made = result(settings(operation=["all_reduce", "barrier"], launches=5))
+    first = made.blocks[0].cell
+    write_result(made.model_copy(update={"blocks": [block(world(), first)]}), tmp_path / "cut.json")
+    assert cli.main(["bench", "show", str(tmp_path / "cut.json")]) == 1
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "# +- encloses the median with 96% (1 launch: calls of one launch, which says nothing of others); "
+        "more --launches make it surer",
+        "# not finished: 1 of 15 blocks; 2 rows never begun",
+        "# verdict: UNFINISHED",
+    ]
+    assert cli.main(["bench", "compare", files["a"], str(tmp_path / "cut.json")]) == 0
+    assert "cut.json: not finished: 1 of 15 blocks" in capsys.readouterr().err
+
+
+def test_what_is_refused_once_is_not_missed_in_the_other_launches(tmp_path: Path) -> None:
+    made = result(settings(launches=3))
+    refused = made.blocks[0].cell
+    kept = [each for each in made.blocks if each.cell != refused]
+    kept.append(block(world(), refused, state="unsupported", reason="no such operation"))
+    write_result(made.model_copy(update={"blocks": kept}), tmp_path / "r.json")
+    assert cli.main(["bench", "show", str(tmp_path / "r.json")]) == 0
+
+
+def test_pairs_that_are_missing_are_counted_too(tmp_path: Path, capsys) -> None:
+    asked = settings(pairs=True, launches=3)
+    write_result(Result(headers=[header(world(4), asked)], pairs=pairs(4, launches=2)), tmp_path / "pairs.json")
+    assert cli.main(["bench", "show", str(tmp_path / "pairs.json")]) == 1
+    assert "# not finished: 12 of 18 blocks\n# verdict: UNFINISHED\n" in capsys.readouterr().out
+
+
+def test_settings_that_are_none_of_ours_are_an_error_of_the_file(tmp_path: Path, capsys) -> None:
+    made = result()
+    odd = made.headers[0].model_copy(update={"settings": {"launches": "many"}})
+    write_result(made.model_copy(update={"headers": [odd]}), tmp_path / "odd.json")
+    assert cli.main(["bench", "show", str(tmp_path / "odd.json")]) == 65
+    assert "header of demo: settings: launches: " in capsys.readouterr().err
+
+
 def test_pairs_are_shown_as_matrices_with_the_slow_node_named(tmp_path: Path, capsys) -> None:
     made = Result(headers=[header(world(4), settings(pairs=True))], pairs=pairs(4, slow_node=2))
     write_result(made, tmp_path / "pairs.json")
@@ -162,3 +205,19 @@ def test_shown_as_json_a_result_reads_back_as_itself(files, capsys) -> None:
     assert cli.main(["bench", "show", files["a"], "--json"]) == 0
     again = Result.model_validate_json(capsys.readouterr().out)
     assert again == result(settings(operation=["all_reduce", "barrier"], launches=5))
+
+
+def test_a_file_that_cannot_be_written_does_not_take_the_report_with_it(tmp_path: Path, capsys) -> None:
+    run = RunDir(tmp_path / "run")
+    write_lines(run.attempt(0).bench, result())
+    args = argparse.Namespace(out=str(tmp_path / "gone" / "r.json"), plot=None, json=False)
+    with pytest.raises(RunFolderError) as raised:
+        report.deliver([run], args)
+    assert str(raised.value).startswith(f"--out: {tmp_path}/gone/r.json: there is no folder ")
+    assert str(raised.value).endswith("; choose another place, for the runs keep what was measured")
+    assert capsys.readouterr().out.splitlines()[-1] == "# verdict: OK"
+
+
+def test_a_full_disk_is_said_of_the_option_that_named_the_file(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"^--output: full: No space left; choose another place"), naming("--output"):
+        raise StorageError("full: No space left; choose another folder with --runs DIR")

@@ -37,6 +37,7 @@ def test_options_are_settings_with_the_types_of_the_job_file() -> None:
         "check": False,
     }
     assert changes(parsed()) == {}
+    assert changes(parsed("--sizes", "1e3,2E6")) == {"sizes": [1000, 2_000_000]}
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,8 @@ def test_operations_are_names_of_the_catalog() -> None:
     assert operations("broadcast, reduce,broadcast") == ["broadcast", "reduce"]
     with pytest.raises(UsageError, match=r"unknown operation 'al_reduce'; did you mean 'all_reduce'\? \(valid: all,"):
         operations("al_reduce")
+    with pytest.raises(UsageError, match="all_reduce,: a name is empty"):
+        operations("all_reduce,")
     with pytest.raises(UsageError, match="hello: measures nothing"):
         operations("hello")
 

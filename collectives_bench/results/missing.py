@@ -1,0 +1,71 @@
+"""What a result should hold and does not: blocks that were asked for and not measured, for the job was broken off."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from collectives_bench.plan import cells_of
+from collectives_bench.records import Cell, Header, Result, World
+from collectives_bench.settings import BenchSettings
+from jobs.errors import JobFileError
+from jobs.words import counted
+
+NOT_REPEATED = ("refused", "unsupported")  # one such block says it of all launches
+
+Key = tuple[World, int, Cell | None]
+
+
+@dataclass(frozen=True)
+class Missing:
+    """How many of the blocks (or pairs) that were asked for are there, and how many rows have none at all."""
+
+    asked: int
+    found: int
+    never_begun: int
+
+    @property
+    def text(self) -> str:
+        """Say it in one line; empty where nothing is missing."""
+        if self.found >= self.asked:
+            return ""
+        rows = f"; {counted(self.never_begun, 'row')} never begun" if self.never_begun else ""
+        return f"not finished: {self.found} of {self.asked} blocks{rows}"
+
+
+def missing(result: Result) -> Missing:
+    """Hold a result against the settings in its headers; errors as `settings_of`."""
+    asked: Counter[Key] = Counter()
+    for header in result.headers:
+        settings = settings_of(header)
+        world = header.world
+        for launch in range(settings.launches):
+            if settings.pairs:
+                asked[world, launch, None] += world.nodes * (world.nodes - 1) // 2
+            else:
+                asked.update((world, launch, cell) for cell in cells_of(settings, world.ranks))
+    found = Counter[Key]((block.world, block.launch, block.cell) for block in result.blocks)
+    found.update((pair.world, pair.launch, None) for pair in result.pairs)
+    settled = {(block.world, block.cell) for block in result.blocks if block.state in NOT_REPEATED}
+    begun = {(world, cell) for world, _, cell in found}
+    counts = {
+        key: count if (key[0], key[2]) in settled else min(count, found.get(key, 0)) for key, count in asked.items()
+    }
+    never_begun = {(world, cell) for world, _, cell in asked} - begun
+    return Missing(sum(asked.values()), sum(counts.values()), len(never_begun))
+
+
+def settings_of(header: Header) -> BenchSettings:
+    """Return what was asked for.
+
+    Raises:
+        JobFileError: its settings are none of ours.
+    """
+    try:
+        return BenchSettings.model_validate(header.settings)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise JobFileError(
+            f"header of {header.name}: settings: {where}: {first['msg'].lower()}; measure anew"
+        ) from error
