@@ -2,7 +2,7 @@
 
 import random
 
-from collectives_bench.catalog import OPERATIONS, Operation, Place
+from collectives_bench.catalog import OPERATIONS, Operation, Place, actual_bytes
 from collectives_bench.records import Cell
 from collectives_bench.settings import BenchSettings
 
@@ -17,9 +17,17 @@ def cells_of(settings: BenchSettings, ranks: int) -> list[Cell]:
         for dtype in settings.dtypes if operation.has_size else settings.dtypes[:1]:
             for call in settings.calls:
                 for place in places_of(operation, settings.places):
-                    for size in settings.sizes if operation.has_size else [0]:
+                    for size in _sizes(operation, settings.sizes, ranks, dtype):
                         cells.append(Cell(operation=name, dtype=dtype, asked_bytes=size, place=place, call=call))
     return cells
+
+
+def _sizes(operation: Operation, asked: list[int], ranks: int, dtype: str) -> list[int]:
+    """Leave out sizes that come to the same once they are cut into whole chunks: they would be measured twice."""
+    first: dict[int, int] = {}
+    for size in asked if operation.has_size else [0]:
+        first.setdefault(actual_bytes(operation, size, ranks, dtype), size)
+    return list(first.values())
 
 
 def places_of(operation: Operation, wanted: str) -> tuple[Place, ...]:

@@ -30,7 +30,11 @@ TORCH_BUCKET: Final = 25 * MB  # DistributedDataParallel's bucket_cap_mb
 TORCH_FIRST: Final = 1 * MB  # and its first bucket's
 SWEEP: Final = tuple(count * MB for count in (1, 2, 4, 8, 16, 25, 32, 64))
 GLOO_THREADS: Final = 2
+GLOO_HOST_S: Final = (
+    100e-6  # an async call on two busy cores: median 20 us, p90 157, mean 234: its thread takes the core
+)
 NCCL_STREAMS: Final = 1
+NCCL_HOST_S: Final = 20e-6
 
 TimeOf = Callable[[int], float]  # bytes of a collective -> seconds, with the link to itself
 
@@ -58,11 +62,14 @@ class Lanes:
     concurrent: int = NCCL_STREAMS
     latency_s: float = 0.0
     share: bool = True
+    host_s: float = 0.0  # what starting a collective takes from the backward
 
     @classmethod
     def of(cls, backend: str) -> "Lanes":
         """Return how a backend's process group sends."""
-        return cls(GLOO_THREADS if backend == "gloo" else NCCL_STREAMS)
+        if backend == "gloo":
+            return cls(GLOO_THREADS, host_s=GLOO_HOST_S)
+        return cls(NCCL_STREAMS, host_s=NCCL_HOST_S)
 
 
 @dataclass(frozen=True)
@@ -137,9 +144,11 @@ def as_torch(gradients: Iterable[Gradient], cap: int = TORCH_BUCKET, first: int 
 def finish_s(buckets: Sequence[Bucket], time_of: TimeOf, lanes: Lanes) -> float:
     """Return when the last bucket has been sent, counted from the beginning of the backward.
 
-    Between events every collective under way gets an equal part of the link, its latency excepted.
+    Between events every collective under way gets an equal part of the link, its latency excepted. Each one that is
+    started delays the backward, and with it all that become ready later.
     """
-    now, waiting, running = 0.0, list(buckets), list[list[float]]()  # of each [latency, transfer] that is left
+    waiting = [Bucket(each.nbytes, each.ready_s + n * lanes.host_s) for n, each in enumerate(buckets, start=1)]
+    now, running = 0.0, list[list[float]]()  # of each that is under way [latency, transfer] that is left
     while waiting or running:
         while waiting and len(running) < lanes.concurrent and waiting[0].ready_s <= now:
             whole = time_of(waiting.pop(0).nbytes)
@@ -172,7 +181,7 @@ def curve(gradients: Sequence[Gradient], time_of: TimeOf, lanes: Lanes, sizes: S
     points = []
     for size in sizes:
         buckets = at_most(gradients, size)
-        end_s = max(finish_s(buckets, time_of, lanes), backward_s)
+        end_s = max(finish_s(buckets, time_of, lanes), backward_s + len(buckets) * lanes.host_s)
         points.append(Point(size, len(buckets), end_s, end_s - backward_s))
     return points
 

@@ -1,12 +1,13 @@
 """The time of one operation in one world by its size: a line, pieces of lines, or points around a line. Pure.
 
 `collectives_bench/cost/pieces.py` fits them; here they are only read, without numpy, so that `muster predict` starts
-quickly.
+quickly. A curve holds what was measured; points around a line are drawn again from that.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final, Literal
 
 from pydantic import Field
@@ -15,8 +16,18 @@ from collectives_bench.sizes import size_text
 from jobs.strict import Strict
 
 Kind = Literal["line", "pieces", "points", "smooth"]
+Points = tuple[tuple[int, float], ...]  # bytes, seconds; by size, sizes differ
 
 FAR: Final = 4.0  # beyond this many times the largest measured size, a prediction is a guess
+REACH: Final = 1.0  # doublings of size within which a neighbour counts (standard deviation)
+DRAWN: Final = 0.3  # the line's weight against a point's own, 1
+SAME: Final = 0.005  # what a curve may be off a measured time and still be called it: less than times repeat to
+WORDS: Final[dict[Kind, str]] = {
+    "line": "on a line through all sizes",
+    "pieces": "on lines through several sizes",
+    "points": "drawn so as not to fall with size",
+    "smooth": "smoothed over its neighbours",
+}
 
 
 class Errors(Strict):
@@ -73,14 +84,25 @@ class Curve(Strict):
 
     def seconds(self, nbytes: float) -> float:
         """Return the predicted time of S bytes."""
-        return seconds_at(self.kind, self.pieces, self.points, nbytes)
+        return seconds_at(self.kind, self.pieces, self._drawn, nbytes)
+
+    @cached_property
+    def _drawn(self) -> Points:
+        return drawn(self.kind, tuple(self.points), self.pieces[0])
 
     def how(self, nbytes: float) -> str:
-        """Say what the prediction rests on."""
+        """Say what the prediction rests on.
+
+        At a measured size it is the curve all the same: left-out launches lie as near to it as to the median of the
+        others there, or nearer, and it does not jump.
+        """
         sizes = [size for size, _ in self.points]
         place = bisect_left(sizes, nbytes)
         if place < len(sizes) and sizes[place] == nbytes:
-            return "measured at this size"
+            measured = self.points[place][1]
+            if abs(self.seconds(nbytes) / measured - 1) <= SAME:
+                return "measured at this size"
+            return f"{WORDS[self.kind]}; measured here {time_text(measured)}"
         if place == 0:
             return f"below {size_text(sizes[0])}, the smallest measured"
         if place == len(sizes):
@@ -110,3 +132,42 @@ def around(points: Sequence[tuple[float, float]], line: Piece, nbytes: float) ->
     share = math.log(nbytes / below) / math.log(above / below)
     ratio = (below_s / line.seconds(below)) ** (1 - share) * (above_s / line.seconds(above)) ** share
     return float(min(max(line.seconds(nbytes) * ratio, below_s), above_s))
+
+
+def drawn(kind: Kind, points: Points, piece: Piece) -> Points:
+    """Return the points that a curve of a kind goes through, from those that were measured."""
+    if kind == "smooth":
+        points = smoothed(points, piece)
+    return monotone(points) if kind in ("points", "smooth") else points
+
+
+def monotone(points: Points) -> Points:
+    """Make times never fall with size: pool neighbours that do, in log time (Ayer and others, 1955)."""
+    pools: list[tuple[float, list[int]]] = []  # mean of log time, sizes
+    for size, took in points:
+        pools.append((math.log(took), [size]))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (mean, sizes), (before, earlier) = pools.pop(), pools.pop()
+            total = len(sizes) + len(earlier)
+            pools.append(((mean * len(sizes) + before * len(earlier)) / total, earlier + sizes))
+    return tuple((size, math.exp(mean)) for mean, sizes in pools for size in sizes)
+
+
+def smoothed(points: Points, piece: Piece) -> Points:
+    """Draw points towards the line and their neighbours: a kernel estimate of log(time / line) over log2 S."""
+    logs = [math.log2(size) for size, _ in points]
+    away = [math.log(took / piece.seconds(size)) for size, took in points]
+    found = []
+    for (size, _), here in zip(points, logs, strict=True):
+        weights = [math.exp(-(((here - there) / REACH) ** 2) / 2) for there in logs]
+        mean = sum(w * z for w, z in zip(weights, away, strict=True)) / (sum(weights) + DRAWN)
+        found.append((size, piece.seconds(size) * math.exp(mean)))
+    return tuple(found)
+
+
+def time_text(time_s: float) -> str:
+    """Write a time with the unit that suits it."""
+    for unit, width in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if time_s >= width:
+            return f"{time_s / width:.4g} {unit}"
+    return f"{time_s * 1e6:.3g} us"

@@ -121,7 +121,7 @@ def _known(series: Series, best: Fitted, measured: Points, wide: float) -> Known
             Piece(alpha_s=_short(each.alpha_s), beta_s=_short(each.beta_s), upto_bytes=each.upto_bytes)
             for each in best.pieces
         ],
-        points=[(size, _short(took)) for size, took in best.points],
+        points=[(size, _short(took)) for size, took in measured],
         low=_short(1 / wide),
         high=_short(wide),
         held_out=None if series.key.back_to_back else errors_of(left_out),

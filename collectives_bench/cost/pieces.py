@@ -18,9 +18,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Final
 
-from collectives_bench.cost.curves import Kind, Piece, seconds_at
-
-Points = tuple[tuple[int, float], ...]  # bytes, seconds; by size, sizes differ
+from collectives_bench.cost.curves import Kind, Piece, Points, drawn, seconds_at
 
 HUBER: Final = 1.345  # 95 % efficient for normal errors
 ITERATIONS: Final = 12
@@ -30,8 +28,6 @@ LEAST_SIZES: Final = 3  # two make a line, and the third says whether it is one
 PIECE_SIZES: Final = 3  # points of a piece: two make a line through whatever noise they have
 MOST_PIECES: Final = 3
 SIMPLER: Final = 1.02  # a candidate further down the list must be better by more than this
-REACH: Final = 1.0  # doublings of size within which a neighbour counts (standard deviation)
-DRAWN: Final = 0.3  # the line's weight against a point's own, 1
 
 
 @dataclass(frozen=True)
@@ -119,30 +115,6 @@ def best_breaks(points: Points) -> tuple[int, ...]:
     return best
 
 
-def monotone(points: Points) -> Points:
-    """Make times never fall with size: pool neighbours that do, in log time (Ayer and others, 1955)."""
-    pools: list[tuple[float, list[int]]] = []  # mean of log time, sizes
-    for size, took in points:
-        pools.append((math.log(took), [size]))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (mean, sizes), (before, earlier) = pools.pop(), pools.pop()
-            total = len(sizes) + len(earlier)
-            pools.append(((mean * len(sizes) + before * len(earlier)) / total, earlier + sizes))
-    return tuple((size, math.exp(mean)) for mean, sizes in pools for size in sizes)
-
-
-def smoothed(points: Points, piece: Piece) -> Points:
-    """Draw points towards the line and their neighbours: a kernel estimate of log(time / line) over log2 S."""
-    logs = [math.log2(size) for size, _ in points]
-    away = [math.log(took / piece.seconds(size)) for size, took in points]
-    found = []
-    for (size, _), here in zip(points, logs, strict=True):
-        weights = [math.exp(-(((here - there) / REACH) ** 2) / 2) for there in logs]
-        mean = sum(w * z for w, z in zip(weights, away, strict=True)) / (sum(weights) + DRAWN)
-        found.append((size, piece.seconds(size) * math.exp(mean)))
-    return tuple(found)
-
-
 def _line(points: Points) -> Fitted:
     return Fitted("line", (line(points),), points)
 
@@ -152,12 +124,13 @@ def _pieces(points: Points) -> Fitted:
 
 
 def _points(points: Points) -> Fitted:
-    return Fitted("points", (line(points),), monotone(points))
+    piece = line(points)
+    return Fitted("points", (piece,), drawn("points", points, piece))
 
 
 def _smooth(points: Points) -> Fitted:
     piece = line(points)
-    return Fitted("smooth", (piece,), monotone(smoothed(points, piece)))
+    return Fitted("smooth", (piece,), drawn("smooth", points, piece))
 
 
 CANDIDATES: Final[dict[Kind, Callable[[Points], Fitted]]] = {

@@ -8,7 +8,7 @@ over by the formulas; or by the formulas alone.
 
 import json
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
@@ -48,9 +48,19 @@ class Profile(Strict):
         names = [curve.backend for curve in self.curves] or [each.backend for each in self.constants]
         return sorted(set(names), key=lambda name: (-names.count(name), name))
 
+    @property
+    def is_given(self) -> bool:
+        """Whether it is of given links, without measurement."""
+        return not self.curves and not any(each.worlds for each in self.constants)
+
     def nodes_of(self, ranks: int) -> int:
-        """Return the nodes that so many ranks were measured on, or would be, with as many on each as were; else 1."""
+        """Return the nodes that so many ranks were measured on, or would be, with as many on each as were; else 1.
+
+        Given links have a node for each rank.
+        """
         worlds = {(each.ranks, each.nodes) for each in self.curves}
+        if self.is_given:
+            return ranks
         if measured := [nodes for size, nodes in worlds if size == ranks]:
             return min(measured)
         densities = {size // nodes for size, nodes in worlds if nodes > 1}
@@ -156,14 +166,19 @@ def link(rate_bits_s: float, latency_s: float = 0.0, *, name: str = "given link"
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Write a profile, a curve a line."""
-    record = {"muster_profile": VERSION, **profile.model_dump(mode="json", exclude_defaults=True)}
+    """Write a profile, a curve a line; without the curves' own held-out errors, whose intervals say as much."""
+    less: dict[str, Any] = {"curves": {"__all__": {"held_out"}}}
+    record = {"muster_profile": VERSION, **profile.model_dump(mode="json", exclude_defaults=True, exclude=less)}
     curves, constants = record.pop("curves", []), record.pop("constants", [])
     lists = [
-        f'"{key}": [\n  ' + ",\n  ".join(json.dumps(each) for each in values) + "\n]" if values else f'"{key}": []'
+        f'"{key}": [\n  ' + ",\n  ".join(_dense(each) for each in values) + "\n]" if values else f'"{key}": []'
         for key, values in (("curves", curves), ("constants", constants))
     ]
-    path.write_text(json.dumps(record)[:-1] + ",\n" + ",\n".join(lists) + "}\n", encoding="utf-8")
+    path.write_text(_dense(record)[:-1] + ",\n" + ",\n".join(lists) + "}\n", encoding="utf-8")
+
+
+def _dense(record: object) -> str:
+    return json.dumps(record, separators=(",", ":"))
 
 
 def load(path: Path) -> Profile:

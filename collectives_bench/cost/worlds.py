@@ -15,11 +15,12 @@ from collectives_bench.cost.shared import FORMS, Point, fit_constants
 from collectives_bench.records import Header, World
 
 LEAST_WORLDS: Final = 3  # so that one can be left out, and the way from one world to another still be seen
+LEAST_INSIDE: Final = 2  # to choose a form by, where a third was left out already
 
 
 @dataclass(frozen=True)
 class Known:
-    """A curve, and what was measured for it: the points of a smooth one lie elsewhere."""
+    """A curve, what was measured for it, and what its left-out sizes gave."""
 
     curve: Curve
     measured: Points
@@ -61,28 +62,44 @@ class Shared:
 
     def fitted(self) -> tuple[list[Constants], list[Pair]]:
         """Return the constants, and what left-out worlds gave."""
+        found, pairs = [], []
+        for group in self.groups():
+            left_out = [pair for world in self.worlds_left_out(group).values() for pair in world]
+            low, high = quantiles(left_out) if left_out else UNSURE
+            tried = {"low": low, "high": high, "held_out": errors_of(left_out)}
+            found.append(self.constants(group, self.best_form(group)).model_copy(update=tried))
+            pairs += left_out
+        return found, pairs
+
+    def groups(self) -> list[list[Known]]:
+        """Return the curves of each kind of world: backend, device, type, on one node or on several."""
         groups: dict[tuple[str, str, str, bool], list[Known]] = {}
         for each in usual(self.known):
             curve = each.curve
             groups.setdefault((curve.backend, curve.device, curve.dtype, curve.nodes > 1), []).append(each)
-        found, pairs = [], []
-        for group in groups.values():
-            form, left_out = self.best_form(group)
-            low, high = quantiles(left_out) if left_out else UNSURE
-            tried = {"low": low, "high": high, "held_out": errors_of(left_out)}
-            found.append(self.constants(group, form).model_copy(update=tried))
-            pairs += left_out
-        return found, pairs
+        return list(groups.values())
 
-    def best_form(self, group: Sequence[Known]) -> tuple[str, list[Pair]]:
-        """Return the form of model that predicts left-out worlds best, and its predictions; none of too few worlds."""
-        forms = self.forms(group)
+    def best_form(self, group: Sequence[Known], least: int = LEAST_WORLDS) -> str:
+        """Return the form of model that predicts left-out worlds best; the first where there are too few worlds."""
+        forms, worlds = self.forms(group), {each.world for each in group}
+        if len(forms) == 1 or len(worlds) < least:
+            return forms[0]
+        return min(forms, key=lambda form: mean_error(self._tried(group, form)))
+
+    def _tried(self, group: Sequence[Known], form: str) -> list[Pair]:
+        worlds = sorted({each.world for each in group})
+        return [pair for world in worlds for pair in self.world_left_out(group, world, form)]
+
+    def worlds_left_out(self, group: Sequence[Known]) -> dict[tuple[int, int], list[Pair]]:
+        """Predict each world from the others, by which the form of model is chosen too; none of too few worlds."""
         worlds = sorted({each.world for each in group})
         if len(worlds) < LEAST_WORLDS:
-            return forms[0], []
-        tried = {form: [pair for world in worlds for pair in self.world_left_out(group, world, form)] for form in forms}
-        best = min(forms, key=lambda form: mean_error(tried[form]))
-        return best, tried[best]
+            return {}
+        found = {}
+        for world in worlds:
+            others = [each for each in group if each.world != world]
+            found[world] = self.world_left_out(group, world, self.best_form(others, LEAST_INSIDE))
+        return found
 
     def forms(self, group: Sequence[Known]) -> list[str]:
         """Return the forms that make sense: GPUs have links of their own, a rank alone on its host shares nothing."""

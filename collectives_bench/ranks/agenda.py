@@ -63,6 +63,10 @@ class Agenda:
         self._empty.append(reason)
         return self._skip(self.left, f"the launch did not start: {reason}")
 
+    def never_will(self, reason: str) -> list[Skipped]:
+        """Note that nothing more can be measured in this launch; return what is skipped because of it."""
+        return self._skip(self.left, f"never began: {reason}")
+
     def _of(self, operation: str) -> list[int]:
         return [cell for cell in self.left if self.cells[cell].operation == operation]
 

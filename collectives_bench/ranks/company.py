@@ -92,6 +92,17 @@ class Company:
             self.store.wait([key], timedelta(seconds=timeout_s))
             return json.loads(self.store.get(key))
 
+    def comes(self, key: str, timeout_s: float) -> bool:
+        """Wait for a value, at most so long; True when somebody has left it. Errors as `hear`, but for its patience."""
+        with self._dialling():
+            try:
+                self.store.wait([key], timedelta(seconds=timeout_s))
+            except dist.DistNetworkError:
+                raise
+            except dist.DistStoreError:
+                return False
+        return True
+
     @contextmanager
     def _dialling(self, whom: str = "another rank") -> Iterator[None]:
         try:

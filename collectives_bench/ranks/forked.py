@@ -57,6 +57,7 @@ class Ending:
     message: str = ""
     lost: bool = False  # what it met was that another rank had gone
     stopped: bool = False  # silent, and stopped by a signal
+    pair: tuple[int, int] | None = None  # of nodes, which it measured last
 
     @property
     def is_cause(self) -> bool:
@@ -70,6 +71,7 @@ class Player:
     def __init__(self, play: Play) -> None:
         self.page = Page()
         self.cell: int | None = None
+        self.pair: tuple[int, int] | None = None
         self.error: dict[str, Any] | None = None
         self.is_done = False
         self._unread = b""
@@ -94,6 +96,7 @@ class Player:
         messages = [json.loads(line) for line in lines]
         for message in messages:
             self.cell = message.get("enter", self.cell)
+            self.pair = message.get("meet", self.pair)
             self.error = message.get("raised", self.error)
             self.is_done = self.is_done or "done" in message
         return messages
@@ -110,7 +113,7 @@ class Player:
         os.close(self._pipe)
         os.close(self._words)
         self.page.close()
-        made = Ending(rank, "done", time.time(), self.cell, beats)
+        made = Ending(rank, "done", time.time(), self.cell, beats, pair=self.pair)
         code = os.waitstatus_to_exitcode(status)
         if self.error is not None:
             return replace(made, how="raised", **self.error)
@@ -155,6 +158,7 @@ def _become(play: Play, conductor: int, writing: int, player: Player) -> NoRetur
     try:
         linux.die_with_parent(conductor)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the conductor, and it the player
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the conductor's answer to it is not ours
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # GBs, for a row
         os.dup2(player._words, STANDARD_ERROR)
         faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +33,8 @@ class Ledger:
         self.started = time.monotonic()
         self._log = RowLog(path, patient=True, say=say)
         self._has_header = False
+        self._pairs: dict[tuple[int, int], dict[str, Any]] = {}
+        self._failed_pairs: dict[tuple[int, int], dict[str, Any]] = {}
 
     def header(self, init_s: float | None = None) -> None:
         """Write the first line, unless it stands."""
@@ -58,10 +60,9 @@ class Ledger:
         self._log.append([record])
 
     def fail(self, launch: int, cell: Cell, reason: str, *, state: State = "failed", rank: int | None = None) -> None:
-        """Write the block of a cell that could not be measured; or every pair, if pairs are what is measured."""
+        """Write the block of a cell that could not be measured; or the pairs of a launch, if they are what is measured."""
         if self.settings.pairs:
-            for pair in self._pairs(launch, reason, state):
-                self.add(pair.model_dump(mode="json"))
+            self.end_pairs(launch, reason, state)
             return
         nbytes = actual_bytes(OPERATIONS[cell.operation], cell.asked_bytes, self.company.world.ranks, cell.dtype)
         block = Block(
@@ -76,10 +77,26 @@ class Ledger:
         )
         self.add(block.model_dump(mode="json"))
 
-    def _pairs(self, launch: int, reason: str, state: State) -> list[Pair]:
+    # Pairs: written when their launch is over, for until then they get more samples ----------------------------------
+
+    def keep_pairs(self, records: Iterable[dict[str, Any]]) -> None:
+        """Keep what is known of some pairs, in place of what was."""
+        self._pairs.update({tuple(record["nodes"]): record for record in records})
+
+    def fail_pair(self, nodes: tuple[int, int], reason: str, state: State) -> None:
+        """Note that a pair of this launch failed."""
+        self._failed_pairs[nodes] = {"state": state, "reason": reason}
+
+    @property
+    def failed_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Those of this launch."""
+        return tuple(self._failed_pairs)
+
+    def end_pairs(self, launch: int, reason: str = "", state: State = "failed") -> None:
+        """Write all pairs of a launch; those that were not measured in it for `reason`."""
         names = {each.node: each.host for each in self.company.hosts}
-        return [
-            Pair(
+        for one, other in combinations(range(self.company.world.nodes), 2):
+            missing = Pair(
                 launch=launch,
                 world=self.company.world,
                 nodes=(one, other),
@@ -89,8 +106,10 @@ class Ledger:
                 reason=reason,
                 time=time.time(),
             )
-            for one, other in combinations(range(self.company.world.nodes), 2)
-        ]
+            record = self._pairs.get((one, other)) or missing.model_dump(mode="json")
+            self.add({**record, **self._failed_pairs.get((one, other), {})})
+        self._pairs.clear()
+        self._failed_pairs.clear()
 
     def end(self) -> None:
         """Write the last line."""

@@ -9,12 +9,12 @@ The first message of each way is not counted: it warms up what is warm later, an
 for nothing after a pause.
 
 Who sends takes the time, so no clocks are compared. All ranks wait for each other between rounds: no wait is longer
-than a round.
+than a round. There they also tell each other their times, so that a node that goes takes only its round with it.
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -40,51 +40,61 @@ LEAST_US: Final = 0.01  # a time that is less than the latency is nothing but no
 DIGITS: Final = 3
 FIELDS: Final = tuple(Timing.model_fields)
 
+Link = tuple[int, int]  # two nodes
 
-def play_pairs(
-    company: Company, settings: BenchSettings, *, launch: int, group: dist.ProcessGroup, voices: Voices
-) -> list[Pair]:
-    """Measure every pair of nodes in one launch; all ranks call it, and all get the same records.
 
-    `voices` is heard beside `group`, which is measured.
+@dataclass(frozen=True)
+class PairGame:
+    """All pairs of nodes, as one rank plays them; `voices` is heard beside `group`, which is measured."""
 
-    Raises:
-        RuntimeError: a pair could not be measured; it is named.
-    """
-    env = company.env
-    told = [(round(node), round(local)) for node, local in voices.gather([env.node_rank, env.local_rank])]
-    players = {node: rank for rank, (node, local) in enumerate(told) if local == 0}
-    nodes = sorted(players)
-    on_gpu, nbytes = company.world.backend == "nccl", settings.pair_bytes
-    if env.rank not in players.values():
-        settings = settings.model_copy(update={"pair_bytes": 1})  # it only waits
-    here = _Player(settings, group, voices, company.device if on_gpu else torch.device("cpu"))
-    for once in orders(len(nodes), REPETITIONS, f"{settings.seed}/{launch}"):
-        for pairs in once:
-            voices.barrier()
-            for one, other in ((nodes[one], nodes[other]) for one, other in pairs):
-                if env.rank in (players[one], players[other]):
-                    here.meet((one, other), players, leads=env.rank == players[one])
-    heard = _gather(here, nodes, voices)
-    names = {each.node: each.host for each in company.hosts}
-    found = []
-    for one, other in ((one, other) for one in nodes for other in nodes if one < other):
-        latency, there = heard[players[one]][other]
-        _, back = heard[players[other]][one]
-        found.append(
-            Pair(
-                launch=launch,
-                world=company.world,
-                nodes=(one, other),
-                hosts=(names.get(one, f"node {one}"), names.get(other, f"node {other}")),
-                nbytes=nbytes,
-                latency=latency,
-                there=there,
-                back=back,
-                time=time.time(),
-            )
+    company: Company
+    settings: BenchSettings
+    group: dist.ProcessGroup
+    voices: Voices
+
+    def play(
+        self, launch: int, *, without: Collection[Link] = (), meets: Callable[[Link | None], None] = lambda _: None
+    ) -> Iterator[list[Pair]]:
+        """Measure every pair but those `without`; yield after each round its pairs, with all their samples so far.
+
+        All ranks call it, and all get the same records. `meets` is told whom this rank measures next; None: it rests.
+
+        Raises:
+            RuntimeError: a pair could not be measured; it is named.
+        """
+        env, settings = self.company.env, self.settings
+        told = [(round(node), round(local)) for node, local in self.voices.gather([env.node_rank, env.local_rank])]
+        players = {node: rank for rank, (node, local) in enumerate(told) if local == 0}
+        nodes = sorted(players)
+        on_gpu = self.company.world.backend == "nccl"
+        if env.rank not in players.values():
+            settings = settings.model_copy(update={"pair_bytes": 1})  # it only waits
+        here = _Player(settings, self.group, self.voices, self.company.device if on_gpu else torch.device("cpu"))
+        left_out = {tuple(pair) for pair in without}
+        for once in orders(len(nodes), REPETITIONS, f"{settings.seed}/{launch}"):
+            for seats in once:
+                pairs = [pair for pair in ((nodes[one], nodes[other]) for one, other in seats) if pair not in left_out]
+                mine = next((pair for pair in pairs if env.rank in (players[pair[0]], players[pair[1]])), None)
+                meets(mine)
+                self.voices.barrier()
+                if mine is not None:
+                    here.meet(mine, players, leads=env.rank == players[mine[0]])
+                heard = _gather(here, mine, self.voices)
+                yield [self._record(launch, pair, heard[players[pair[0]]], heard[players[pair[1]]]) for pair in pairs]
+
+    def _record(self, launch: int, pair: Link, first: "_Heard", second: "_Heard") -> Pair:
+        names = {each.node: each.host for each in self.company.hosts}
+        return Pair(
+            launch=launch,
+            world=self.company.world,
+            nodes=pair,
+            hosts=(names.get(pair[0], f"node {pair[0]}"), names.get(pair[1], f"node {pair[1]}")),
+            nbytes=self.settings.pair_bytes,
+            latency=first.latency,
+            there=first.sent,
+            back=second.sent,
+            time=time.time(),
         )
-    return found
 
 
 @dataclass
@@ -162,19 +172,23 @@ class _Player:
             torch.cuda.synchronize(self.device)
 
 
-def _gather(here: _Player, nodes: Sequence[int], voices: Voices) -> list[dict[int, tuple[Timing | None, ...]]]:
-    """Return what every rank has measured, by rank and by the node at the other end: latency, and what it sent."""
+@dataclass(frozen=True)
+class _Heard:
+    """What one rank has measured with the node that it met last."""
+
+    latency: Timing | None
+    sent: Timing | None
+
+
+def _gather(here: _Player, pair: Link | None, voices: Voices) -> list[_Heard]:
+    """Return what every rank has measured with its partner of this round, in rank order."""
     own: list[float] = []
-    for node in nodes:
-        for samples in (here.latency_us.get(node), here.sent_us.get(node)):
-            found = timing([round(each, DIGITS) for each in samples]) if samples else None
-            own += [float(getattr(found, name)) if found is not None else 0.0 for name in FIELDS]
+    for measured in (here.latency_us, here.sent_us):
+        samples = [each for node in pair or () for each in measured.get(node, ())]  # there are none with itself
+        found = timing([round(each, DIGITS) for each in samples]) if samples else None
+        own += [float(getattr(found, name)) if found is not None else 0.0 for name in FIELDS]
     width = len(FIELDS)
-    heard = []
-    for row in voices.gather(own):
-        timings = [_timing(row[start : start + width]) for start in range(0, len(row), width)]
-        heard.append({node: tuple(timings[2 * place : 2 * place + 2]) for place, node in enumerate(nodes)})
-    return heard
+    return [_Heard(_timing(row[:width]), _timing(row[width:])) for row in voices.gather(own)]
 
 
 def _timing(values: Sequence[float]) -> Timing | None:

@@ -4,7 +4,8 @@
     control   gloo, beside it: barriers, and the ranks' times
 
 What it tells its conductor (`forked.py`), of which only rank 0's is more than how far it is:
-{"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}, {"pair": Pair}.
+{"ready": init_s}, {"enter": cell}, {"block": Block, "of": cell}; of pairs {"meet": two nodes or null} and, round by
+round, {"pairs": [Pair, with all its samples so far]}.
 """
 
 import gc
@@ -26,7 +27,7 @@ from collectives_bench.ranks.calls import Call
 from collectives_bench.ranks.company import Company
 from collectives_bench.ranks.forked import Tell
 from collectives_bench.ranks.nccl import StreamClock
-from collectives_bench.ranks.pairs import play_pairs
+from collectives_bench.ranks.pairs import PairGame
 from collectives_bench.ranks.sampling import Clock, HostClock, Sampler, TooSlowError, Voices
 from collectives_bench.records import Block, Cell, Memory, Wire
 from collectives_bench.results import stats
@@ -46,6 +47,7 @@ class Order:
     number: int
     launch: int
     cells: tuple[int, ...]
+    without: tuple[tuple[int, int], ...] = ()  # pairs of nodes that have failed in this launch
 
 
 class Stage:
@@ -241,12 +243,12 @@ def play_cells(stage: Stage, cells: Sequence[Cell], tell: Tell, page: Page) -> N
 
 
 def play_all_pairs(stage: Stage, tell: Tell) -> None:
-    """Measure every pair of nodes, which is one cell to the conductors."""
+    """Measure every pair of nodes, which is one cell to the conductors; rank 0 tells what is known after each round."""
     (index,) = stage.order.cells
     tell({"enter": index})
-    launch = stage.order.launch
-    pairs = play_pairs(stage.company, stage.settings, launch=launch, group=stage.group, voices=stage.voices)
+    game = PairGame(stage.company, stage.settings, stage.group, stage.voices)
+    for found in game.play(stage.order.launch, without=stage.order.without, meets=lambda pair: tell({"meet": pair})):
+        if stage.rank == 0:
+            tell({"pairs": [pair.model_dump(mode="json") for pair in found]})
     if stage.rank == 0:
-        for pair in pairs:
-            tell({"pair": pair.model_dump(mode="json")})
         tell({"of": index})

@@ -76,6 +76,7 @@ class Comparison:
     together: Verdict
     only_before: int
     only_after: int
+    vanished: int = 0  # rows that had a time before, and have none after: they are gone, or refused, or failed
 
     @property
     def verdict(self) -> Answer:
@@ -99,6 +100,7 @@ class Comparison:
         )
         alone = self.only_before + self.only_after
         more = f"; {alone} in one of them only" if alone else ""
+        more += f"; {self.vanished} measured before and not after" if self.vanished else ""
         return f"{self.verdict}: of {len(self.rows)} common rows {counts}{more}"
 
 
@@ -136,7 +138,12 @@ def comparison(before: Sequence[Row], after: Sequence[Row]) -> Comparison:
         together=of_all,
         only_before=len(before) - len(common),
         only_after=len(after) - len(common),
+        vanished=len({key for key, row in earlier.items() if row.is_measured} - _measured(after)),
     )
+
+
+def _measured(rows: Sequence[Row]) -> set[tuple[World, Cell]]:
+    return {(row.world, row.cell) for row in rows if row.is_measured}
 
 
 def _unfit(before: Row, after: Row) -> Verdict | None:

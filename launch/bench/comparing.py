@@ -5,6 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
+from jobs.words import counted
 from launch.bench import results
 from launch.options import add_json, add_runs
 
@@ -26,7 +27,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--fail-on",
         metavar="WHAT",
         choices=sorted(FAILING),
-        help="worse, better or any: end with 1 where a row is so, or where no row could be judged at all",
+        help="worse, better or any: end with 1 where a row is so, or where nothing could be judged; worse and any also "
+        "where a row is no longer measured",
     )
     add_runs(parser)
     add_json(parser)
@@ -54,10 +56,16 @@ def _rows(word: str, runs: str | None) -> "list[Row]":
 
 
 def gate(found: "Comparison", fail_on: str) -> int:
-    """Return 1 where a row, or all together, is what nobody wants; also where the comparison has seen nothing."""
+    """Return 1 where a row, or all together, is what nobody wants; also where a row has gone, or nothing was seen."""
     said = {each.verdict for each in (*found.rows, found.together)}
     if said == {"no verdict"}:
         print(f"muster: --fail-on {fail_on}: no row could be judged, so nothing is known to be good", file=sys.stderr)
+        return 1
+    if found.vanished and "worse" in FAILING[fail_on]:
+        rows = counted(found.vanished, "row")
+        text = f"{rows} that {'was' if found.vanished == 1 else 'were'} measured before"
+        text += f" {'has' if found.vanished == 1 else 'have'} no time after"
+        print(f"muster: --fail-on {fail_on}: {text}", file=sys.stderr)
         return 1
     return int(bool(said & FAILING[fail_on]))
 
@@ -68,6 +76,7 @@ def record(found: "Comparison") -> dict[str, Any]:
         "verdict": found.verdict,
         "only_before": found.only_before,
         "only_after": found.only_after,
+        "vanished": found.vanished,
         "together": _plain(found.together),
         "rows": [_plain(each) for each in found.rows],
     }

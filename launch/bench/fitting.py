@@ -75,16 +75,17 @@ def render(profile: "Profile") -> str:
 
     lines = [f"# {profile.made_of}"] if profile.made_of else []
     lines += [
-        "# mean, max, in 10 %: error at sizes left out one at a time; 90 %: the share of the time that predictions are",
-        "# good to; alpha and beta are of the last piece: time = alpha + S * beta",
+        "# mean, max, in 10 %: error at sizes left out one at a time, the first and the last never; 90 %: the share of",
+        "# the time that predictions are good to; alpha and beta are of the last piece: time = alpha + S * beta",
         screen.table(COLUMNS, [_cells(each) for each in profile.curves if not each.back_to_back]),
     ]
     behind = sum(each.back_to_back for each in profile.curves)
     lines += [f"and {behind} of calls back to back"] if behind else []
+    ends = "; the first and the last size of a curve are never left out" if profile.held_out_sizes else ""
     lines += ["", *(_constants(each) for each in profile.constants)]
     lines += [
         "",
-        f"held-out sizes   {text(profile.held_out_sizes)}",
+        f"held-out sizes   {text(profile.held_out_sizes)}{ends}",
         f"held-out worlds  {text(profile.held_out_worlds)}",
     ]
     return "\n".join(lines)
@@ -101,6 +102,8 @@ def text(errors: "Errors | None") -> str:
 
 
 def _cells(curve: "Curve") -> tuple[str, ...]:
+    from collectives_bench.cost.curves import time_text
+
     piece, errors = curve.pieces[-1], curve.held_out
     name = curve.operation + ("" if curve.call == "sync" else f" {curve.call}")
     world = f"{curve.nodes}x{curve.ranks // curve.nodes} {curve.backend}"
@@ -110,12 +113,14 @@ def _cells(curve: "Curve") -> tuple[str, ...]:
         shares = (f"{errors.mean:.1%}", f"{errors.largest:.1%}", f"{errors.within_10:.0%}")
     model = curve.kind if curve.kind != "pieces" else f"{len(curve.pieces)} pieces"
     sizes = str(len(curve.points))
-    return (name, world, curve.dtype, sizes, model, seconds(piece.alpha_s), rate, *shares, f"{curve.high - 1:.0%}")
+    return (name, world, curve.dtype, sizes, model, time_text(piece.alpha_s), rate, *shares, f"{curve.high - 1:.0%}")
 
 
 def _constants(constants: "Constants") -> str:
+    from collectives_bench.cost.curves import time_text
+
     where = "between nodes" if constants.network else "on one node"
-    parts = [f"{seconds(constants.alpha_s)} a step"] if constants.alpha_s > 0 else []
+    parts = [f"{time_text(constants.alpha_s)} a step"] if constants.alpha_s > 0 else []
     parts += [
         f"{what} {1e-9 / taken:.3g} GB/s"
         for what, taken in (
@@ -129,11 +134,3 @@ def _constants(constants: "Constants") -> str:
     ]
     worlds = ", ".join(map(str, constants.worlds))
     return f"{constants.backend} {constants.dtype} {where}, worlds {worlds}: {', '.join(parts)}"
-
-
-def seconds(time_s: float) -> str:
-    """Write a time with the unit that suits it."""
-    for unit, width in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if time_s >= width:
-            return f"{time_s / width:.4g} {unit}"
-    return f"{time_s * 1e6:.3g} us"

@@ -21,7 +21,7 @@ EPILOG: Final = """\
 muster predict --profile P.json --op all_reduce --bytes 36.9MB --world 16     how long an exchange takes
 muster predict --link 100Gbit --op all_reduce --bytes 20e9 --world 8          the same by the formulas alone
 muster predict --profile P.json JOB.yaml                                      buckets, steps and memory of a job
-Sizes are those of muster bench (S); 1 MB is 2^20 bytes. Ranks behind --link have a link each unless --nodes is given.
+Sizes are those of muster bench (S); 1 MB is 2^20 bytes. Ranks behind --link are on a node each unless --nodes is given.
 """
 
 
@@ -37,10 +37,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--link", metavar="RATE", help="a link's speed, such as 100Gbit, without any measurement")
     source.add_argument("--latency", metavar="TIME", help="of a message over --link, such as 50us (default: 0)")
     exchange = parser.add_argument_group("an exchange")
-    exchange.add_argument("--op", metavar="NAMES", help="operations of muster bench, with commas")
+    exchange.add_argument("--op", metavar="NAMES", help="operations of muster bench with commas, all, or ours")
     exchange.add_argument("--bytes", metavar="SIZES", help="36.9MB, 512K:1G, 20e9, or several with commas")
     exchange.add_argument("--world", metavar="RANKS", help="ranks, or several numbers with commas")
-    exchange.add_argument("--nodes", metavar="N", type=int, help="nodes they are on (default: as it was measured)")
+    exchange.add_argument("--nodes", metavar="N", type=int, help="nodes they are on (default: as measured)")
     exchange.add_argument("--backend", choices=("gloo", "nccl"), help="default: the one that was measured")
     exchange.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "int32"), help="default: the one measured")
     add_json(parser)
@@ -92,16 +92,29 @@ def predictions(args: argparse.Namespace) -> "list[tuple[Asked, Prediction]]":
     for flag, value in (("--op", args.op), ("--world", args.world)):
         if value is None:
             raise UsageError(f"{flag} is missing: wanted a job file, or --op, --bytes and --world")
+    if args.nodes is not None and args.nodes < 1:
+        raise UsageError(f"--nodes {args.nodes}: must be a whole number from 1")
     asked = []
-    for operation in (word.strip() for word in args.op.split(",")):
+    for operation in _operations(args.op):
         for ranks in _worlds(args.world):
-            nodes = args.nodes or known.nodes_of(ranks)
+            nodes = known.nodes_of(ranks) if args.nodes is None else args.nodes
             for size in _sizes(operation, args.bytes):
                 asked.append((operation, size, ranks, nodes))
     return [
         (each, known.predict(each[0], each[1], ranks=each[2], nodes=each[3], backend=args.backend, dtype=args.dtype))
         for each in asked
     ]
+
+
+def _operations(text: str) -> list[str]:
+    """Return the operations of a list as `muster bench` takes it, in the order given."""
+    from collectives_bench.catalog import OPERATIONS
+    from collectives_bench.settings import ALL, OURS
+    from launch.bench import words
+
+    lists = {is_ours: [name for name, each in OPERATIONS.items() if each.ours == is_ours] for is_ours in (False, True)}
+    stands_for = {ALL: lists[False], OURS: lists[True]}
+    return list(dict.fromkeys(each for name in words.operations(text) for each in stands_for.get(name, [name])))
 
 
 def _sizes(operation: str, text: str | None) -> list[int]:
@@ -184,8 +197,8 @@ def describe(asked: Asked, prediction: "Prediction") -> dict[str, Any]:
 
 def render(records: list[dict[str, Any]]) -> str:
     """Lay predictions out as a table; what to be wary of stands below, once."""
+    from collectives_bench.cost.curves import time_text
     from collectives_bench.sizes import size_text
-    from launch.bench.fitting import seconds
     from launch.look import screen
 
     rows = [
@@ -194,7 +207,7 @@ def render(records: list[dict[str, Any]]) -> str:
             size_text(each["bytes"]) if each["bytes"] else "-",
             str(each["ranks"]),
             str(each["nodes"]),
-            *(seconds(each[key]) for key in ("seconds", "low_s", "high_s")),
+            *(time_text(each[key]) for key in ("seconds", "low_s", "high_s")),
             *(f"{each[key]:.3g} GB/s" if each[key] else "-" for key in ("algbw", "busbw")),
             each["how"],
         )

@@ -57,6 +57,7 @@ TIMELINES = [
     ([Bucket(2, 0.0), Bucket(2, 0.0), Bucket(2, 0.0)], Lanes(2, share=False), 4.0),
     ([Bucket(2, 0.0), Bucket(2, 0.0)], Lanes(2, latency_s=1.0), 3.0),  # both wait together, then share
     ([Bucket(2, 0.0), Bucket(2, 0.0)], Lanes(1, latency_s=1.0), 4.0),
+    ([Bucket(1, 0.0), Bucket(1, 3.0)], Lanes(1, host_s=0.5), 5.0),  # each start delays all that follow
     ([], Lanes(1), 0.0),
 ]
 

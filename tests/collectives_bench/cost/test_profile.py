@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from collectives_bench.cost.curves import Curve, Piece
+from collectives_bench.cost.heldout import errors_of
 from collectives_bench.cost.profile import Profile, link, load, save
 from jobs.errors import JobFileError, MusterError, RefusedError, UsageError
 from support.costs import OnLinks, OnOneHost
@@ -39,6 +40,27 @@ def test_a_size_that_was_measured_is_its_time_and_says_so() -> None:
     found = profile(curve()).predict("all_reduce", 4 * MB, ranks=2)
     assert (found.seconds, found.how, found.warnings) == (5e-3, "measured at this size", ())
     assert (found.low_s, found.high_s) == (pytest.approx(4.5e-3), pytest.approx(6e-3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("smooth", "smoothed over its neighbours; measured here 20 ms"),
+        ("line", "on a line through all sizes; measured here 20 ms"),
+    ],
+)
+def test_a_curve_that_passes_a_measured_time_says_so_and_what_was_measured(kind: str, how: str) -> None:
+    away = [(MB, 2e-3), (4 * MB, 20e-3), (16 * MB, 18e-3)]
+    found = profile(curve(kind=kind, points=away)).predict("all_reduce", 4 * MB, ranks=2)
+    assert found.how == how
+    assert found.seconds < 0.9 * 20e-3
+
+
+def test_points_that_fall_with_size_are_pooled_and_the_prediction_says_so() -> None:
+    falling = [(MB, 2e-3), (4 * MB, 6e-3), (16 * MB, 5e-3)]
+    found = profile(curve(points=falling)).predict("all_reduce", 4 * MB, ranks=2)
+    assert found.seconds == pytest.approx((6e-3 * 5e-3) ** 0.5)
+    assert found.how == "drawn so as not to fall with size; measured here 6 ms"
 
 
 @pytest.mark.parametrize(
@@ -168,6 +190,7 @@ def test_nodes_are_those_that_a_world_was_measured_on_or_would_be() -> None:
     assert [profile(curve(ranks=2)).nodes_of(ranks) for ranks in (2, 16)] == [1, 1]
     pairs = Profile(name="pairs", curves=[curve(ranks=4, nodes=2), curve(ranks=8, nodes=4)])
     assert [pairs.nodes_of(ranks) for ranks in (4, 16)] == [2, 8]
+    assert link(1e9).nodes_of(8) == 8
 
 
 def test_a_profile_reads_back_as_it_was_written_and_is_small(tmp_path: Path) -> None:
@@ -175,7 +198,7 @@ def test_a_profile_reads_back_as_it_was_written_and_is_small(tmp_path: Path) -> 
     both = known.model_copy(update={"constants": [*known.constants, OnLinks]})
     save(both, tmp_path / "p.json")
     assert load(tmp_path / "p.json") == both
-    assert (tmp_path / "p.json").stat().st_size < 6000
+    assert (tmp_path / "p.json").stat().st_size < 5000
     save(link(1e9), tmp_path / "link.json")
     assert load(tmp_path / "link.json") == link(1e9)
 
@@ -198,6 +221,14 @@ def test_other_files_are_refused_with_what_they_are(tmp_path: Path, text: str, s
         load(path)
     with pytest.raises(UsageError, match="cannot be read"):
         load(tmp_path / "none.json")
+
+
+def test_the_held_out_errors_of_single_curves_are_not_in_the_file(tmp_path: Path) -> None:
+    errors = errors_of([(1.1, 1.0), (2.0, 2.0)])
+    known = profile(curve(held_out=errors)).model_copy(update={"held_out_sizes": errors})
+    save(known, tmp_path / "p.json")
+    found = load(tmp_path / "p.json")
+    assert (found.held_out_sizes, found.curves[0].held_out) == (errors, None)
 
 
 def test_the_file_is_json_with_a_curve_a_line(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
-from collectives_bench.ranks.pairs import play_pairs
+from collectives_bench.ranks.pairs import PairGame
 from collectives_bench.ranks.sampling import Voices
 from collectives_bench.records import HostFacts, Pair
 from collectives_bench.records import World as BenchWorld
@@ -37,12 +37,13 @@ def company_of(world: World, ranks_per_node: int) -> Company:
     )
 
 
-def pairs(world: World, ranks_per_node: int) -> list:
+def pairs(world: World, ranks_per_node: int, without: tuple = ()) -> list:
     voices = Voices(dist.new_group(backend="gloo"), lambda: None)
     company = company_of(world, ranks_per_node)
     settings = BenchSettings(pairs=True, **FEW)
-    found = play_pairs(company, settings, launch=3, group=dist.group.WORLD, voices=voices)
-    return [each.model_dump(mode="json", exclude={"time"}) for each in found]
+    game = PairGame(company, settings, dist.group.WORLD, voices)
+    found = {pair.nodes: pair for known in game.play(3, without=without) for pair in known}
+    return [found[nodes].model_dump(mode="json", exclude={"time"}) for nodes in sorted(found)]
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_node"), [(2, 1), (3, 1), (4, 2)])
@@ -63,6 +64,11 @@ def test_every_pair_of_nodes_is_measured_in_both_directions_and_all_ranks_agree(
             assert 0 < timing.min_us <= timing.low_us <= timing.p50_us <= timing.high_us <= timing.max_us
 
 
+def test_a_pair_that_has_failed_can_be_left_out(on_ranks):
+    told = on_ranks(3, pairs, ranks_per_node=1, without=((0, 2),))
+    assert [each["nodes"] for each in told[0]] == [[0, 1], [1, 2]]
+
+
 def without_one(world: World) -> str:
     voices = Voices(dist.new_group(backend="gloo"), lambda: None)
     company = company_of(world, 1)
@@ -71,7 +77,7 @@ def without_one(world: World) -> str:
         voices.barrier()
         return "left"
     try:
-        play_pairs(company, BenchSettings(pairs=True, **FEW), launch=0, group=dist.group.WORLD, voices=voices)
+        list(PairGame(company, BenchSettings(pairs=True, **FEW), dist.group.WORLD, voices).play(0))
     except RuntimeError as error:
         return str(error)
     return "no error"

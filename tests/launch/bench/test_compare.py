@@ -61,6 +61,17 @@ def test_a_gate_that_could_judge_nothing_is_not_passed(tmp_path: Path, capsys) -
     assert "no verdict" in captured.out
 
 
+def test_what_is_no_longer_measured_does_not_pass_a_gate(tmp_path: Path, files, capsys) -> None:
+    fewer = tmp_path / "fewer.json"
+    write_result(result(settings(operation=["all_reduce"], launches=5)), fewer)
+    argv = ["bench", "compare", files["a"], str(fewer)]
+    assert [cli.main([*argv, "--fail-on", word]) for word in ("worse", "any", "better")] == [1, 1, 0]
+    captured = capsys.readouterr()
+    assert "--fail-on worse: 1 row that was measured before has no time after" in captured.err
+    assert "1 measured before and not after" in captured.out
+    assert cli.main(["bench", "compare", str(fewer), files["a"], "--fail-on", "worse"]) == 0  # what is new harms none
+
+
 def test_several_results_of_a_side_are_taken_together(tmp_path: Path, capsys) -> None:
     for launch in range(4):
         made = result(settings(launches=1), slower=1.0 + launch / 1000)

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from collectives_bench.cost.curves import time_text
 from collectives_bench.cost.profile import load
 from collectives_bench.results.files import write_result
 from launch import cli
-from launch.bench.fitting import seconds, text
+from launch.bench.fitting import text
 from support.costs import OnOneHost, drawn
 
 OPERATIONS = ("all_reduce", "broadcast", "barrier")
@@ -28,6 +29,7 @@ def test_every_fit_is_a_row_with_its_held_out_error_and_the_profile_is_written(m
     rows = [line.split() for line in shown.out.splitlines() if line.startswith(OPERATIONS)]
     assert [row[:2] for row in rows] == [[name, f"1x{n}"] for n in (2, 3, 4) for name in OPERATIONS]
     assert "held-out sizes   mean" in shown.out
+    assert "the first and the last size of a curve are never left out" in shown.out
     assert "held-out worlds  mean" in shown.out
     assert f"wrote {out}" in shown.err
     known = load(out)
@@ -68,7 +70,7 @@ def test_what_cannot_be_fitted_is_refused_in_one_line(tmp_path: Path, capsys) ->
     [(2.5, "2.5 s"), (0.0123456, "12.35 ms"), (4.2e-5, "42 us"), (0.0, "0 us"), (3e-8, "0.03 us")],
 )
 def test_times_have_the_unit_that_suits_them(time_s: float, written: str) -> None:
-    assert seconds(time_s) == written
+    assert time_text(time_s) == written
 
 
 def test_nothing_held_out_is_said() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives_bench.catalog import OPERATIONS
 from collectives_bench.cost.fit import fit
 from collectives_bench.cost.profile import save
 from jobs.errors import UsageError
@@ -41,6 +42,21 @@ def test_eight_ranks_need_2_8_seconds_for_ten_billion_fp16_gradients_at_100_gbit
 def test_a_latency_counts_once_a_step(capsys) -> None:
     [found] = predicted(capsys, *("--link", "1Gbit", "--latency", "50us", "--op", "barrier", "--world", "8"))
     assert found["seconds"] == pytest.approx(150e-6)
+
+
+def test_ranks_behind_a_link_are_on_a_node_each_unless_it_is_said(capsys) -> None:
+    argv = ("--link", "1Gbit", "--op", "all_reduce", "--bytes", "1M", "--world", "8")
+    [alone], [shared] = predicted(capsys, *argv), predicted(capsys, *argv, "--nodes", "2")
+    assert (alone["nodes"], shared["nodes"]) == (8, 2)
+
+
+def test_all_and_ours_stand_for_their_operations_as_in_bench(capsys) -> None:
+    argv = ("--link", "1Gbit", "--bytes", "1M", "--world", "4", "--op")
+    names = {word: [each["operation"] for each in predicted(capsys, *argv, word)] for word in ("all", "ours")}
+    assert names["all"] == [name for name, each in OPERATIONS.items() if not each.ours]
+    assert names["ours"] == [name for name, each in OPERATIONS.items() if each.ours]
+    both = [each["operation"] for each in predicted(capsys, *argv, "barrier, all")]
+    assert both == ["barrier", *(name for name in names["all"] if name != "barrier")]
 
 
 def test_every_operation_size_and_world_is_a_row(profile: str, capsys) -> None:
@@ -87,6 +103,9 @@ def test_nodes_are_as_they_were_measured_unless_given(tmp_path: Path, capsys) ->
         (["--profile", "P", "--op", "all_reduce", "--bytes", "many", "--world", "2"], 2, "not a size: 'many'"),
         (["--profile", "P", "--op", "all_reduce", "--bytes", "1M", "--world", "two"], 2, "wanted numbers of ranks"),
         (["--profile", "P", "--op", "all_reduc", "--bytes", "1M", "--world", "2"], 2, "did you mean 'all_reduce'"),
+        (["--profile", "P", "--op", "barrier", "--world", "4", "--nodes", "0"], 2, "--nodes 0: must be a whole number"),
+        (["--profile", "P", "--op", "barrier", "--world", "4", "--nodes", "-1"], 2, "--nodes -1: must be a whole"),
+        (["--profile", "P", "--op", "barrier,", "--world", "4"], 2, "a name is empty"),
         (["--profile", "P", "--op", "barrier", "--world", "4", "--nodes", "3"], 2, "do not lie evenly"),
         (["--profile", "P", "--op", "barrier", "--world", "4", "--nodes", "4"], 78, "only with 2 ranks on 1"),
         (["--profile", "P", "--op", "barrier", "--world", "2", "--backend", "nccl"], 78, "only with gloo"),
