@@ -150,7 +150,8 @@ def monotone(points: Points) -> Points:
             (mean, sizes), (before, earlier) = pools.pop(), pools.pop()
             total = len(sizes) + len(earlier)
             pools.append(((mean * len(sizes) + before * len(earlier)) / total, earlier + sizes))
-    return tuple((size, math.exp(mean)) for mean, sizes in pools for size in sizes)
+    own = dict(points)  # exact, where nothing was pooled
+    return tuple((size, math.exp(mean) if sizes[1:] else own[size]) for mean, sizes in pools for size in sizes)
 
 
 def smoothed(points: Points, piece: Piece) -> Points:

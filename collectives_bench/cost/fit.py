@@ -7,9 +7,9 @@ from statistics import median
 from typing import Final
 
 from collectives_bench.catalog import OPERATIONS
-from collectives_bench.cost.curves import Curve, Piece
+from collectives_bench.cost.curves import Curve, Piece, Points
 from collectives_bench.cost.heldout import Samples, errors_of, intervals, medians, residuals, sizes_left_out
-from collectives_bench.cost.pieces import LEAST_SIZES, Fitted, Points, choose
+from collectives_bench.cost.pieces import LEAST_SIZES, Fitted, choose
 from collectives_bench.cost.profile import Profile
 from collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
 from collectives_bench.records import Result

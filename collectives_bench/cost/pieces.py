@@ -28,6 +28,7 @@ LEAST_SIZES: Final = 3  # two make a line, and the third says whether it is one
 PIECE_SIZES: Final = 3  # points of a piece: two make a line through whatever noise they have
 MOST_PIECES: Final = 3
 SIMPLER: Final = 1.02  # a candidate further down the list must be better by more than this
+ROUNDING: Final = 1e-9  # of errors of times that lie on a line exactly
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,6 @@ def choose(points: Points) -> Fitted:
     if len(points) >= LEAST_SIZES:
         for candidate in CANDIDATES.values():
             error = mean_error(left_out(points, candidate))
-            if error * SIMPLER < best_error:
+            if error * SIMPLER + ROUNDING < best_error:
                 best, best_error = candidate, error
     return best(points)

@@ -56,7 +56,7 @@ def _of_type(measured: str, wanted: str | None) -> tuple[str, ...]:
 def _far(nbytes: float, smallest: float, largest: float) -> tuple[str, ...]:
     if nbytes > FAR * largest > 0:
         return (f"{size_text(nbytes)} is more than {FAR:g} times the largest size measured, {size_text(largest)}",)
-    if nbytes * FAR < smallest:
+    if 0 < nbytes * FAR < smallest:
         return (f"{size_text(nbytes)} is less than 1/{FAR:g} of the smallest size measured, {size_text(smallest)}",)
     return ()
 

@@ -1,6 +1,6 @@
 """What a training step takes in each mode, and which mode is best. Pure: a profile of the network and compute times in.
 
-    step = compute / (1 - idle share of a pipeline) + exposed communication
+    step = compute, with what a pipeline idles, + exposed communication
 
 *Exposed* is what the backward does not hide. Without compute times nothing is hidden, and only communication and memory
 can be told. Every figure has an interval, that of the network's predictions taken together; what ranks that share cores
@@ -95,9 +95,13 @@ def predict(ways: Sequence[Way], load: Load, compute: Compute | None, network: N
         yield _row(way, load, compute, [Times(network, load, nodes, each) for each in ("low_s", "seconds", "high_s")])
 
 
-def rank(rows: Sequence[Row]) -> Ranking | None:
-    """Choose the fastest mode that fits; None where none does or no step is known."""
-    able = sorted((row for row in rows if row.counts), key=lambda row: row.step.seconds if row.step else 0.0)
+def rank(rows: Sequence[Row], *, built: bool = False) -> Ranking | None:
+    """Choose the fastest mode that fits, of all or of those that can be run; None where none does, or no step is known.
+
+    `built` leaves out what is not built yet.
+    """
+    counting = [row for row in rows if row.counts and (row.way.is_built or not built)]
+    able = sorted(counting, key=lambda row: row.step.seconds if row.step else 0.0)
     return Ranking(able[0], able[1] if len(able) > 1 else None) if able else None
 
 
@@ -136,8 +140,13 @@ def _compute_s(way: Way, load: Load, compute: Compute) -> tuple[float, float]:
         stages = cut(load.model, way.schedule, load.ranks)
         assert stages is not None
         idle = way.schedule.idle(load.ranks, way.microbatches(load.microbatches), way.schedule.chunks)
-        work = max(stage.flops for stage in stages) / sum(stage.flops for stage in stages)
+        whole_s = load.ranks * passes
+        slowest_s = whole_s * max(stage.flops for stage in stages) / sum(stage.flops for stage in stages)
+        # The slowest stage never rests; the others' work shows only in the ramps, as much of it as stages that are
+        # equal would be idle: (m - 1) / m of the slowest and 1 / m of all, for GPipe and 1F1B.
+        shown = idle / (1 - idle) / (load.ranks - 1) if load.ranks > 1 else 0.0
+        seconds = slowest_s + (whole_s - slowest_s) * shown
         update = compute.optimizer_s * max(stage.elements for stage in stages) / load.model.elements
-        return load.ranks * passes * work / (1 - idle) + update, idle
+        return seconds + update, 1 - whole_s / (load.ranks * seconds) if seconds else idle
     shards = load.ranks if way.zero or way.family == "tensor" else 1
     return passes + compute.optimizer_s / shards, 0.0

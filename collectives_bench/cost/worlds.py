@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from collectives_bench.catalog import OPERATIONS
-from collectives_bench.cost.curves import Curve
+from collectives_bench.cost.curves import Curve, Points
 from collectives_bench.cost.heldout import Pair, errors_of, quantiles
-from collectives_bench.cost.pieces import Points, mean_error
+from collectives_bench.cost.pieces import mean_error
 from collectives_bench.cost.predicting import unusual
 from collectives_bench.cost.profile import Profile
 from collectives_bench.cost.second import UNSURE, Constants

@@ -25,7 +25,7 @@ from typing import Any, Final, NoReturn
 from collectives_bench.ranks.agenda import Agenda, Skipped
 from collectives_bench.ranks.company import Company
 from collectives_bench.ranks.forked import Ending, Player
-from collectives_bench.ranks.judge import judge
+from collectives_bench.ranks.judge import judge, pair_culprit
 from collectives_bench.ranks.ledger import Ledger
 from collectives_bench.ranks.player import LEAST_INIT_S, Order, play
 from collectives_bench.records import Cell, State
@@ -40,7 +40,7 @@ STALL_MARGIN_S: Final = 1.0  # beyond timeout_s, when every wait in a group has 
 ENDINGS_S: Final = 20.0
 NEXT_ORDER_S: Final = 600.0  # the leader may wait for a slow disk
 LEAVE_S: Final = 2.0  # for the others to say that they leave too: who does not has gone; less than most graces
-MOST_TRIES: Final = 4  # of a launch of pairs, each without one more of them
+MOST_TRIES: Final = 3  # of a launch of pairs, without those that have failed in it
 GOING: Final = "the rest cannot be measured without it in this attempt"
 
 
@@ -80,6 +80,8 @@ class Conductor:
             self._leave()
         finally:
             signal.signal(signal.SIGTERM, before)
+        if self._is_asked_to_end:  # at the last moment
+            os.kill(os.getpid(), signal.SIGTERM)
 
     # The leader -----------------------------------------------------------------------------------------------------
 
@@ -109,25 +111,22 @@ class Conductor:
                 self._wait(key, deadline)
             return [Ending(**self.company.hear(key, ENDINGS_S)) for key in keys]
         except StartTimeoutError as error:  # a rank has gone, and not only its player: there is no going on
+            missing: list[int] = []
             with suppress(StartTimeoutError):  # the store itself
                 missing = [rank for rank, key in enumerate(keys) if not self.company.has_been_said(key)]
-                self._write_rest(ledger, missing, f"it told nothing for {ENDINGS_S:g} s", state="timeout")
-                raise
-            self._write_rest(ledger, [], str(error))
+            self._write_rest(ledger, missing, str(error), state="timeout" if missing else "failed")
             raise
 
     def _write_failure(self, ledger: Ledger, endings: Sequence[Ending]) -> None:
         blame, agenda = judge(endings, self.settings.timeout_s), self.agenda
-        lost = next((each for each in sorted(endings, key=lambda each: each.time) if each.lost and each.pair), None)
-        culprit = lost if lost is not None and blame.state == "timeout" else None
-        if culprit is None and blame.rank is not None:
-            culprit = endings[blame.rank]
-        reason = culprit.message if culprit is not None and culprit is lost else blame.reason
-        print(f"muster: launch {agenda.launch + 1}: {reason}", file=sys.stderr, flush=True)
-        if self.settings.pairs and culprit is not None and culprit.pair is not None:
+        reason = blame.reason
+        if self.settings.pairs and (culprit := pair_culprit(endings)) is not None and culprit.pair is not None:
+            if not culprit.is_cause and not culprit.stopped:
+                reason = f"rank {culprit.rank}: {culprit.message}"
             ledger.fail_pair((culprit.pair[0], culprit.pair[1]), reason, blame.state)
-            if self._tries < MOST_TRIES:  # once more, without it
-                return
+        print(f"muster: launch {agenda.launch + 1}: {reason}", file=sys.stderr, flush=True)
+        if self.settings.pairs and self._may_try_again(ledger, endings):
+            return
         cell = next((each for each in (blame.cell, endings[0].cell) if each in agenda.left), None)
         if cell is None and all(each.cell is None for each in endings):
             self._write_skipped(ledger, agenda.launch, agenda.never_began(blame.reason))
@@ -137,12 +136,15 @@ class Conductor:
             ledger.fail(agenda.launch, self.cells[cell], blame.reason, state=blame.state, rank=blame.rank)
             self._write_skipped(ledger, agenda.launch, agenda.failed(cell))
 
+    def _may_try_again(self, ledger: Ledger, endings: Sequence[Ending]) -> bool:
+        """True where other pairs of a launch may still be measured, without those that have failed."""
+        nodes, began = self.company.world.nodes, any(each.cell is not None for each in endings)
+        return began and self._tries < MOST_TRIES and len(ledger.failed_pairs) < nodes * (nodes - 1) // 2
+
     def _write_rest(self, ledger: Ledger, missing: Sequence[int], why: str, *, state: State = "failed") -> None:
         """Write rows of all that will not be measured, for these ranks have gone: it ends here."""
         agenda, at = self.agenda, self._at
-        whom = (
-            f"{spell_ranks(missing)} {'has' if len(missing) == 1 else 'have'} gone" if missing else "the store has gone"
-        )
+        whom = f"{spell_ranks(list(missing)) if missing else 'the store'} {'have' if len(missing) > 1 else 'has'} gone"
         reason = f"{whom}: {why}; {GOING}"
         print(f"muster: launch {agenda.launch + 1}: {reason}", file=sys.stderr, flush=True)
         if at in agenda.left:

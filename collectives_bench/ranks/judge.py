@@ -51,6 +51,22 @@ def judge(endings: Sequence[Ending], timeout_s: float) -> Blame:
     return Blame(who.rank if is_behind else None, state, f"rank {first.rank}: {first.message}{behind}", first.cell)
 
 
+def pair_culprit(endings: Sequence[Ending]) -> Ending | None:
+    """Return the ending that tells which pair of nodes failed; None where nobody was measuring one.
+
+    A cause or a stopped player tells it best. Who lost its partner comes before who only waited for the round to end.
+    """
+    met = [each for each in endings if each.pair is not None and each.how != "done"]
+    for group in (
+        [each for each in met if each.is_cause],
+        [each for each in met if each.stopped],
+        [each for each in met if each.lost],
+    ):
+        if group:
+            return min(group, key=lambda each: (each.time, each.rank))
+    return None
+
+
 def _behind(endings: Sequence[Ending]) -> Ending:
     return min(endings, key=lambda each: (each.beats, each.rank))
 

@@ -60,7 +60,7 @@ class Ledger:
         self._log.append([record])
 
     def fail(self, launch: int, cell: Cell, reason: str, *, state: State = "failed", rank: int | None = None) -> None:
-        """Write the block of a cell that could not be measured; or the pairs of a launch, if they are what is measured."""
+        """Write the block of a cell that could not be measured; or all pairs of a launch, where they are measured."""
         if self.settings.pairs:
             self.end_pairs(launch, reason, state)
             return

@@ -74,12 +74,19 @@ def _verdict(record: dict[str, Any]) -> list[str]:
         if record["compute"] is None:
             return ["no mode is chosen without compute times"]
         return ["no mode fits: raise --memory, or take more ranks or a smaller batch"]
+    able = record["ranking_built"]
+    if able is None or able["best"] == ranking["best"]:
+        return [_winner(ranking, "best")]
+    return [_winner(ranking, "best"), _winner(able, "best that is built")]
+
+
+def _winner(ranking: dict[str, Any], what: str) -> str:
     if ranking["runner_up"] is None:
-        return [f"best: {ranking['best']}"]
+        return f"{what}: {ranking['best']}"
     behind = f"{ranking['runner_up']} takes {100 * ranking['margin']:.1f} % longer"
     if ranking["clear"]:
-        return [f"best: {ranking['best']}; {behind}"]
-    return [f"no clear winner: {ranking['best']} is predicted best, {behind}, and their intervals overlap"]
+        return f"{what}: {ranking['best']}; {behind}"
+    return f"{what}: no clear winner; {ranking['best']} is predicted best, {behind}, and their intervals overlap"
 
 
 def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:

@@ -5,6 +5,7 @@ predicted.
 """
 
 import argparse
+import math
 import json
 import re
 from collections.abc import Sequence
@@ -95,6 +96,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         "memory_limit": limit,
         "steps": [_row(row) for row in rows],
         "ranking": _ranking(steps.rank(rows)),
+        "ranking_built": _ranking(steps.rank(rows, built=True)),
     }
     if args.buckets is not None:
         record["buckets"] = _buckets(args, load, compute, profile, job.nodes)
@@ -172,8 +174,9 @@ def compute_of(args: argparse.Namespace, job: "Job", load: "Load") -> "tuple[Com
         return None, ""
     if args.forward_ms is None or args.backward_ms is None:
         raise UsageError("--forward-ms and --backward-ms belong together; give both, or --run RUN")
-    if min(each for each in given if each is not None) < 0:
-        raise UsageError("--forward-ms, --backward-ms, --optimizer-ms: must be 0 or more")
+    for name, value in zip(("--forward-ms", "--backward-ms", "--optimizer-ms"), given, strict=True):
+        if value is not None and not (0 <= value < math.inf):
+            raise UsageError(f"{name}: must be 0 or more, and a number, got {value}")
     return Compute(args.forward_ms / 1e3, args.backward_ms / 1e3, (args.optimizer_ms or 0.0) / 1e3), "given"
 
 

@@ -69,12 +69,13 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"(?i)no space left on device|disk quota exceeded|disk is full",
     ),
     Advice(
-        "the GPU is too small for this: lower train.batch_size, raise train.grad_accumulation, or use more ranks; "
-        "nvidia-smi shows who else is on it",
+        "the GPU is too small for this: lower train.batch_size (of a bench job: bench.sizes), raise "
+        "train.grad_accumulation, or use more ranks; nvidia-smi shows who else is on it",
         said=r"(?i)cuda out of memory|CUDA error: out of memory|torch\.(?:cuda\.)?OutOfMemoryError",
     ),
     Advice(
-        "the node is too small for this: lower train.batch_size, or put fewer ranks on a node",
+        "the node is too small for this: lower train.batch_size (of a bench job: bench.sizes), or put fewer ranks on a "
+        "node",
         said=r"MemoryError|can't allocate memory|Cannot allocate memory|DefaultCPUAllocator",
     ),
     Advice(
@@ -184,7 +185,7 @@ TABLE: Final[tuple[Advice, ...]] = (
     # How a process ended, when it said nothing that we know.
     Advice(
         "somebody killed it: maybe the kernel, out of memory (dmesg -T | grep -i 'killed process' on that node): "
-        "lower train.batch_size or put fewer ranks on a node; else ask who ran kill",
+        "lower train.batch_size (of a bench job: bench.sizes), or ranks_per_node; else ask who ran kill",
         signal="SIGKILL",
     ),
     Advice(

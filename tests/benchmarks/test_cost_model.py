@@ -32,9 +32,31 @@ def test_a_noisy_one_is_not(capsys) -> None:
     assert "  reach: sizes: median 8 %: NO" in lines
 
 
-def test_without_three_worlds_none_is_left_out_and_the_reach_is_missed(capsys) -> None:
-    code, _, record = printed(drawn(OnLinks, OPERATIONS, worlds=(2, 3), noise=0.0), "box", capsys)
-    assert (code, record["held_out_worlds"]) == (1, None)
+@pytest.mark.parametrize(
+    ("reach", "missing"), [("box", "worlds: mean 10 %"), ("loopback", "largest world from the others: mean 15 %")]
+)
+@pytest.mark.parametrize("worlds", [(2,), (2, 3)])
+def test_without_three_worlds_none_is_left_out_and_the_reach_is_not_measured(
+    worlds: tuple[int, ...], reach: str, missing: str, capsys
+) -> None:
+    code, lines, record = printed(drawn(OnLinks, OPERATIONS, worlds=worlds, noise=0.0), reach, capsys)
+    assert (code, record["held_out_worlds"], record["reached"]) == (0, None, None)
+    assert record["not_measured"] == [missing]
+    assert f"  reach: {missing}: not measured" in lines
+
+
+def test_worlds_on_one_node_and_on_several_are_left_out_apart(capsys) -> None:
+    both = [drawn(truth, OPERATIONS, worlds=(2, 3, 4), noise=0.0) for truth in (OnLinks, OnOneHost)]
+    mixed = Result(headers=both[0].headers + both[1].headers, blocks=both[0].blocks + both[1].blocks)
+    _, lines, _ = printed(mixed, "box", capsys)
+    assert sum(line.startswith(("  4 on 4 ", "  4 on 1 ")) for line in lines) == 2
+
+
+def test_only_worlds_that_the_gpus_allow_are_measured(capsys) -> None:
+    assert [cost_model.fitting("2,3,4", gpus) for gpus in (2, 3, 8)] == ["2", "2,3", "2,3,4"]
+    assert "2 GPUs are visible here: worlds of 2,3,4 become [2]" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="1 GPUs are visible here, 2 or more are needed"):
+        cost_model.fitting("2,3,4", 1)
 
 
 def test_results_measured_before_are_read_from_their_files(tmp_path: Path, monkeypatch, capsys) -> None:

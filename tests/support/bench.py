@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives_bench.ranks import operations
+from collectives_bench.ranks import conductor, operations
 from collectives_bench.ranks.run import Task, conduct
 from collectives_bench.settings import BenchSettings
 from jobs.files import read_lines
@@ -64,6 +64,11 @@ def inject(fault: Fault, rank: int) -> None:
     """Break an operation on this rank, or its start; its players are forks of this process."""
     if fault.operation == "start" and rank == fault.rank:
         dist.new_group = lambda **_: FAULTS[fault.how]()
+    if fault.how == "mute conductor":
+        conductor.ENDINGS_S = 1.0
+        if rank == fault.rank:
+            conductor.Conductor._tell_ending = lambda *_: None
+        return
     prepare = operations.prepare
 
     def prepared(cell: Any, *more: Any, **named: Any) -> Any:

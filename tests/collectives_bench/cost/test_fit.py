@@ -177,13 +177,12 @@ def test_a_left_out_world_has_no_part_in_the_choice_of_the_form(monkeypatch: pyt
 
 
 def test_a_fitted_curve_predicts_the_same_after_it_was_drawn_again_from_what_was_measured(tmp_path: Path) -> None:
-    known = fit(drawn(OnOneHost, OPERATIONS, noise=0.2))
+    result = drawn(OnOneHost, OPERATIONS, noise=0.2)
+    known, found = fit(result), series_of(rows_of(result))
     assert {"smooth", "points"} & {curve.kind for curve in known.curves}
     save(known, tmp_path / "p.json")
     read = load(tmp_path / "p.json")
-    for before, after, series in zip(
-        known.curves, read.curves, series_of(rows_of(drawn(OnOneHost, OPERATIONS, noise=0.2))), strict=True
-    ):
+    for before, after, series in zip(known.curves, read.curves, found, strict=True):
         best = choose(medians(series.samples))
         for size, _ in before.points:
             assert after.seconds(size) == before.seconds(size) == pytest.approx(best.seconds(size), rel=1e-3)

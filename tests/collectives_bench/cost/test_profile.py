@@ -87,6 +87,10 @@ def test_less_than_a_quarter_of_the_smallest_size_is_warned_of() -> None:
     assert found.warnings == ("1000 B is less than 1/4 of the smallest size measured, 1 MB",)
 
 
+def test_an_operation_without_a_size_is_not_far_from_any() -> None:
+    assert profile(curve()).predict("barrier", 0, ranks=2).warnings == ("barrier was not measured",)
+
+
 def test_a_barrier_is_carried_over_by_its_messages_where_these_seemed_free() -> None:
     free = OnOneHost.model_copy(update={"base_s": 0.0, "alpha_s": 0.0, "overhead_s": 0.0, "worlds": [2]})
     barrier = curve("barrier", kind="line", points=[(0, 1e-3)], pieces=[Piece(alpha_s=1e-3, beta_s=0.0)])

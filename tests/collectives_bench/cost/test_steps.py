@@ -8,8 +8,8 @@ from collectives_bench.cost import profile, steps
 from collectives_bench.cost.exposed import Compute
 from collectives_bench.cost.memory import Load, Recipe
 from collectives_bench.cost.models import anatomy
-from collectives_bench.cost.modes import WAYS, ways
-from collectives_bench.cost.steps import Row, Span
+from collectives_bench.cost.modes import WAYS, cut, ways
+from collectives_bench.cost.steps import Row, Span, rank
 from jobs.errors import RefusedError
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
 
@@ -103,12 +103,24 @@ def test_a_long_computation_hides_all_but_the_first_and_the_last_exchange_of_ful
     assert long == pytest.approx(2 * 3 / 4 * nbytes * 8 / GBIT, rel=1e-6)
 
 
-def test_a_pipeline_computes_longer_by_its_idle_share():
-    found = row("1f1b", GPT)
+def test_a_pipeline_computes_longer_by_what_it_idles():
+    found = row("1f1b", GPT, Compute(0.1, 0.2))
     assert found.compute_s is not None
     # 12 blocks and the head on 4 ranks are not quite even.
     assert 0.3 / (1 - 3 / 11) < found.compute_s < 1.1 * (0.3 / (1 - 3 / 11)) + 0.01
-    assert "idle 27.3 %, 8 micro-batches" in found.notes
+    idle = 1 - 0.3 / found.compute_s
+    assert f"idle {100 * idle:.1f} %, 8 micro-batches" in found.notes
+
+
+def test_stages_one_after_another_take_as_long_as_one_process_however_uneven_they_are():
+    stages = cut(VGG.model, WAYS["model"].schedule, 4)
+    work = [stage.flops for stage in stages]
+    assert max(work) > 1.2 * sum(work) / 4  # uneven indeed
+    passes_s = 4 * 0.3  # of the whole batch on one rank: every rank of four computes 0.3 s for a quarter of it
+    assert row("model", VGG, Compute(0.1, 0.2)).compute_s == pytest.approx(passes_s)
+    slowest_s = passes_s * max(work) / sum(work)
+    piped = row("gpipe", VGG, Compute(0.1, 0.2)).compute_s
+    assert piped == pytest.approx((passes_s + 7 * slowest_s) / 8)  # 8 micro-batches: one passes all stages, 7 wait
 
 
 def test_messages_of_a_pipeline_are_exposed_in_its_ramps():
@@ -176,6 +188,15 @@ def test_the_fastest_mode_that_fits_is_chosen_and_a_margin_inside_the_intervals_
     assert clear is not None
     assert clear.is_clear
     assert clear.margin > 1
+
+
+def test_the_best_of_what_can_be_run_is_told_apart():
+    rows = [row(name, GPT) for name in ("1f1b", "allreduce", "ddp")]
+    best = rank(rows)
+    able = rank(rows, built=True)
+    assert best is not None
+    assert able is not None
+    assert (best.best.way.name, able.best.way.name) == ("1f1b", "ddp")
 
 
 def test_a_mode_may_fill_nine_tenths_of_the_memory():

@@ -73,6 +73,41 @@ def test_a_stopped_player_of_a_running_job_costs_one_operation_and_the_job_ends(
     assert "records failed or were wrong" in live.verdict()["message"]
 
 
+def test_a_killed_rank_of_a_running_job_is_a_row_and_so_is_all_that_is_not_measured_without_it(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, job(what="[all_reduce, barrier]", launches=4, more="block_s: 0.4"))
+    out = live.run.attempt(0).bench
+    wait_until(lambda: len(list(read_lines(out))) > 1, "a block")
+    assert player_of(live, 1)
+    linux.kill_quietly(live.pid_of(1), signal.SIGKILL)
+    assert live.end() == 137
+    assert live.left() == []
+    found = list(read_lines(out))[1:]
+    cells = [(each["launch"], each["cell"]["operation"]) for each in found]
+    assert len(cells) == len(set(cells)) == 8
+    missing = [each for each in found if each["state"] != "ok"]
+    assert missing
+    assert {each["state"] for each in missing} == {"failed"}
+    assert all("rank 1 has gone" in each["reason"] for each in missing)
+    assert [each["rank"] for each in missing if each["rank"] is not None] in ([1], [])  # [] between two launches
+    assert "bench.sizes" in live.verdict()["next_step"]
+
+
+def test_a_player_of_pairs_that_dies_costs_no_pair_but_its_own(tmp_path: Path) -> None:
+    text = "name: pairs\nnodes: 3\nbench: {pairs: true, pair_bytes: 4194304, launches: 2, block_s: 1.0}\n"
+    live = LiveRun(tmp_path, text)
+    out = live.run.attempt(0).bench
+    wait_until(lambda: out.is_file() and list(read_lines(out)), "the header")
+    linux.kill_quietly(player_of(live, 2), signal.SIGKILL)
+    assert live.end() in (0, 1)  # 0: it was not in a pair
+    assert "rank 2 was killed by SIGKILL" in live.run.attempt(0).err(0).read_text()
+    found = blocks(out)
+    assert sorted((each["launch"], *each["nodes"]) for each in found) == [
+        (launch, *nodes) for launch in (0, 1) for nodes in ((0, 1), (0, 2), (1, 2))
+    ]
+    assert sum(each["state"] == "ok" for each in found) >= 5
+    assert all(2 in each["nodes"] for each in found if each["state"] != "ok")
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(180)
 def test_two_hosts_of_a_box_measure_over_their_network(box: LiveBox, tmp_path: Path) -> None:

@@ -152,3 +152,16 @@ def test_what_would_not_fit_is_refused_on_all_ranks_alike(on_ranks, tmp_path):
     large, small = sorted(found, key=lambda each: -each["nbytes"])
     assert (large["state"], small["state"]) == ("refused", "ok")
     assert "memory_share" in large["reason"]
+
+
+def test_a_rank_whose_own_process_stands_still_is_told_and_all_that_it_keeps_from_being_measured(on_ranks, tmp_path):
+    out = tmp_path / "bench.jsonl"
+    fault = {"how": "mute conductor", "operation": "", "rank": 1}
+    wanted = {**QUICK, "launches": 3}
+    codes = on_ranks(3, measure, group=False, settings=wanted, out=str(out), port=free_port(), fault=fault)
+    assert 0 not in codes
+    header, *found = read_lines(out)
+    assert header["record"] == "header"
+    assert [each["state"] for each in found] == ["ok"] * 5 + ["failed"] * 10  # no innocent cell has two blocks
+    assert {each["reason"] for each in found[5:]} == {"never began: rank 1 has gone"}
+    assert [each["launch"] for each in found] == [0] * 5 + [1] * 5 + [2] * 5

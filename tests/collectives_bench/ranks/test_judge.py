@@ -1,9 +1,11 @@
 """Who is to blame, from the endings of all ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from collectives_bench.ranks.forked import Ending
-from collectives_bench.ranks.judge import Blame, judge
+from collectives_bench.ranks.judge import Blame, judge, pair_culprit
 
 TIMEOUT_S = 2.0
 LATE = "no progress for 2 s (timeout_s)"
@@ -79,3 +81,22 @@ CASES = {
 def test_the_culprit_is(case):
     endings, wanted = CASES[case]
     assert judge(endings, TIMEOUT_S) == wanted
+
+
+PAIRS = {
+    "who failed by itself": ([victim(0), died(1)], 1),
+    "who was stopped, not who waited for it": ([victim(0), silent(1, stopped=True)], 1),
+    "who lost its partner, not who waited for the round to end": ([silent(0), victim(1, time=5.1), victim(2)], 2),
+    "nobody, where all wait": ([silent(0), silent(1)], None),
+}
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_the_pair_that_failed_is_told_by(case):
+    endings, rank = PAIRS[case]
+    told = pair_culprit([replace(each, pair=(each.rank, 9)) for each in endings])
+    assert (None if told is None else told.rank) == rank
+
+
+def test_who_rested_tells_of_no_pair():
+    assert pair_culprit([died(0), victim(1)]) is None
