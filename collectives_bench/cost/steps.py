@@ -120,8 +120,9 @@ def _row(way: Way, load: Load, compute: Compute | None, times: Sequence[Times]) 
         return Row(way, None, None, None, False, (*notes, f"{load.model.name} {what}"))
     known = compute or NO_COMPUTE
     try:
-        low, middle, high = (EXPOSED[way.name](load, known, each) for each in times)
-        exposed: Span | None = Span(low, middle, high)
+        # Whatever the mode, one rank has nobody to speak to.
+        ends = [0.0] * 3 if load.ranks == 1 else [EXPOSED[way.name](load, known, each) for each in times]
+        exposed: Span | None = Span(*ends)
     except RefusedError as error:
         exposed, notes = None, (*notes, str(error))
     seconds, idle = _compute_s(way, load, known)

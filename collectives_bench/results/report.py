@@ -47,11 +47,11 @@ def _worlds(result: Result, rows: Sequence[Row]) -> list[World]:
 
 
 def verdict(result: Result, rows: Sequence[Row]) -> str:
-    """Return FAILED where something was wrong, UNFINISHED where something that was asked for is missing, or OK."""
+    """Return FAILED where something was wrong or nothing has a time, UNFINISHED where something is missing, or OK."""
     if any(pair.state in table.BAD_STATES for pair in result.pairs) or table.is_failed(rows):
         return "FAILED"
-    if not rows and not result.pairs:
-        return "FAILED"
+    if not result.pairs and not any(row.is_measured for row in rows):
+        return "FAILED (nothing was measured)"
     return "UNFINISHED" if missing(result).text else "OK"
 
 

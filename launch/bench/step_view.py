@@ -5,8 +5,8 @@ predicted.
 """
 
 import argparse
-import math
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -58,6 +58,11 @@ def test_a_single_rank_waits_for_nobody_and_computes_the_whole_batch():
     assert found.compute_s == pytest.approx(4 * 0.3 + 0.01)
 
 
+@pytest.mark.parametrize("name", [name for name, way in WAYS.items() if way.family in ("single", "data")])
+def test_one_rank_exposes_nothing_in_any_mode(name):
+    assert exposed(name, replace(VGG, ranks=1)) == 0.0
+
+
 def test_gather_scatter_sends_n_minus_1_times_all_gradients_each_way_through_one_link():
     link_s = 2 * 3 * BYTES * 8 / GBIT
     assert exposed("gather_scatter") == pytest.approx(link_s + 7 * BYTES * 0.42e-9)

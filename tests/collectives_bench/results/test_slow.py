@@ -187,6 +187,13 @@ def test_a_suspect_that_is_slow_in_some_launches_only_is_no_culprit():
     assert found.undecided.startswith("node0 - node1 seems slow, but not in every launch")
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_one_noisy_launch_names_nobody_however_slow_a_link_was_in_it(seed):
+    found = slow(measured(3, rate=lambda one, other: HEALTHY, launches=1, noise=0.3, drift=0.4, seed=seed))
+    assert found.slow == ()
+    assert "more launches" in found.undecided
+
+
 def test_pairs_that_failed_are_left_out():
     pairs = measured(3, healthy)
     failed = [pair.model_copy(update={"state": "failed", "there": None, "back": None}) for pair in pairs]
