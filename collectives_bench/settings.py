@@ -67,6 +67,11 @@ class BenchSettings(Strict):
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.8, description="of a host's free memory")
     seed: int = 0
 
+    @field_validator("dtypes", mode="before")
+    @classmethod
+    def _short_names(cls, value: Any) -> Any:
+        return ["int32" if each == "int" else each for each in value] if isinstance(value, list) else value
+
     @field_validator("operation", "sizes", "dtypes", "calls", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
 from collectives_bench.sizes import size_text
 from jobs.strict import Strict
@@ -71,6 +72,17 @@ class Curve(Strict):
     low: float = 1.0
     high: float = 1.0
     held_out: Errors | None = None
+
+    @model_validator(mode="after")
+    def _can_be_drawn(self) -> Self:
+        sizes = [size for size, _ in self.points]
+        if sizes != sorted(set(sizes)) or sizes[0] < 0:
+            raise ValueError("points must be in order of size, each size once")
+        if any(not seconds > 0 for _, seconds in self.points):
+            raise ValueError("points must have times of more than 0 s")
+        if not 0 < self.low <= self.high:
+            raise ValueError(f"low and high must be more than 0, in this order, got {self.low} and {self.high}")
+        return self
 
     @property
     def smallest(self) -> int:

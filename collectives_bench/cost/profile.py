@@ -17,6 +17,7 @@ from collectives_bench.cost.curves import Curve, Errors
 from collectives_bench.cost.predicting import Asked, Prediction, by_formula, carried_over, from_curve, nearest_type
 from collectives_bench.cost.second import Constants
 from jobs.errors import JobFileError, RefusedError, UsageError
+from jobs.files import write_text
 from jobs.spec import unknown
 from jobs.strict import Strict
 
@@ -166,7 +167,11 @@ def link(rate_bits_s: float, latency_s: float = 0.0, *, name: str = "given link"
 
 
 def save(profile: Profile, path: Path) -> None:
-    """Write a profile, a curve a line; without the curves' own held-out errors, whose intervals say as much."""
+    """Write a profile by rename, a curve a line; without the curves' own held-out errors: intervals say as much.
+
+    Raises:
+        RunFolderError, StorageError: it cannot be written.
+    """
     less: dict[str, Any] = {"curves": {"__all__": {"held_out"}}}
     record = {"muster_profile": VERSION, **profile.model_dump(mode="json", exclude_defaults=True, exclude=less)}
     curves, constants = record.pop("curves", []), record.pop("constants", [])
@@ -174,7 +179,7 @@ def save(profile: Profile, path: Path) -> None:
         f'"{key}": [\n  ' + ",\n  ".join(_dense(each) for each in values) + "\n]" if values else f'"{key}": []'
         for key, values in (("curves", curves), ("constants", constants))
     ]
-    path.write_text(_dense(record)[:-1] + ",\n" + ",\n".join(lists) + "}\n", encoding="utf-8")
+    write_text(path, _dense(record)[:-1] + ",\n" + ",\n".join(lists) + "}\n")
 
 
 def _dense(record: object) -> str:

@@ -35,7 +35,7 @@ class Constants(Strict):
     overhead_s: float = 0.0
     host_s: float = 0.0  # 1 / W: seconds for a byte that a host's ranks send
     crowding: float = 0.0  # by how much more the host's part takes with every further rank a core
-    cores: int = 1  # of a host
+    cores: int = Field(1, ge=1)  # of a host
     worlds: list[int] = Field(default_factory=list)  # ranks that it was fitted on; empty: it was given
     operations: list[str] = Field(default_factory=list)  # that it was fitted on
     sizes: tuple[int, int] = (0, 0)  # the smallest and the largest it was fitted on, in bytes

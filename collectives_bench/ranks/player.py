@@ -126,6 +126,7 @@ class Stage:
 
     def _refusal(self, cell: Cell, nbytes: int) -> str | None:
         share, here = self.settings.memory_share, len(self.company.companions(self.rank))
+        self.voices.barrier()  # until the buffers of the last cell are gone on all ranks of this host
         reason = memory.refusal(cell, nbytes, ranks=(self.size, here), memory_share=share)
         if reason is None and self.device.type == "cuda":
             reason = memory.gpu_refusal(cell, nbytes, ranks=self.size, memory_share=share)

@@ -78,7 +78,7 @@ def congestion_control(result: Result, rows: Sequence[Row]) -> Iterator[Finding]
     """Name TCP's congestion control where it is bbr, or differs; its cost between two runs, where there are two."""
     hosts = _hosts(_over_tcp(result))
     names = sorted({host.congestion_control for host in hosts} - {""})
-    slow = [host for host in hosts if host.congestion_control.startswith("bbr")]
+    slow = [host for host in hosts if _is_bbr(host.congestion_control)]
     if measured := _measured_control(result):
         one, other, verdict, ratio = measured
         told = verdict.verdict != "no verdict"
@@ -97,7 +97,7 @@ def congestion_control(result: Result, rows: Sequence[Row]) -> Iterator[Finding]
             f"TCP's congestion control differs between hosts: {', '.join(names)}",
             _names(hosts),
             "a host's own setting holds for what it sends, so some links may be slower than others; not measured here",
-            f"set it alike: sysctl -w net.ipv4.tcp_congestion_control={next(n for n in names if n[:3] != 'bbr')}",
+            f"set it alike: sysctl -w net.ipv4.tcp_congestion_control={min(names, key=_is_bbr)}",
         )
     elif slow:
         yield Finding(
@@ -109,6 +109,10 @@ def congestion_control(result: Result, rows: Sequence[Row]) -> Iterator[Finding]
             "loopback: ip route show table local), and compare",
             factor=BBR_ALL_REDUCE,
         )
+
+
+def _is_bbr(name: str) -> bool:
+    return name.startswith("bbr")
 
 
 def _measured_control(result: Result) -> tuple[str, str, Verdict, float] | None:

@@ -227,6 +227,23 @@ def test_other_files_are_refused_with_what_they_are(tmp_path: Path, text: str, s
         load(tmp_path / "none.json")
 
 
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"points": [[MB, 0.0]]}, "times of more than 0 s"),
+        ({"points": [[4 * MB, 5e-3], [MB, 2e-3]]}, "in order of size"),
+        ({"points": [[MB, 5e-3], [MB, 2e-3]]}, "in order of size"),
+        ({"low": 2.0}, "low and high"),
+    ],
+)
+def test_numbers_that_no_fit_would_give_are_an_error_of_the_file(tmp_path: Path, more: dict, says: str) -> None:
+    record = {**curve().model_dump(mode="json"), **more}
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({"muster_profile": 1, "name": "x", "curves": [record]}))
+    with pytest.raises(JobFileError, match=says):
+        load(path)
+
+
 def test_the_held_out_errors_of_single_curves_are_not_in_the_file(tmp_path: Path) -> None:
     errors = errors_of([(1.1, 1.0), (2.0, 2.0)])
     known = profile(curve(held_out=errors)).model_copy(update={"held_out_sizes": errors})

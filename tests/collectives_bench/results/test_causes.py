@@ -58,6 +58,13 @@ def test_congestion_control_of_ranks_on_nccl_or_alone_does_not_matter() -> None:
     assert found(a_header(a_host(congestion_control="bbr", ranks=1), world=a_world(1))) == []
 
 
+@pytest.mark.parametrize(("names", "wanted"), [(("bbr", "cubic"), "cubic"), (("bbr", "bbr2"), "bbr")])
+def test_hosts_that_differ_are_told_of_one_for_all(names: tuple[str, str], wanted: str) -> None:
+    hosts = [a_host(node, congestion_control=name) for node, name in enumerate(names)]
+    finding = next(each for each in found(a_header(*hosts, world=NODES)) if "differs between hosts" in each.what)
+    assert finding.advice.endswith(f"tcp_congestion_control={wanted}")
+
+
 def test_two_runs_that_differ_in_congestion_control_measure_its_cost() -> None:
     runs = [
         a_header(a_host(congestion_control="bbr"), time=999.0),
