@@ -13,6 +13,11 @@ from jobs.errors import MusterError, RunFolderError, StorageError
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a whole file under a temporary name, then rename it into place; errors as `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a whole file under a temporary name, then rename it into place.
 
     Raises:
@@ -20,7 +25,7 @@ def write_text(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(data)
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)

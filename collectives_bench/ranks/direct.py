@@ -15,7 +15,7 @@ from collectives_bench.ranks.run import Task, complain, conduct, run_operation
 from collectives_bench.settings import HELLO, BenchSettings
 from jobs import exits, network
 from jobs.detect import Flags, detect
-from jobs.errors import MusterError
+from jobs.errors import MusterError, RefusedError
 from jobs.train.world import GLOO_INTERFACES
 
 NCCL_INTERFACES: Final = "NCCL_SOCKET_IFNAME"
@@ -89,15 +89,18 @@ def task_of(settings: BenchSettings, args: argparse.Namespace) -> Task:
 
     Raises:
         RefusedError: the variables of a launcher contradict one another.
-        RefusedError: more ranks are needed than there are.
+        RefusedError: more ranks are needed than there are, or the file to write is there already.
     """
     env = detect(os.environ, Flags()).env
+    out = Path(args.out).absolute()
+    if env.rank == 0 and out.exists() and out.stat().st_size:  # records of two runs in one file would be taken for one
+        raise RefusedError(f"--out {args.out}: is there already; remove it, or name another file")
     settings.check_world(env.world_size)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // env.local_world_size))
     if GLOO_INTERFACES not in os.environ and (route := network.route_to(env.master_addr)):
         os.environ[GLOO_INTERFACES] = route[0]  # gloo would go by the host's name
         os.environ.setdefault(NCCL_INTERFACES, f"={route[0]}")
-    return Task(settings, env, Path(args.out).absolute(), "bench", args.start_timeout_s)
+    return Task(settings, env, out, "bench", args.start_timeout_s)
 
 
 def _truth(text: str) -> bool:

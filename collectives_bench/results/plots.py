@@ -5,6 +5,7 @@
 The same rows make the same file, byte for byte.
 """
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from collectives_bench.catalog import OPERATIONS
 from collectives_bench.results.table import world_text
 from collectives_bench.sizes import size_text
-from jobs.files import folder_error
+from jobs.files import write_bytes
 
 if TYPE_CHECKING:
     from collectives_bench.results.rows import Row
@@ -158,8 +159,6 @@ def _legend(figure: Any, panels: Any, ways: Sequence[str], *, confidence: float)
 
 
 def _save(figure: Any, path: Path) -> None:
-    kind = path.suffix.lower()
-    try:
-        figure.savefig(path, format=kind.removeprefix("."), dpi=120, metadata=NO_DATES[kind])
-    except OSError as error:
-        raise folder_error(path, error) from error
+    kind, drawn = path.suffix.lower(), io.BytesIO()
+    figure.savefig(drawn, format=kind.removeprefix("."), dpi=120, metadata=NO_DATES[kind])
+    write_bytes(path, drawn.getvalue())

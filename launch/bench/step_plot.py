@@ -1,9 +1,10 @@
 """A job's predicted steps as a plot: bars of compute and exposed communication, memory, and the bucket curve."""
 
+import io
 from pathlib import Path
 from typing import Any
 
-from jobs.files import folder_error
+from jobs.files import write_bytes
 
 
 def plot(record: dict[str, Any], path: Path) -> None:
@@ -39,10 +40,9 @@ def plot(record: dict[str, Any], path: Path) -> None:
     if panels == 3:
         _curve(axes[2], record["buckets"])
     figure.suptitle(f"{record['job']}: {record['model']}, {record['ranks']} ranks, profile {record['profile']}")
-    try:
-        figure.savefig(path, format=path.suffix.lower()[1:], dpi=120)
-    except OSError as error:
-        raise folder_error(path, error) from error
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=120)
+    write_bytes(path, drawn.getvalue())
 
 
 def _curve(axis: Any, buckets: dict[str, Any]) -> None:

@@ -76,3 +76,14 @@ def test_a_wrong_option_is_named(words, capsys) -> None:
         direct.main(words.split())
     assert end.value.code == 2
     assert f"error: {WRONG[words]}" in capsys.readouterr().err
+
+
+def test_records_are_never_added_to_a_file_that_is_there(tmp_path: Path, capsys, monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    kept = tmp_path / "bench.jsonl"
+    kept.write_text("mine\n")
+    assert direct.main(["--operation", "all_reduce", "--out", str(kept)]) == 78
+    assert "is there already; remove it, or name another file" in capsys.readouterr().err
+    assert kept.read_text() == "mine\n"
