@@ -149,7 +149,7 @@ def run_world(world: World) -> int:
     run, console = world.prepared.context.run, BenchConsole()
     try:
         with watching(run, console):
-            if submit.is_queued(world.prepared):
+            if world.prepared.is_queued:
                 return submit.follow(world.prepared, console=console)
             return start(world.prepared, console=console).code
     except MusterError as error:

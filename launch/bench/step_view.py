@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 def predict(args: argparse.Namespace) -> dict[str, Any]:
     """Return everything as plain values: seconds and bytes."""
     from collectives_bench.cost import modes, steps
-    from launch.commands.predict import source_of
+    from launch.bench.source import source_of
 
     job = job_of(args)
     profile = source_of(args)

@@ -45,10 +45,9 @@ def check(prepared: "Prepared", *, as_json: bool) -> int:
     from jobs.rundir import make_run
     from launch.check.inspection import Inspection
     from launch.check.preflight import exit_code, rows
-    from launch.commands.submit import is_queued
     from launch.submit.routes import make_transport
 
-    if is_queued(prepared) or prepared.submission.route.transport == "hand":
+    if prepared.is_queued or prepared.submission.route.transport == "hand":
         transport = prepared.submission.route.transport
         raise RefusedError(
             f"--on {transport}: its nodes cannot be asked from here; use --on ssh, or check inside an allocation"

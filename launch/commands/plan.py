@@ -42,10 +42,9 @@ def run(args: argparse.Namespace) -> int:
 
 def commands_of(prepared: "Prepared") -> list[list[str]]:
     """Return the argv of what would start the agents."""
-    from launch.commands.submit import is_queued
     from launch.submit.routes import make_transport
 
-    if is_queued(prepared):
+    if prepared.is_queued:
         return [["sbatch", str(prepared.context.run.sbatch)]]
     return make_transport(prepared.submission).commands()
 

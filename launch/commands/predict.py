@@ -2,21 +2,15 @@
 
 import argparse
 import json
-import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import UsageError
 from launch.options import add_json
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.profile import Prediction, Profile
+    from collectives_bench.cost.profile import Prediction
 
-RATES: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-TIMES: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 COLUMNS: Final = ("operation", "size>", "ranks>", "nodes>", "time>", "from>", "to>", "algbw>", "busbw>", "how")
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
-_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|ns)?", re.IGNORECASE)
 EPILOG: Final = """\
 muster predict --profile P.json --op all_reduce --bytes 36.9MB --world 16     how long an exchange takes
 muster predict --link 100Gbit --op all_reduce --bytes 20e9 --world 8          the same by the formulas alone
@@ -65,29 +59,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def source_of(args: argparse.Namespace) -> "Profile":
-    """Return the profile that `--profile` names, or one for `--link`.
-
-    Raises:
-        UsageError: neither or both are given, or what they say cannot be read.
-        JobFileError: the file is no profile.
-    """
-    from collectives_bench.cost import profile
-
-    if (args.profile is None) == (args.link is None):
-        raise UsageError("give --profile FILE.json (muster bench fit makes it), or --link RATE such as 100Gbit")
-    if args.link is not None:
-        return profile.link(parse_rate(args.link), parse_time(args.latency or "0"), name=f"link of {args.link}")
-    if args.latency is not None:
-        raise UsageError(f"--latency {args.latency}: belongs to --link; a profile has its own")
-    return profile.load(Path(args.profile))
-
-
 Asked = tuple[str, int, int, int]  # operation, bytes, ranks, nodes
 
 
 def predictions(args: argparse.Namespace) -> "list[tuple[Asked, Prediction]]":
     """Predict every operation at every size in every world."""
+    from launch.bench.source import source_of
+
     known = source_of(args)
     for flag, value in (("--op", args.op), ("--world", args.world)):
         if value is None:
@@ -119,26 +97,14 @@ def _operations(text: str) -> list[str]:
 
 def _sizes(operation: str, text: str | None) -> list[int]:
     from collectives_bench.catalog import OPERATIONS
+    from collectives_bench.sizes import parse_sizes
 
     if operation in OPERATIONS and not OPERATIONS[operation].has_size:
         return [0]
     if text is None:
         raise UsageError(f"--bytes is missing: {operation} has a size, such as 36.9MB")
-    return [size for word in text.split(",") for size in parse_bytes(word.strip())]
-
-
-def parse_bytes(word: str) -> list[int]:
-    """Return the sizes that a word stands for: as in `muster bench`, or a plain number such as 20e9.
-
-    Raises:
-        UsageError: it is none.
-    """
-    from collectives_bench.sizes import parse_sizes
-
-    if re.fullmatch(r"\d+(\.\d+)?[eE]\+?\d{1,2}", word):
-        return [round(float(word))]
     try:
-        return parse_sizes(word)
+        return [size for word in text.split(",") for size in parse_sizes(word.strip())]
     except ValueError as error:
         raise UsageError(f"--bytes: {error}") from error
 
@@ -148,30 +114,6 @@ def _worlds(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise UsageError(f"--world {text}: wanted numbers of ranks, such as 16 or 2,4,8") from None
-
-
-def parse_rate(text: str) -> float:
-    """Return bits a second.
-
-    Raises:
-        UsageError: it is no rate.
-    """
-    match = _RATE.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise UsageError(f"--link {text}: wanted bits a second, such as 100Gbit or 25Gbit/s")
-    return float(match[1]) * RATES[match[2].lower()]
-
-
-def parse_time(text: str) -> float:
-    """Return seconds.
-
-    Raises:
-        UsageError: it is no time.
-    """
-    match = _TIME.fullmatch(text.strip())
-    if match is None:
-        raise UsageError(f"--latency {text}: wanted a time such as 50us or 0.2ms")
-    return float(match[1]) * TIMES[(match[2] or "").lower()]
 
 
 def describe(asked: Asked, prediction: "Prediction") -> dict[str, Any]:

@@ -64,11 +64,11 @@ def _resume(folder: "RunDir", args: argparse.Namespace, say: "Callable[[str], No
 
 def _leave(prepared: "Prepared") -> int:
     """Leave a supervisor behind, or a job in the queue, and say so."""
-    from launch.commands.submit import QUEUES, is_queued
+    from launch.commands.submit import QUEUES
     from launch.submit.start import detach
 
     submission, context = prepared.submission, prepared.context
-    if is_queued(prepared):
+    if prepared.is_queued:
         QUEUES[submission.route.transport](submission)
     else:
         detach(context.run, context.python, context.code)
@@ -78,12 +78,12 @@ def _leave(prepared: "Prepared") -> int:
 
 def _stay(prepared: "Prepared", *, quiet: bool) -> int:
     """Supervise it here, or follow it through its queue; return the exit code of its verdict."""
-    from launch.commands.submit import QUEUES, is_queued
+    from launch.commands.submit import QUEUES
     from launch.console import Console
     from launch.submit.start import supervise
 
     submission, console = prepared.submission, Console(quiet=quiet)
-    if not is_queued(prepared):
+    if not prepared.is_queued:
         return supervise(submission, console).code
     if submission.route.transport == "submitit":
         from launch.scheduler.submitit_run import run_here

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.detach:
         print(submit.leave(prepared, snapshot=True))
         return 0
-    if submit.is_queued(prepared):
+    if prepared.is_queued:
         return submit.follow(prepared, quiet=args.quiet)
     return start(prepared, quiet=args.quiet).code
 

@@ -1,7 +1,6 @@
 """`muster submit JOB.yaml`: start a run and leave. It prints the run's id; status, logs, why and stop do the rest."""
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -35,17 +34,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return show(prepared)
     run_id = leave(prepared, snapshot=not args.no_snapshot)
-    what = "is in the queue" if is_queued(prepared) else "has begun"
+    what = "is in the queue" if prepared.is_queued else "has begun"
     print(run_id if args.parsable else f"{run_id} {what}; muster logs -f {run_id} follows it, muster stop ends it")
     return 0
-
-
-def is_queued(prepared: "Prepared") -> bool:
-    """Say whether the run goes through a queue: Slurm's, from outside an allocation, or submitit's."""
-    from slurm.allocation import inside_allocation
-
-    transport = prepared.submission.route.transport
-    return transport == "submitit" or (transport == "slurm" and not inside_allocation(os.environ))
 
 
 def put_into_slurm(submission: "Submission") -> None:
@@ -80,7 +71,7 @@ def leave(prepared: "Prepared", *, snapshot: bool) -> str:
         raise UsageError("--on hand: node 0's line is the supervisor, and stays; use muster run, or nohup around it")
     check_torch(prepared.submission)
     submission = write_run(prepared, snapshot=snapshot)
-    if is_queued(prepared):
+    if prepared.is_queued:
         QUEUES[submission.route.transport](submission)
     else:
         detach(submission.context.run, submission.context.python, submission.context.code)
@@ -95,7 +86,7 @@ def show(prepared: "Prepared") -> int:
         from launch.scheduler.submitit_run import script as submitit_script
 
         print(submitit_script(prepared.submission), end="")
-    elif is_queued(prepared):
+    elif prepared.is_queued:
         from launch.scheduler.slurm_run import script
 
         print(script(prepared.submission), end="")

@@ -51,6 +51,12 @@ class Prepared:
         """What all nodes share."""
         return self.submission.context
 
+    @property
+    def is_queued(self) -> bool:
+        """True when the run goes through a queue: Slurm's, from outside an allocation, or submitit's."""
+        transport = self.submission.route.transport
+        return transport == "submitit" or (transport == "slurm" and not inside_allocation(os.environ))
+
 
 def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None = None) -> Prepared:
     """Load, place and check a job. `here`: pretend nodes are on this very machine, which then has limits.

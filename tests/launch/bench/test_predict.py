@@ -8,9 +8,10 @@ import pytest
 from collectives_bench.catalog import OPERATIONS
 from collectives_bench.cost.fit import fit
 from collectives_bench.cost.profile import save
+from collectives_bench.sizes import parse_sizes
 from jobs.errors import UsageError
 from launch import cli
-from launch.commands.predict import parse_bytes, parse_rate, parse_time
+from launch.bench.source import parse_rate, parse_time
 from support.costs import OnLinks, OnOneHost, drawn
 
 MB = 2**20
@@ -126,7 +127,7 @@ def test_what_is_wrong_is_said_in_one_line(profile: str, argv: list[str], code: 
     [("36.9MB", [38692454]), ("20e9", [20 * 10**9]), ("1.5e3", [1500]), ("1M:4M", [MB, 2 * MB, 4 * MB])],
 )
 def test_sizes_are_those_of_the_benchmark_or_plain_numbers(word: str, sizes: list[int]) -> None:
-    assert parse_bytes(word) == sizes
+    assert parse_sizes(word) == sizes
 
 
 def test_rates_and_times_have_units() -> None:

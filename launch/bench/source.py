@@ -1,0 +1,58 @@
+"""Where predictions come from: the profile that `--profile` names, or the link that `--link` and `--latency` give."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import UsageError
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.profile import Profile
+
+RATES: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+TIMES: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)bit(?:/s|ps)?", re.IGNORECASE)
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|ms|us|ns)?", re.IGNORECASE)
+
+
+def source_of(args: argparse.Namespace) -> "Profile":
+    """Return the profile that `--profile` names, or one for `--link`.
+
+    Raises:
+        UsageError: neither or both are given, or what they say cannot be read.
+        JobFileError: the file is no profile.
+    """
+    from collectives_bench.cost import profile
+
+    if (args.profile is None) == (args.link is None):
+        raise UsageError("give --profile FILE.json (muster bench fit makes it), or --link RATE such as 100Gbit")
+    if args.link is not None:
+        return profile.link(parse_rate(args.link), parse_time(args.latency or "0"), name=f"link of {args.link}")
+    if args.latency is not None:
+        raise UsageError(f"--latency {args.latency}: belongs to --link; a profile has its own")
+    return profile.load(Path(args.profile))
+
+
+def parse_rate(text: str) -> float:
+    """Return bits a second.
+
+    Raises:
+        UsageError: it is no rate.
+    """
+    match = _RATE.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise UsageError(f"--link {text}: wanted bits a second, such as 100Gbit or 25Gbit/s")
+    return float(match[1]) * RATES[match[2].lower()]
+
+
+def parse_time(text: str) -> float:
+    """Return seconds.
+
+    Raises:
+        UsageError: it is no time.
+    """
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"--latency {text}: wanted a time such as 50us or 0.2ms")
+    return float(match[1]) * TIMES[(match[2] or "").lower()]
