@@ -74,7 +74,11 @@ def check(args: argparse.Namespace) -> None:
     words.check_output("--plot", args.plot, words.PLOTS)
     if args.plot is not None and args.pairs:
         raise UsageError(f"--plot {args.plot}: pairs are measured at one size, which is no line; leave one of both out")
-    if not any(args.what) and not args.pairs:
+    what = ",".join(args.what)
+    if args.pairs and (args.wire or (what and not words.is_file(what))):
+        unused = "--wire" if args.wire else what
+        raise UsageError(f"--pairs: sends messages between nodes, and measures no operation; leave {unused} out")
+    if not what and not args.pairs:
         raise UsageError(
             "WHAT: is missing; name a job file, or operations such as all_reduce,broadcast, or all, or give --pairs"
         )

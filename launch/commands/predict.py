@@ -51,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if args.job is not None:
         from launch.bench import step_view
 
-        if args.op is not None:
-            raise UsageError(f"--op {args.op}: predicts an exchange, {args.job} a job's steps; give one of them")
+        for flag, value in (("--op", args.op), ("--bytes", args.bytes), ("--world", args.world)):
+            if value is not None:
+                raise UsageError(f"{flag} {value}: predicts an exchange, {args.job} a job's steps; give one of them")
         return step_view.run(args)
     records = [describe(*each) for each in predictions(args)]
     print(json.dumps(records, indent=1) if args.json else render(records))

@@ -140,6 +140,16 @@ def test_ctrl_c_ends_it_with_130_and_what_was_measured_is_shown(tmp_path: Path) 
         (("all_reduce", "--out", "r.txt"), 2, "--out r.txt: must end in .json"),
         (("all_reduce", "--plot", "r.gif"), 2, "--plot r.gif: must end in .png or .svg or .pdf"),
         (("--pairs", "--plot", "r.png"), 2, "--plot r.png: pairs are measured at one size"),
+        (
+            ("--pairs", "all_reduce"),
+            2,
+            "--pairs: sends messages between nodes, and measures no operation; leave all_reduce",
+        ),
+        (
+            ("--pairs", "--wire"),
+            2,
+            "--pairs: sends messages between nodes, and measures no operation; leave --wire out",
+        ),
         (("gone.yaml",), 65, "gone.yaml: no such file"),
         (("jobs/examples/hello.yaml",), 2, "jobs/examples/hello.yaml: hello measures nothing; start it by muster run"),
         (("jobs/examples/vgg11.yaml",), 2, "jobs/examples/vgg11.yaml: is a train: job"),

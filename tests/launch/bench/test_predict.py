@@ -114,6 +114,7 @@ def test_nodes_are_as_they_were_measured_unless_given(tmp_path: Path, capsys) ->
         (["--profile", __file__, "--op", "barrier", "--world", "2"], 65, "is not JSON"),
         (["--link", "fast", "--op", "barrier", "--world", "2"], 2, "wanted bits a second"),
         (["JOB.yaml", "--profile", "P", "--op", "barrier", "--world", "2"], 2, "give one of them"),
+        (["JOB.yaml", "--profile", "P", "--bytes", "1M"], 2, "--bytes 1M: predicts an exchange"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(profile: str, argv: list[str], code: int, says: str, capsys) -> None:
