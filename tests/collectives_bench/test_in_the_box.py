@@ -40,11 +40,12 @@ def shaped(box: LiveBox) -> Iterator[LiveBox]:
 @pytest.mark.parametrize(
     ("slower", "named"),
     [
-        ([], []),
-        (["750mbit", "--of", "node2"], [("node", (2,), "both")]),
-        (["750mbit", "--between", "node0", "node3"], [("link", (0, 3), "both")]),
+        pytest.param([], [], id="healthy", marks=pytest.mark.soak),
+        pytest.param(["750mbit", "--of", "node2"], [("node", (2,), "both")], id="node"),
+        pytest.param(
+            ["750mbit", "--between", "node0", "node3"], [("link", (0, 3), "both")], id="pair", marks=pytest.mark.soak
+        ),
     ],
-    ids=["healthy", "node", "pair"],
 )
 def test_what_is_a_quarter_slower_is_named_and_nobody_else(shaped, tmp_path, slower, named):
     if slower:

@@ -122,6 +122,7 @@ def test_two_hosts_of_a_box_measure_over_their_network(box: LiveBox, tmp_path: P
 
 
 @pytest.mark.cluster
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_pairs_of_three_hosts_of_a_box_are_measured(box: LiveBox, tmp_path: Path) -> None:
     text = "name: pairs\nnodes: 3\nbench: {pairs: true, pair_bytes: 65536, launches: 2, block_s: 0.02}\n"
