@@ -57,6 +57,8 @@ def test_ctrl_c_leaves_no_player_and_a_file_of_whole_lines(tmp_path: Path) -> No
     assert out.read_bytes().count(b"\n") == len(rows)
 
 
+@pytest.mark.cluster  # needs no box, but 12 s; test_conductor.py stops players as well
+@pytest.mark.soak
 def test_a_stopped_player_of_a_running_job_costs_one_operation_and_the_job_ends(tmp_path: Path) -> None:
     """The supervisor must not take the conductors, who wait for their players, for ranks that hang."""
     text = "hang_s: 1\n" + job(what="[all_reduce, barrier]", launches=4, more="block_s: 0.4, timeout_s: 2.0")
