@@ -232,6 +232,7 @@ class Conductor:
                 silent = True
                 break
         ending = player.end(self.rank, silent=silent)
+        self._check_leaving()  # who is asked to end is so with its player: that is no failure
         if ending.how != "done" and end_at == float("inf"):
             self.company.say(trouble, {"explained": ending.is_cause})
         return ending

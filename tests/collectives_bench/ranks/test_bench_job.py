@@ -54,6 +54,7 @@ def test_ctrl_c_leaves_no_player_and_a_file_of_whole_lines(tmp_path: Path) -> No
     rows = list(read_lines(out))
     assert rows[0]["record"] == "header"
     assert {row["record"] for row in rows[1:]} == {"block"}
+    assert {row["state"] for row in rows[1:]} == {"ok"}  # players end by the same signal: that is no failure of theirs
     assert out.read_bytes().count(b"\n") == len(rows)
 
 
