@@ -95,6 +95,8 @@ def test_a_killed_rank_of_a_running_job_is_a_row_and_so_is_all_that_is_not_measu
     assert "bench.sizes" in live.verdict()["next_step"]
 
 
+@pytest.mark.cluster  # needs no box; what a round of pairs costs is tested in test_pairs.py as well
+@pytest.mark.soak
 def test_a_player_of_pairs_that_dies_costs_no_pair_but_its_own(tmp_path: Path) -> None:
     text = "name: pairs\nnodes: 3\nbench: {pairs: true, pair_bytes: 4194304, launches: 2, block_s: 1.0}\n"
     live = LiveRun(tmp_path, text)
