@@ -4,11 +4,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddp.all_reduce import AllReduce as AllReduce
+    from ddp.bucketed import BucketedDDP as BucketedDDP
+    from ddp.bucketed import FlatAllReduce as FlatAllReduce
+    from ddp.bucketed import OverlappedDDP as OverlappedDDP
     from ddp.gather_scatter import GatherScatter as GatherScatter
 
-_HOME = {"AllReduce": "ddp.all_reduce", "GatherScatter": "ddp.gather_scatter"}
+_HOME = {
+    "AllReduce": "ddp.all_reduce",
+    "BucketedDDP": "ddp.bucketed",
+    "FlatAllReduce": "ddp.bucketed",
+    "GatherScatter": "ddp.gather_scatter",
+    "OverlappedDDP": "ddp.bucketed",
+}
 
-__all__ = ["AllReduce", "GatherScatter"]
+__all__ = ["AllReduce", "BucketedDDP", "FlatAllReduce", "GatherScatter", "OverlappedDDP"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,32 +4,31 @@
              mean ─┴─> mean x 3       scatter: the same bytes out of it
 
 The link of rank 0 is the bottleneck; in return the order of the sum is known: it has the bits of one process that
-accumulates over the same shards.
+accumulates over the same shards, whether `exact` is asked for or not.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.base import DataParallel, mean_in_order
+from ddp.after_backward import AfterBackward
+from ddp.base import mean_in_order
 
 
-class GatherScatter(DataParallel):
+class GatherScatter(AfterBackward):
     """Average gradients on rank 0, one parameter at a time."""
 
-    def _mean(self, gradient: Tensor) -> Tensor:
-        return self._ordered_mean([gradient])
+    collectives_each = 2
 
-    def _ordered_mean(self, gradients: list[Tensor]) -> Tensor:
-        world_size = dist.get_world_size(self.process_group)
+    def _mean(self, gradients: list[Tensor]) -> Tensor:
         is_root = dist.get_rank(self.process_group) == 0
         mine = torch.stack(gradients)  # (shards, *parameter)
-        gathered = [torch.empty_like(mine) for _ in range(world_size)] if is_root else None
+        gathered = [torch.empty_like(mine) for _ in range(self.ranks)] if is_root else None
         dist.gather(mine, gathered, group=self.process_group, group_dst=0)
         mean = torch.empty_like(gradients[0])
         copies = None
         if gathered is not None:
             average = mean_in_order([shard for rank in gathered for shard in rank])
-            copies = [average] * world_size
+            copies = [average] * self.ranks
         dist.scatter(mean, copies, group=self.process_group, group_src=0)
         return mean

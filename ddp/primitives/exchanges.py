@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ddp.primitives.columns import Column, columns_of, interleave, longest_message, slices
-from ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of, wait
+from ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of
 from ddp.primitives.rings import ring_all_gather
 
 AT_ONCE: Final = 3  # peers: with one, a link idles whenever that one is late; with many, packets are lost
@@ -89,4 +89,4 @@ def _pairs_column(peers: Peers, sending: list[Tensor], receiving: list[Tensor]) 
             receives=[(receiving[(rank - distance) % size], rank - distance) for distance in distances],
         )
         yield
-        wait(works)
+        peers.wait(works)

@@ -1,8 +1,11 @@
 """The ranks of a group as one of them sees them: messages to and fro, and what may be sent."""
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -44,6 +47,24 @@ class Peers:
             raise ValueError("this rank is not in the group; call on ranks of the group only")
         if not 0 <= root < self.size:
             raise ValueError(f"root {root}: the group has ranks 0 to {self.size - 1}; name one of them")
+
+    @cached_property
+    def timeout(self) -> timedelta:
+        """How long a message may take: the group's time-out as it is now."""
+        backend: Any = (self.group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        timeout: timedelta = backend.options._timeout
+        return timeout
+
+    def wait(self, works: list[dist.Work]) -> None:
+        """Wait for messages; on a GPU it is the current stream that waits.
+
+        gloo's messages would keep the time-out that their group was made with, while its collectives take the new one.
+        """
+        if self._like is None or self._like.is_cuda:
+            wait(works)
+            return
+        for work in works:
+            work.wait(self.timeout)
 
     def check(self, tensors: Sequence[Tensor], name: str) -> list[Tensor]:
         """Return tensors as they may be sent; refuse what is not flat, contiguous and of one type and device."""

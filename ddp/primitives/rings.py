@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ddp.primitives.columns import Column, columns_of, interleave
-from ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of, wait
+from ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of
 
 
 def ring_reduce_scatter(chunks: Chunks, out: Tensor, group: Group = None) -> None:
@@ -67,7 +67,7 @@ def _reduce_column(ring: Peers, column: list[Tensor], out: Tensor) -> Column:
         received = buffers[step % 2][: own.numel()]
         works = ring.post(sends=[(sending, rank + 1)], receives=[(received, rank - 1)])
         yield
-        wait(works)
+        ring.wait(works)
         sending = torch.add(received, own, out=received if step < size - 2 else out)
 
 
@@ -78,4 +78,4 @@ def _gather_column(ring: Peers, column: list[Tensor]) -> Column:
         sending, receiving = column[(rank - step) % size], column[(rank - step - 1) % size]
         works = ring.post(sends=[(sending, rank + 1)], receives=[(receiving, rank - 1)])
         yield
-        wait(works)
+        ring.wait(works)

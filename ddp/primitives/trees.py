@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ddp.primitives.columns import Column, interleave, segments_of
-from ddp.primitives.peers import Group, Peers, wait
+from ddp.primitives.peers import Group, Peers
 
 
 def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
@@ -19,9 +19,9 @@ def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:
     for distance in _distances(peers.size):
         # 0 -> 4 | 0 -> 2, 4 -> 6 | 0 -> 1, 2 -> 3, 4 -> 5, 6 -> 7
         if place % (2 * distance) == 0 and place + distance < peers.size:
-            wait(peers.post(sends=[(tensor, place + distance + root)]))
+            peers.wait(peers.post(sends=[(tensor, place + distance + root)]))
         elif place % (2 * distance) == distance:
-            wait(peers.post(receives=[(tensor, place - distance + root)]))
+            peers.wait(peers.post(receives=[(tensor, place - distance + root)]))
 
 
 def tree_reduce(tensor: Tensor, root: int = 0, group: Group = None) -> None:
@@ -46,14 +46,14 @@ def tree_reduce(tensor: Tensor, root: int = 0, group: Group = None) -> None:
 def _send_column(peers: Peers, part: Tensor, to: int) -> Column:
     works = peers.post(sends=[(part, to)])
     yield
-    wait(works)
+    peers.wait(works)
 
 
 def _add_column(peers: Peers, part: Tensor, source: int) -> Column:
     received = torch.empty_like(part)
     works = peers.post(receives=[(received, source)])
     yield
-    wait(works)
+    peers.wait(works)
     part += received
 
 

@@ -1,8 +1,11 @@
 """Rings, trees and exchanges against `torch.distributed` and against one process."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ddp.primitives as primitives
 from jobs.train.world import World
@@ -149,3 +152,22 @@ def long_ones(world: World) -> list[bool]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_long_tensors_go_in_many_columns(on_ranks, world_size):
     assert on_ranks(world_size, long_ones) == [[True] * 3] * world_size
+
+
+def left_alone(world: World) -> str:
+    """Rank 0 waits for a rank that never sends, in a group whose time-out was made shorter after the start."""
+    _set_pg_timeout(timedelta(seconds=1), world.group)
+    store = world.group.get_group_store()
+    if world.rank == 0:
+        try:
+            primitives.ring_all_gather(torch.zeros(2), torch.zeros(4), world.group)
+        except RuntimeError as error:
+            return "timed out" if "imed out" in str(error) else str(error)
+        finally:
+            store.set("left alone", "over")
+    store.wait(["left alone"])
+    return "nothing was raised"
+
+
+def test_a_message_takes_no_longer_than_the_group_allows_now(on_ranks):
+    assert on_ranks(2, left_alone, deadline_s=15.0)[0] == "timed out"  # its group was made with more

@@ -1,161 +1,285 @@
-"""The wrappers as a library: any module, real ranks, one process as the reference."""
+"""What a wrapper is to its user: the module's own names, micro-batches, virtual shards, groups, and what it tells."""
 
 import copy
+import pickle
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ddp import AllReduce, GatherScatter
+import ddp
 from jobs.train.world import World
+from support.data_parallel import (
+    WRAPPERS,
+    backwards,
+    gradients_apart,
+    gradients_of,
+    numbers_added,
+    one_process,
+    same_bits,
+    states_apart,
+    wrap,
+    wrong_gradients,
+)
+from support.data_parallel_models import CASES
 
 pytestmark = pytest.mark.ranks
 
-WRAPPERS = {"gather_scatter": GatherScatter, "all_reduce": AllReduce}
 EVERY_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
+SYNCHRONIZES_ITSELF = ["BucketedDDP", "OverlappedDDP"]
 
 
-class Odd(nn.Module):
-    """Tied, frozen and unused parameters, a buffer, odd sizes."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        self.first = nn.Parameter(torch.randn(7, 15, generator=generator))
-        self.frozen = nn.Parameter(torch.randn(15, generator=generator), requires_grad=False)
-        self.sometimes = nn.Parameter(torch.randn(15, generator=generator))
-        self.permuted = nn.Parameter(torch.randn(5, 15, generator=generator).t())
-        self.register_buffer("scale", torch.full((), float(seed)))
-
-    def forward(self, inputs: torch.Tensor, use_all: bool = True) -> torch.Tensor:
-        hidden = torch.tanh(inputs @ self.first + self.frozen) * self.scale
-        if use_all:
-            hidden = hidden * self.sometimes
-        return (hidden @ self.permuted).square().sum() + (inputs @ self.first).sum()  # `first` is used twice
-
-
-def inputs_of(shard: int) -> torch.Tensor:
-    return torch.randn(3, 7, generator=torch.Generator().manual_seed(100 + shard))
-
-
-def gradients(module: nn.Module) -> dict:
-    return {name: each.grad.tolist() for name, each in module.named_parameters() if each.grad is not None}
-
-
-def one_process(shards: int, use_all=lambda shard: True) -> dict:
-    model = Odd(seed=1)
-    total: dict[str, torch.Tensor] = {}
-    for shard in range(shards):
-        model.zero_grad()
-        model(inputs_of(shard), use_all(shard)).backward()
-        for name, each in model.named_parameters():
-            if each.requires_grad:
-                grad = torch.zeros_like(each) if each.grad is None else each.grad
-                total[name] = grad.clone() if shard == 0 else total[name] + grad
-    return {name: (grad / shards if shards > 1 else grad).tolist() for name, grad in total.items()}
+def names_of(world: World) -> list[str]:
+    problems = []
+    for wrapper in WRAPPERS:
+        module = CASES["odd"].build(1)
+        wanted = [list(module.state_dict()), [n for n, _ in module.named_parameters()], ["scale"]]
+        model = getattr(ddp, wrapper)(module, world.group)
+        found = [
+            list(model.state_dict()),
+            [n for n, _ in model.named_parameters()],
+            [n for n, _ in model.named_buffers()],
+        ]
+        problems += [] if found == wanted and model.module is module else [f"{wrapper} has {found}"]
+        other = CASES["odd"].build(2)
+        model.load_state_dict(other.state_dict())
+        problems += states_apart(module.state_dict(), other.state_dict())
+        larger, again = nn.Sequential(nn.Linear(2, 2), model), CASES["odd"].build(3)
+        saved = larger.state_dict()
+        problems += [] if list(saved)[2:] == [f"1.{name}" for name in wanted[0]] else [f"{wrapper} saves {list(saved)}"]
+        again_larger = nn.Sequential(nn.Linear(2, 2), getattr(ddp, wrapper)(again, world.group))
+        again_larger.load_state_dict(saved)
+        problems += states_apart(again.state_dict(), other.state_dict())
+        pickle.loads(pickle.dumps(module))  # what the wrapper knows of the module hangs nowhere on it
+        problems += states_apart(copy.deepcopy(module).state_dict(), other.state_dict())
+    return problems
 
 
-def start(world: World, wrapper: str) -> dict:
-    model = WRAPPERS[wrapper](Odd(seed=world.rank + 1), world.group)
-    return {name: tensor.tolist() for name, tensor in model.module.state_dict().items()}
-
-
-@EVERY_WRAPPER
-def test_every_rank_starts_with_parameters_and_buffers_of_rank_0(on_ranks, wrapper):
-    wanted = {name: tensor.tolist() for name, tensor in Odd(seed=1).state_dict().items()}
-    assert on_ranks(3, start, wrapper=wrapper) == [wanted] * 3
-
-
-def one_shard_each(world: World, wrapper: str) -> dict:
-    model = WRAPPERS[wrapper](Odd(seed=1), world.group)
-    model(inputs_of(world.rank)).backward()
-    model.finish_gradient_synchronization()
-    return gradients(model.module)
-
-
-@EVERY_WRAPPER
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_become_the_mean_over_ranks_bit_for_bit(on_ranks, wrapper, world_size):
-    assert on_ranks(world_size, one_shard_each, wrapper=wrapper) == [one_process(world_size)] * world_size
-
-
-def test_gather_scatter_sums_in_rank_order_on_four_ranks(on_ranks):
-    assert on_ranks(4, one_shard_each, wrapper="gather_scatter") == [one_process(4)] * 4
-
-
-def virtual_shards(world: World, wrapper: str, shards: int) -> dict:
-    model = WRAPPERS[wrapper](Odd(seed=1), world.group)
-    each = shards // world.size
-    for shard in range(world.rank * each, (world.rank + 1) * each):
-        model(inputs_of(shard)).backward()
-        model.next_shard()
-    model.finish_gradient_synchronization()
-    return gradients(model.module)
-
-
-@EVERY_WRAPPER
-@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
-def test_virtual_shards_give_the_same_bits_on_any_number_of_ranks(on_ranks, wrapper, world_size):
-    assert on_ranks(world_size, virtual_shards, wrapper=wrapper, shards=6) == [one_process(6)] * world_size
-
-
-def unused_on_some(world: World, wrapper: str) -> dict:
-    model = WRAPPERS[wrapper](Odd(seed=1), world.group)
-    model(inputs_of(world.rank), use_all=world.rank == 1).backward()
-    model.finish_gradient_synchronization()
-    return gradients(model.module)
-
-
-@EVERY_WRAPPER
-def test_a_parameter_without_gradient_on_some_ranks_counts_as_zeros_there(on_ranks, wrapper):
-    wanted = one_process(2, use_all=lambda shard: shard == 1)
-    assert on_ranks(2, unused_on_some, wrapper=wrapper) == [wanted] * 2
-
-
-def within_no_sync(world: World, wrapper: str) -> list:
-    model = WRAPPERS[wrapper](Odd(seed=1), world.group)
-    with model.no_sync():
-        model(inputs_of(world.rank)).backward()
-        model.finish_gradient_synchronization()
-    local = copy.deepcopy(gradients(model.module))
-    model(inputs_of(world.rank)).backward()
-    model.finish_gradient_synchronization()
-    return [local["sometimes"], gradients(model.module)["sometimes"]]
-
-
-@EVERY_WRAPPER
-def test_no_sync_only_accumulates_and_the_next_finish_averages_both(on_ranks, wrapper):
-    local, mean = zip(*on_ranks(2, within_no_sync, wrapper=wrapper), strict=True)
-    own = []
-    for rank in range(2):
-        model = Odd(seed=1)
-        model(inputs_of(rank)).backward()
-        own.append(model.sometimes.grad.clone())
-    assert list(local) == [each.tolist() for each in own]
-    doubled = (2 * own[0] + 2 * own[1]) / 2  # doubling is exact
-    assert list(mean) == [doubled.tolist()] * 2
-
-
-def left_over(world: World) -> str:
-    model = AllReduce(Odd(seed=1), world.group)
-    model(inputs_of(0)).backward()
-    model.next_shard()
-    model(inputs_of(1)).backward()
-    try:
-        model.finish_gradient_synchronization()
-    except RuntimeError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_gradients_after_the_last_closed_shard_are_an_error(on_ranks):
-    assert on_ranks(1, left_over) == ["gradients after the last next_shard(): close every virtual shard, or none"]
+def test_parameters_buffers_and_state_have_the_names_of_the_module(on_ranks):
+    assert on_ranks(2, names_of) == [[]] * 2
 
 
 def test_the_package_lists_its_wrappers_without_importing_torch():
-    import subprocess
-    import sys
-
     code = "import ddp, sys; print(sorted(ddp.__all__), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['AllReduce', 'GatherScatter'] False"
+    assert done.stdout.strip() == f"{WRAPPERS} False"
+
+
+def accumulation(world: World, set_to_none: bool) -> list[str]:
+    """Three micro-batches, then again: only the last one communicates, and all three count."""
+    problems = []
+    for wrapper in WRAPPERS:
+        case, serial = CASES["odd"], CASES["odd"].build(1)
+        model = wrap(world, wrapper, "odd")
+        for _ in range(2):
+            backwards(world, model, case, shards=3)
+            wanted = one_process(case, serial, range(3 * world.size))
+            # `.grad` adds up over micro-batches, and is averaged over ranks alone
+            whole = {name: None if mean is None else mean * 3 for name, mean in wanted.means.items()}
+            largest = {name: value * 3 for name, value in wanted.largest.items()}
+            found = gradients_of(model.module)
+            numbers = world.size * 3 + 2  # and the mean's division is undone here
+            problems += [f"{wrapper}: {each}" for each in gradients_apart(found, type(wanted)(whole, largest), numbers)]
+            model.zero_grad(set_to_none=set_to_none)
+    return problems
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_micro_batches_add_up_and_the_last_one_averages_them(on_ranks, set_to_none):
+    assert on_ranks(2, accumulation, set_to_none=set_to_none) == [[]] * 2
+
+
+def local_gradients(world: World) -> list[str]:
+    problems = []
+    for wrapper in WRAPPERS:
+        model, alone = wrap(world, wrapper, "toy"), CASES["toy"].build(1)
+        with model.no_sync():
+            CASES["toy"].loss(model, world.rank).backward()
+            model.finish_gradient_synchronization()
+        CASES["toy"].loss(alone, world.rank).backward()
+        apart = [n for n, each in gradients_of(alone).items() if not same_bits(gradients_of(model.module)[n], each)]
+        problems += [f"{wrapper}: {apart}"] if apart else []
+    return problems
+
+
+def test_within_no_sync_gradients_are_this_ranks_own(on_ranks):
+    assert on_ranks(2, local_gradients) == [[]] * 2
+
+
+def asked_twice(world: World) -> list[str]:
+    problems = []
+    for wrapper in WRAPPERS:
+        model = wrap(world, wrapper, "toy")
+        CASES["toy"].loss(model, world.rank).backward()
+        if wrapper not in SYNCHRONIZES_ITSELF:
+            model.finish_gradient_synchronization()
+        before = {name: each.clone() for name, each in gradients_of(model.module).items()}
+        if wrapper in SYNCHRONIZES_ITSELF or wrapper == "FlatAllReduce":
+            model.finish_gradient_synchronization()  # of one backward: it has been done
+        after = gradients_of(model.module)
+        problems += [f"{wrapper}: {name}" for name in before if not same_bits(before[name], after[name])]
+        wanted = one_process(CASES["toy"], CASES["toy"].build(1), range(world.size))
+        problems += gradients_apart(after, wanted, numbers_added(world, model, 1))
+    return problems
+
+
+def test_to_ask_for_what_the_backward_has_finished_changes_nothing(on_ranks):
+    assert on_ranks(2, asked_twice) == [[]] * 2
+
+
+def reaches_nothing(world: World) -> list[str]:
+    """Rank 1's loss depends on no parameter: its backward calls no hook, and it must be asked to take part."""
+    problems = []
+    case = CASES["toy"]
+    for wrapper in WRAPPERS:
+        model, serial = wrap(world, wrapper, "toy"), case.build(1)
+        loss = case.loss(model, 0)
+        (loss if world.rank == 0 else torch.zeros((), requires_grad=True) * 1).backward()
+        model.finish_gradient_synchronization()
+        alone = one_process(case, serial, [0])
+        wanted = type(alone)({name: mean / 2 for name, mean in alone.means.items()})
+        problems += [f"{wrapper}: {each}" for each in gradients_apart(gradients_of(model.module), wanted, 0)]
+    return problems
+
+
+def test_a_rank_whose_backward_reaches_no_parameter_takes_part_when_asked(on_ranks):
+    assert on_ranks(2, reaches_nothing) == [[]] * 2
+
+
+def forgotten(world: World) -> list[str]:
+    """Each wrapper in turn is deleted: nothing of it may stay on the parameters, which live on."""
+    problems = []
+    module = CASES["toy"].build(1)
+    for wrapper in WRAPPERS:
+        model = getattr(ddp, wrapper)(module, world.group)
+        backwards(world, model, CASES["toy"])
+        gone = weakref.ref(model)
+        del model
+        left = [n for n, each in module.named_parameters() if each._post_accumulate_grad_hooks]
+        problems += [f"{wrapper}: hooks on {left}"] if left else []
+        problems += [f"{wrapper}: not gone"] if gone() is not None else []
+    return problems
+
+
+def test_a_wrapper_that_is_deleted_leaves_nothing_on_the_module(on_ranks):
+    assert on_ranks(2, forgotten) == [[]] * 2
+
+
+def synchronized_first(world: World) -> list[str]:
+    """The first micro-batch is the one outside of `no_sync`; who must be asked is asked at the end."""
+    problems = []
+    case = CASES["toy"]
+    for wrapper in ("AllReduce", "FlatAllReduce", "GatherScatter"):
+        model, serial = wrap(world, wrapper, "toy"), case.build(1)
+        case.loss(model, world.rank).backward()
+        with model.no_sync():
+            case.loss(model, world.rank + world.size).backward()
+        model.finish_gradient_synchronization()
+        wanted = one_process(case, serial, range(2 * world.size))
+        doubled = type(wanted)({name: mean * 2 for name, mean in wanted.means.items()}, wanted.largest)
+        problems += gradients_apart(gradients_of(model.module), doubled, 4 * world.size)
+    return problems
+
+
+def test_micro_batches_within_no_sync_may_come_last_where_the_end_is_asked_for(on_ranks):
+    assert on_ranks(2, synchronized_first) == [[]] * 2
+
+
+def unused_everywhere(world: World) -> list[str]:
+    return [
+        f"{wrapper}: {each}"
+        for wrapper in WRAPPERS
+        for exact in (False, True)
+        for each in wrong_gradients(world, wrapper, "never used", exact=exact, find_unused_parameters=True)
+    ]
+
+
+def test_what_no_rank_uses_keeps_no_gradient(on_ranks):
+    assert on_ranks(2, unused_everywhere) == [[]] * 2
+
+
+def other_parameters(world: World) -> list[str]:
+    """Freeze, thaw, replace: each time gradients are the mean of what learns then."""
+    problems = []
+    case = CASES["toy"]
+    for wrapper in WRAPPERS:
+        model, serial = wrap(world, wrapper, "toy"), case.build(1)
+        changes = {
+            "as built": lambda toy: None,
+            "frozen": lambda toy: toy.fc1.requires_grad_(False),
+            "thawed": lambda toy: toy.fc1.requires_grad_(True),
+            "replaced": lambda toy: setattr(toy.norm, "weight", nn.Parameter(torch.full((20,), 2.0))),
+            "added": lambda toy: setattr(toy.fc2, "bias", nn.Parameter(torch.ones(5))),
+        }
+        for word, change in changes.items():
+            for module in (model.module, serial):
+                change(module)
+                module.zero_grad()
+            backwards(world, model, case)
+            wanted = one_process(case, serial, range(world.size))
+            found = gradients_of(model.module)
+            problems += [f"{wrapper}, {word}: {each}" for each in gradients_apart(found, wanted, 0)]
+    return problems
+
+
+def test_parameters_may_be_frozen_thawed_replaced_and_added_between_steps(on_ranks):
+    assert on_ranks(2, other_parameters) == [[]] * 2
+
+
+def in_bfloat16(world: World) -> list[str]:
+    problems = []
+    for wrapper in WRAPPERS:
+        for case in ("toy", "odd", "double"):
+            found = wrong_gradients(world, wrapper, case, communication_dtype="bfloat16")
+            problems += [f"{wrapper}, {case}: {each}" for each in found]
+        model = wrap(world, wrapper, "toy", communication_dtype="bfloat16")
+        backwards(world, model, CASES["toy"])
+        elements = sum(each.numel() for each in model.parameters())
+        problems += [] if model.stats().bytes == 2 * elements else [f"{wrapper}: sent {model.stats().bytes} bytes"]
+        problems += [f"{name} has no float32" for name, g in gradients_of(model).items() if g.dtype != torch.float32]
+    return problems
+
+
+def test_gradients_can_be_sent_in_half_of_the_bytes(on_ranks):
+    assert on_ranks(3, in_bfloat16) == [[]] * 3
+
+
+def told(world: World) -> dict:
+    said = {}
+    for wrapper in WRAPPERS:
+        model = wrap(world, wrapper, "chain", **({"bucket_size_mb": 1 / 32} if wrapper == "BucketedDDP" else {}))
+        before = model.stats()
+        backwards(world, model, CASES["chain"])
+        after = model.stats()
+        said[wrapper] = [before.collectives, before.bytes, after.collectives, after.bytes, after.exposed_wait_s > 0]
+    return said
+
+
+def test_stats_tell_collectives_bytes_and_wait_of_the_last_synchronization(on_ranks):
+    sent = 4 * 64 * 64 * 4
+    counts = {"AllReduce": 4, "FlatAllReduce": 1, "GatherScatter": 8, "OverlappedDDP": 4, "BucketedDDP": 2}
+    wanted = {wrapper: [0, 0, count, sent, True] for wrapper, count in counts.items()}
+    assert on_ranks(2, told) == [wanted] * 2
+
+
+def within_a_group(world: World) -> list[str]:
+    """Ranks 1 and 2, of whom rank 1 is the first, and rank 0 by itself: means are those of each group."""
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    group = groups[min(world.rank, 1)]
+    place = World(dist.get_rank(group), dist.get_world_size(group), group, world.device)
+    found = [
+        f"{wrapper}: {each}"
+        for wrapper in WRAPPERS
+        for exact in (False, True)
+        for each in wrong_gradients(place, wrapper, "odd", exact=exact)
+    ]
+    dist.barrier()
+    return found
+
+
+def test_a_wrapper_averages_over_the_ranks_of_its_group_alone(on_ranks):
+    assert on_ranks(3, within_a_group) == [[]] * 3

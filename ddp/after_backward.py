@@ -1,0 +1,103 @@
+"""What the wrappers share that average parameter by parameter once the backward is over: when they are asked to."""
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from ddp.base import DataParallel
+from ddp.checks import require_used, used_by_any
+from ddp.stats import Stats, Wait
+from ddp.timeouts import Entered, waiting_for
+
+
+class AfterBackward(DataParallel):
+    """Average parameter by parameter, all of the wait exposed; wrappers differ in how one gradient becomes its mean."""
+
+    collectives_each = 1  # of a parameter
+
+    def _prepare(self) -> None:
+        self._shards: list[list[Tensor]] = []  # of virtual shards before this one; each one gradient a parameter
+        self._earlier: set[str] = set()  # parameters that got a gradient in one of them
+        self._synchronized = 0
+        self._stats = Stats()
+        self._watch: Wait | None = None
+        self._judged = False
+
+    def finish_gradient_synchronization(self) -> None:
+        """Make every `.grad` the mean over all shards.
+
+        A gradient that this rank has not counts as zeros; one that no rank has is refused the first time, or stays None
+        with `find_unused_parameters`.
+
+        Raises:
+            RuntimeError: a parameter got no gradient on any rank, which the message names; or the last shard none.
+        """
+        if self._local or (self.ranks == 1 and not self._shards):
+            return
+        if self._shards:
+            self._require_gradients()
+        trainable = self.trainable()
+        used = self._used(trainable)
+        shards, self._shards, self._earlier = self._shards, [], set()
+        watch, sent = Wait(self.device), 0
+        for index, (name, parameter) in enumerate(trainable):
+            if not used[index]:
+                parameter.grad = None
+                continue
+            own = [*(shard[index] for shard in shards), _gradient(parameter)]
+            if self.communication_dtype is not None:
+                own = [gradient.to(self.communication_dtype) for gradient in own]
+            own_bytes = sum(gradient.numel() * gradient.element_size() for gradient in own)
+            entered = Entered(self._synchronized + 1, index, len(trainable), index + 1, name, name, own_bytes)
+            with waiting_for(entered, self.process_group):
+                mean = self._mean(own)
+            parameter.grad = torch.empty_like(parameter).copy_(mean) if _differ(mean, parameter) else mean
+            sent += own_bytes
+        watch.stop()
+        self._synchronized += 1
+        self._stats, self._watch = Stats(sum(used) * self.collectives_each, sent), watch
+
+    def stats(self) -> Stats:
+        """Return what the last synchronization took: all of it is wait, for the backward was over."""
+        waited = 0.0 if self._watch is None else self._watch.seconds
+        return Stats(self._stats.collectives, self._stats.bytes, waited)
+
+    @abstractmethod
+    def _mean(self, gradients: list[Tensor]) -> Tensor:
+        """Return the mean over ranks and shards of one parameter, from this rank's gradients, one a shard."""
+
+    def _close_shard(self) -> None:
+        self._shards.append([_gradient(parameter) for _, parameter in self.trainable()])
+        for name, parameter in self.trainable():
+            self._earlier |= set() if parameter.grad is None else {name}
+            parameter.grad = None
+
+    def _forget_shards(self) -> None:
+        self._shards, self._earlier = [], set()
+
+    def _changed(self) -> None:
+        self._judged = False
+
+    def _used(self, trainable: list[tuple[str, nn.Parameter]]) -> list[bool]:
+        """Tell which parameters got a gradient on some rank; ask the others only when it matters."""
+        if self._judged and not self.find_unused_parameters:
+            return [True] * len(trainable)
+        self._judged = True
+        used = [parameter.grad is not None or name in self._earlier for name, parameter in trainable]
+        if self.find_unused_parameters:
+            return used_by_any(used, self.process_group, self.device)
+        require_used([name for name, _ in trainable], used, self.process_group, self.device)
+        return [True] * len(trainable)
+
+
+def _differ(mean: Tensor, parameter: Tensor) -> bool:
+    """True where a mean is not of the type, or not laid out in memory, as its parameter is."""
+    return mean.dtype != parameter.dtype or mean.stride() != parameter.stride()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's gradient as one block of memory, zeros if it has none."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    return parameter.grad.contiguous()

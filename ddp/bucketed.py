@@ -1,0 +1,152 @@
+"""Data parallel by buckets: the three rungs that send flat tensors. They differ in their buckets and in their start.
+
+    FlatAllReduce    backward ........................ | one all-reduce of everything |
+    OverlappedDDP    backward .....|.|...|..|.|....|.|   one a parameter, as it becomes ready
+    BucketedDDP      backward ......|======|.....|======|   one a bucket, as its last gradient becomes ready
+
+A collective costs its latency, so few are better; what starts late is waited for, so many are. Buckets of about 25 MB
+are both; the first is small, so that the network begins soon.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.base import DataParallel
+from ddp.buckets import ALONE_BYTES, Size, plan_buckets
+from ddp.means import mean_for
+from ddp.reducer import Reducer
+from ddp.stats import Stats
+
+
+class _Buckets(DataParallel):
+    """Average gradients bucket by bucket."""
+
+    hooks = True  # False: nothing before the backward is over
+    bucket_size_mb: float | None = None  # at most; None: one bucket of each type
+
+    def _prepare(self) -> None:
+        self._reducer = self._build()
+
+    def _settings(self) -> dict[str, object]:
+        return {**super()._settings(), "bucket_size_mb": self.bucket_size_mb}
+
+    @property
+    def buckets(self) -> list[tuple[str, ...]]:
+        """The names of the parameters of each bucket, in the order in which buckets are launched."""
+        return [] if self._reducer is None else self._reducer.names
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Call the module; of a forward with gradients, the backward will be synchronized."""
+        if torch.is_grad_enabled():
+            self._keep_up()
+            if self._reducer is not None:
+                self._reducer.forward_begins()
+        return self.module(*inputs, **keywords)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Finish what the backward has not: with hooks only a backward that reached no parameter.
+
+        Raises:
+            RuntimeError: a parameter got no gradient on any rank; the message names it.
+        """
+        if self._reducer is not None:
+            if self._reducer.has_shards and not self._local:
+                self._require_gradients()
+            self._reducer.finish(asked=True)
+
+    def stats(self) -> Stats:
+        """Return what the last synchronization took; on CUDA the host waits for it to have ended."""
+        return Stats() if self._reducer is None else self._reducer.measured()
+
+    def _close_shard(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close_shard()
+
+    def _forget_shards(self) -> None:
+        if self._reducer is not None:
+            self._reducer.forget_shards()
+
+    def _set_local(self, local: bool) -> None:
+        super()._set_local(local)
+        if self._reducer is not None:
+            self._reducer.local = local
+
+    def _build(self) -> Reducer | None:
+        trainable = self.trainable()
+        if not trainable or (self.ranks == 1 and not self.exact):
+            return None  # alone, a rank's gradients are the mean
+        sizes = [Size(each.numel(), each.element_size(), (each.dtype, each.device)) for _, each in trainable]
+        return Reducer(
+            trainable,
+            plan_buckets(sizes, self.bucket_size_mb, None if self.device.type == "cuda" else ALONE_BYTES),
+            mean_for(
+                self.process_group,
+                self.device,
+                exact=self.exact,
+                flat=not self.hooks or self.communication_dtype is not None,
+            ),
+            message=self.communication_dtype,
+            find_unused=self.find_unused_parameters,
+            hooks=self.hooks,
+        )
+
+    def _apply(self, *args: Any, **keywords: Any) -> Any:
+        """Move or convert the module, as `to` does; the buckets follow."""
+        moved = super()._apply(*args, **keywords)  # type: ignore[no-untyped-call]
+        self._rebuild()
+        return moved
+
+    def _changed(self) -> None:
+        self._rebuild()
+
+    def _rebuild(self) -> None:
+        if self._reducer is not None:
+            self._reducer.remove()
+        self._reducer = self._build()
+        self._set_local(self._local)
+
+
+class FlatAllReduce(_Buckets):
+    """Average all gradients of a type with one all-reduce, after the backward."""
+
+    hooks = False
+
+
+class OverlappedDDP(_Buckets):
+    """Average each parameter's gradient by itself, as soon as it is ready, while the backward goes on."""
+
+    bucket_size_mb = 0.0
+
+
+class BucketedDDP(_Buckets):
+    """Average gradients in buckets of at most `bucket_size_mb` MB (2^20 bytes; None: one), during the backward."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        bucket_size_mb: float | None = 25.0,
+        exact: bool = False,
+        find_unused_parameters: bool = False,
+        communication_dtype: torch.dtype | None = None,
+    ) -> None:
+        if not (bucket_size_mb is None or _is_size(bucket_size_mb)):
+            raise ValueError(f"bucket_size_mb must be a number of MB, or None for one bucket, got {bucket_size_mb!r}")
+        self.bucket_size_mb = bucket_size_mb
+        super().__init__(
+            module,
+            process_group,
+            exact=exact,
+            find_unused_parameters=find_unused_parameters,
+            communication_dtype=communication_dtype,
+        )
+
+
+def _is_size(given: object) -> bool:
+    """True for a number of MB that can be: settings come from users."""
+    return isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given < math.inf

@@ -1,0 +1,74 @@
+"""How gradients are dealt to buckets: a pure function of their sizes, the same on every rank.
+
+The backward makes gradients ready about in the reverse order of registration, so buckets are filled in that order and
+launched in theirs:
+
+    registered    a b c d e f g h
+    buckets       [h g] [f e d] [c b a]        h is ready first; [h g] travels while f is still computed
+
+The first bucket is small when there are several, so that the network begins early. A bucket has one type of elements,
+and is launched where its last gradient is expected.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+FIRST_BYTES: Final = 2**20  # what torch's DDP starts with, too
+MB: Final = 2**20
+ALONE_BYTES: Final = 4 * MB  # on a CPU: a gradient of so many need not be copied to travel, if it travels alone
+
+
+@dataclass(frozen=True)
+class Size:
+    """One gradient: its elements, the bytes of each, and what it can share a bucket with (type and device)."""
+
+    elements: int
+    itemsize: int
+    kind: Hashable = None
+
+    @property
+    def bytes(self) -> int:
+        """What it adds to a bucket."""
+        return self.elements * self.itemsize
+
+
+def plan_buckets(
+    sizes: Sequence[Size], bucket_size_mb: float | None, alone_bytes: int | None = None
+) -> list[tuple[int, ...]]:
+    """Deal gradients, given in the order of registration, to buckets of at most `bucket_size_mb` MB of 2^20 bytes.
+
+    None makes one bucket of each kind. A larger gradient has a bucket of its own; 0 gives one to each. Where there are
+    several buckets in any case, a gradient of `alone_bytes` has one of its own too, and the others go on without it.
+    Returns the places in `sizes` of each bucket's gradients, buckets in the order in which they are launched.
+    """
+    if bucket_size_mb is None:
+        return _fill(sizes, limit=None, first=None)
+    limit = int(bucket_size_mb * MB)
+    buckets = _fill(sizes, limit=limit, first=None)
+    if len(buckets) > 1:
+        buckets = _fill(sizes, limit=limit, first=min(limit, FIRST_BYTES), alone=alone_bytes)
+    return buckets
+
+
+def _fill(
+    sizes: Sequence[Size], *, limit: int | None, first: int | None, alone: int | None = None
+) -> list[tuple[int, ...]]:
+    """Fill one bucket of each kind at a time; `first` is the limit of the very first."""
+    closed: list[list[int]] = []
+    open_: dict[Hashable, list[int]] = {}
+    filled: dict[Hashable, int] = {}
+    for place in reversed(range(len(sizes))):
+        size = sizes[place]
+        if alone is not None and size.bytes >= alone:
+            closed.append([place])
+            continue
+        bound = first if first is not None and not closed else limit
+        if size.kind in open_ and bound is not None and filled[size.kind] + size.bytes > bound:
+            closed.append(open_.pop(size.kind))
+        if size.kind not in open_:
+            open_[size.kind], filled[size.kind] = [], 0
+        open_[size.kind].append(place)
+        filled[size.kind] += size.bytes
+    closed += open_.values()
+    return [tuple(bucket) for bucket in sorted(closed, key=lambda bucket: -bucket[-1])]

@@ -1,0 +1,248 @@
+"""How a bucket becomes the mean over ranks. Each way starts a bucket and returns what is waited for at the end.
+
+AllReduceMean   the backend's all-reduce, by its own threads; gradients come divided by the number of ranks
+NcclMean        NCCL's, of many tensors in one launch and in place, on its own stream
+StreamMean      NCCL's, of a flat tensor or its cast, on a stream of ours
+OrderedMean     sums in the order of ranks and virtual shards, then one division: the bits of one process
+
+With NCCL the host never waits, so that a CUDA graph can record all of it.
+"""
+
+import queue
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllreduceCoalescedOptions
+
+from ddp.gradients import FlatGradients, LooseGradients
+from ddp.primitives import chunks_of, exchange, ordered_reduce_scatter, ring_all_gather
+
+Wait = Callable[[], None]  # raises what the communication raised
+Group = dist.ProcessGroup | None
+
+
+class Mean(ABC):
+    """A way to the mean; `scale` is what gradients are multiplied with on their way into the bucket."""
+
+    in_place = False  # True: it is given gradients as they are, `LooseGradients`
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.ranks = dist.get_world_size(group)
+        self.scale = 1.0
+
+    @abstractmethod
+    def start(self, bucket: Any) -> Wait:
+        """Start a bucket whose gradients are all there; waiting leaves their mean in it."""
+
+
+class AllReduceMean(Mean):
+    """Let the backend's own threads sum."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self.scale = 1.0 / self.ranks
+
+    def start(self, bucket: FlatGradients) -> Wait:
+        """Start an asynchronous all-reduce."""
+        message = bucket.message
+        if message is not bucket.flat:
+            message.copy_(bucket.flat)
+        work = dist.all_reduce(message, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+
+        def wait() -> None:
+            work.wait()
+            if message is not bucket.flat:
+                bucket.flat.copy_(message)
+
+        return wait
+
+
+class NcclMean(Mean):
+    """Let NCCL average gradients where they are, a bucket in one launch: one call of the host, and nothing copied."""
+
+    in_place = True
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        self._options = AllreduceCoalescedOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+
+    def start(self, bucket: LooseGradients) -> Wait:
+        """Let NCCL's stream wait for the gradients, then average; waiting makes the computing stream wait."""
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        work = group.allreduce_coalesced(bucket.tensors, self._options)
+
+        def wait() -> None:
+            work.wait()
+
+        return wait
+
+
+class StreamMean(Mean):
+    """Let NCCL average on a stream beside the one that computes."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        super().__init__(group)
+        self.stream = _beside(device)
+
+    def start(self, bucket: FlatGradients) -> Wait:
+        """Let the stream wait for the gradients, then average."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            if bucket.message is not bucket.flat:
+                bucket.message.copy_(bucket.flat)
+            dist.all_reduce(bucket.message, op=dist.ReduceOp.AVG, group=self.group)
+            if bucket.message is not bucket.flat:
+                bucket.flat.copy_(bucket.message)
+            done = self.stream.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+
+class OrderedMean(Mean):
+    """Sum in order; on CPUs a thread does so while the backward runs, on CUDA a stream."""
+
+    def __init__(self, group: Group, device: torch.device) -> None:
+        super().__init__(group)
+        self.stream = _beside(device) if device.type == "cuda" else None
+        self._thread = None if self.stream is not None else thread_of(group)
+
+    def start(self, bucket: FlatGradients) -> Wait:
+        """Hand the bucket to the thread, or to the stream."""
+        shards = [*bucket.closed, bucket.flat]
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                ordered_mean(shards, bucket.flat, self.group)
+                done = self.stream.record_event()
+            return lambda: torch.cuda.current_stream().wait_event(done)
+        task = Task(lambda: ordered_mean(shards, bucket.flat, self.group))
+        assert self._thread is not None
+        self._thread.tasks.put(task)
+        return task.wait
+
+
+class Task:
+    """Something that another thread does."""
+
+    def __init__(self, do: Callable[[], None]) -> None:
+        self._do = do
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Do it, and keep what it raises for who waits."""
+        try:
+            self._do()
+        except BaseException as error:
+            self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """Wait until it is done; raise what it raised."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+
+class Worker:
+    """A thread that does tasks in the order in which they come, and ends with the last who holds this."""
+
+    def __init__(self) -> None:
+        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        # A daemon: a peer that died must not keep this process from ending.
+        threading.Thread(target=_work, args=(self.tasks,), daemon=True).start()
+        weakref.finalize(self, self.tasks.put, None).atexit = False
+
+
+# One thread a group, whoever shares it: messages of two threads of one group would be taken for one another.
+_WORKERS: Final[MutableMapping[str, Worker]] = weakref.WeakValueDictionary()
+
+
+def thread_of(group: Group) -> Worker:
+    """Return the thread that sends and receives over a group."""
+    given = group or dist.group.WORLD
+    assert given is not None
+    worker = _WORKERS.get(given.group_name)
+    if worker is None:
+        worker = _WORKERS[given.group_name] = Worker()
+    return worker
+
+
+def _work(tasks: "queue.SimpleQueue[Task | None]") -> None:
+    with torch.no_grad():
+        while (task := tasks.get()) is not None:
+            task.run()
+
+
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """Make a stream beside the one that computes.
+
+    It has no priority: NCCL's kernels would push their way in front of matrix products that fill the whole GPU, which
+    cost 2 % of a step of GPT medium on two H200.
+    """
+    return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
+
+
+def mean_for(group: Group, device: torch.device, *, exact: bool, flat: bool) -> Mean:
+    """Choose the way for a device and what was promised, never by how fast one is.
+
+    `flat` asks for flat tensors: to send them as another type, or as the one message that they are.
+    """
+    if exact:
+        return OrderedMean(group, device)
+    if device.type != "cuda" or not is_nccl(group):
+        return AllReduceMean(group)
+    return StreamMean(group, device) if flat else NcclMean(group)
+
+
+def is_nccl(group: Group) -> bool:
+    """True when a group's CUDA tensors travel by NCCL."""
+    backend = (group or dist.group.WORLD)._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+    return str(backend.name()).lower() == "nccl"
+
+
+def ordered_mean(shards: Sequence[Tensor], out: Tensor, group: Group) -> None:
+    """Put into `out` the mean over ranks and shards: added in the order rank 0's shards, rank 1's, ..., divided once.
+
+    `shards` are this rank's, flat tensors of `out`'s length; every rank has as many. `out` may be one of them.
+    Sends (n - 1) / n x shards x their bytes for the sums, and (n - 1) / n of `out` for the means.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if ranks == 1:
+        add_in_order(shards, out)
+        _divide(out, len(shards))
+        return
+    parts = chunks_of(out, ranks)  # the mean of part r is made on rank r
+    mine = parts[rank]
+    if len(shards) == 1:
+        ordered_reduce_scatter(chunks_of(shards[0], ranks), mine, group)
+    else:
+        cut = [chunks_of(shard, ranks) for shard in shards]
+        sending = [torch.cat([shard[other] for shard in cut]) for other in range(ranks)]
+        receiving = [torch.empty_like(sending[rank]) for _ in range(ranks)]
+        exchange(sending, receiving, group)
+        # rank 0's shards of my part, then rank 1's, ...
+        add_in_order([piece for each in receiving for piece in each.view(len(shards), -1)], mine)
+    _divide(mine, ranks * len(shards))
+    ring_all_gather(mine, parts, group)
+
+
+def add_in_order(tensors: Sequence[Tensor], out: Tensor) -> None:
+    """Put into `out` the sum of tensors, added first to last; `out` may be one of them."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    out.copy_(total)
+
+
+def _divide(tensor: Tensor, count: int) -> None:
+    if count > 1:
+        tensor.div_(count)

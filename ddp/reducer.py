@@ -1,0 +1,233 @@
+"""From gradients that become ready one by one to means: countdowns, launches in one order, one wait at the end.
+
+    backward      h g | f e d | c b a |                    a hook on every parameter counts its bucket down
+    launched         [h g]   [f e d]  [c b a]              in the order of the plan, whatever is ready first, so that
+    on the wire      =====   ========  ======|             the collectives of all ranks meet
+    the end                            wait ^              in a callback of autograd, so that nobody need ask for it
+
+Li et al. 2020 (PyTorch Distributed) describe the countdown and why the order must be fixed.
+"""
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from ddp.buckets import ALONE_BYTES
+from ddp.checks import require_used, used_by_any
+from ddp.gradients import Bucket, FlatGradients, LooseGradients, Slot, is_dense
+from ddp.means import Mean, Wait
+from ddp.stats import Stats
+from ddp.stats import Wait as Watch
+from ddp.timeouts import Entered, waiting_for
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class Reducer:
+    """The buckets of a module's trainable parameters, on one rank.
+
+    `plan` has the places in `named` of each bucket's parameters, in the order in which buckets are launched. Without
+    `hooks` nothing happens before `finish`.
+    """
+
+    def __init__(
+        self,
+        named: Named,
+        plan: Sequence[Sequence[int]],
+        mean: Mean,
+        *,
+        message: torch.dtype | None = None,
+        find_unused: bool = False,
+        hooks: bool = True,
+    ) -> None:
+        self.parameters = [parameter for _, parameter in named]
+        self.mean = mean
+        self.find_unused = find_unused
+        self.local = False  # True: gradients only accumulate
+        self._sent = Stats()
+        self._buckets = [
+            _bucket(number, [named[place] for place in places], mean, message) for number, places in enumerate(plan)
+        ]
+        self._scale = None if mean.scale == 1.0 else torch.tensor(mean.scale, dtype=torch.float64)
+        self._order = {name: place for place, (name, _) in enumerate(named)}
+        self._hooked = hooks
+        self._owed = False  # True: a forward has run, or gradients have come, that are not synchronized yet
+        self._running = False  # True: from the first gradient of a synchronization to its end
+        self._asked = False  # True: autograd will call when the backward is over
+        self._waits: list[Wait] = []  # of the buckets launched so far
+        self._synchronized = 0
+        self._watch: Watch | None = None
+        me = weakref.ref(self)  # a wrapper that is gone leaves hooks that do nothing
+        slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._handles = [
+            slot.parameter.register_post_accumulate_grad_hook(partial(_ready, me, slot))  # type: ignore[no-untyped-call]
+            for slot in (slots if hooks else ())
+        ]
+        weakref.finalize(self, _remove, self._handles, self._buckets).atexit = False
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters, and let go of the buckets."""
+        _remove(self._handles, self._buckets)
+
+    def forward_begins(self) -> None:
+        """Hear of a forward: what a backward that raised has left behind is cleared away."""
+        if self._running:
+            for bucket, wait in zip(self._buckets, self._waits, strict=False):
+                self._wait(bucket, wait)
+            self._reset()
+        self._owed = self._owed or not self.local
+
+    def close_shard(self) -> None:
+        """Keep the gradients so far as those of one virtual shard."""
+        for bucket in self._buckets:
+            bucket.close_shard()
+
+    @property
+    def has_shards(self) -> bool:
+        """True while virtual shards are kept apart."""
+        return any(bucket.closed for bucket in self._buckets if isinstance(bucket, FlatGradients))
+
+    def forget_shards(self) -> None:
+        """Drop the virtual shards."""
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def finish(self, *, asked: bool = False) -> None:
+        """Launch what was not launched, wait for all of it.
+
+        When `asked` for, and not by autograd, do so only if gradients are owed; without hooks nobody can tell.
+
+        Raises:
+            RuntimeError: a parameter has no gradient on any rank; a collective failed.
+        """
+        if asked and (self.local or not (self._owed or self._running or not self._hooked)):
+            return
+        if not self._running:
+            self._begin()
+        self._running, self._owed = False, False
+        without = [name for bucket in self._buckets for name in bucket.fill_missing(self._scale)]
+        for bucket in self._buckets[len(self._waits) :]:
+            self._launch(bucket)
+        watch = Watch(self.parameters[0].device)
+        for bucket, wait in zip(self._buckets, self._waits, strict=True):
+            self._wait(bucket, wait)
+        watch.stop()
+        self._watch = watch
+        if self.mean.ranks > 1:
+            self._sent = Stats(len(self._waits), sum(bucket.message_bytes for bucket in self._buckets))
+        self._reset()
+        self._synchronized += 1
+        self._judge(without)
+
+    @property
+    def names(self) -> list[tuple[str, ...]]:
+        """The names of each bucket's parameters."""
+        return [tuple(slot.name for slot in bucket.slots) for bucket in self._buckets]
+
+    def measured(self) -> Stats:
+        """Return what the last synchronization took; on CUDA the host waits until that is known."""
+        waited = 0.0 if self._watch is None else self._watch.seconds
+        return Stats(self._sent.collectives, self._sent.bytes, waited)
+
+    def ready(self, slot: Slot) -> None:
+        """Take a gradient that autograd has just finished."""
+        bucket = slot.bucket
+        if self.local:
+            bucket.take(slot, None)
+            self._owed = True
+            return
+        if not self._running:
+            self._begin()
+        if not self._asked:
+            self._asked = True
+            Variable._execution_engine.queue_callback(self._backward_is_over)
+        if slot.ready:
+            raise RuntimeError(
+                f"{slot.name}: a second gradient in one synchronization; run every backward but the last in no_sync(), "
+                "and let torch.utils.checkpoint have use_reentrant=False"
+            )
+        slot.ready = True
+        if not bucket.wants_batches:
+            bucket.take(slot, self._scale)
+        bucket.waiting -= 1
+        if bucket.waiting:
+            return
+        while len(self._waits) < len(self._buckets) and not self._buckets[len(self._waits)].waiting:
+            self._launch(self._buckets[len(self._waits)])
+
+    def _backward_is_over(self) -> None:
+        """Finish, unless this was a backward within a backward, as reentrant checkpointing runs, and more will come."""
+        self._asked = False
+        nested = torch._C._current_autograd_node() is not None
+        if not (nested and any(bucket.waiting for bucket in self._buckets)):
+            self.finish()
+
+    def _begin(self) -> None:
+        self._running = True
+
+    def _launch(self, bucket: Bucket) -> None:
+        if bucket.wants_batches:
+            bucket.take_all(self._scale)
+        self._waits.append(self.mean.start(bucket))
+
+    def _wait(self, bucket: Bucket, wait: Wait) -> None:
+        with waiting_for(partial(self._entered, bucket), self.mean.group):
+            wait()
+
+    def _entered(self, bucket: Bucket) -> Entered:
+        """Say, after a failure, what was waited for."""
+        first, last = bucket.slots[0], bucket.slots[-1]
+        count = len(self._buckets)
+        return Entered(
+            self._synchronized + 1, bucket.number, count, len(self._waits), first.name, last.name, bucket.message_bytes
+        )
+
+    def _reset(self) -> None:
+        self._running, self._asked, self._waits = False, False, []
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _judge(self, without: Sequence[str]) -> None:
+        """Refuse, at the first synchronization, parameters that no rank uses; or let them have no gradient."""
+        if not self.find_unused and self._synchronized > 1:
+            return
+        names = list(self._order)
+        used = [name not in without for name in names]
+        device = self.parameters[0].device
+        if not self.find_unused:
+            require_used(names, used, self.mean.group, device)
+            return
+        for parameter, is_used in zip(self.parameters, used_by_any(used, self.mean.group, device), strict=True):
+            if not is_used:
+                parameter.grad = None
+
+
+def _remove(handles: Sequence[RemovableHandle], buckets: Sequence[Bucket]) -> None:
+    """Let memory go at once and not when Python looks for circles: a hook has its slot, a slot its bucket."""
+    for handle in handles:
+        handle.remove()
+    for bucket in buckets:
+        bucket.slots.clear()
+
+
+def _bucket(number: int, named: Named, mean: Mean, message: torch.dtype | None) -> Bucket:
+    return (
+        LooseGradients(number, named) if mean.in_place else FlatGradients(number, named, message, alone=_alone(named))
+    )
+
+
+def _alone(named: Named) -> bool:
+    """True for a bucket of one gradient whose copy is worth to be saved: large, on a CPU, without gaps."""
+    (first, *others) = (parameter for _, parameter in named)
+    return not others and not first.is_cuda and first.nbytes >= ALONE_BYTES and is_dense(first)
+
+
+def _ready(reducer: "weakref.ref[Reducer]", slot: Slot, parameter: Tensor) -> None:
+    """Hand a gradient to a reducer that may be gone: the hook of every parameter."""
+    if (alive := reducer()) is not None:
+        alive.ready(slot)

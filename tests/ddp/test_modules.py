@@ -1,0 +1,35 @@
+"""Every wrapper on every kind of module, on 1 to 4 ranks, against one process."""
+
+import pytest
+
+from jobs.train.world import World
+from support.data_parallel import WRAPPERS, wrong_gradients, wrong_start
+from support.data_parallel_models import CASES
+
+pytestmark = pytest.mark.ranks
+
+MODULES = [case for case in CASES if case not in ("vgg11", "gpt")]  # these train, in test_training.py
+EVERY_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
+
+
+def all_starts(world: World) -> list[str]:
+    problems = {(wrapper, case): wrong_start(world, wrapper, case) for wrapper in WRAPPERS for case in CASES}
+    return [f"{what}: {each}" for what, found in problems.items() for each in found]
+
+
+def test_every_rank_starts_with_parameters_and_buffers_of_rank_0(on_ranks):
+    assert on_ranks(3, all_starts) == [[]] * 3
+
+
+def all_gradients(world: World, wrapper: str, shards: int) -> list[str]:
+    """`shards` of each rank where sums are exact, and one where they are not."""
+    near = {case: wrong_gradients(world, wrapper, case) for case in MODULES}
+    exact = {f"{case}, exact": wrong_gradients(world, wrapper, case, shards, exact=True) for case in MODULES}
+    return [f"{case}: {each}" for case, found in {**near, **exact}.items() for each in found]
+
+
+# One to three ranks compute the same six shards, and must come to the same bits.
+@EVERY_WRAPPER
+@pytest.mark.parametrize(("world_size", "shards"), [(1, 6), (2, 3), (3, 2), (4, 1)])
+def test_gradients_become_the_mean_over_ranks_whatever_the_module(on_ranks, wrapper, world_size, shards):
+    assert on_ranks(world_size, all_gradients, wrapper=wrapper, shards=shards) == [[]] * world_size

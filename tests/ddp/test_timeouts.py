@@ -1,0 +1,110 @@
+"""A collective that fails names its bucket, and the ranks that did not come to it."""
+
+import re
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+import ddp
+from ddp import timeouts
+from ddp.timeouts import Entered, tell
+from jobs.train.failures import is_lost_connection
+from jobs.train.world import World
+from support.data_parallel import WRAPPERS, backwards
+from support.data_parallel_models import CASES
+
+pytestmark = pytest.mark.ranks
+
+TIMEOUT_S = 0.5
+EXACT_TIMEOUT_S = 4.0
+
+
+def absent(world: World, wrapper: str, exact: bool) -> list:
+    """All take a step; then rank 1 waits, outside, until the others have given up, and comes too late."""
+    # The test itself meets in the first group. Sends and receives keep the time-out with which theirs was made, which
+    # therefore is long enough to connect on a busy machine.
+    group = dist.new_group(timeout=timedelta(seconds=EXACT_TIMEOUT_S if exact else 30.0))
+    model = getattr(ddp, wrapper)(CASES["chain"].build(1), group, exact=exact)
+    backwards(world, model, CASES["chain"])
+    if not exact:
+        _set_pg_timeout(timedelta(seconds=TIMEOUT_S), group)
+    said = []
+    with mock.patch.object(timeouts, "LATER_S", 0.3):
+        if world.rank == 1:
+            dist.barrier()
+        try:
+            backwards(world, model, CASES["chain"])
+        except RuntimeError as error:
+            said = [type(error).__name__, str(error), is_lost_connection(error)]
+        if world.rank != 1:
+            dist.barrier()
+    dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize(("wrapper", "exact"), [*((wrapper, False) for wrapper in WRAPPERS), ("BucketedDDP", True)])
+def test_a_time_out_names_the_bucket_and_who_did_not_come(on_ranks, wrapper, exact):
+    first, late, last = on_ranks(3, absent, wrapper=wrapper, exact=exact)
+    buckets = {"FlatAllReduce": 1, "BucketedDDP": 1}.get(wrapper, 4)
+    for rank, (kind, text, lost) in ((0, first), (2, last)):
+        if kind == "CollectiveTimeoutError":
+            assert text.startswith(f"rank {rank}: step 2: bucket 1 of {buckets} (")
+            # The other one may be among them too, if this machine lets it come late.
+            assert re.search(r"it was not entered by ranks? (0-)?1(-2)?: see what", text)
+        assert lost  # who reads a log takes none of them for the culprit
+    assert "CollectiveTimeoutError" in {first[0], last[0]}
+    assert f"did not end within {EXACT_TIMEOUT_S if exact else TIMEOUT_S:g} s" in first[1] + last[1]
+    assert late[0] == "CollectiveTimeoutError"
+    assert "was entered by all ranks in the end, but rank" in late[1]
+
+
+ENTERED = Entered(step=3, bucket=1, buckets=5, launched=5, first="head.weight", last="stem.bias", bytes=3 * 2**20)
+
+
+def told(world: World, text: str) -> list[str]:
+    """Ranks fail at different places: 1 is further, 2 a step and 3 a bucket before it, 4 says nothing."""
+    places = {0: ENTERED, 1: Entered(3, 2, 5, 3, "a", "b", 1), 2: Entered(2, 1, 5, 5, "a", "b", 1)}
+    places[3] = Entered(3, 0, 5, 1, "a", "b", 1)
+    said = []
+    if world.rank == 0:
+        dist.barrier()  # the others have spoken
+    with mock.patch.multiple(timeouts, LATER_S=0.1, LOST_S=0.1, STORE_S=20.0):
+        if world.rank in places:
+            try:
+                tell(RuntimeError(text), places[world.rank], 7.0, world.group)
+            except RuntimeError as error:
+                said = [type(error).__name__, str(error)]
+    if world.rank != 0:
+        dist.barrier()
+    dist.barrier()
+    return said
+
+
+def test_ranks_that_are_behind_did_not_enter_and_ranks_that_are_ahead_did(on_ranks):
+    kind, text = on_ranks(5, told, text="[gloo] Timed out waiting 30000ms for recv operation to complete")[0]
+    assert kind == "CollectiveTimeoutError"
+    assert text == (
+        "rank 0: step 3: bucket 2 of 5 (head.weight ... stem.bias; 3 MB) did not end within 30 s; it was not entered "
+        "by ranks 2-4: see what they were doing instead; if they are only slow, give the group a longer timeout"
+    )
+
+
+def test_a_lost_connection_names_the_bucket_and_who_said_nothing(on_ranks):
+    gloo = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:142"
+    kind, text = on_ranks(5, told, text=gloo)[0]
+    assert kind == "RuntimeError"
+    assert text == (
+        "rank 0: step 3: bucket 2 of 5 (head.weight ... stem.bias; 3 MB) failed: "
+        f"a connection was lost; no word from rank 4: {gloo}"
+    )
+    assert is_lost_connection(RuntimeError(text))
+
+
+def test_an_error_that_is_no_failed_connection_is_left_as_it_is():
+    error = RuntimeError("expected scalar type Float but found Double")
+    with pytest.raises(RuntimeError, match="expected scalar type Float") as raised:
+        tell(error, ENTERED, 1.0, None)
+    assert raised.value is error
