@@ -8,32 +8,24 @@ from typing_extensions import Self
 from collectives_bench.catalog import DTYPES, OPERATIONS
 from collectives_bench.sizes import parse_sizes
 from jobs.errors import RefusedError
-from jobs.spec import unknown
-from jobs.strict import Strict
+from jobs.strict import Positive, Strict, as_list, one_or_many
+from jobs.words import unknown
 
 HELLO: Final = "hello"
 ALL: Final = "all"  # every operation of the library's; ours: every one of our own building blocks
 OURS: Final = "ours"
 
-Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0)]
-
-
-def _one_or_many(schema: dict[str, Any]) -> None:
-    """Let an editor take one value where a list may stand."""
-    item = schema.pop("items")
-    schema.pop("type")
-    schema["anyOf"] = [item, {"type": "array", "minItems": schema.pop("minItems", 1), "items": item}]
 
 
 def _operations(schema: dict[str, Any]) -> None:
     schema["items"]["enum"] = [HELLO, ALL, OURS, *OPERATIONS]
-    _one_or_many(schema)
+    one_or_many(schema)
 
 
 def _sizes(schema: dict[str, Any]) -> None:
     schema["items"] = {"type": ["integer", "string"]}
-    _one_or_many(schema)
+    one_or_many(schema)
 
 
 class BenchSettings(Strict):
@@ -48,10 +40,10 @@ class BenchSettings(Strict):
         json_schema_extra=_sizes,
     )
     dtypes: list[Literal["fp32", "bf16", "fp16", "int32"]] = Field(
-        ["fp32"], min_length=1, json_schema_extra=_one_or_many
+        ["fp32"], min_length=1, json_schema_extra=one_or_many
     )
     places: Literal["default", "in", "out", "both"] = Field("default", description="results over their inputs, or not")
-    calls: list[Literal["sync", "async"]] = Field(["sync"], min_length=1, json_schema_extra=_one_or_many)
+    calls: list[Literal["sync", "async"]] = Field(["sync"], min_length=1, json_schema_extra=one_or_many)
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     launches: Positive = Field(5, description="fresh starts of all processes: the unit that is compared")
@@ -75,12 +67,12 @@ class BenchSettings(Strict):
     @field_validator("operation", "sizes", "dtypes", "calls", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
-        return value if isinstance(value, list) else [value]
+        return as_list(value)
 
     @field_validator("sizes", mode="before")
     @classmethod
     def _sizes(cls, value: Any) -> list[int]:
-        words = value if isinstance(value, list) else [value]  # this runs before `_one_or_many`, which stands above it
+        words = as_list(value)  # this runs before `_one_or_many`, which stands above it
         return sorted({size for word in words for size in parse_sizes(word)})
 
     @field_validator("operation")

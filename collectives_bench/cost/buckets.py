@@ -22,12 +22,14 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final
 
-from collectives_bench.cost.models import Anatomy
+from jobs.anatomy import Anatomy
 from jobs.errors import UsageError
 
 MB: Final = 2**20
 TORCH_BUCKET: Final = 25 * MB  # DistributedDataParallel's bucket_cap_mb
 TORCH_FIRST: Final = 1 * MB  # and its first bucket's
+OWN_FIRST: Final = 1 * MB  # of mode bucketed, where there are several (ddp/buckets.py)
+OWN_ALONE: Final = 4 * MB  # and on CPUs what has so many bytes goes by itself then, without being copied
 SWEEP: Final = tuple(count * MB for count in (1, 2, 4, 8, 16, 25, 32, 64))
 GLOO_THREADS: Final = 2
 GLOO_HOST_S: Final = (
@@ -112,20 +114,60 @@ def gradients_of(model: Anatomy, itemsize: int, backward_s: float) -> list[Gradi
     return [Gradient(tensor.elements * itemsize, share * backward_s) for tensor, share in model.ready()]
 
 
+def registered(model: Anatomy, itemsize: int, backward_s: float) -> list[Gradient]:
+    """Return a model's gradients in the reverse order of registration, in which our own wrappers send them."""
+    ready = {tensor.name: share * backward_s for tensor, share in model.ready()}
+    return [Gradient(tensor.elements * itemsize, ready[tensor.name]) for tensor in reversed(model.tensors)]
+
+
 def uniform(total_bytes: int, pieces: int, backward_s: float) -> list[Gradient]:
     """Return equal gradients that become ready evenly, the last one at the end of the backward."""
     each, rest = divmod(total_bytes, pieces)
     return [Gradient(each + (i < rest), backward_s * (i + 1) / pieces) for i in range(pieces)]
 
 
-def at_most(gradients: Iterable[Gradient], cap: int) -> list[Bucket]:
+def at_most(gradients: Sequence[Gradient], cap: int) -> list[Bucket]:
     """Fill buckets up to `cap` bytes in ready order; a gradient that is larger has one for itself."""
-    buckets: list[Bucket] = []
-    for each in gradients:
-        if buckets and buckets[-1].nbytes + each.nbytes <= cap:
-            buckets[-1] = Bucket(buckets[-1].nbytes + each.nbytes, each.ready_s)
-        else:
-            buckets.append(Bucket(each.nbytes, each.ready_s))
+    return _launched(gradients, _dealt(gradients, cap, cap, None))
+
+
+def as_ours(
+    gradients: Sequence[Gradient], cap: int | None, *, first: int = OWN_FIRST, alone: int | None = OWN_ALONE
+) -> list[Bucket]:
+    """Fill buckets as mode bucketed does: none holds more than `cap` bytes; without a cap one holds all.
+
+    If there are several, the first is small, and gradients of `alone` bytes - None on GPUs - have one each. `gradients`
+    are in the reverse order of registration.
+    """
+    if cap is None:
+        return _launched(gradients, [list(range(len(gradients)))])
+    dealt = _dealt(gradients, cap, cap, None)
+    if len(dealt) > 1:
+        dealt = _dealt(gradients, cap, min(cap, first), alone)
+    return _launched(gradients, dealt)
+
+
+def _dealt(gradients: Sequence[Gradient], cap: int, first: int, alone: int | None) -> list[list[int]]:
+    """Deal gradients, by their places, to buckets; those of `alone` bytes get one each, and the open one goes on."""
+    closed, open_, filled = list[list[int]](), list[int](), 0
+    for place, each in enumerate(gradients):
+        if alone is not None and each.nbytes >= alone:
+            closed.append([place])
+            continue
+        if open_ and filled + each.nbytes > (cap if closed else first):
+            closed.append(open_)
+            open_, filled = [], 0
+        open_.append(place)
+        filled += each.nbytes
+    return [*closed, open_] if open_ else closed
+
+
+def _launched(gradients: Sequence[Gradient], dealt: Sequence[Sequence[int]]) -> list[Bucket]:
+    """Put buckets in the order of their last gradients; one waits for all of its own, and for those before it."""
+    buckets, ready_s = list[Bucket](), 0.0
+    for places in sorted(dealt, key=lambda places: places[-1]):
+        ready_s = max(ready_s, *(gradients[place].ready_s for place in places))
+        buckets.append(Bucket(sum(gradients[place].nbytes for place in places), ready_s))
     return buckets
 
 
@@ -169,7 +211,13 @@ def finish_s(buckets: Sequence[Bucket], time_of: TimeOf, lanes: Lanes) -> float:
     return now
 
 
-def curve(gradients: Sequence[Gradient], time_of: TimeOf, lanes: Lanes, sizes: Sequence[int] = SWEEP) -> list[Point]:
+def curve(
+    gradients: Sequence[Gradient],
+    time_of: TimeOf,
+    lanes: Lanes,
+    sizes: Sequence[int] = SWEEP,
+    fill: Callable[[Sequence[Gradient], int], list[Bucket]] = as_ours,
+) -> list[Point]:
     """Predict the step of each bucket size, from the beginning of the backward.
 
     Raises:
@@ -180,7 +228,7 @@ def curve(gradients: Sequence[Gradient], time_of: TimeOf, lanes: Lanes, sizes: S
     backward_s = max((each.ready_s for each in gradients), default=0.0)
     points = []
     for size in sizes:
-        buckets = at_most(gradients, size)
+        buckets = fill(gradients, size)
         end_s = max(finish_s(buckets, time_of, lanes), backward_s + len(buckets) * lanes.host_s)
         points.append(Point(size, len(buckets), end_s, end_s - backward_s))
     return points

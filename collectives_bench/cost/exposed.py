@@ -7,10 +7,22 @@ once, and a gather begins while the scatter before it is still on its way.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Final, Literal, Protocol
 
-from collectives_bench.cost.buckets import Bucket, Gradient, Lanes, as_torch, at_most, finish_s, gradients_of
+from collectives_bench.cost.buckets import (
+    OWN_ALONE,
+    TORCH_BUCKET,
+    Bucket,
+    Gradient,
+    Lanes,
+    as_ours,
+    as_torch,
+    at_most,
+    finish_s,
+    gradients_of,
+    registered,
+)
 from collectives_bench.cost.memory import Load
 from collectives_bench.cost.modes import WAYS, Schedule, cut, messages
 from jobs.errors import RefusedError
@@ -116,6 +128,11 @@ def _gradients(load: Load, compute: Compute) -> list[Gradient]:
     return gradients_of(load.model, load.recipe.gradient, compute.backward_s)
 
 
+def _sent(load: Load, compute: Compute) -> list[Gradient]:
+    """Return gradients as our own wrappers send them: in the reverse order of registration, in the type asked for."""
+    return registered(load.model, load.sent or load.recipe.gradient, compute.backward_s)
+
+
 def _pass_s(load: Load, gradients: Sequence[Gradient], passes: float) -> float:
     """Return the seconds of reading or writing all gradients so many times; a GPU takes next to none."""
     if load.backend == "nccl" or load.ranks == 1:
@@ -133,7 +150,7 @@ def _gather_scatter(load: Load, compute: Compute, times: Times) -> float:
     What the exchange does not show is that rank 0 takes new memory for each gradient: n for what it gathers, the
     stacked one, the sum and the mean. In the box that was 0.10 s of 2.1 s for VGG-11 at 1 Gbit/s.
     """
-    sizes = [each.nbytes for each in _gradients(load, compute)]
+    sizes = [each.nbytes for each in _sent(load, compute)]
     exchanges = sum(times.of("gather_scatter", nbytes, back_to_back=True) for nbytes in sizes)
     fresh = 0 if load.backend == "nccl" or load.ranks == 1 else load.ranks + 3
     return exchanges + fresh * sum(sizes) * FRESH_S_PER_BYTE
@@ -141,28 +158,40 @@ def _gather_scatter(load: Load, compute: Compute, times: Times) -> float:
 
 def _allreduce(load: Load, compute: Compute, times: Times) -> float:
     """Sum an all-reduce of every gradient, and the division of all of them."""
-    gradients = _gradients(load, compute)
+    gradients = _sent(load, compute)
     sums = sum(times.of("all_reduce", each.nbytes, back_to_back=True) for each in gradients)
     return sums + _pass_s(load, gradients, 2)
 
 
 def _flat(load: Load, compute: Compute, times: Times) -> float:
-    """Copy all gradients together, sum and divide them, and copy them back."""
-    gradients = _gradients(load, compute)
-    return times.of("all_reduce", sum(each.nbytes for each in gradients)) + _pass_s(load, gradients, 6)
+    """Copy all gradients together, divided on the way, and sum them; they stay where they are."""
+    gradients = _sent(load, compute)
+    return times.of("all_reduce", sum(each.nbytes for each in gradients)) + _pass_s(load, gradients, 2)
 
 
 def _after_backward(end_s: float, compute: Compute) -> float:
     return max(end_s - compute.backward_s, 0.0)
 
 
+def own_buckets(load: Load) -> Callable[[Sequence[Gradient], int | None], list[Bucket]]:
+    """Return how our own wrappers deal gradients to buckets there: on GPUs none goes by itself for its size."""
+    return partial(as_ours, alone=None if load.backend == "nccl" else OWN_ALONE)
+
+
+def _during(load: Load, compute: Compute, times: Times, cap: int | None) -> float:
+    """Send buckets of gradients, dealt by their own bytes, as what they are sent as."""
+    gradients = registered(load.model, load.recipe.gradient, compute.backward_s)
+    made = own_buckets(load)(gradients, cap)
+    sent = [Bucket(load.sent_bytes(each.nbytes), each.ready_s) for each in made]
+    return _after_backward(times.reduced(sent), compute)
+
+
 def _overlap(load: Load, compute: Compute, times: Times) -> float:
-    buckets = [Bucket(each.nbytes, each.ready_s) for each in _gradients(load, compute)]
-    return _after_backward(times.reduced(buckets), compute)
+    return _during(load, compute, times, cap=0)
 
 
 def _bucketed(load: Load, compute: Compute, times: Times) -> float:
-    return _after_backward(times.reduced(at_most(_gradients(load, compute), load.bucket_bytes)), compute)
+    return _during(load, compute, times, load.bucket_bytes)
 
 
 def _ddp(load: Load, compute: Compute, times: Times) -> float:
@@ -171,7 +200,7 @@ def _ddp(load: Load, compute: Compute, times: Times) -> float:
 
 def _zero12(load: Load, compute: Compute, times: Times) -> float:
     """Reduce-scatter buckets during the backward; all-gather the new parameters after the optimizer."""
-    buckets = at_most(_gradients(load, compute), load.bucket_bytes)
+    buckets = at_most(_gradients(load, compute), load.bucket_bytes or TORCH_BUCKET)
     end_s = finish_s(buckets, lambda nbytes: times.best(REDUCE_SCATTERS, nbytes), Lanes.of(load.backend))
     share = load.recipe.parameter / load.recipe.gradient
     gathers = sum(times.best(ALL_GATHERS, round(bucket.nbytes * share)) for bucket in buckets)

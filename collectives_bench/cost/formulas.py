@@ -24,7 +24,7 @@ from typing import Final
 
 from collectives_bench.catalog import OPERATIONS
 from jobs.errors import UsageError
-from jobs.spec import unknown
+from jobs.words import unknown
 
 
 @dataclass(frozen=True)

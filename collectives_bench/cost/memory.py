@@ -17,9 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from collectives_bench.cost.buckets import TORCH_BUCKET
-from collectives_bench.cost.models import Anatomy, Part, saved_bytes
+from collectives_bench.cost.buckets import OWN_ALONE, TORCH_BUCKET
 from collectives_bench.cost.modes import Stage, Way, cut
+from jobs.anatomy import Anatomy, Part, saved_bytes
 
 HIDDEN: Final[dict[str, dict[str, float]]] = {
     "gloo": {"all_gather": 1.01, "gather": 1.01, "reduce_scatter": 1.03, "all_reduce": 0.04}
@@ -39,12 +39,30 @@ class Recipe:
     optimizer: int
 
     @classmethod
-    def of(cls, optimizer: str, *, momentum: bool, itemsize: int) -> "Recipe":
-        """Return the recipe of a job's optimizer, all in one type: adamw has two states, momentum one."""
+    def of(cls, optimizer: str, *, momentum: bool, precision: str = "fp32") -> "Recipe":
+        """Return the recipe of a job: adamw has two states, momentum one; masters count as the optimizer's."""
+        sizes = SIZES[precision]
         states = 2 if optimizer == "adamw" else int(momentum)
-        return cls(itemsize, itemsize, states * itemsize)
+        return cls(sizes.weight, sizes.weight, states * sizes.state + sizes.master)
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a weight (and its gradient), an optimizer's state, a master, and an activation."""
+
+    weight: int
+    state: int
+    master: int
+    activation: int
+
+
+SIZES: Final = {
+    "fp32": Sizes(4, 4, 0, 4),
+    "fp64": Sizes(8, 8, 0, 8),
+    "bf16": Sizes(4, 4, 0, 2),
+    "fp16": Sizes(4, 4, 0, 2),
+    "pure_bf16": Sizes(2, 4, 4, 2),
+}
 MIXED_ADAM: Final = Recipe(2, 2, 12)
 
 
@@ -59,12 +77,17 @@ class Load:
     microbatches: int
     itemsize: int  # of activations
     backend: str = "gloo"
-    bucket_bytes: int = TORCH_BUCKET
+    bucket_bytes: int | None = TORCH_BUCKET  # of modes with buckets but ddp; None: one holds all
+    sent: int | None = None  # bytes of a gradient's element as our own wrappers send it; None: as it is
 
     @property
     def own_batch(self) -> int:
         """The largest part of the batch that a data-parallel rank has."""
         return -(-self.batch // self.ranks)
+
+    def sent_bytes(self, nbytes: int) -> int:
+        """Return what gradients of so many bytes are when our own wrappers send them."""
+        return nbytes if self.sent is None else nbytes * self.sent // self.recipe.gradient
 
 
 @dataclass(frozen=True)
@@ -141,29 +164,63 @@ def _of_gather_scatter(load: Load) -> float:
     return largest * (3 + load.ranks * (1 + _hidden(load, "gather")))
 
 
-def _of_largest(load: Load) -> float:
-    return _hidden(load, "all_reduce") * _gradient_bytes(load)[1]
+def _of_allreduce(load: Load) -> float:
+    """Count the largest gradient's share, and its copy in another type."""
+    return (_hidden(load, "all_reduce") + _message(load)) * _gradient_bytes(load)[1]
 
 
 def _of_flat(load: Load) -> float:
-    """Count the flattened copy."""
-    return _gradient_bytes(load)[0] * (1 + _hidden(load, "all_reduce"))
+    """Count the flat tensor that gradients are copied to when all are there."""
+    return _gradient_bytes(load)[0] * (1 + _message(load) + _hidden(load, "all_reduce"))
+
+
+def _of_overlap(load: Load) -> float:
+    """Count a gradient on its way into the view that it becomes, and two under way."""
+    whole, largest = _gradient_bytes(load)
+    return _copied(load, largest) + whole * _message(load) + 2 * largest * _hidden(load, "all_reduce")
 
 
 def _of_buckets(load: Load) -> float:
+    """Count gradients on their way into a bucket, and two buckets under way."""
+    whole, largest = _gradient_bytes(load)
+    coming = _copied(load, max(largest, _bucket(load)))
+    return coming + whole * _message(load) + 2 * _hidden(load, "all_reduce") * _bucket(load)
+
+
+def _copied(load: Load, together: int) -> float:
+    """Return what is there twice while it is copied: on a GPU nothing, but where gradients are cast all that is.
+
+    On CPUs one gradient is copied at a time, and those of 4 MB are sent as they are.
+    """
+    if load.backend == "nccl":
+        return together if _message(load) else 0.0
+    sizes = [tensor.elements * load.recipe.gradient for tensor in load.model.tensors]
+    return max((size for size in sizes if size < OWN_ALONE), default=0)
+
+
+def _of_torch(load: Load) -> float:
     """Count two buckets under way; gradients are views of them."""
-    return 2 * _hidden(load, "all_reduce") * min(load.bucket_bytes, _gradient_bytes(load)[0])
+    return 2 * _hidden(load, "all_reduce") * min(TORCH_BUCKET, _gradient_bytes(load)[0])
+
+
+def _message(load: Load) -> float:
+    """Return the copy of gradients in the type that they are sent as, in bytes for a byte of them."""
+    return 0.0 if load.sent in (None, load.recipe.gradient) else load.sent / load.recipe.gradient
+
+
+def _bucket(load: Load) -> int:
+    whole = _gradient_bytes(load)[0]
+    return whole if load.bucket_bytes is None else min(load.bucket_bytes, whole)
 
 
 def _of_zero1(load: Load) -> float:
     """Count the shard of a bucket that is reduced, and what the collectives need for it."""
-    bucket = min(load.bucket_bytes, _gradient_bytes(load)[0])
-    return bucket * (1 / load.ranks + max(_hidden(load, "reduce_scatter"), _hidden(load, "all_gather")))
+    return _bucket(load) * (1 / load.ranks + max(_hidden(load, "reduce_scatter"), _hidden(load, "all_gather")))
 
 
 def _of_zero2(load: Load) -> float:
     """Count two buckets that gradients pass through on top of it."""
-    return _of_zero1(load) + 2 * min(load.bucket_bytes, _gradient_bytes(load)[0])
+    return _of_zero1(load) + 2 * _bucket(load)
 
 
 def _of_zero3(load: Load) -> float:
@@ -181,11 +238,11 @@ def _of_zero3(load: Load) -> float:
 BUFFERS: Final[dict[str, Callable[[Load], float]]] = {
     "single": lambda load: 0.0,
     "gather_scatter": _of_gather_scatter,
-    "allreduce": _of_largest,
+    "allreduce": _of_allreduce,
     "flat": _of_flat,
-    "overlap": lambda load: 2 * _of_largest(load),
+    "overlap": _of_overlap,
     "bucketed": _of_buckets,
-    "ddp": _of_buckets,
+    "ddp": _of_torch,
     "zero1": _of_zero1,
     "zero2": _of_zero2,
     "zero3": _of_zero3,

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
-from collectives_bench.cost.models import Anatomy, Part
+from jobs.anatomy import Anatomy, Part
 from jobs.errors import UsageError
 from jobs.modes import MODES
-from jobs.spec import unknown
+from jobs.words import unknown
 
 Family = Literal["single", "data", "pipe", "tensor"]
 Idle = Callable[[int, int, int], float]  # stages, micro-batches, chunks a stage -> share of the time

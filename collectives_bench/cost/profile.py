@@ -18,8 +18,8 @@ from collectives_bench.cost.predicting import Asked, Prediction, by_formula, car
 from collectives_bench.cost.second import Constants
 from jobs.errors import JobFileError, RefusedError, UsageError
 from jobs.files import write_text
-from jobs.spec import unknown
 from jobs.strict import Strict
+from jobs.words import unknown
 
 __all__ = ["Prediction", "Profile", "link", "load", "save"]
 

@@ -18,13 +18,12 @@ import torch
 
 from collectives_bench.records import HostFacts
 from jobs import network
+from jobs.machine import cpu_name, driver_gpus
 from jobs.ranks import RankEnv
 
-CPU_INFO: Final = Path("/proc/cpuinfo")
 MEMORY_INFO: Final = Path("/proc/meminfo")
 CONGESTION: Final = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 GOVERNORS: Final = Path("/sys/devices/system/cpu")
-NVIDIA: Final = Path("/proc/driver/nvidia/gpus")
 SIOCGIFMTU: Final = 0x8921  # <linux/sockios.h>
 SIOCETHTOOL: Final = 0x8946
 ETHTOOL_GSET: Final = 0x1  # <linux/ethtool.h>: struct ethtool_cmd
@@ -35,8 +34,6 @@ PRETENDERS: Final = {"veth", "bridge", "tun", "bonding", "team", "dummy"}  # the
 UNKNOWN_SPEEDS: Final = {0, 0xFFFF, 0xFFFFFFFF}
 INTERFACE_VARIABLES: Final = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 TOLD: Final = re.compile(r"(NCCL|GLOO|OMP|TORCH|MALLOC)_\w+")
-# x86 says "model name"; others "cpu model" (MIPS), "cpu" (POWER), "Hardware" or nothing (ARM).
-CPU_NAMES: Final = ("model name", "cpu model", "cpu", "Hardware")
 
 
 def host_facts(
@@ -85,26 +82,9 @@ def _first_named(words: str) -> str:
     return word if word in names else next((name for name in sorted(names) if word and name.startswith(word)), word)
 
 
-def driver_gpus() -> list[str]:
-    """Name the GPUs that the driver lists, without a word to CUDA."""
-    try:
-        folders = sorted(NVIDIA.iterdir())
-    except OSError:
-        return []
-    found = (re.search(r"^Model:\s*(.+?)\s*$", _text(folder / "information"), re.MULTILINE) for folder in folders)
-    return [match[1] for match in found if match]
-
-
 def cuda_gpus() -> list[str]:
     """Name the GPUs that torch sees; only in a process that forks no more, for it wakes CUDA."""
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-
-
-def cpu_name() -> str:
-    """Return what the processor calls itself, or at least what kind it is."""
-    lines = _text(CPU_INFO).splitlines()
-    told = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
-    return next((told[name] for name in CPU_NAMES if told.get(name)), platform.machine())
 
 
 def mtu(interface: str) -> int | None:

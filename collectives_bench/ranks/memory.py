@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from collectives_bench.catalog import OPERATIONS
 from collectives_bench.known import SEGMENT
-from collectives_bench.ranks import free
 from collectives_bench.records import Cell
 from collectives_bench.sizes import size_text
+from jobs import free
 
 STATUS: Final = Path("/proc/self/status")
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")

@@ -20,7 +20,7 @@ from collectives_bench.results.rows import Row
 from jobs.errors import JobFileError, RunFolderError
 from jobs.files import write_text
 from jobs.rundir import RunDir
-from jobs.spec import unknown
+from jobs.words import unknown
 
 Model = TypeVar("Model", bound=BaseModel)
 

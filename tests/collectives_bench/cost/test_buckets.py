@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 
 from collectives_bench.cost import buckets
 from collectives_bench.cost.buckets import MB, Bucket, Gradient, Lanes, Point
-from collectives_bench.cost.models import anatomy
+from ddp.buckets import ALONE_BYTES, Size, plan_buckets
+from jobs.anatomy import anatomy
 from jobs.errors import UsageError
-from jobs.shapes import VGG_SHAPES
+from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
+from jobs.train.models import build_model
+from jobs.train_settings import ModelSettings
 
 ALPHA, RATE = 0.5e-3, 1.25e9
 
@@ -39,6 +42,36 @@ def test_vgg_11_has_three_buckets_in_torch():
 def test_buckets_of_at_most_a_size_keep_the_order_and_give_a_large_gradient_one_of_its_own():
     gradients = [Gradient(size, when) for when, size in enumerate((3, 3, 9, 2, 2, 2, 2), start=1)]
     assert buckets.at_most(gradients, 6) == [Bucket(6, 2), Bucket(9, 3), Bucket(6, 6), Bucket(2, 7)]
+
+
+@pytest.mark.parametrize("bucket_mb", [0.0, 0.5, 4.5, 25.0, None])
+@pytest.mark.parametrize("model", ["vgg11", "gpt-nano", "gpt-micro"])
+@pytest.mark.parametrize(("device", "alone"), [("cpu", ALONE_BYTES), ("cuda", None)])
+def test_buckets_of_ours_are_those_that_the_wrapper_makes(model, bucket_mb, device, alone):
+    shape = {**VGG_SHAPES, **GPT_SHAPES}[model]
+    vocabulary = VggShape.classes if model in VGG_SHAPES else GptShape.vocabulary
+    module = build_model(ModelSettings(name=model), vocabulary=vocabulary, seed=0)
+    sizes = [Size(each.numel(), 4) for each in module.parameters()]
+    wanted = [sum(sizes[place].bytes for place in bucket) for bucket in plan_buckets(sizes, bucket_mb, alone)]
+    gradients = buckets.registered(anatomy(shape), 4, 1.0)
+    alone = buckets.OWN_ALONE if device == "cpu" else None
+    made = buckets.as_ours(gradients, None if bucket_mb is None else int(bucket_mb * MB), alone=alone)
+    assert [each.nbytes for each in made] == wanted
+    assert made[-1].ready_s == 1.0
+    assert [each.ready_s for each in made] == sorted(each.ready_s for each in made)
+
+
+def test_a_bucket_of_ours_waits_for_its_last_gradient_and_for_those_before_it():
+    gradients = [Gradient(size, when) for size, when in ((1, 2.0), (3, 1.0), (3, 5.0), (2, 4.0), (9, 3.0))]
+    assert buckets.as_ours(gradients, 6, first=2) == [Bucket(1, 2.0), Bucket(6, 5.0), Bucket(2, 5.0), Bucket(9, 5.0)]
+    assert buckets.as_ours(gradients, 18, first=2) == [Bucket(18, 5.0)]
+    assert buckets.as_ours(gradients, None, first=2) == [Bucket(18, 5.0)]
+
+
+def test_a_large_gradient_of_ours_goes_by_itself_where_there_are_several_buckets_and_the_others_go_on_without_it():
+    gradients = [Gradient(size, when) for when, size in enumerate((1, 9, 3, 9, 2), start=1)]
+    assert buckets.as_ours(gradients, 10, first=2, alone=9) == [Bucket(9, 2), Bucket(9, 4), Bucket(6, 5)]
+    assert buckets.as_ours(gradients, 24, first=2, alone=9) == [Bucket(24, 5)]
 
 
 def test_uniform_gradients_add_up_and_end_with_the_backward():
@@ -112,6 +145,7 @@ def test_the_simulation_finds_the_optimum_of_the_communication_bound_form():
         lambda nbytes: alpha + nbytes / 1.31e9,
         Lanes(1),
         [count * MB for count in (1, 2, 4, 8, 16, 32, 64)],
+        buckets.at_most,
     )
     measured_ms = (69, 59, 57, 61, 66, 80, 101)
     assert [1e3 * point.step_s for point in points] == pytest.approx(measured_ms, rel=0.12)

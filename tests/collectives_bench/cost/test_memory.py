@@ -1,9 +1,12 @@
 """Memory of a rank: known answers of papers and courses, and what each mode adds."""
 
+from typing import get_args
+
 import pytest
 
 from collectives_bench.cost.memory import (
     MIXED_ADAM,
+    SIZES,
     Load,
     Memory,
     Recipe,
@@ -12,9 +15,10 @@ from collectives_bench.cost.memory import (
     memory_of,
     states,
 )
-from collectives_bench.cost.models import anatomy
 from collectives_bench.cost.modes import WAYS
+from jobs.anatomy import anatomy
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from jobs.train_settings import Precision
 
 TEN_BILLION = 10e9
 SGD = Recipe(4, 4, 0)
@@ -70,9 +74,15 @@ def test_deepspeeds_own_estimator_counts_18_where_the_paper_has_16():
 
 
 def test_recipes_of_jobs_have_two_states_for_adamw_and_one_for_momentum():
-    assert Recipe.of("adamw", momentum=False, itemsize=4) == Recipe(4, 4, 8)
-    assert Recipe.of("sgd", momentum=True, itemsize=4) == Recipe(4, 4, 4)
-    assert Recipe.of("sgd", momentum=False, itemsize=8) == Recipe(8, 8, 0)
+    assert Recipe.of("adamw", momentum=False) == Recipe(4, 4, 8)
+    assert Recipe.of("sgd", momentum=True) == Recipe(4, 4, 4)
+    assert Recipe.of("sgd", momentum=False, precision="fp64") == Recipe(8, 8, 0)
+    assert Recipe.of("adamw", momentum=False, precision="bf16") == Recipe(4, 4, 8)  # autocast keeps weights as they are
+    assert Recipe.of("adamw", momentum=False, precision="pure_bf16") == MIXED_ADAM
+
+
+def test_every_precision_of_a_job_has_its_sizes():
+    assert set(SIZES) == set(get_args(Precision))
 
 
 def test_activations_of_a_transformer_layer_are_korthikantis():
@@ -111,7 +121,26 @@ def test_rank_0_of_gather_scatter_holds_n_times_the_largest_gradient_twice():
 
 def test_flat_holds_a_copy_of_all_gradients():
     of = load()
-    assert memory("flat", of).buffers - memory("bucketed", of).buffers > 0.9 * of.model.elements * 4
+    assert memory("flat", of).buffers - memory("allreduce", of).buffers > 0.9 * of.model.elements * 4
+
+
+def test_a_bucket_copies_small_gradients_one_by_one_on_a_cpu_and_on_a_gpu_only_to_cast_them():
+    alone = memory("single", load("gpt-small")).buffers
+    sizes = [4 * tensor.elements for tensor in load("gpt-small").model.tensors]
+    small = max(size for size in sizes if size < 4 * 2**20)
+    on_cpu = memory("bucketed", load("gpt-small", bucket_bytes=256 * 2**20)).buffers - alone
+    assert on_cpu == pytest.approx(small + 2 * 0.04 * 256 * 2**20)
+    assert memory("bucketed", load("gpt-small", backend="nccl")).buffers == alone
+    for bucket_bytes, coming in ((2**20, max(sizes)), (256 * 2**20, 256 * 2**20)):
+        of = load("gpt-small", backend="nccl", bucket_bytes=bucket_bytes, sent=2)
+        assert memory("bucketed", of).buffers - alone == coming + sum(sizes) / 2
+
+
+def test_gradients_sent_in_another_type_are_held_in_it_too():
+    for name in ("flat", "overlap", "bucketed"):
+        more = memory(name, load(sent=2)).buffers - memory(name, load()).buffers
+        assert more == 2 * load().model.elements
+    assert memory("flat", load(sent=4)) == memory("flat", load())
 
 
 def test_nccl_hides_nothing_that_is_counted():

@@ -3,8 +3,8 @@
 import pytest
 
 from collectives_bench.cost.exposed import EXPOSED
-from collectives_bench.cost.models import anatomy
 from collectives_bench.cost.modes import WAYS, cut, messages, rank_of, ways
+from jobs.anatomy import anatomy
 from jobs.errors import UsageError
 from jobs.modes import MODES
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 import pytest
 
 from collectives_bench.cost import profile, steps
-from collectives_bench.cost.exposed import Compute
+from collectives_bench.cost.buckets import registered
+from collectives_bench.cost.exposed import Compute, own_buckets
 from collectives_bench.cost.memory import Load, Recipe
-from collectives_bench.cost.models import anatomy
 from collectives_bench.cost.modes import WAYS, cut, ways
 from collectives_bench.cost.steps import Row, Span, rank
+from jobs.anatomy import anatomy
 from jobs.errors import RefusedError
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
 
@@ -71,7 +72,7 @@ def test_gather_scatter_sends_n_minus_1_times_all_gradients_each_way_through_one
 
 def test_all_reduces_after_the_backward_are_exposed_in_full():
     assert exposed("allreduce") == pytest.approx(RING_S + 2 * BYTES / 4e9)
-    assert exposed("flat") == pytest.approx(RING_S + 6 * BYTES / 4e9)
+    assert exposed("flat") == pytest.approx(RING_S + 2 * BYTES / 4e9)
 
 
 def test_latency_counts_once_a_gradient():
@@ -171,7 +172,7 @@ def test_an_operation_that_was_not_measured_leaves_its_modes_without_a_step():
 def test_intervals_are_those_of_the_network():
     found = row("flat", network=Knows(("all_reduce",), [])).exposed
     assert found is not None
-    copies = 6 * BYTES / 4e9
+    copies = 2 * BYTES / 4e9
     assert [found.low_s - copies, found.high_s - copies] == pytest.approx([0.9 * RING_S, 1.1 * RING_S])
 
 
@@ -218,3 +219,19 @@ def test_every_mode_has_a_prediction_for_a_gpt():
     rows = list(steps.predict(ways(), GPT, COMPUTE, LINK, 4))
     assert [found.way.name for found in rows if found.step is None] == []
     assert [found.way.name for found in rows] == list(WAYS)
+
+
+def test_gradients_sent_in_half_the_bytes_take_half_the_time_in_the_same_buckets():
+    at_once, half = Compute(0.1, 1e-9), replace(VGG, sent=2)
+    for name in ("gather_scatter", "allreduce", "flat", "overlap", "bucketed"):
+        network_s = [exposed(name, each, at_once) for each in (VGG, half)]
+        copies_s = {"gather_scatter": 7 * BYTES * 0.42e-9, "allreduce": BYTES / 2e9, "flat": BYTES / 2e9}.get(name, 0.0)
+        assert network_s[1] - copies_s / 2 == pytest.approx((network_s[0] - copies_s) / 2, rel=1e-2)
+    assert exposed("ddp", half, at_once) == exposed("ddp", VGG, at_once)
+
+
+def test_a_gpu_deals_large_gradients_to_buckets_too():
+    gradients = registered(VGG.model, 4, 1.0)
+    on_cpu, on_gpu = (own_buckets(replace(VGG, backend=name))(gradients, VGG.bucket_bytes) for name in ("gloo", "nccl"))
+    assert [round(each.nbytes / 1e6, 1) for each in on_cpu] == [9.4, 9.4, 9.4, 4.7, 3.9]
+    assert [round(each.nbytes / 1e6, 1) for each in on_gpu] == [0.0, 18.9, 18.0]

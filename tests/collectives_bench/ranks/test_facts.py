@@ -2,11 +2,11 @@
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
 from collectives_bench.ranks import facts
+from jobs import machine
 from jobs.ranks import RankEnv
 
 ENV = RankEnv(3, 4, 1, 2, 1, 2, "127.0.0.1", 29500)
@@ -66,19 +66,20 @@ def test_a_master_nobody_knows_leaves_the_interface_empty():
 
 
 def test_nothing_is_guessed_where_files_are_missing(tmp_path, monkeypatch):
-    for name in ("CPU_INFO", "MEMORY_INFO", "CONGESTION", "GOVERNORS", "NVIDIA"):
-        monkeypatch.setattr(facts, name, tmp_path / "missing")
+    for module, names in ((machine, ("CPU_INFO", "NVIDIA")), (facts, ("MEMORY_INFO", "CONGESTION", "GOVERNORS"))):
+        for name in names:
+            monkeypatch.setattr(module, name, tmp_path / "missing")
     found = facts.host_facts(ENV, {})
     assert (found.cpu, found.memory_bytes, found.congestion_control) == (os.uname().machine, 0, "")
     assert (found.governor, found.gpus) == ("", [])
 
 
 def test_gpus_are_named_by_the_driver_without_cuda(tmp_path, monkeypatch):
-    monkeypatch.setattr(facts, "NVIDIA", tmp_path)
+    monkeypatch.setattr(machine, "NVIDIA", tmp_path)
     for bus in ("0000:1b:00.0", "0000:04:00.0"):
         (tmp_path / bus).mkdir()
         (tmp_path / bus / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 62\n")
-    assert facts.driver_gpus() == ["NVIDIA H200", "NVIDIA H200"]
+    assert facts.host_facts(ENV, {}).gpus == ["NVIDIA H200", "NVIDIA H200"]
     assert facts.host_facts(ENV, {}, gpus=["other"]).gpus == ["other"]
 
 
@@ -89,17 +90,3 @@ def test_governors_of_our_own_cores_are_told_once(tmp_path, monkeypatch):
         folder.mkdir(parents=True)
         (folder / "scaling_governor").write_text("powersave\n")
     assert facts.host_facts(ENV, {}).governor == "powersave"
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("processor : 0\nmodel name\t: AMD EPYC 7B13\n\nprocessor : 1\nmodel name\t: AMD EPYC 7B13\n", "AMD EPYC 7B13"),
-        ("processor : 0\ncpu\t\t: POWER9, altivec supported\n", "POWER9, altivec supported"),
-        ("processor : 0\nBogoMIPS : 50.00\n", os.uname().machine),
-    ],
-)
-def test_processors_are_named_as_their_kernel_does(tmp_path: Path, monkeypatch, text, name):
-    (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(facts, "CPU_INFO", tmp_path / "cpuinfo")
-    assert facts.cpu_name() == name

@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 
 from collectives_bench.catalog import OPERATIONS, actual_bytes
-from collectives_bench.ranks import free, memory
+from collectives_bench.ranks import memory
 from collectives_bench.ranks.operations import prepare
 from collectives_bench.records import Cell
+from jobs import free
 from jobs.train.world import World
 
 MB = 2**20
