@@ -5,10 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from jobs.strict import Strict
-
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+from jobs.strict import NonNegative, Positive, Strict
 
 
 class CheckpointSettings(Strict):

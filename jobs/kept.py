@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from jobs.errors import RefusedError
-from jobs.spec import TrainSettings
+from jobs.train_settings import TrainSettings
 
 RANDOMNESS: Final = "keyed-1"  # of jobs/train/keyed.py: another way to draw needs another name
 KEPT: Final = "kept"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from jobs.errors import RefusedError
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
-from jobs.spec import ModelSettings
+from jobs.train_settings import ModelSettings
 
 
 def resolve_shape(settings: ModelSettings, vocabulary: int) -> VggShape | GptShape:

@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from jobs.errors import RefusedError
 
-Sync = Literal["none", "gather_scatter", "allreduce", "ddp"]
+Sync = Literal["none", "gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp"]
 Exactness = Literal["bitwise", "tight"]
 
 
@@ -67,7 +67,7 @@ def _bitwise_to_two(world_size: int) -> Exactness:
 
 
 def _tight_beyond_one(world_size: int) -> Exactness:
-    """Say what torch's DDP promises: it divides before it sums, so two ranks may already differ."""
+    """Say what is promised where gradients are divided before they are summed: two ranks may already differ."""
     return "bitwise" if world_size == 1 else "tight"
 
 
@@ -83,6 +83,21 @@ MODES: Final[dict[str, Mode]] = {
             "rank 0 gathers every parameter's gradient, averages in rank order, scatters",
         ),
         Mode("allreduce", _data_parallel("allreduce"), _bitwise_to_two, True, "one all-reduce per parameter"),
+        Mode("flat", _data_parallel("flat"), _tight_beyond_one, True, "one all-reduce of all gradients"),
+        Mode(
+            "overlap",
+            _data_parallel("overlap"),
+            _tight_beyond_one,
+            True,
+            "one all-reduce per parameter, while the backward runs",
+        ),
+        Mode(
+            "bucketed",
+            _data_parallel("bucketed"),
+            _tight_beyond_one,
+            True,
+            "one all-reduce per bucket, while the backward runs",
+        ),
         Mode("ddp", _data_parallel("ddp"), _tight_beyond_one, False, "PyTorch's DistributedDataParallel"),
     )
 }

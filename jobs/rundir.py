@@ -1,4 +1,5 @@
-"""The run folder: every path in it is spelt here (in a checkpoint: `jobs/checkpoint/paths.py`). One writer per file.
+"""The run folder: every path in it is spelt here (in a checkpoint: `jobs/checkpoint/paths.py`, in a profile:
+`jobs/trace/paths.py`). One writer per file.
 
     runs/<name>-<utc>-<id>/
       job.yaml  site.yaml  attempts.jsonl  events.jsonl          supervisor only
@@ -13,7 +14,8 @@
         node-00.json  node-00.setup                              agent of that node
         resume.json                                              supervisor: the checkpoint that the attempt began from
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
-        bench.jsonl                                              rank 0 only: what a `bench:` job has measured
+        bench.jsonl                                              rank 0 only: what a `bench:` or `timing:` job measured
+        profile-00000/                                           that rank, where `train.profile` is on
       checkpoints/
         step-00000050.a000/                                      complete or invisible; never used again
           shard-00000.safetensors  shard-00000.ok                writer of that rank
@@ -35,6 +37,7 @@ from typing import Final
 from jobs.checkpoint.paths import CheckpointDir
 from jobs.errors import RunFolderError
 from jobs.files import folder_error
+from jobs.trace.paths import PROFILE, ProfileDir
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"
@@ -216,9 +219,18 @@ class AttemptDir:
         """A rank's own steps: local loss and times."""
         return self.path / f"metrics-{rank:05d}.jsonl"
 
+    def profile(self, rank: int) -> ProfileDir:
+        """Return the paths of a rank's profile, made or not."""
+        return ProfileDir(self.path / f"{PROFILE}{rank:05d}")
+
+    def profiled_ranks(self) -> list[int]:
+        """List the ranks whose profiles are there, lowest first."""
+        names = (entry.parent.name.removeprefix(PROFILE) for entry in self.path.glob(f"{PROFILE}*/profile.json"))
+        return sorted(int(name) for name in names if name.isdecimal())
+
     @property
     def bench(self) -> Path:
-        """What a `bench:` job has measured: a record a line (`collectives_bench/records.py`)."""
+        """What has been measured: a record a line (`collectives_bench/records.py`, `jobs/timing/records.py`)."""
         return self.path / "bench.jsonl"
 
 

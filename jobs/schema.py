@@ -9,7 +9,8 @@ from pydantic.json_schema import models_json_schema
 from jobs.load import DERIVED
 from jobs.modes import MODES
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from jobs.spec import DATA_NAMES, CommandSettings, Job, JobKind
+from jobs.spec import CommandSettings, Job, JobKind
+from jobs.train_settings import DATA_NAMES
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 

@@ -1,9 +1,26 @@
-"""The base of every section of a job file or a site file."""
+"""What every section of a job file or a site file is made of."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(ge=1)]
+NonNegative = Annotated[int, Field(ge=0)]
 
 
 class Strict(BaseModel):
     """A frozen section of a file: unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+def as_list(value: Any) -> Any:
+    """Return a value that stands where a list may: in a list of its own."""
+    return value if isinstance(value, list) else [value]
+
+
+def one_or_many(schema: dict[str, Any]) -> None:
+    """Let an editor take one value where a list may stand."""
+    item = schema.pop("items")
+    schema.pop("type")
+    schema["anyOf"] = [item, {"type": "array", "minItems": schema.pop("minItems", 1), "items": item}]

@@ -3,10 +3,12 @@
     start ─ data ─ forward ─ backward ─ communication ─ optimizer ─ stop        repeated by micro-batches
 
 On a CPU a mark is a clock reading. On CUDA it is an event in the stream, so that a mark costs no synchronization;
-the seconds are read at log points. `communication` is the exposed wait: what the backward did not hide.
+the seconds are read at log points. `communication` is the exposed wait: what the backward did not hide. A step that is
+replayed from a CUDA graph has one phase, `replay`, in place of the four after `data`: there are no marks inside.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
@@ -14,8 +16,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-Phase = Literal["data", "forward", "backward", "communication", "optimizer"]
-PHASES: Final[tuple[Phase, ...]] = ("data", "forward", "backward", "communication", "optimizer")
+Phase = Literal["data", "forward", "backward", "communication", "optimizer", "replay"]
+PHASES: Final[tuple[Phase, ...]] = ("data", "forward", "backward", "communication", "optimizer")  # in every row
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class StepTimes:
 
     def row(self) -> dict[str, float]:
         """Spell the times as columns of a metrics row."""
-        return {"step_s": self.step_s, **{f"{phase}_s": self.phases[phase] for phase in PHASES}}
+        return {"step_s": self.step_s, **{f"{phase}_s": seconds for phase, seconds in self.phases.items()}}
 
 
 class Clock:
@@ -38,18 +40,37 @@ class Clock:
         self._seconds = seconds
         self._steps: list[list[tuple[Phase, Any]]] = []
         self._laps: list[tuple[Phase, Any]] = []
+        self._muted = False
+        self.listener: Callable[[str], None] | None = None  # is told of every mark, while steps are recorded
 
     def start(self) -> None:
         """Begin a step."""
         self._laps = [("data", self._mark())]
+        if self.listener is not None:
+            self.listener("start")
 
     def lap(self, phase: Phase) -> None:
         """Say that the time since the mark before belongs to `phase`."""
+        if self._muted:
+            return
         self._laps.append((phase, self._mark()))
+        if self.listener is not None:
+            self.listener(phase)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Within it nobody marks: what is recorded is not what happens now."""
+        self._muted = True
+        try:
+            yield
+        finally:
+            self._muted = False
 
     def stop(self) -> None:
         """End the step at its last mark."""
         self._steps.append(self._laps)
+        if self.listener is not None:
+            self.listener("stop")
 
     def take(self) -> list[StepTimes]:
         """Return the times of all steps since the last call, oldest first; on CUDA this waits for the last of them."""
@@ -59,7 +80,7 @@ class Clock:
     def _resolve(self, laps: list[tuple[Phase, Any]]) -> StepTimes:
         phases: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
         for (_, before), (phase, after) in pairwise(laps):
-            phases[phase] += self._seconds(before, after)
+            phases[phase] = phases.get(phase, 0.0) + self._seconds(before, after)
         return StepTimes(self._seconds(laps[0][1], laps[-1][1]), phases)
 
 

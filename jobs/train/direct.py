@@ -19,12 +19,13 @@ from jobs.errors import RefusedError
 from jobs.load import load_job
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
-from jobs.spec import Job, JobKind, TrainSettings
+from jobs.spec import Job, JobKind
 from jobs.train.direct_run import begin_attempt, record, share_start
 from jobs.train.main import complain, guarded, join_group, make_deterministic, settings_of, train_in
 from jobs.train.meeting import connect, meet
 from jobs.train.modes import needs_group
 from jobs.train.world import GLOO_INTERFACES, World, choose_device
+from jobs.train_settings import TrainSettings
 
 KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainSettings.check)
 RUN_FOLDER_KEY: Final = "run-folder"

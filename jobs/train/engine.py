@@ -10,18 +10,18 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
 from jobs.checkpoint.pieces import Piece
-from jobs.spec import TrainSettings
 from jobs.train.clock import Clock
+from jobs.train.graph import GraphedEngine
 from jobs.train.keyed import key
 from jobs.train.loading import MicroInput, ShardInput
 from jobs.train.modes import WRAP, Replica, broadcast_buffers
-from jobs.train.optim import build_optimizer, clip
+from jobs.train.numerics import Numerics
 from jobs.train.state import DealtState, Part, wanted_replica
 from jobs.train.world import World
+from jobs.train_settings import TrainSettings
 
 
 class Engine(Protocol):
@@ -35,6 +35,10 @@ class Engine(Protocol):
 
         Returns one float64 scalar per virtual rank of this rank: the sum over its samples of their loss.
         """
+        ...
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return what else the row of the step just done shows: scalars that may still be on the device."""
         ...
 
     def predict(self, inputs: Tensor) -> Tensor:
@@ -62,35 +66,47 @@ class DataParallelEngine:
     """A whole replica on every rank."""
 
     def __init__(
-        self, replica: Replica, optimizer: torch.optim.Optimizer, world: World, settings: TrainSettings
+        self,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        world: World,
+        settings: TrainSettings,
+        numerics: Numerics,
     ) -> None:
         self.module = replica.module
         self.optimizer = optimizer
         self.replica = replica
         self.world = world
+        self.numerics = numerics
+        self.scaler = numerics.scaler()
         self.clip_norm = settings.clip_norm
         self.dropout_seed = settings.seed if settings.model.dropout > 0.0 else None
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.norms = [module for module in self.module.modules() if isinstance(module, _NormBase)]
-        self.dealt = DealtState(self.module, optimizer, rank=world.rank, ranks=world.size)
+        self.dealt = DealtState(self.module, optimizer, rank=world.rank, ranks=world.size, more=self.scaler.state())
         self.tracking = True
 
     def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Forward and backward every shard, average the gradients, clip, step."""
         self.optimizer.zero_grad(set_to_none=True)
-        losses = [self._shard(step, shard, last=shard is shards[-1]) for shard in shards]
+        losses = [self._shard(step, shards[0], last=len(shards) == 1)]
+        for shard in shards[1:]:
+            self.replica.next_shard()
+            losses.append(self._shard(step, shard, last=shard is shards[-1]))
         self.replica.finish()
-        if self.clip_norm is not None:
-            clip(self.parameters, self.clip_norm)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer, self.parameters, self.clip_norm)
         self.replica.clock.lap("optimizer")
         return losses
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return what scaled the losses, if anything did."""
+        return self.scaler.row()
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model in evaluation mode, without gradients."""
         self.module.eval()
         with torch.no_grad():
-            outputs: Tensor = self.module(inputs)
+            outputs = self.numerics.logits(self.module, inputs)
         self.module.train()
         return outputs
 
@@ -104,7 +120,7 @@ class DataParallelEngine:
 
     def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
         """Ask for all of it."""
-        return wanted_replica(self.module, self.optimizer, stored)
+        return wanted_replica(self.module, self.optimizer, stored, self.scaler.state())
 
     def rehearse(self, shards: Sequence[ShardInput]) -> None:
         """Forward and backward once, where the first time changes in which order later ones sum."""
@@ -125,15 +141,15 @@ class DataParallelEngine:
                     loss = self._micro_batch(micro, last=False)
             summed = loss.detach().double() * micro.samples
             total = summed if total is None else total + summed
-        self.replica.end_shard()
         assert total is not None
         return total
 
     def _micro_batch(self, micro: MicroInput, *, last: bool) -> Tensor:
         """Add one micro-batch's gradients; return its mean loss."""
-        loss = mean_loss(self.replica.forward(micro.inputs), micro.targets)
+        loss = self.numerics.loss(self.replica.forward, micro.inputs, micro.targets)
         self.replica.clock.lap("forward")
-        self.replica.backward(loss if micro.weight == 1.0 else loss * micro.weight, last=last)
+        counted = loss if micro.weight == 1.0 else loss * micro.weight
+        self.replica.backward(self.scaler.scaled(counted), last=last)
         return loss
 
     def _track(self, tracking: bool) -> None:
@@ -144,13 +160,10 @@ class DataParallelEngine:
                 norm.track_running_stats = tracking
 
 
-def mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of outputs (..., classes) against targets (...)."""
-    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-
-
-def build_engine(settings: TrainSettings, model: nn.Module, world: World, clock: Clock) -> Engine:
-    """Wrap a model as the job's mode says, with its optimizer."""
+def build_engine(settings: TrainSettings, model: nn.Module, world: World, clock: Clock, numerics: Numerics) -> Engine:
+    """Wrap a model that `numerics` has placed as the job's mode says, with its optimizer."""
     parallel = settings.split(world.size)
-    replica = WRAP[parallel.sync](model, world, clock, settings.exact)
-    return DataParallelEngine(replica, build_optimizer(model.parameters(), settings.optimizer), world, settings)
+    replica = WRAP[parallel.sync](model, world, clock, settings)
+    optimizer = numerics.optimizer(model.parameters(), settings.optimizer, capturable=settings.cuda_graph)
+    engine = DataParallelEngine(replica, optimizer, world, settings, numerics)
+    return GraphedEngine(engine, clock, world.device) if settings.cuda_graph else engine

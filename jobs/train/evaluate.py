@@ -70,6 +70,7 @@ def block_indices(block: int, samples: int) -> Tensor:
 def measure(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return loss sum, right predictions and predictions of outputs (..., classes): (3,) float64."""
     flat, wanted = outputs.flatten(0, -2), targets.flatten()  # (predictions, classes), (predictions,)
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     loss_sum = F.cross_entropy(flat, wanted, reduction="none").double().sum()
     right = (flat.argmax(dim=-1) == wanted).sum().double()
     return torch.stack([loss_sum, right, torch.full_like(loss_sum, wanted.numel())])

@@ -7,6 +7,7 @@ other rank failed for a reason of its own.
 import re
 from typing import Final
 
+from ddp.timeouts import CollectiveTimeoutError
 from jobs.errors import StartTimeoutError
 
 # What the transports say when a peer is gone or silent.
@@ -29,7 +30,7 @@ def is_lost_connection(error: BaseException) -> bool:
     """True when the error, or what caused it, is that another rank is gone or silent."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, StartTimeoutError | ConnectionError):
+        if isinstance(seen, StartTimeoutError | CollectiveTimeoutError | ConnectionError):
             return True
         if type(seen).__module__.startswith("torch") and "Dist" in type(seen).__name__ and LOST.search(str(seen)):
             return True

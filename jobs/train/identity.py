@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from jobs.kept import DATA, KEPT, RANDOMNESS, kept_settings
-from jobs.spec import TrainSettings
 from jobs.train.data import Data
 from jobs.train.sampling import Plan
+from jobs.train_settings import TrainSettings
 
 
 def kept_of(settings: TrainSettings, data: Data, plan: Plan) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def meta_of(
         KEPT: dict(kept),
         "data": kept[DATA]["sha256"],
         "world_size": world_size,
-        "mode": settings.mode if settings.parallel is None else settings.parallel.sync,
+        "mode": settings.mode_name,
         "parent": parent,
         "losses": list(losses),
         "aliases": dict(aliases),

@@ -14,7 +14,6 @@ import torch
 from jobs import page
 from jobs.page import Phase
 from jobs.reports import Reporter
-from jobs.spec import TrainSettings
 from jobs.train.clock import Clock, clock_for
 from jobs.train.data import Data
 from jobs.train.engine import Engine, build_engine
@@ -22,15 +21,17 @@ from jobs.train.evaluate import evaluate
 from jobs.train.loading import Steps, move, read_steps
 from jobs.train.metrics import Files, Metrics, Units
 from jobs.train.models import build_model
+from jobs.train.numerics import numerics_of
 from jobs.train.optim import learning_rate, set_learning_rate
 from jobs.train.pace import Pace
+from jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
 from jobs.train.replay import Replay
 from jobs.train.sampling import Plan, plan_of, total_steps
 from jobs.train.saving import NotSaving
 from jobs.train.screen import Screen
 from jobs.train.world import World
+from jobs.train_settings import TrainSettings
 
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 NOT_SAVING = NotSaving()
 
 
@@ -59,12 +60,12 @@ class Trainer:
 
 def build_trainer(settings: TrainSettings, data: Data, world: World) -> Trainer:
     """Build the model, the same on every rank, and wrap it as the job's mode says."""
-    dtype = DTYPES[settings.precision]
+    numerics = numerics_of(settings, world.device)
     clock = clock_for(world.device)
-    model = build_model(settings.model, vocabulary=data.vocabulary, seed=settings.seed)
-    engine = build_engine(settings, model.to(world.device, dtype), world, clock)
+    model = numerics.place(build_model(settings.model, vocabulary=data.vocabulary, seed=settings.seed))
+    engine = build_engine(settings, model, world, clock, numerics)
     plan = plan_of(settings, samples=data.train_samples, world_size=world.size)
-    return Trainer(settings, world, data, plan, clock, engine, dtype)
+    return Trainer(settings, world, data, plan, clock, engine, numerics.inputs)
 
 
 def train(
@@ -76,6 +77,7 @@ def train(
     first: int = 0,
     saving: NotSaving = NOT_SAVING,
     replay: Replay | None = None,
+    profiling: NotProfiling = NOT_PROFILING,
 ) -> bool:
     """Train from step `first` on, for as long as the job says; every rank calls this.
 
@@ -85,8 +87,13 @@ def train(
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
     metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps, patient=saving.patient)
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
-        done = run_steps(trainer, metrics, screen, steps, first=first, saving=saving, replay=replay)
-        saving.finish(done, metrics.recent)
+        with profiling:  # what it has to write waits until all is saved
+            done = run_steps(
+                trainer, metrics, screen, steps, first=first, saving=saving, replay=replay, profiling=profiling
+            )
+            saving.finish(done, metrics.recent)
+        if profiling.summary is not None:
+            screen.say(profiling.summary)
     page.own.enter(Phase.END)
     return done < steps
 
@@ -100,6 +107,7 @@ def run_steps(
     first: int = 0,
     saving: NotSaving = NOT_SAVING,
     replay: Replay | None = None,
+    profiling: NotProfiling = NOT_PROFILING,
 ) -> int:
     """Run steps `first` to `steps` - 1, or until the keeper says stop; return how many are done in all."""
     settings, engine, clock = trainer.settings, trainer.engine, trainer.clock
@@ -113,7 +121,9 @@ def run_steps(
         set_learning_rate(engine.optimizer, lr)
         losses = engine.train_step(done, work.shards)
         clock.stop()
-        metrics.record(work.batch, losses, samples=work.samples, lr=lr)
+        metrics.record(
+            work.batch, losses, samples=work.samples, lr=lr, profile=profiling.word, figures=engine.figures()
+        )
         done += 1
         pace.step_done(done)
         if done == first + 1:
@@ -123,6 +133,7 @@ def run_steps(
         if settings.evaluate and (done == steps or work.batch.stop == trainer.plan.samples):
             report_evaluation(trainer, metrics, screen, done, work.batch.epoch + 1)
         saving.step_done(done, metrics.recent)
+        profiling.step_done(done)
     if metrics.has_news:  # stopped between two log points
         report_steps(metrics, screen, saving, replay, done)
     engine.synchronize_buffers()

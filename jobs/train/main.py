@@ -9,6 +9,7 @@ import faulthandler
 import hashlib
 import os
 import signal
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from jobs.files import folder_error
 from jobs.ranks import RankEnv
 from jobs.reports import Reporter
 from jobs.rundir import RunDir
-from jobs.spec import Job, TrainSettings
+from jobs.spec import Job
 from jobs.train.data import Data, open_data
 from jobs.train.failures import is_lost_connection
 from jobs.train.identity import kept_of, meta_of
@@ -37,12 +38,14 @@ from jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
 from jobs.train.meeting import connect, meet
 from jobs.train.metrics import Files
 from jobs.train.modes import needs_group
+from jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
 from jobs.train.replay import Replay, logged_losses
 from jobs.train.restoring import Resume, restore
 from jobs.train.saving import Saver, Target
 from jobs.train.schedule import Schedule, failures_so_far
 from jobs.train.state import aliases
 from jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
+from jobs.train_settings import TrainSettings
 from jobs.words import counted
 
 FAILED: Final = 1
@@ -184,6 +187,7 @@ def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
     data = open_same_data(job, world)
     if world.rank == 0:
         print(describe(job, data, world), flush=True)
+    prepare(settings_of(job).profile, cuda_graph=settings_of(job).cuda_graph)
     trainer = build_trainer(settings_of(job), data, world)
     saving, replay, first = NOT_SAVING, None, 0
     if job.checkpoint is not None or start.resume is not None:
@@ -193,7 +197,17 @@ def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
         if job.checkpoint is not None and first < trainer.steps:
             saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter)
     files = Files(folder.metrics(world.rank), start.run.metrics if world.rank == 0 else None)
-    drained = train(trainer, files, reporter, attempt=start.attempt, first=first, saving=saving, replay=replay)
+    profiling = build_profiling(start, job, trainer, first)
+    drained = train(
+        trainer,
+        files,
+        reporter,
+        attempt=start.attempt,
+        first=first,
+        saving=saving,
+        replay=replay,
+        profiling=profiling,
+    )
     if not drained:
         return exits.DONE
     return exits.REQUEUE if job.checkpoint is not None else exits.STOPPED
@@ -212,6 +226,25 @@ def go_on(
     place = f"step {loaded.step} of {trainer.steps}"
     print(f"goes on from {loaded.checkpoint}, {place}, read in {loaded.seconds:.2f} s{left}", flush=True)
     return loaded.step, Replay(logged_losses(start.run.metrics, after=loaded.step, attempt=start.attempt), reporter)
+
+
+def build_profiling(start: Start, job: Job, trainer: Trainer, first: int) -> NotProfiling:
+    """Make what records some of the steps that this rank will do, where the job asks for it."""
+    settings, world = trainer.settings, trainer.world
+    if not settings.profile.on:
+        return NOT_PROFILING
+    facts = {
+        "rank": world.rank,
+        "world_size": world.size,
+        "attempt": start.attempt,
+        "host": socket.gethostname(),
+        "job": job.name,
+        "mode": settings.mode,
+        "device": world.device.type,
+        "torch": torch.__version__,
+    }
+    folder = start.run.attempt(start.attempt).profile(world.rank)
+    return Recorder(settings.profile, folder, trainer.clock, world.device, facts, done=first, steps=trainer.steps)
 
 
 def build_saver(
@@ -249,8 +282,9 @@ def describe(job: Job, data: Data, world: World) -> str:
     settings = settings_of(job)
     exact = f", exact over {settings.virtual_world_size(world.size)} virtual ranks" if settings.exact else ""
     mode = settings.mode if settings.parallel is None else f"data {settings.parallel.data} by {settings.parallel.sync}"
+    numbers = "" if settings.precision == "fp32" else f", {settings.precision}"
     threads = "" if world.device.type == "cuda" else f" with {counted(torch.get_num_threads(), 'thread')} a rank"
     return (
         f"{settings.model.name or 'gpt'} on {data.name}: {data.train_samples} samples, batch {settings.batch_size}, "
-        f"mode {mode}{exact}, {counted(world.size, 'rank')} on {world.device.type}{threads}"
+        f"mode {mode}{exact}{numbers}, {counted(world.size, 'rank')} on {world.device.type}{threads}"
     )

@@ -13,10 +13,11 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -71,6 +72,8 @@ class Step:
     samples: int
     lr: float
     time: float
+    profile: str | None = None  # what the profiler did with it
+    figures: Mapping[str, Tensor] = field(default_factory=dict)  # further columns: scalars
 
     @property
     def number(self) -> int:
@@ -111,9 +114,18 @@ class Metrics:
         """True when there are steps since the last log point."""
         return bool(self._steps)
 
-    def record(self, batch: GlobalBatch, losses: list[Tensor], *, samples: int, lr: float) -> None:
+    def record(
+        self,
+        batch: GlobalBatch,
+        losses: list[Tensor],
+        *,
+        samples: int,
+        lr: float,
+        profile: str | None = None,
+        figures: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         """Keep a step that has just ended; write this rank's rows when the last write is a second ago."""
-        self._steps.append(Step(batch, losses, samples, lr, time.time()))
+        self._steps.append(Step(batch, losses, samples, lr, time.time(), profile, figures))
         if time.monotonic() - self._flushed >= FLUSH_S:
             self.flush()
 
@@ -178,6 +190,8 @@ class Metrics:
             **times.row(),
             "rate": samples * self.units.per_sample / max(times.step_s, 1e-9),
             "unit": f"{self.units.name}/s",
+            **({"profile": step.profile} if step.profile else {}),
+            **{name: float(value) for name, value in step.figures.items()},
         }
 
 

@@ -1,4 +1,9 @@
-"""The rank side of `jobs/modes.py`: how a `sync` wraps a model, as a table. The engine sees only a `Replica`."""
+"""The rank side of `jobs/modes.py`: how a `sync` wraps a model, as a table. The engine sees only a `Replica`.
+
+shard 0   F B  F B |  shard 1   F B  F B |          every backward but the last only accumulates
+                   next_shard            finish      a late replica averages here
+                                      ^-- an overlapped one in the last backward
+"""
 
 import inspect
 from collections.abc import Callable
@@ -11,12 +16,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp import AllReduce, GatherScatter
+from ddp import AllReduce, BucketedDDP, FlatAllReduce, GatherScatter, OverlappedDDP
 from ddp.base import DataParallel, broadcast
 from jobs.errors import RefusedError
 from jobs.modes import Sync
 from jobs.train.clock import Clock
 from jobs.train.world import World
+from jobs.train_settings import TrainSettings
+
+SENT_AS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Replica:
@@ -28,10 +36,10 @@ class Replica:
         self.module = module
         self.clock = clock
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Run the model."""
-        outputs: Tensor = self.module(inputs)
-        return outputs
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Run the model; return its mean loss."""
+        loss: Tensor = self.module(inputs, targets)
+        return loss
 
     def accumulating(self) -> AbstractContextManager[Any]:
         """Return the context of every micro-batch but a rank's last: its gradients only accumulate."""
@@ -42,63 +50,71 @@ class Replica:
         torch.autograd.backward(loss)
         self.clock.lap("backward")
 
-    def end_shard(self) -> None:
-        """Close a virtual rank's part."""
+    def next_shard(self) -> None:
+        """Go from one virtual rank to the next one."""
 
     def finish(self) -> None:
         """Make the gradients the mean over all virtual ranks."""
 
 
 class WrappedReplica(Replica):
-    """A copy inside one of our own wrappers; with `ordered`, gradients are summed in the order of virtual ranks."""
+    """A copy inside a wrapper, which keeps gradients on this rank while it is asked to."""
 
-    def __init__(self, wrapper: DataParallel, clock: Clock, *, ordered: bool) -> None:
+    def __init__(self, wrapper: DataParallel | DistributedDataParallel, clock: Clock) -> None:
         super().__init__(wrapper.module, clock)
         self.wrapper = wrapper
-        self.ordered = ordered
 
-    def end_shard(self) -> None:
-        """Keep the virtual rank's gradients apart when the order of the sum is promised."""
-        if self.ordered:
-            self.wrapper.next_shard()
-
-    def finish(self) -> None:
-        """Average the gradients; all of the wait is exposed."""
-        self.wrapper.finish_gradient_synchronization()
-        self.clock.lap("communication")
-
-
-class TorchReplica(Replica):
-    """A copy inside PyTorch's DistributedDataParallel, which communicates during the last backward.
-
-    It deals gradients anew to its buckets after the first backward, and where a gradient lies in a bucket decides in
-    which order more than two ranks add it up.
-    """
-
-    learns_from_first = True
-
-    def __init__(self, wrapper: DistributedDataParallel, clock: Clock) -> None:
-        super().__init__(wrapper.module, clock)
-        self.wrapper = wrapper
-        self.ready = LastGradient(wrapper.module, clock)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Run the model through the wrapper, which prepares its buckets."""
-        outputs: Tensor = self.wrapper(inputs)
-        return outputs
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Run the model through the wrapper."""
+        loss: Tensor = self.wrapper(inputs, targets)
+        return loss
 
     def accumulating(self) -> AbstractContextManager[Any]:
         """Keep the wrapper from communicating."""
         return self.wrapper.no_sync()
 
+    def next_shard(self) -> None:
+        """Keep the gradients of the virtual rank before apart, so that they are summed in order."""
+        assert isinstance(self.wrapper, DataParallel), "PyTorch's wrapper sums in no promised order"
+        self.wrapper.next_shard()
+        self.clock.lap("backward")
+
+
+class LateReplica(WrappedReplica):
+    """A copy whose gradients are averaged after the backward: all of the wait is exposed."""
+
+    def finish(self) -> None:
+        """Average the gradients."""
+        assert isinstance(self.wrapper, DataParallel)
+        self.wrapper.finish_gradient_synchronization()
+        self.clock.lap("communication")
+
+
+class OverlappedReplica(WrappedReplica):
+    """A copy whose gradients are averaged during the last backward: the wait after the last gradient is exposed."""
+
+    def __init__(self, wrapper: DataParallel | DistributedDataParallel, clock: Clock) -> None:
+        super().__init__(wrapper, clock)
+        self.ready = LastGradient(wrapper.module, clock)
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        """Add gradients; in the last micro-batch the time after the last ready gradient is exposed wait."""
+        """Add gradients; when the last micro-batch's returns they are the mean."""
         if not last:
             super().backward(loss, last=last)
             return
         with self.ready:
             torch.autograd.backward(loss)
         self.clock.lap("communication")
+
+
+class TorchReplica(OverlappedReplica):
+    """A copy inside PyTorch's DistributedDataParallel.
+
+    It deals gradients anew to its buckets after the first backward, and where a gradient lies in a bucket decides in
+    which order more than two ranks add it up.
+    """
+
+    learns_from_first = True
 
 
 class LastGradient:
@@ -133,37 +149,61 @@ class LastGradient:
             self.clock.lap("backward")
 
 
-def _alone(module: nn.Module, world: World, clock: Clock, ordered: bool) -> Replica:
+Wrap = Callable[[nn.Module, World, Clock, TrainSettings], Replica]
+
+
+def _alone(module: nn.Module, world: World, clock: Clock, settings: TrainSettings) -> Replica:
     if world.size > 1:
         raise RefusedError(f"train.parallel: sync none runs on one rank, this job has {world.size}; set a sync")
     return Replica(module, clock)
 
 
-def _gather_scatter(module: nn.Module, world: World, clock: Clock, ordered: bool) -> Replica:
-    return WrappedReplica(GatherScatter(module, world.group), clock, ordered=ordered)
+def _late(kind: type[DataParallel]) -> Wrap:
+    def wrap(module: nn.Module, world: World, clock: Clock, settings: TrainSettings) -> Replica:
+        return LateReplica(kind(module, world.group, **options(settings)), clock)
+
+    return wrap
 
 
-def _allreduce(module: nn.Module, world: World, clock: Clock, ordered: bool) -> Replica:
-    return WrappedReplica(AllReduce(module, world.group), clock, ordered=ordered)
+def _overlapped(module: nn.Module, world: World, clock: Clock, settings: TrainSettings) -> Replica:
+    return OverlappedReplica(OverlappedDDP(module, world.group, **options(settings)), clock)
 
 
-def _torch_ddp(module: nn.Module, world: World, clock: Clock, ordered: bool) -> Replica:
+def _bucketed(module: nn.Module, world: World, clock: Clock, settings: TrainSettings) -> Replica:
+    size_mb = settings.bucket_size_mb
+    return OverlappedReplica(BucketedDDP(module, world.group, bucket_size_mb=size_mb, **options(settings)), clock)
+
+
+def options(settings: TrainSettings) -> dict[str, Any]:
+    """Return what a job says to all of our own wrappers alike."""
+    return {"exact": settings.exact, "communication_dtype": communication_dtype(settings)}
+
+
+def communication_dtype(settings: TrainSettings) -> torch.dtype | None:
+    """Return what a job's gradients are sent as; None: as they are."""
+    return None if settings.communication_dtype is None else SENT_AS[settings.communication_dtype]
+
+
+def _torch_ddp(module: nn.Module, world: World, clock: Clock, settings: TrainSettings) -> Replica:
     # torch 2.13 renamed the switch and warns about the old name.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     broadcast(list(module.buffers()), world.group)  # with the old name the wrapper leaves buffers as they are
-    options: dict[str, Any] = {switch: False}
+    buffers: dict[str, Any] = {switch: False}
     device_ids = [world.device.index] if world.device.type == "cuda" else None
     wrapper = DistributedDataParallel(
-        module, device_ids=device_ids, process_group=world.group, gradient_as_bucket_view=True, **options
+        module, device_ids=device_ids, process_group=world.group, gradient_as_bucket_view=True, **buffers
     )
     return TorchReplica(wrapper, clock)
 
 
-WRAP: Final[dict[Sync, Callable[[nn.Module, World, Clock, bool], Replica]]] = {
+WRAP: Final[dict[Sync, Wrap]] = {
     "none": _alone,
-    "gather_scatter": _gather_scatter,
-    "allreduce": _allreduce,
+    "gather_scatter": _late(GatherScatter),
+    "allreduce": _late(AllReduce),
+    "flat": _late(FlatAllReduce),
+    "overlap": _overlapped,
+    "bucketed": _bucketed,
     "ddp": _torch_ddp,
 }
 

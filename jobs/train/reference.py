@@ -9,21 +9,22 @@ It trains on its own, or follows a mode: it computes its gradients at every step
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from jobs.spec import TrainSettings
 from jobs.train.compare import gradient_bound
 from jobs.train.data import Data
 from jobs.train.keyed import key
 from jobs.train.loading import ShardInput, Steps, move
 from jobs.train.models import build_model
-from jobs.train.optim import build_optimizer, clip, learning_rate, set_learning_rate
+from jobs.train.modes import communication_dtype
+from jobs.train.numerics import numerics_of
+from jobs.train.optim import clip, learning_rate, set_learning_rate
 from jobs.train.sampling import Plan
 from jobs.train.world import add_in_order
+from jobs.train_settings import TrainSettings
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,13 @@ class Reference:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         settings = setting.settings
+        self.numerics = replace(numerics_of(settings, setting.device), recompute=False)
+        self.scaler = self.numerics.scaler()
         model = build_model(settings.model, vocabulary=setting.data.vocabulary, seed=settings.seed)
-        self.model: nn.Module = model.to(setting.device, setting.dtype)
+        self.model: nn.Module = self.numerics.place(model)
         self.names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.bounds: list[dict[str, float]] = []  # of each step: how far another order of summation may be off
-        self.optimizer = build_optimizer(self.model.parameters(), settings.optimizer)
+        self.optimizer = self.numerics.optimizer(self.model.parameters(), settings.optimizer)
 
     def run(self, test_inputs: Tensor, follow: Sequence[Mapping[str, Tensor]] | None = None) -> Outcome:
         """Train all steps, with the gradients of `follow` if given; return what is left."""
@@ -77,10 +80,10 @@ class Reference:
             if follow is not None:
                 for name, parameter in self.names.items():
                     parameter.grad = follow[step][name].clone()
-            self.optimizer.step()
+            self.scaler.advance(self.optimizer)
         self.model.eval()
         with torch.no_grad():
-            output = self.model(test_inputs)
+            output = self.numerics.logits(self.model, test_inputs)
         return Outcome(losses, gradients, state_of(self.model), output)
 
     def _gradients(self, step: int, shards: tuple[ShardInput, ...]) -> float:
@@ -92,11 +95,19 @@ class Reference:
         means = [mean_of([each[index] for each in of_shards]) for index in range(len(self.names))]
         for parameter, (mean, _) in zip(self.names.values(), means, strict=True):
             parameter.grad = mean
+        factor = self.scaler.factor()
+        self.scaler.unscale(list(self.names.values()))
+        means = [(mean, magnitude / factor) for mean, magnitude in means]
         relative = self._clip([magnitude for _, magnitude in means])
-        count, dtype = len(shards), self.setting.dtype
+        count, sent_as = len(shards), communication_dtype(self.setting.settings)
         self.bounds.append(
             {
-                name: gradient_bound(float(magnitude.max()) + relative * float(mean.abs().max()), count, dtype)
+                name: gradient_bound(
+                    float(magnitude.max()) + relative * float(mean.abs().max()),
+                    count,
+                    mean.dtype,
+                    sent_as or mean.dtype,
+                )
                 for name, (mean, magnitude) in zip(self.names, means, strict=True)
             }
         )
@@ -120,9 +131,8 @@ class Reference:
         for index, micro in enumerate(shard.micro_batches):
             if self.setting.settings.model.dropout > 0.0:
                 torch.manual_seed(key(self.setting.settings.seed, step, shard.virtual_rank, index))
-            outputs = self.model(micro.inputs)
-            loss = F.cross_entropy(outputs.flatten(0, -2), micro.targets.flatten())
-            torch.autograd.backward(loss if micro.weight == 1.0 else loss * micro.weight)
+            loss = self.numerics.loss(self.model, micro.inputs, micro.targets)
+            torch.autograd.backward(self.scaler.scaled(loss if micro.weight == 1.0 else loss * micro.weight))
             loss_sum += float(loss.detach()) * micro.samples
         return loss_sum
 

@@ -9,7 +9,8 @@ layers says so, and nobody deals.
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -106,9 +107,18 @@ class DealtState:
     To list a thousand tensors takes longer than to copy a small model, and would be part of every save's stall.
     """
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, ranks: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        rank: int,
+        ranks: int,
+        more: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         self.module = module
         self.optimizer = optimizer
+        self.more = more  # further tensors, the same on every rank
         self.rank = rank
         self.ranks = ranks
         self._parts: list[Part] = []
@@ -119,7 +129,8 @@ class DealtState:
         now = [value for state in self.optimizer.state.values() for value in state.values()]
         if self._dealt is None or len(now) != len(self._dealt) or not all(map(operator.is_, now, self._dealt)):
             shared = [*parameter_parts(self.module), *optimizer_parts(self.module, self.optimizer)]
-            self._parts = deal(buffer_parts(self.module), shared, rank=self.rank, ranks=self.ranks)
+            own = [*buffer_parts(self.module), *(whole_part(name, tensor) for name, tensor in self.more.items())]
+            self._parts = deal(own, shared, rank=self.rank, ranks=self.ranks)
             # A range of a tensor that is not row-major is a copy, which the next step would leave behind.
             self._dealt = now if all(part.tensor.is_contiguous() for part in shared) else None
         return self._parts
@@ -138,8 +149,13 @@ def flat_part(part: Part, start: int, stop: int) -> Part:
     return Part(piece, part.tensor.reshape(-1)[start:stop])  # a copy only where the tensor is not row-major
 
 
-def wanted_replica(module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Piece]) -> list[Part]:
-    """List what a replica reads: its whole model, and of the optimizer what is stored, which is made here.
+def wanted_replica(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    stored: Mapping[str, Piece],
+    more: Mapping[str, Tensor] = MappingProxyType({}),
+) -> list[Part]:
+    """List what a replica reads: its whole model, and of the optimizer and of `more` what is stored.
 
     Raises:
         RefusedError: the checkpoint is of another model.
@@ -150,13 +166,14 @@ def wanted_replica(module: nn.Module, optimizer: torch.optim.Optimizer, stored: 
         side = "only in the checkpoint" if other[0] in stored else "not in the checkpoint"
         raise RefusedError(f"the checkpoint is of another model: {other[0].removeprefix(MODEL)} is {side}; check model")
     parts += stored_optimizer(module, optimizer, stored)
+    parts += [whole_part(name, tensor) for name, tensor in more.items() if name in stored]
     for part in parts:
         require_same_form(part.piece, stored[part.piece.name])
     return parts
 
 
 def stored_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Piece]) -> list[Part]:
-    """Make the stored state of the optimizer, empty, where a first step would have made it.
+    """List the stored state of the optimizer; what is not there yet is made, empty, as a first step would.
 
     Raises:
         RefusedError: it belongs to a parameter that this model does not train.
@@ -173,17 +190,21 @@ def stored_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, stored
             raise RefusedError(f"the checkpoint is of another model: it has {key} of {owner}; check model")
         parameter = by_name[owner]
         group = options[id(parameter)]
-        # PyTorch keeps a step count on the host, unless a kernel on the device reads it.
-        on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-        if piece.shape == tuple(parameter.shape) and key != "step":
-            value = torch.zeros_like(parameter, dtype=torch_dtypes[piece.dtype])
-        else:
-            value = torch.zeros(
-                piece.shape, dtype=torch_dtypes[piece.dtype], device="cpu" if on_host else parameter.device
-            )
-        optimizer.state[parameter][key] = value
+        value = optimizer.state[parameter].get(key)
+        if value is None:
+            value = _room(parameter, key, piece, torch_dtypes[piece.dtype], group)
+            optimizer.state[parameter][key] = value
         parts.append(whole_part(name, value))
     return parts
+
+
+def _room(parameter: Tensor, key: str, piece: Piece, dtype: torch.dtype, group: Mapping[str, Any]) -> Tensor:
+    """Make an empty tensor of an optimizer's state."""
+    # PyTorch keeps a step count on the host, unless a kernel on the device reads it.
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    if piece.shape == tuple(parameter.shape) and key != "step":
+        return torch.zeros_like(parameter, dtype=dtype)
+    return torch.zeros(piece.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
 
 
 def require_same_form(wanted: Piece, found: Piece) -> None:

@@ -17,7 +17,7 @@ from jobs import ranks
 from jobs.files import write_json
 from jobs.modes import MODES, Exactness
 from jobs.reports import Reporter
-from jobs.spec import Job, TrainSettings
+from jobs.spec import Job
 from jobs.train.compare import Row, compare, max_difference
 from jobs.train.evaluate import block_indices
 from jobs.train.loading import move, move_inputs
@@ -28,6 +28,7 @@ from jobs.train.optim import set_learning_rate
 from jobs.train.reference import Outcome, Reference, Setting, gradients_of, state_of
 from jobs.train.sampling import total_steps
 from jobs.train.world import World
+from jobs.train_settings import TrainSettings
 from jobs.words import counted
 
 LOSS: Final = "loss of each step"
@@ -100,7 +101,7 @@ def judge(
     losses = zip(outcome.losses, alone.losses, strict=True)
     return {
         "job": job.name,
-        "mode": mode_of(setting.settings),
+        "mode": setting.settings.mode_name,
         "exact": setting.settings.exact,
         "world_size": world.size,
         "virtual_ranks": setting.plan.virtual_ranks,
@@ -154,21 +155,13 @@ def promise_of(settings: TrainSettings, world_size: int) -> tuple[Exactness, str
     """Return the class that a mode is held to, and why."""
     if settings.exact:
         return "bitwise", "exact: shards are summed in order and divided once, as one process does"
-    mode = mode_of(settings)
-    promise = MODES[mode].exactness(world_size)
-    reason = (
-        "the sum takes the reference's order"
-        if promise == "bitwise"
-        else "the sum may take another order, so gradients may differ by rounding"
-    )
-    return promise, f"{mode} on {counted(world_size, 'rank')}: {reason}"
-
-
-def mode_of(settings: TrainSettings) -> str:
-    """Name the mode of a job; one that writes its split out has the mode of its sync."""
-    if settings.parallel is None:
-        return settings.mode
-    return "single" if settings.parallel.sync == "none" else settings.parallel.sync
+    where = f"{settings.mode_name} on {counted(world_size, 'rank')}"
+    if settings.communication_dtype is not None and world_size > 1:
+        return "tight", f"{where}: gradients are sent as {settings.communication_dtype}, and differ by its rounding"
+    promise = MODES[settings.mode_name].exactness(world_size)
+    if promise == "bitwise":
+        return promise, f"{where}: the sum takes the reference's order"
+    return promise, f"{where}: the sum may take another order, so gradients may differ by rounding"
 
 
 def ranks_that_differ(state: Mapping[str, Tensor], world: World) -> dict[str, list[int]]:

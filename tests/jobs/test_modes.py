@@ -14,7 +14,7 @@ def test_every_mode_uses_every_rank(name: str, world_size: int) -> None:
     assert MODES[name].expand(world_size).world_size == world_size
 
 
-@pytest.mark.parametrize("name", ["gather_scatter", "allreduce", "ddp"])
+@pytest.mark.parametrize("name", [name for name in MODES if name != "single"])
 def test_data_parallel_modes_differ_in_their_synchronization_alone(name: str) -> None:
     assert MODES[name].expand(4) == Parallel(data=4, pipe=1, tensor=1, zero=0, sync=name)  # type: ignore[arg-type]
 
@@ -32,7 +32,8 @@ def test_single_runs_on_one_rank_only() -> None:
         ("single", ["bitwise", "bitwise", "bitwise"]),
         ("gather_scatter", ["bitwise", "bitwise", "bitwise"]),
         ("allreduce", ["bitwise", "bitwise", "tight"]),
-        ("ddp", ["bitwise", "tight", "tight"]),
+        # divided before they are added: three thirds need not make one
+        *((name, ["bitwise", "tight", "tight"]) for name in ("flat", "overlap", "bucketed", "ddp")),
     ],
 )
 def test_a_mode_promises_no_more_than_its_sums_allow(name: str, promises: list[str]) -> None:
@@ -40,7 +41,8 @@ def test_a_mode_promises_no_more_than_its_sums_allow(name: str, promises: list[s
 
 
 def test_only_modes_whose_sums_are_ours_can_be_exact() -> None:
-    assert [name for name, mode in MODES.items() if mode.can_be_exact] == ["gather_scatter", "allreduce"]
+    exact = [name for name, mode in MODES.items() if mode.can_be_exact]
+    assert exact == ["gather_scatter", "allreduce", "flat", "overlap", "bucketed"]
 
 
 def test_rows_are_named_as_their_keys() -> None:

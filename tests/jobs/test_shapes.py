@@ -7,7 +7,7 @@ import pytest
 from jobs.errors import RefusedError
 from jobs.model_shape import context_of, resolve_shape
 from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
-from jobs.spec import ModelSettings
+from jobs.train_settings import ModelSettings
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,9 @@ from pydantic import ValidationError
 
 from jobs.errors import RefusedError
 from jobs.modes import Parallel
-from jobs.spec import (
-    MAX_STRING_BYTES,
-    CommandSettings,
-    DataSettings,
-    Job,
-    ModelSettings,
-    OptimizerSettings,
-    TrainSettings,
-    unknown,
-)
+from jobs.spec import MAX_STRING_BYTES, CommandSettings, Job
+from jobs.train_settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from jobs.words import unknown
 
 
 def train(**settings: Any) -> TrainSettings:
@@ -43,7 +36,12 @@ def test_a_word_is_short_for_a_named_section() -> None:
         ({"mode": "dpp"}, "unknown mode 'dpp'; did you mean 'ddp'"),
         ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
         ({"mode": "ddp", "parallel": {"data": 2}}, "give mode or parallel, not both"),
-        ({"mode": "ddp", "exact": True}, "exact: true needs one of the modes gather_scatter, allreduce, got ddp"),
+        ({"mode": "ddp", "exact": True}, "needs one of the modes gather_scatter, .*, bucketed, got ddp"),
+        ({"parallel": {"data": 2, "sync": "ddp"}, "exact": True}, "exact: true needs one of the modes .* got ddp"),
+        ({"mode": "bucketed", "bucket_size_mb": 0}, "greater than 0"),
+        ({"mode": "single", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got single"),
+        ({"communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got ddp; remove it"),
+        ({"mode": "flat", "exact": True, "communication_dtype": "bf16"}, "promises to the bit; remove one of the two"),
         ({"virtual_ranks": 4}, "virtual_ranks needs exact: true"),
         ({"model": "gpt-nano"}, "data digits is images, model gpt-nano reads tokens"),
         ({"data": "python-source"}, "data python-source is tokens, model vgg11 reads images"),
@@ -81,6 +79,18 @@ def test_a_job_cannot_be_changed() -> None:
 def test_mode_and_parallel_expand_to_the_same_split() -> None:
     assert train(mode="allreduce").split(4) == Parallel(data=4, sync="allreduce")
     assert train(parallel={"data": 4, "sync": "allreduce"}).split(4) == Parallel(data=4, sync="allreduce")
+
+
+@pytest.mark.parametrize("sync", ["flat", "overlap", "bucketed"])
+def test_a_written_split_takes_what_its_mode_takes(sync: str) -> None:
+    more = {"bucket_size_mb": None} if sync == "bucketed" else {}
+    written = train(parallel={"data": 2, "sync": sync}, exact=True, **more)
+    assert written.mode_name == sync
+    assert written.split(2) == train(mode=sync).split(2)
+
+
+def test_a_split_without_synchronization_is_the_mode_single() -> None:
+    assert train(parallel={"data": 1, "sync": "none"}).mode_name == "single"
 
 
 def test_a_written_split_must_fill_the_world() -> None:

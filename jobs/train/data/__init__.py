@@ -5,8 +5,8 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from jobs.spec import TrainSettings
 from jobs.train.data import image_sets, token_sets
+from jobs.train_settings import TrainSettings
 
 
 class Data(Protocol):

@@ -8,10 +8,10 @@ import torch
 
 from jobs import datafiles
 from jobs.errors import RefusedError
-from jobs.spec import TrainSettings
 from jobs.train.data.images import SIDE, Images, Normalise, Part
 from jobs.train.data.mapped import map_bytes
 from jobs.train.keyed import SYNTHETIC, bits, key, uniform_ints
+from jobs.train_settings import TrainSettings
 
 CLASSES: Final = 10
 PIXELS: Final = 3 * SIDE * SIDE

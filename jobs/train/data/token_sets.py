@@ -14,9 +14,9 @@ from jobs import datafiles
 from jobs.errors import RefusedError
 from jobs.model_shape import context_of
 from jobs.shapes import GptShape
-from jobs.spec import TrainSettings
 from jobs.train.data.mapped import map_bytes
 from jobs.train.keyed import SYNTHETIC, key, uniform_ints
+from jobs.train_settings import TrainSettings
 
 BYTES: Final = 256
 SYNTHETIC_TRAIN_SAMPLES: Final = 8192

@@ -1,19 +1,19 @@
-"""Models by name: a table of builders, each a flat `nn.Sequential` of named children that stages can be cut from."""
-
-from torch import nn
+"""Models by name: a table of builders, each a flat stack of named layers that stages can be cut from."""
 
 from jobs.model_shape import resolve_shape
 from jobs.shapes import VggShape
-from jobs.spec import ModelSettings
 from jobs.train.models.gpt import build_gpt
+from jobs.train.models.stack import Stack
 from jobs.train.models.vgg import build_vgg
+from jobs.train_settings import ModelSettings
 
 
-def build_model(settings: ModelSettings, *, vocabulary: int, seed: int) -> nn.Sequential:
+def build_model(settings: ModelSettings, *, vocabulary: int, seed: int) -> Stack:
     """Build a model on the CPU, in float32, its parameters a function of the seed alone.
 
     `vocabulary` is the number of classes or of tokens of the data. VGG maps images (batch, 3, 32, 32) to logits
-    (batch, classes); GPT maps tokens (batch, context) to logits (batch, context, vocabulary).
+    (batch, classes); GPT maps tokens (batch, context) to logits (batch, context, vocabulary). With targets too, both
+    return the mean loss.
 
     Raises:
         RefusedError: settings and data do not fit, as `resolve_shape` says.

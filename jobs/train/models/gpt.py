@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from jobs.shapes import GptShape
 from jobs.train.keyed import INITIALISE, key
+from jobs.train.models.stack import Stack
 
 EPSILON = 1e-5
 WEIGHT_STD = 0.02
@@ -92,7 +93,7 @@ class Block(nn.Module):
         return cast(Tensor, x + self.dropout(self.mlp(self.norm2(x))))
 
 
-def build_gpt(shape: GptShape, seed: int) -> nn.Sequential:
+def build_gpt(shape: GptShape, seed: int) -> Stack:
     """Build embed, block1, ... norm, head; tokens (batch, context) to logits (batch, context, vocabulary)."""
     with torch.random.fork_rng(devices=[]):  # the layers' own first values are drawn, then overwritten below
         model = assemble_gpt(shape)
@@ -100,7 +101,7 @@ def build_gpt(shape: GptShape, seed: int) -> nn.Sequential:
     return model
 
 
-def assemble_gpt(shape: GptShape) -> nn.Sequential:
+def assemble_gpt(shape: GptShape) -> Stack:
     """Put the layers together without giving them values that count; a tied head shares the embedding's weight."""
     embed = Embed(shape)
     head = nn.Linear(shape.d_model, shape.vocabulary, bias=shape.bias and not shape.tied)
@@ -111,7 +112,7 @@ def assemble_gpt(shape: GptShape) -> nn.Sequential:
         layers[f"block{block}"] = Block(shape)
     layers["norm"] = _norm(shape)
     layers["head"] = head  # (batch, tokens, vocabulary)
-    return nn.Sequential(layers)
+    return Stack(layers)
 
 
 def _norm(shape: GptShape) -> nn.Module:
@@ -119,7 +120,7 @@ def _norm(shape: GptShape) -> nn.Module:
     return norm(shape.d_model, eps=EPSILON)
 
 
-def _initialise(model: nn.Sequential, layers: int, generator: torch.Generator) -> None:
+def _initialise(model: nn.Module, layers: int, generator: torch.Generator) -> None:
     """Draw matrices as GPT-2 did: normal(0, 0.02), less where they add to the residual; biases are 0, norms 1."""
     residual_std = WEIGHT_STD / math.sqrt(2 * layers)  # 2 additions a block: keeps the sum's variance near one's
     for name, parameter in model.named_parameters():  # names a shared weight once

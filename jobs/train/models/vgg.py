@@ -7,9 +7,10 @@ from torch import nn
 
 from jobs.shapes import IMAGE_CHANNELS, POOL, VggShape
 from jobs.train.keyed import INITIALISE, key
+from jobs.train.models.stack import Stack
 
 
-def build_vgg(shape: VggShape, seed: int) -> nn.Sequential:
+def build_vgg(shape: VggShape, seed: int) -> Stack:
     """Build conv1, norm1, relu1, pool1, ... flatten, head; images (batch, 3, 32, 32) to logits (batch, classes)."""
     with torch.random.fork_rng(devices=[]):  # the layers' own first values are drawn, then overwritten below
         model = assemble_vgg(shape)
@@ -17,7 +18,7 @@ def build_vgg(shape: VggShape, seed: int) -> nn.Sequential:
     return model
 
 
-def assemble_vgg(shape: VggShape) -> nn.Sequential:
+def assemble_vgg(shape: VggShape) -> Stack:
     """Put the layers together without giving them values that count."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     channels, convolutions, pools = IMAGE_CHANNELS, 0, 0
@@ -33,10 +34,10 @@ def assemble_vgg(shape: VggShape) -> nn.Sequential:
         channels = width
     layers["flatten"] = nn.Flatten()  # (batch, channels): five pools make 32 pixels one
     layers["head"] = nn.Linear(channels, shape.classes)  # (batch, classes)
-    return nn.Sequential(layers)
+    return Stack(layers)
 
 
-def _initialise(model: nn.Sequential, generator: torch.Generator) -> None:
+def _initialise(model: nn.Module, generator: torch.Generator) -> None:
     """Draw convolutions as He et al. 2015 (normal, fan out), the head as normal(0, 0.01); biases are 0, norms 1."""
     for layer in model.children():
         if isinstance(layer, nn.Conv2d):

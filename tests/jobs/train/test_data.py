@@ -13,9 +13,9 @@ from torch.nn import functional
 from jobs import datafiles
 from jobs.cifar10 import prepare_cifar10
 from jobs.errors import RefusedError
-from jobs.spec import DATA_NAMES, TrainSettings
 from jobs.train.data import OPENERS, open_data
 from jobs.train.keyed import AUGMENT, key, permutation
+from jobs.train_settings import DATA_NAMES, TrainSettings
 
 
 def settings(model: Any, data: Any, **others: Any) -> TrainSettings:

@@ -1,6 +1,7 @@
 import pytest
 import torch.distributed as dist
 
+from ddp.timeouts import CollectiveTimeoutError
 from jobs.errors import RefusedError, StartTimeoutError
 from jobs.train.failures import is_lost_connection
 
@@ -26,6 +27,7 @@ GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
         ),
         StartTimeoutError("rank 1 of 2 did not arrive"),
         ConnectionResetError(104, "Connection reset by peer"),
+        CollectiveTimeoutError("rank 0: step 3: bucket 2 of 3 (b ... a; 25 MB) was not entered by rank 1"),
     ],
 )
 def test_the_loss_of_a_peer_is_told_by_its_text(error):
@@ -39,6 +41,7 @@ def test_the_loss_of_a_peer_is_told_by_its_text(error):
         RuntimeError("database: connection closed by peer"),
         ValueError("connection reset by peer"),
         RefusedError("data digits of rank 1 differs from rank 0's"),
+        RuntimeError("1 of 9 parameters got no gradient on any rank: head.bias; set find_unused_parameters=True"),
         MemoryError(),
     ],
 )

@@ -1,7 +1,6 @@
 """Training on CUDA devices, through `muster run`. `pytest -m gpu` on a machine that has at least two."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +9,13 @@ from typing import Any
 import pytest
 
 from jobs.files import read_lines
+from jobs.modes import MODES
 from jobs.rundir import RunDir
 from support.live import LiveRun
-from support.resuming import ADAMW, VGG
+from support.resuming import ADAMW, VGG, attempt_apart
 
 ROOT = Path(__file__).parents[3]
+SHARED = [name for name in MODES if name != "single"]
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 JOB = """
@@ -60,7 +61,7 @@ def test_a_cuda_rank_forked_from_the_warm_process_trains_as_a_cpu_rank_does(tmp_
     assert all(row["forward_s"] > 0 and row["backward_s"] > 0 and row["optimizer_s"] > 0 for row in on_gpu)
 
 
-@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce", "ddp"])
+@pytest.mark.parametrize("mode", SHARED)
 def test_two_gpus_over_nccl_train_as_one_does(tmp_path: Path, mode: str) -> None:
     run, two = train(tmp_path / "two", job(ranks=2, mode=mode))
     _, again = train(tmp_path / "again", job(nodes=2, mode=mode))
@@ -79,14 +80,15 @@ def test_pretend_nodes_divide_the_gpus(tmp_path: Path) -> None:
     assert [int(each[1]) for each in seen] == [len(each) for each in devices]
 
 
-def test_exact_on_one_and_two_gpus_has_the_same_bits(tmp_path: Path) -> None:
-    text = job(mode="allreduce") + "  exact: true\n"
+@pytest.mark.parametrize("mode", ["allreduce", "flat", "bucketed"])
+def test_exact_on_one_and_two_gpus_has_the_same_bits(tmp_path: Path, mode: str) -> None:
+    text = job(mode=mode) + "  exact: true\n"
     _, one = train(tmp_path / "one", text)
     _, two = train(tmp_path / "two", text.replace("ranks_per_node: 1", "ranks_per_node: 2"))
     assert [row["loss"] for row in one] == [row["loss"] for row in two]
 
 
-@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce", "ddp"])
+@pytest.mark.parametrize("mode", [*SHARED, "bucketed\n  communication_dtype: bf16\n  bucket_size_mb: 4"])
 def test_verify_passes_on_two_gpus(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(job(ranks=2, mode=mode))
@@ -111,29 +113,8 @@ def test_a_training_on_cuda_goes_on_bit_by_bit_from_copies_made_beside_its_steps
     settings = {**VGG, "mode": "single", "device": "cuda", "deterministic": True, "steps": 12, "model": "vgg11"}
     settings |= {"batch_size": 64, "optimizer": ADAMW, "log_every": 1}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    script = "; ".join(
-        [
-            "import sys, json, torch",
-            "from support.resuming import attempt, hashes",
-            "from jobs.train.world import World",
-            "from pathlib import Path",
-            "alone = World(0, 1, None, torch.device('cuda', 0))",
-            "settings, more = json.loads(sys.argv[2]), json.loads(sys.argv[3])",
-            "code = attempt(alone, sys.argv[1], settings, checkpoint={'every_steps': 2}, **more)",
-            "print(json.dumps([code, hashes(Path(sys.argv[1]))]))",
-        ]
-    )
-
-    def train_on(folder: Path, **more: int) -> Any:
-        folder.mkdir(exist_ok=True)
-        command = [sys.executable, "-c", script, str(folder), json.dumps(settings), json.dumps(more)]
-        environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
-
-    assert train_on(parts, stop_at=5)[0] == 75
+    assert attempt_apart(parts, settings, stop_at=5)[0] == 75
     for lost in (parts / "checkpoints").glob("step-00000005.*"):  # what was saved at the end, with the device waiting
         lost.rename(lost.with_name(f"bad-{lost.name}"))
-    code, resumed = train_on(parts, number=1)
-    assert (code, train_on(whole)) == (0, [0, resumed])
+    code, resumed = attempt_apart(parts, settings, number=1)
+    assert (code, attempt_apart(whole, settings)) == (0, [0, resumed])

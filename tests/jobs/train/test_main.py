@@ -1,6 +1,9 @@
 """How a rank ends: exit codes and what is said, also where nothing can be said."""
 
+import contextlib
 import errno
+import io
+import json
 import os
 import subprocess
 import sys
@@ -8,11 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch.nn import functional as F
 
-from jobs import exits
+from jobs import exits, ranks
 from jobs.errors import StorageError
 from jobs.reports import Reporter
+from jobs.shapes import POOL, VGG_SHAPES, VggShape
+from jobs.train.data import open_data
+from jobs.train.loop import build_trainer
 from jobs.train.main import FAILED, guarded
+from jobs.train.world import World
+from jobs.train_settings import TrainSettings
+
+TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
+VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 4}
 
 
 def full_disk(reporter: Reporter) -> int:
@@ -64,3 +76,36 @@ print("went on")
     assert ended.stdout == "went on\n"
     assert "Current thread" in ended.stderr
     assert "in wait" in ended.stderr
+
+
+def end_of_a_step_without_the_heads_bias(world: World, mode: str) -> list[object]:
+    """Train a model whose last layer does not use its bias; return the exit code, what is reported, what is said."""
+
+    VGG_SHAPES["vgg-tiny"] = TINY_VGG
+
+    def work(reporter: Reporter) -> int:
+        settings = TrainSettings.model_validate({**VGG, "mode": mode})
+        trainer = build_trainer(settings, open_data(settings), world)
+        head = trainer.engine.module.get_submodule("head")
+        head.forward = lambda inputs: F.linear(inputs, head.weight)
+        trainer.clock.start()
+        trainer.engine.train_step(0, trainer.own_steps()[0].shards)
+        return 0
+
+    reading, writing = os.pipe()
+    os.environ[ranks.STATUS_FD] = str(writing)
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        code = guarded(work)
+    (report,) = os.read(reading, 2**16).decode().splitlines()
+    return [code, json.loads(report), heard.getvalue()]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["allreduce", "bucketed"])
+def test_a_parameter_without_gradient_ends_every_rank_with_its_name_and_makes_none_a_victim(on_ranks, mode):
+    for code, report, said in on_ranks(2, end_of_a_step_without_the_heads_bias, mode=mode):
+        assert code == FAILED
+        assert (report["kind"], report["peer"]) == ("RuntimeError", False)
+        assert "got no gradient on any rank: head.bias" in report["message"]
+        assert "find_unused_parameters" in said

@@ -9,10 +9,10 @@ from torch.nn import functional
 from jobs.errors import RefusedError
 from jobs.model_shape import resolve_shape
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape
-from jobs.spec import ModelSettings
 from jobs.train.models import build_model
 from jobs.train.models.gpt import assemble_gpt, build_gpt
 from jobs.train.models.vgg import assemble_vgg
+from jobs.train_settings import ModelSettings
 
 TINY = GptShape("tiny", d_model=16, d_ff=32, layers=2, heads=4, context=8, vocabulary=11)
 

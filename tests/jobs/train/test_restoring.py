@@ -15,10 +15,11 @@ from jobs.page import Page
 from jobs.reports import Reporter
 from jobs.rundir import RunDir
 from jobs.shapes import VGG_SHAPES
-from jobs.spec import Job, TrainSettings
+from jobs.spec import Job
 from jobs.train.main import Start, train_in
 from jobs.train.restoring import Resume
 from jobs.train.world import World
+from jobs.train_settings import TrainSettings
 from support.resuming import GPT, TINY_VGG, VGG, attempt
 
 pytestmark = pytest.mark.ranks

@@ -35,7 +35,10 @@ def parts(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "mode"),
-    [(VGG, "single"), (VGG, "ddp"), (VGG, "allreduce"), (GPT, "single"), (GPT, "ddp"), (GPT, "gather_scatter")],
+    [
+        *((VGG, mode) for mode in ("single", "ddp")),  # buffers, and buckets that are dealt anew
+        *((GPT, mode) for mode in ("single", "ddp", "gather_scatter", "allreduce", "flat", "overlap", "bucketed")),
+    ],
     ids=lambda value: value if isinstance(value, str) else value["optimizer"]["name"],
 )
 def test_two_resumes_within_an_epoch_change_no_bit(on_ranks, whole, parts, settings, mode):
@@ -59,12 +62,17 @@ def test_loader_processes_and_accumulation_resume_bit_by_bit(on_ranks, whole, pa
     assert hashes(parts) == hashes(whole)
 
 
-def test_exact_training_moves_between_one_two_and_four_ranks_without_a_changed_bit(on_ranks, whole, parts):
-    job = {**VGG, "mode": "allreduce", "exact": True, "virtual_ranks": 4}
-    on_ranks(1, attempt, folder=str(whole), settings=job)
-    assert on_ranks(2, attempt, folder=str(parts), settings=job, stop_at=3) == [75, 75]
-    assert on_ranks(4, attempt, folder=str(parts), settings=job, number=1, stop_at=5) == [75] * 4
-    assert on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "gather_scatter"}, number=2) == [0]
+def test_exact_training_moves_between_modes_and_one_two_and_four_ranks_without_a_changed_bit(on_ranks, whole, parts):
+    job = {**VGG, "exact": True, "virtual_ranks": 4}
+    on_ranks(1, attempt, folder=str(whole), settings={**job, "mode": "allreduce"})
+    ways = (("bucketed", 2, 2), ("overlap", 4, 5), ("flat", 1, 6))
+    for number, (mode, size, stop_at) in enumerate(ways):
+        stopped = on_ranks(
+            size, attempt, folder=str(parts), settings={**job, "mode": mode}, number=number, stop_at=stop_at
+        )
+        assert stopped == [75] * size
+    last = on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "gather_scatter"}, number=len(ways))
+    assert last == [0]
     assert hashes(parts) == hashes(whole)
 
 
@@ -74,7 +82,7 @@ def test_on_other_worlds_and_in_other_modes_float64_agrees_within_rounding(on_ra
     on_ranks(2, attempt, folder=str(whole), settings=job)
     assert on_ranks(2, attempt, folder=str(parts), settings=job, stop_at=2) == [75, 75]
     assert (
-        on_ranks(3, attempt, folder=str(parts), settings={**job, "mode": "allreduce"}, number=1, stop_at=4) == [75] * 3
+        on_ranks(3, attempt, folder=str(parts), settings={**job, "mode": "bucketed"}, number=1, stop_at=4) == [75] * 3
     )
     assert on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "single"}, number=2, stop_at=6) == [75]
     assert on_ranks(4, attempt, folder=str(parts), settings=job, number=3) == [0] * 4

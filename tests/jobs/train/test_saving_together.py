@@ -16,11 +16,12 @@ from jobs.errors import MusterError
 from jobs.page import NEVER, Page
 from jobs.reports import Reporter
 from jobs.rundir import RunDir
-from jobs.spec import Job, TrainSettings
+from jobs.spec import Job
 from jobs.train import saving
 from jobs.train.helper import WriterProcess
 from jobs.train.main import Start, train_in
 from jobs.train.world import World
+from jobs.train_settings import TrainSettings
 from support.resuming import GPT, attempt
 
 pytestmark = pytest.mark.ranks

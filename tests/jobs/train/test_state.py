@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 from jobs.errors import RefusedError
-from jobs.spec import ModelSettings, OptimizerSettings
 from jobs.train.models import build_model
 from jobs.train.optim import build_optimizer
 from jobs.train.state import (
@@ -25,6 +24,7 @@ from jobs.train.state import (
     wanted_replica,
     whole_part,
 )
+from jobs.train_settings import ModelSettings, OptimizerSettings
 
 SIZES = st.lists(st.integers(0, 50), max_size=8)
 
@@ -105,8 +105,9 @@ def test_an_optimizer_that_has_not_stepped_goes_on_bit_by_bit_from_parts(options
 def test_names_are_those_of_the_model_and_frozen_parameters_have_no_optimizer_state():
     model = small()
     optimizer = build_optimizer(model.parameters(), SGD)
-    assert optimizer_parts(model, optimizer) == []
+    before = [part.piece for part in optimizer_parts(model, optimizer)]
     step(model, optimizer, 0)
+    assert [part.piece for part in optimizer_parts(model, optimizer)] == before, "made with the optimizer"
     names = [part.piece.name for part in all_parts(model, optimizer)]
     assert {"model/1.running_mean", "model/1.num_batches_tracked", "model/2.bias"} <= set(names)
     assert "optimizer/0.weight/momentum_buffer" in names
@@ -140,16 +141,42 @@ def test_another_model_is_refused_by_name():
 
 def test_a_share_is_dealt_anew_when_the_optimizer_has_made_state_and_follows_the_tensors():
     model = small()
-    optimizer = build_optimizer(model.parameters(), SGD)
-    dealt = DealtState(model, optimizer, rank=0, ranks=1)
+    lazy = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)  # ours make theirs at once
+    dealt = DealtState(model, lazy, rank=0, ranks=1)
     before = dealt.parts()
-    step(model, optimizer, 0)
+    step(model, lazy, 0)
     after = dealt.parts()
     assert len(after) > len(before)
     assert dealt.parts() is after
-    step(model, optimizer, 1)
-    for mine, theirs in zip(dealt.parts(), all_parts(model, optimizer), strict=True):
+    step(model, lazy, 1)
+    for mine, theirs in zip(dealt.parts(), all_parts(model, lazy), strict=True):
         assert torch.equal(mine.tensor, theirs.tensor)
+
+
+def test_state_that_is_there_is_filled_where_it_is_and_what_is_not_is_made():
+    model = small()
+    optimizer = build_optimizer(model.parameters(), SGD)
+    step(model, optimizer, 0)
+    stored = {part.piece.name: part.piece for part in all_parts(model, optimizer)}
+    addresses = {id(value) for state in optimizer.state.values() for value in state.values()}
+    wanted_replica(model, optimizer, stored)
+    assert {id(value) for state in optimizer.state.values() for value in state.values()} == addresses
+    lazy = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1, momentum=0.9)
+    names = {part.piece.name for part in wanted_replica(model, lazy, stored)}
+    assert names == set(stored)
+    assert {part.piece.name for part in all_parts(model, lazy)} == set(stored)
+
+
+def test_further_tensors_are_rank_0_s_to_save_and_every_rank_s_to_read():
+    model = small()
+    optimizer = build_optimizer(model.parameters(), SGD)
+    more = {"scaling/scale": torch.tensor(4.0)}
+    shares = [DealtState(model, optimizer, rank=rank, ranks=2, more=more).parts() for rank in range(2)]
+    holders = [rank for rank, parts in enumerate(shares) for part in parts if part.piece.name == "scaling/scale"]
+    assert holders == [0]
+    stored = {part.piece.name: part.piece for part in all_parts(model, optimizer)}
+    stored["scaling/scale"] = whole_part("scaling/scale", more["scaling/scale"]).piece
+    assert wanted_replica(model, optimizer, stored, more)[-1].tensor.data_ptr() == more["scaling/scale"].data_ptr()
 
 
 def test_a_weight_that_is_not_row_major_is_followed_too():

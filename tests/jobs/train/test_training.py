@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from jobs.modes import MODES
 from jobs.reports import Reporter
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.spec import TrainSettings
 from jobs.train.data import open_data
 from jobs.train.evaluate import BLOCK_SAMPLES, evaluate
 from jobs.train.loop import build_trainer, train
 from jobs.train.metrics import Files
 from jobs.train.verify import digest, state_of
 from jobs.train.world import World
+from jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 
@@ -49,22 +50,43 @@ def rows(path: Path, evaluation: bool = False) -> list[dict]:
     return [row for row in read if row.get("evaluation", False) == evaluation]
 
 
-@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce"])
-@pytest.mark.parametrize("settings", [VGG, GPT], ids=["vgg", "gpt"])
-def test_exact_training_has_the_same_bits_and_losses_on_one_two_and_four_ranks(on_ranks, tmp_path, settings, mode):
+# Of each mode that can be exact: the numbers of ranks that are compared with one rank.
+EXACT = {"gather_scatter": (2,), "allreduce": (2, 4), "flat": (4,), "overlap": (4,), "bucketed": (1, 2, 4)}
+ALONE: dict[str, tuple[set[str], list[float], list[float]]] = {}  # by model: what one rank makes
+
+
+def exact(on_ranks, folder: Path, settings: dict, mode: str, world_size: int) -> tuple[set, list, list]:
+    """Train; return the ranks' hashes, and the losses of the steps and the evaluations."""
+    folder.mkdir()
+    job = {**settings, "mode": mode, "exact": True, "virtual_ranks": 4}
+    hashes = set(on_ranks(world_size, run, folder=str(folder), settings=job))
+    path = folder / "metrics.jsonl"
+    return hashes, [row["loss"] for row in rows(path)], [row["loss"] for row in rows(path, evaluation=True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "mode"),
+    [*((VGG, mode) for mode in ("gather_scatter", "allreduce", "bucketed")), *((GPT, mode) for mode in EXACT)],
+    ids=lambda value: value if isinstance(value, str) else str(value["model"]),
+)
+def test_exact_training_has_the_same_bits_and_losses_in_every_mode_on_one_two_and_four_ranks(
+    on_ranks, tmp_path, settings, mode
+):
     # VGG: batch norm, momentum, 3 x 478 + 3 samples an epoch, so that a virtual rank is left empty. GPT: dropout, tied
-    exact = {**settings, "mode": mode, "exact": True, "virtual_ranks": 4}
-    hashes, losses, evaluations = set(), set(), set()
-    for world_size in (1, 2, 4):
-        folder = tmp_path / str(world_size)
-        folder.mkdir()
-        hashes |= set(on_ranks(world_size, run, folder=str(folder), settings=exact))
-        losses.add(tuple(row["loss"] for row in rows(folder / "metrics.jsonl")))
-        evaluations.add(tuple(row["loss"] for row in rows(folder / "metrics.jsonl", evaluation=True)))
-    assert (len(hashes), len(losses), len(evaluations)) == (1, 1, 1)
+    name = str(settings["model"])
+    if name not in ALONE:
+        ALONE[name] = exact(on_ranks, tmp_path / "alone", settings, "allreduce", 1)
+    hashes, losses, _ = ALONE[name]
+    assert (len(hashes), len(losses)) == (1, settings.get("steps", 8))
+    for world_size in EXACT[mode]:
+        assert exact(on_ranks, tmp_path / str(world_size), settings, mode, world_size) == ALONE[name]
 
 
-@pytest.mark.parametrize("mode", ["gather_scatter", "allreduce", "ddp"])
+def test_every_mode_that_can_be_exact_is_tried():
+    assert set(EXACT) == {name for name, mode in MODES.items() if mode.can_be_exact}
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "bucketed", "ddp"])  # one of each way to time the communication
 def test_every_step_has_a_whole_row_on_every_rank_and_in_the_run(on_ranks, tmp_path, mode):
     on_ranks(2, run, folder=str(tmp_path), settings={**VGG, "mode": mode})
     of_run = rows(tmp_path / "metrics.jsonl")

@@ -1,0 +1,138 @@
+"""The `timing:` section of a job file, torch-free: models alone, on one rank, without data, disk or network."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
+
+from jobs.errors import RefusedError
+from jobs.model_shape import resolve_shape
+from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
+from jobs.strict import NonNegative, Positive, Strict, as_list, one_or_many
+from jobs.train_settings import Precision, TrainSettings
+from jobs.words import unknown
+
+ALL: Final = "all"
+NAMES: Final = (*VGG_SHAPES, *GPT_SHAPES)
+CLASSES: Final = 10
+OF_GPTS: Final = ("context", "vocabulary", "norm", "bias", "tied")
+
+Pass = Literal["forward", "backward", "step"]
+
+
+def _models(schema: dict[str, Any]) -> None:
+    schema["items"]["enum"] = [ALL, *NAMES]
+    one_or_many(schema)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a model, how far its step goes, and the numbers it computes in."""
+
+    model: str
+    pass_name: Pass
+    precision: Precision
+
+    @property
+    def is_image(self) -> bool:
+        """True for a model that reads images; the others read tokens."""
+        return self.model in VGG_SHAPES
+
+
+class TimingSettings(Strict):
+    """Which models, how far each step goes, in which numbers, and how many steps."""
+
+    model: list[str] = Field(min_length=1, description="names, or all", json_schema_extra=_models)
+    passes: list[Pass] = Field(
+        ["forward", "backward", "step"],
+        min_length=1,
+        description="forward: model and loss; backward: and the gradients; step: and the optimizer (AdamW)",
+        json_schema_extra=one_or_many,
+    )
+    precision: list[Precision] = Field(["fp32"], min_length=1, json_schema_extra=one_or_many)
+    warmup: NonNegative = Field(1, description="steps before those that are timed; their times are shown too")
+    steps: Positive = 5
+    batch: Positive = Field(16, description="samples")
+    context: Positive = Field(128, description="of GPTs: tokens of a sample")
+    vocabulary: Positive = Field(10_000, description="of GPTs")
+    norm: Literal["rms", "layer"] = "rms"
+    bias: bool = False
+    tied: bool = Field(True, description="of GPTs: the head is the embedding")
+    compile: bool = Field(False, description="torch.compile, block by block")
+    activation_checkpointing: bool = Field(False, description="forward every block again in the backward")
+    dtypes: bool = Field(False, description="instead: the types that autocast gives each layer")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_s: Annotated[float, Field(gt=0.0)] = Field(300.0, description="for one row, its model's making included")
+    matmul: bool = Field(True, description="also time a large matrix product, to hold the rows against")
+    memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.9, description="of a host's free memory")
+    seed: NonNegative = 0
+
+    @field_validator("model", "passes", "precision", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return as_list(value)
+
+    @field_validator("model")
+    @classmethod
+    def _are_known(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in NAMES and name != ALL:
+                raise ValueError(unknown("model", name, (ALL, *NAMES)))
+        return names
+
+    @model_validator(mode="after")
+    def _fit_the_models(self) -> Self:
+        fields = type(self).model_fields
+        foreign = [name for name in OF_GPTS if getattr(self, name) != fields[name].default]
+        if foreign and all(name in VGG_SHAPES for name in self.models()):
+            raise ValueError(f"{foreign[0]} is of GPTs, and none is timed; remove it, or name one")
+        return self
+
+    def models(self) -> list[str]:
+        """Name the models, `all` written out, each once."""
+        names = [each for name in self.model for each in (NAMES if name == ALL else (name,))]
+        return list(dict.fromkeys(names))
+
+    def cases(self) -> list[Case]:
+        """List the rows in the order in which they are measured."""
+        passes: list[Pass] = ["step"] if self.dtypes else list(dict.fromkeys(self.passes))  # types are of a whole step
+        precisions = dict.fromkeys(self.precision)
+        return [Case(model, each, how) for model in self.models() for how in precisions for each in passes]
+
+    def training(self, case: Case) -> TrainSettings:
+        """Spell a row as the training that it stands for: what is timed is what a `train:` job would run."""
+        model: dict[str, Any] = {"name": case.model}
+        if not case.is_image:
+            model |= {name: getattr(self, name) for name in OF_GPTS}
+        return TrainSettings.model_validate(
+            {
+                "model": model,
+                "data": "synthetic",
+                "mode": "single",
+                "batch_size": self.batch,
+                "steps": self.steps,
+                "precision": case.precision,
+                "compile": self.compile,
+                "activation_checkpointing": self.activation_checkpointing,
+                "device": self.device,
+                "optimizer": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1},
+                "seed": self.seed,
+            }
+        )
+
+    def shape(self, case: Case) -> VggShape | GptShape:
+        """Return the shape of a row's model."""
+        return resolve_shape(self.training(case).model, CLASSES if case.is_image else self.vocabulary)
+
+    def check_world(self, world_size: int) -> None:
+        """Refuse what only the world size shows.
+
+        Raises:
+            RefusedError: more than one rank.
+        """
+        if world_size > 1:
+            raise RefusedError(
+                f"timing: times models alone, on one rank, this job has {world_size}; set nodes: 1 and "
+                "ranks_per_node: 1, or train: with several"
+            )

@@ -1,0 +1,191 @@
+"""Timings as text: settings behind `#`, names, units, fixed columns, reasons where numbers are missing, a verdict.
+
+# model           pass  precision  parameters  batch  context    first     mean      std      min      rate ...
+#                                                                 (ms)     (ms)     (ms)     (ms)     (1/s) ...
+  gpt-nano    forward       fp32     747,904     16      128     14.2     3.31    0.052     3.26   618,731 ...
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import Final
+
+from jobs.shapes import GPT_SHAPES
+from jobs.timing.records import Dtypes, Header, Peak, State, Timed, Timing, Timings
+from jobs.timing.settings import TimingSettings
+from jobs.words import counted
+
+MB: Final = 2**20
+BLOCK: Final = re.compile(r"\bblock\d+\b")
+STATE_WORDS: Final[dict[State, str]] = {
+    "ok": "",
+    "memory": "out of memory",
+    "timeout": "timeout",
+    "refused": "refused",
+    "failed": "failed",
+}
+MOST_WARM_UPS: Final = 4  # that a row shows
+
+# name, unit, width, value; a value wider than its column pushes the rest of its row
+Column = tuple[str, str, int, Callable[[Timed], str]]
+LABELS: Final[tuple[Column, ...]] = (
+    ("model", "", 11, lambda row: row.model),
+    ("pass", "", 9, lambda row: row.pass_name),
+    ("precision", "", 10, lambda row: row.precision),
+    ("parameters", "", 14, lambda row: f"{row.parameters:,}"),
+    ("batch", "", 6, lambda row: str(row.batch)),
+    ("context", "", 8, lambda row: "-" if row.context is None else str(row.context)),
+)
+NUMBERS: Final[tuple[Column, ...]] = (
+    ("first", "(ms)", 9, lambda row: milliseconds(row.first_s)),
+    ("mean", "(ms)", 9, lambda row: milliseconds(row.summary.mean_s if row.summary else None)),
+    ("std", "(ms)", 8, lambda row: milliseconds(row.summary.std_s if row.summary else None)),
+    ("min", "(ms)", 9, lambda row: milliseconds(row.summary.min_s if row.summary else None)),
+    ("rate", "(units/s)", 10, lambda row: number(row.rate)),
+    ("work", "(TFLOP/s)", 10, lambda row: number(None if row.flops_per_s is None else row.flops_per_s / 1e12)),
+    ("matmul", "(%)", 7, lambda row: number(None if row.matmul_share is None else row.matmul_share * 100)),
+    ("memory", "(MB)", 9, lambda row: "-" if row.peak_bytes is None else f"{row.peak_bytes / MB:,.0f}"),
+)
+
+
+def report_lines(timings: Timings) -> list[str]:
+    """Return all that timings say."""
+    lines: list[str] = []
+    for timing in timings.timings:
+        lines += ["#"] if lines else []
+        lines += [*heading(timing.header), *(_peak(each) for each in timing.peaks)]
+        if timing.rows:
+            lines += ["#", *table(timing.rows), *_footer(timing)]
+        for each in timing.dtypes:
+            lines += ["#", *_dtypes(each)]
+    return [*lines, f"# verdict: {verdict(timings)}"]
+
+
+def heading(header: Header) -> list[str]:
+    """Return the lines that say what was timed where."""
+    machine, settings = header.machine, header.settings
+    when = f"{datetime.fromtimestamp(header.time, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
+    place = [f"host {machine.host}", *([machine.gpu] if header.device == "cuda" else [])]
+    place += [machine.cpu, f"{counted(machine.threads, 'thread')} on {counted(machine.cores, 'core')}"]
+    place.append(f"{machine.memory_bytes / 2**30:.0f} GB")
+    return [
+        f"# {header.name}: models alone on {header.device} · torch {header.torch} · {when}",
+        f"# {', '.join(place)}",
+        f"# {'; '.join(_asked(settings))}",
+    ]
+
+
+def _asked(settings: TimingSettings) -> list[str]:
+    """Say what the rows have in common."""
+    timed = f"{counted(settings.warmup, 'step')} to warm up, {counted(settings.steps, 'step')} timed"
+    asked = [] if settings.dtypes else [f"{timed}, each until the device is done"]
+    if any(name in GPT_SHAPES for name in settings.models()):
+        head, biases = "tied" if settings.tied else "untied", "with" if settings.bias else "no"
+        asked.append(f"vocabulary {settings.vocabulary:,}, {settings.norm} norm, {biases} biases, {head} head")
+    asked += ["torch.compile"] if settings.compile else []
+    asked += ["activation checkpointing"] if settings.activation_checkpointing else []
+    return asked
+
+
+def table(rows: Sequence[Timed]) -> list[str]:
+    """Return names, units and one line for each row."""
+    columns = (*LABELS, *NUMBERS)
+    return [
+        _heading([column[0] for column in columns], "warm-up"),
+        _heading([column[1] for column in columns], "(ms)"),
+        *(_line(row) for row in rows),
+    ]
+
+
+def row_text(row: Timed) -> str:
+    """Say a row in a phrase: gpt-nano forward fp32: 3.31 ms +- 0.052 (first 14.2), 38 MB."""
+    name = f"{row.model} {row.pass_name} {row.precision}"
+    if row.summary is None:
+        return f"{name}: {STATE_WORDS[row.state]}: {row.reason}"
+    deviation = f" +- {milliseconds(row.summary.std_s)}" if row.summary.std_s is not None else ""
+    first = f" (first {milliseconds(row.first_s)})"
+    memory = f", {row.peak_bytes / MB:,.0f} MB" if row.peak_bytes is not None else ""
+    reason = f"; {STATE_WORDS[row.state]}: {row.reason}" if row.state != "ok" else ""
+    return f"{name}: {milliseconds(row.summary.mean_s)} ms{deviation}{first}{memory}{reason}"
+
+
+def verdict(timings: Timings) -> str:
+    """Return FAILED where something failed or nothing was timed, UNFINISHED where rows are missing, or OK."""
+    rows = [row for timing in timings.timings for row in timing.rows]
+    tables = [each for timing in timings.timings for each in timing.dtypes]
+    if any(row.state == "failed" for row in rows):
+        return "FAILED"
+    if not tables and not any(row.summary is not None for row in rows):
+        return "FAILED (nothing was timed)"
+    return "OK" if all(timing.is_over for timing in timings.timings) else "UNFINISHED"
+
+
+def number(value: float | None) -> str:
+    """Write a measured value with three digits, never in powers of ten; None is `-`."""
+    if value is None:
+        return "-"
+    size = abs(value)
+    if size >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{1 if size >= 10 else 2 if size >= 1 else 3 if size >= 0.1 else 4}f}"
+
+
+def milliseconds(seconds: float | None) -> str:
+    """Write a time in milliseconds; None is `-`."""
+    return number(None if seconds is None else seconds * 1e3)
+
+
+def _heading(words: Sequence[str], last: str) -> str:
+    widths = [column[2] for column in (*LABELS, *NUMBERS)]
+    cells = [f" {word}".rjust(width) for word, width in zip(words, widths, strict=True)]
+    return f"#{''.join(cells)[1:]}  {last}".rstrip()
+
+
+def _line(row: Timed) -> str:
+    start = "".join(f" {value(row)}".rjust(width) for _, _, width, value in LABELS)
+    reason = f"{STATE_WORDS[row.state]}: {row.reason}" if row.state != "ok" else ""
+    if row.summary is None:
+        return f"{start}  {reason}"
+    numbers = "".join(f" {value(row)}".rjust(width) for _, _, width, value in NUMBERS)
+    warm_up = " ".join(milliseconds(each) for each in row.warm_up_s[:MOST_WARM_UPS]) or "-"
+    more = f" … {len(row.warm_up_s)} in all" if len(row.warm_up_s) > MOST_WARM_UPS else ""
+    return f"{start}{numbers}  {warm_up}{more}{f'  {reason}' if reason else ''}"
+
+
+def _footer(timing: Timing) -> list[str]:
+    """Say what warming up was worth, and what the columns count."""
+    lines, rows = [], [row for row in timing.rows if row.summary is not None]
+    slow = [(row, row.first_s / row.summary.min_s) for row in rows if row.summary and row.first_s and row.summary.min_s]
+    if slow:
+        row, factor = max(slow, key=lambda each: each[1])
+        within = "" if row.warm_up_s else ", and counts: --warmup 1 leaves it out"
+        lines.append(
+            f"# the first step takes up to {number(factor)} x the fastest ({row.model} {row.pass_name}){within}"
+        )
+    of_cpu = "by which the process grew" if timing.header.device == "cpu" else "allocated at once"
+    units = " and ".join(dict.fromkeys(row.unit for row in rows))
+    if rows:
+        share = ", matmul its share of the product above" if timing.peaks else ""
+        lines.append(f"# rate counts {units}; work is what the model needs{share}; memory the most {of_cpu}")
+    return lines
+
+
+def _peak(peak: Peak) -> str:
+    rate = number(peak.flops_per_s / 1e12)
+    return f"# a product of {peak.side} x {peak.side} matrices in {peak.precision}: {rate} TFLOP/s"
+
+
+def _dtypes(found: Dtypes) -> list[str]:
+    """Return the table of types of one model; what all blocks have alike stands there once."""
+    names = ("layer", "kind", "parameters", "input", "output", "gradients")
+    rows = [names, *_folded([tuple(getattr(each, name) for name in names) for each in found.layers])]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(names))]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [f"# types of {found.model} in {found.precision}", f"# {lines[0]}", *(f"  {line}" for line in lines[1:])]
+
+
+def _folded(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Write block1, block2, ... as block*, unless one of them differs."""
+    folded = [(BLOCK.sub("block*", layer), *rest) for layer, *rest in rows]
+    is_alike = len({layer for layer, *_ in folded}) == len(set(folded))
+    return list(dict.fromkeys(folded)) if is_alike else list(rows)

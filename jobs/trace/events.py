@@ -1,0 +1,146 @@
+"""A chrome trace as PyTorch's profiler writes it, read: operators by thread, kernels by device, collectives, steps.
+
+    host lane    step ──────────────────────────────      python, operators, launches: nested by time
+                  aten::linear ── aten::addmm ── cudaLaunchKernel ┐ correlation
+    device lane                                            kernel ┘
+    in flight    gloo:all_reduce ────                     spans that nest in nothing: begun by one thread, ended by
+                                                          another
+
+The steps of a trace and their phases stand between marks, which `jobs/train/profiling/recorder.py` sets as the clock
+of the training does: `muster mark start 7`, then `muster mark forward` at the end of the forward, and so on.
+Times are microseconds of the trace's own clock.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple, TypeAlias
+
+Lane: TypeAlias = tuple[object, object]  # process and thread; of a device, device and stream
+
+MARK: Final = "muster mark "
+START: Final = "start"
+STOP: Final = "stop"
+HOST: Final = frozenset({"cpu_op", "user_annotation", "python_function", "cuda_runtime", "cuda_driver"})
+LAUNCHES: Final = frozenset({"cuda_runtime", "cuda_driver"})
+DEVICE: Final = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
+IN_FLIGHT: Final = ("gloo:", "nccl:", "mpi:", "ucc:")
+PROFILER_STEP: Final = "ProfilerStep#"
+
+
+class Event(NamedTuple):
+    """Something that took time; `correlation` ties a launch to what it launched."""
+
+    name: str
+    category: str
+    start_us: float
+    end_us: float
+    lane: Lane
+    correlation: int | None
+
+    @property
+    def duration_us(self) -> float:
+        """How long it took."""
+        return self.end_us - self.start_us
+
+
+class Span(NamedTuple):
+    """One phase of a step, from one mark to the next."""
+
+    phase: str
+    start_us: float
+    end_us: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step that was recorded whole: `number` counts from 1, as in the metrics."""
+
+    number: int
+    spans: tuple[Span, ...]
+
+    @property
+    def start_us(self) -> float:
+        """When it began, on the host."""
+        return self.spans[0].start_us
+
+    @property
+    def end_us(self) -> float:
+        """When it ended, on the host."""
+        return self.spans[-1].end_us
+
+    def phase_at(self, time_us: float) -> str | None:
+        """Return the phase at a time, None outside the step."""
+        for span in self.spans:
+            if span.start_us <= time_us < span.end_us:
+                return span.phase
+        return None
+
+
+@dataclass
+class Trace:
+    """The events of one rank, sorted into what they are."""
+
+    host: dict[Lane, list[Event]] = field(default_factory=dict)
+    device: list[Event] = field(default_factory=list)
+    in_flight: list[Event] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def has_device(self) -> bool:
+        """True when anything ran on a GPU."""
+        return bool(self.device)
+
+
+def read_trace(events: Iterable[Mapping[str, Any]]) -> Trace:
+    """Sort the `traceEvents` of a chrome trace; what is none of ours is left out."""
+    trace = Trace()
+    marks: list[tuple[float, str]] = []
+    for row in events:
+        category = row.get("cat")
+        if row.get("ph") != "X" or (category not in HOST and category not in DEVICE):
+            continue
+        event = _event(row)
+        if event.name.startswith(MARK):
+            marks.append((event.start_us, event.name.removeprefix(MARK)))
+        elif category in DEVICE:
+            trace.device.append(event)
+        elif event.name.startswith(IN_FLIGHT):
+            trace.in_flight.append(event)
+        elif not event.name.startswith(PROFILER_STEP):
+            trace.host.setdefault(event.lane, []).append(event)
+    trace.steps = steps_between(marks)
+    return trace
+
+
+def steps_between(marks: Iterable[tuple[float, str]]) -> list[Step]:
+    """Build steps from marks (time, text); one without its end is left out."""
+    steps: list[Step] = []
+    number: int | None = None
+    spans: list[Span] = []
+    last_us = 0.0
+    for time_us, text in sorted(marks, key=lambda mark: mark[0]):
+        word, _, rest = text.partition(" ")
+        if word == START:
+            number, spans, last_us = int(rest), [], time_us
+        elif word == STOP:
+            if number is not None and spans:
+                steps.append(Step(number, tuple(spans)))
+            number = None
+        elif number is not None:
+            spans.append(Span(word, last_us, time_us))
+            last_us = time_us
+    return steps
+
+
+def _event(row: Mapping[str, Any]) -> Event:
+    arguments = row.get("args") or {}
+    start_us = float(row["ts"])
+    correlation = arguments.get("correlation")
+    return Event(
+        str(row.get("name", "")),
+        str(row["cat"]),
+        start_us,
+        start_us + float(row.get("dur", 0.0)),
+        (row.get("pid"), row.get("tid")),
+        correlation if isinstance(correlation, int) else None,
+    )

@@ -1,0 +1,62 @@
+"""Sets of time as sorted lists of intervals that do not touch: unions, intersections, differences. Pure.
+
+first    ████  ████
+second     █████            intersection  ██ ██      difference (first - second)  ██   ██
+"""
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+Interval: TypeAlias = tuple[float, float]  # from, to
+Intervals: TypeAlias = list[Interval]  # sorted, none of them empty, no two of them touching
+
+
+def union(intervals: Iterable[Interval]) -> Intervals:
+    """Merge intervals in any order; empty ones are dropped."""
+    merged: Intervals = []
+    for start, end in sorted(each for each in intervals if each[0] < each[1]):
+        if merged and start <= merged[-1][1]:
+            if end > merged[-1][1]:
+                merged[-1] = (merged[-1][0], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def intersection(first: Intervals, second: Intervals) -> Intervals:
+    """Return the time that lies in both of two unions."""
+    common: Intervals = []
+    one = two = 0
+    while one < len(first) and two < len(second):
+        start = max(first[one][0], second[two][0])
+        end = min(first[one][1], second[two][1])
+        if start < end:
+            common.append((start, end))
+        if first[one][1] <= second[two][1]:
+            one += 1
+        else:
+            two += 1
+    return common
+
+
+def difference(first: Intervals, second: Intervals) -> Intervals:
+    """Return the time that lies in the first union and not in the second."""
+    left: Intervals = []
+    at = 0
+    for start, end in first:
+        while at < len(second) and second[at][1] <= start:
+            at += 1
+        following = at
+        while following < len(second) and second[following][0] < end:
+            if start < second[following][0]:
+                left.append((start, second[following][0]))
+            start = max(start, second[following][1])
+            following += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(intervals: Intervals) -> float:
+    """Return how much time a union holds."""
+    return sum(end - start for start, end in intervals)

@@ -1,0 +1,46 @@
+"""What operators and kernels are, by their names: a table, the first row that fits. It gives colours and shares."""
+
+import re
+from functools import cache
+from typing import Final
+
+MATMUL: Final = "matmul"
+COMMUNICATION: Final = "communication"
+OTHER: Final = "other"
+
+_TABLE: Final = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        (COMMUNICATION, r"^c10d::|^(gloo|nccl|mpi|ucc):|^nccl|^communication$"),
+        ("attention", r"scaled_dot_product|flash|efficient_attention|fmha|attention"),
+        ("convolution", r"(?i)conv(?!ert)|implicit|[fdw]grad(?!.*gemm)|winograd|im2col|wgrad"),
+        (
+            MATMUL,
+            r"^aten::(mm|addmm|bmm|baddbmm|matmul|linear|linear_backward|dot|mv|addmv|_scaled_mm|_addmm_activation)$"
+            r"|(?i:gemm|cutlass|nvjet|cublas|xmma|matmul|splitk)|_linear_pointwise|^(Addmm|Mm|Bmm|Baddbmm)Backward",
+        ),
+        ("optimizer", r"^optimizer$|^Optimizer\.|_fused_(adam|adamw|sgd)|_foreach_|multi_tensor_apply|FusedAdam"),
+        ("memory", r"^Mem(cpy|set)|aten::((copy_|_to_copy|to|clone|fill_|zero_|cat|contiguous|stack)$|empty|resize_)"),
+        ("compiled", r"CompiledFxGraph|CompiledFunction|^Torch-Compiled|^triton_"),
+        ("launch", r"^cuda[A-Z]|^cu[A-Z]"),
+        ("python", r"\.py\(\d+\)|^<built-in|^<string>|^nn\.Module"),
+        ("autograd", r"autograd::|Backward\d*$"),
+    )
+)
+KINDS: Final = (*(kind for kind, _ in _TABLE), OTHER)
+TELLING: Final = frozenset({MATMUL, "convolution", "attention", COMMUNICATION, "optimizer"})
+
+# How NCCL's kernels are named; Holistic Trace Analysis goes by the same pattern.
+_COMMUNICATION_KERNEL: Final = re.compile(r"nccl.*Kernel")
+
+
+@cache
+def kind_of(name: str) -> str:
+    """Return the kind of an operator, a range or a kernel."""
+    return next((kind for kind, pattern in _TABLE if pattern.search(name)), OTHER)
+
+
+@cache
+def is_communication_kernel(name: str) -> bool:
+    """True for a kernel that moves data between ranks."""
+    return _COMMUNICATION_KERNEL.match(name) is not None

@@ -1,0 +1,180 @@
+"""A process forked to do one piece of work, as its parent holds it: a pipe it tells through, last words, how far it is.
+
+    pipe        JSON lines, one for each thing told
+    page        jobs/page.py: `beats` grows with everything that it begins, so that one that stands still shows
+    last words  its standard error, an anonymous file: what C++ says before an abort, and the stacks of a stuck process
+
+It dies with its parent, which must have no threads when it forks.
+"""
+
+import faulthandler
+import json
+import os
+import re
+import resource
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, NoReturn
+
+from jobs import linux
+from jobs.leftovers import state_of
+from jobs.page import Page
+from jobs.train.failures import is_lost_connection
+
+CHUNK: Final = 1 << 16
+MOST_WORDS: Final = 400  # characters of its last words in a message
+MOST_COPIED: Final = 1 << 16  # bytes of them that go to the rank's own log
+DUMP_S: Final = 1.0
+DUMP_POLL_S: Final = 0.02
+STANDARD_ERROR: Final = 2
+STOPPED: Final = ("T", "t")
+FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (\S+)$', re.MULTILINE)
+NOISE: Final = re.compile(r"^(\[W|frame #|Exception raised from|\s*$)")  # of C++ stacks: they bury what was said
+
+Tell = Callable[[dict[str, Any]], None]
+Work = Callable[[Tell, Page], None]
+
+
+How = Literal["done", "raised", "died", "silent"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How it ended.
+
+    `done`: it did all its work; `raised`: an exception; `died`: a signal, or an exit of its own; `silent`: it said
+    nothing for too long, or until its time was over, and was killed.
+    """
+
+    how: How
+    time: float  # unix seconds
+    beats: int = 0
+    message: str = ""
+    lost: bool = False  # what it met was that another rank had gone
+    stopped: bool = False  # silent, and stopped by a signal
+
+
+class Forked:
+    """The process that works, made by forking this one."""
+
+    def __init__(self, work: Work) -> None:
+        self.page = Page()
+        self.error: dict[str, Any] | None = None
+        self.is_done = False
+        self._unread = b""
+        self._words = os.memfd_create("last-words")
+        self._pipe, writing = os.pipe()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(work, parent, writing, self)
+        os.close(writing)
+
+    def told(self, timeout_s: float) -> list[dict[str, Any]] | None:
+        """Wait for what it tells, at most so long; None once it will tell no more, for it has ended."""
+        if not select.select([self._pipe], [], [], timeout_s)[0]:
+            return []
+        data = os.read(self._pipe, CHUNK)
+        if not data:
+            return None
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        messages = [json.loads(line) for line in lines]
+        for message in messages:
+            self.note(message)
+            self.error = message.get("raised", self.error)
+            self.is_done = self.is_done or "done" in message
+        return messages
+
+    def note(self, message: dict[str, Any]) -> None:
+        """Take in what it tells, in the order in which it does; for subclasses."""
+
+    def buried(self, *, silent: bool) -> Ended:
+        """Bury it, killed first if it is `silent`; say how it ended. Its standard error goes to this process's."""
+        beats, where, stopped = self.page.beats, "", False
+        if silent:
+            stopped = state_of(self.pid) in STOPPED
+            where = "" if stopped else self._where()
+            linux.kill_quietly(self.pid, signal.SIGKILL)
+        _, status = os.waitpid(self.pid, 0)
+        words = self._last_words()
+        os.close(self._pipe)
+        os.close(self._words)
+        self.page.close()
+        made = Ended("done", time.time(), beats)
+        code = os.waitstatus_to_exitcode(status)
+        if self.error is not None:
+            return replace(made, how="raised", **self.error)
+        if silent:
+            return replace(made, how="silent", message=where, stopped=stopped)
+        if self.is_done and code == 0:
+            return made
+        how = f"was killed by {linux.signal_name(-code)}" if code < 0 else f"ended with code {code}"
+        said = f"{how}; last words: {words}" if words else how
+        # An abort is how C++ ends on an error that nobody catches, NCCL's watchdog on a lost peer too.
+        lost = -code == signal.SIGABRT and is_lost_connection(RuntimeError(words))
+        return replace(made, how="died", message=said, lost=lost)
+
+    def _where(self) -> str:
+        """Have it write its stacks, and return the innermost call of its main thread, which stands last."""
+        before = os.fstat(self._words).st_size
+        linux.kill_quietly(self.pid, signal.SIGQUIT)
+        deadline = time.monotonic() + DUMP_S
+        text, seen = "", None
+        while text != seen and time.monotonic() < deadline:  # until it grows no more
+            time.sleep(DUMP_POLL_S)
+            seen, text = text or None, os.pread(self._words, CHUNK, before).decode(errors="replace")
+        stack = text.rpartition("(most recent call first):")[2]
+        found = FRAME.search(stack)
+        return f"{'/'.join(found[1].split('/')[-2:])}:{found[2]} {found[3]}" if found else ""
+
+    def _last_words(self) -> str:
+        """Return the end of what it wrote to standard error, on one line, and write all of it to ours."""
+        size = os.fstat(self._words).st_size
+        text = os.pread(self._words, MOST_COPIED, max(0, size - MOST_COPIED)).decode(errors="replace")
+        if text:
+            with suppress(OSError):  # a full disk: the row says it too
+                sys.stderr.write(text)
+                sys.stderr.flush()
+        said = " ".join(line for line in text.splitlines() if not NOISE.match(line))
+        return " ".join(said.split())[-MOST_WORDS:]
+
+
+def _become(work: Work, parent: int, writing: int, process: Forked) -> NoReturn:
+    """Be the process: in the fresh child, which must not run on into the parent's code whatever happens."""
+    code = 1
+    try:
+        linux.die_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and it the child
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's answer to it is not ours
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # GBs, for a row
+        os.dup2(process._words, STANDARD_ERROR)
+        faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
+        os.close(process._pipe)
+
+        def tell(message: dict[str, Any]) -> None:
+            data = memoryview((json.dumps(message) + "\n").encode())
+            while data:
+                data = data[os.write(writing, data) :]
+
+        try:
+            work(tell, process.page)
+            tell({"done": True})
+            code = 0
+        except Exception as error:
+            text = " ".join(str(error).split())[:MOST_WORDS]
+            message, lost = f"{type(error).__name__}: {text}", is_lost_connection(error)
+            print(message, file=sys.stderr) if lost else traceback.print_exc()  # a victim's stack tells nothing
+            tell({"raised": {"message": message, "lost": lost, "time": time.time()}})
+    finally:
+        with suppress(OSError):
+            sys.stderr.flush()
+            sys.stdout.flush()
+        os._exit(code)  # without the interpreter's farewell, in which a broken process group may abort

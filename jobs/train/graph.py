@@ -1,0 +1,161 @@
+"""Whole steps as CUDA graphs: launched with one call instead of some hundred, for models whose kernels are short.
+
+    steps of one form     0        1        2        3         4        5
+    what runs          eagerly  eagerly  eagerly  record,  replay   replay
+                                                  replay                        inputs copied in, losses copied out
+
+All of a step is in its graph: forward, backward, the wrapper's communication on its own stream, clipping, the
+optimizer. A graph replays the addresses that were recorded, so everything that outlives a step must stay where it is:
+parameters, optimizer state, buckets, and the learning rate, which is a tensor on the device. Steps of another form -
+the last batch of an epoch, an uneven shard - run eagerly until they have been seen as often, then have their own graph.
+Recording does not execute: the recorded step is replayed for the first time at once.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from jobs.checkpoint.pieces import Piece
+from jobs.errors import RefusedError
+from jobs.train.clock import Clock
+from jobs.train.loading import MicroInput, ShardInput
+from jobs.train.state import Part
+
+if TYPE_CHECKING:
+    from jobs.train.engine import Engine
+
+EAGER_STEPS: Final = 3  # what is made lazily - optimizer state, compiled code, NCCL's connections - is there after them
+MOST_GRAPHS: Final = 4  # each keeps its own inputs; a plan has two forms of steps, seldom more
+
+Form = tuple[Any, ...]
+
+
+class GraphedEngine:
+    """Another engine whose steps are recorded once and replayed."""
+
+    def __init__(self, engine: "Engine", clock: Clock, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise RefusedError(
+                f"train.cuda_graph: this rank computes on {device.type}; set device: cuda, or leave it out"
+            )
+        self.engine = engine
+        self.clock = clock
+        self.module: nn.Module = engine.module
+        self.optimizer: torch.optim.Optimizer = engine.optimizer
+        self._device = device
+        # Steps before the recording run on its stream, too, so that what they make for a stream is made for this one.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+        self._seen: Counter[Form] = Counter()
+        self._recorded: dict[Form, RecordedStep] = {}
+
+    def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Train on this rank's part of a global batch, from a graph when there is one for its form."""
+        form = form_of(shards)
+        recorded = self._recorded.get(form)
+        if recorded is None:
+            if self._seen[form] < EAGER_STEPS or len(self._recorded) == MOST_GRAPHS:
+                self._seen[form] += 1
+                return self._eagerly(step, shards)
+            recorded = self._recorded[form] = self._record(step, shards)
+        losses = recorded.replay(shards)
+        self.clock.lap("replay")
+        return losses
+
+    def _eagerly(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        now = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(now)
+        with torch.cuda.stream(self._stream):
+            losses = self.engine.train_step(step, shards)
+        now.wait_stream(self._stream)
+        return losses
+
+    def _record(self, step: int, shards: Sequence[ShardInput]) -> "RecordedStep":
+        with self.clock.muted():
+            try:
+                return RecordedStep(self.engine, step, shards, self._stream, self._pool)
+            except RuntimeError as error:
+                raise RefusedError(
+                    f"train.cuda_graph: the step could not be recorded: {error}; set cuda_graph: false, "
+                    "or remove what asks the host within a step"
+                ) from error
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return what else the row of the step just done shows."""
+        return self.engine.figures()
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Run the model as evaluation does, eagerly."""
+        return self.engine.predict(inputs)
+
+    def synchronize_buffers(self) -> None:
+        """Make every rank's buffers those that are saved and evaluated."""
+        self.engine.synchronize_buffers()
+
+    def held_state(self) -> list[Part]:
+        """List the parts of the state that this rank saves."""
+        return self.engine.held_state()
+
+    def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """List the parts that this rank reads of a checkpoint's tensors; called before any step is recorded."""
+        assert not self._recorded, "a recorded step would go on with the optimizer state that was there before"
+        return self.engine.wanted_state(stored)
+
+    def rehearse(self, shards: Sequence[ShardInput]) -> None:
+        """Let the first backward's lesson be learned."""
+        self.engine.rehearse(shards)
+
+
+class RecordedStep:
+    """One step's graph, with the inputs that it reads and the losses that it leaves."""
+
+    def __init__(
+        self, engine: "Engine", step: int, shards: Sequence[ShardInput], stream: torch.cuda.Stream, pool: Any
+    ) -> None:
+        self.shards = [_own(shard) for shard in shards]
+        self.graph = torch.cuda.CUDAGraph()
+        # NCCL's watchdog asks about events of earlier collectives from a thread of its own, which may go on.
+        with torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            self.losses = engine.train_step(step, self.shards)
+
+    def replay(self, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Run the step on other inputs of the same form; return its losses as tensors of their own."""
+        for own, given in zip(_tensors(self.shards), _tensors(shards), strict=True):
+            own.copy_(given, non_blocking=True)
+        self.graph.replay()
+        return [loss.clone() for loss in self.losses]
+
+
+def form_of(shards: Sequence[ShardInput]) -> Form:
+    """Return what a recorded step cannot change: which virtual ranks, shapes and types, samples and weights."""
+    return tuple(
+        (
+            shard.virtual_rank,
+            *(
+                (
+                    *(part for tensor in (micro.inputs, micro.targets) for part in (tuple(tensor.shape), tensor.dtype)),
+                    micro.samples,
+                    micro.weight,
+                )
+                for micro in shard.micro_batches
+            ),
+        )
+        for shard in shards
+    )
+
+
+def _own(shard: ShardInput) -> ShardInput:
+    """Copy a shard's tensors."""
+    micros = (
+        replace(micro, inputs=micro.inputs.clone(), targets=micro.targets.clone()) for micro in shard.micro_batches
+    )
+    return replace(shard, micro_batches=tuple(micros))
+
+
+def _tensors(shards: Sequence[ShardInput]) -> list[Tensor]:
+    micros: list[MicroInput] = [micro for shard in shards for micro in shard.micro_batches]
+    return [tensor for micro in micros for tensor in (micro.inputs, micro.targets)]

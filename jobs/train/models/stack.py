@@ -1,0 +1,50 @@
+"""A model as a stack of named layers: logits of its inputs or, where targets are given too, their mean loss.
+
+    body                                     head
+    embed | block1 | block2 | ... | norm     head     gpt
+    conv1 norm1 relu1 pool1 | conv2 ...      head     vgg
+
+Inputs and targets come through one `forward`, so that a wrapper that prepares for a step sees all of it. In training
+the body may be run in another way, by pieces that are compiled or forwarded again in the backward, and so may the head
+with the loss: `jobs/train/numerics/` says how. Evaluation runs the layers as they are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+Layers = Sequence[nn.Module]
+
+
+def in_turn(layers: Layers, x: Tensor) -> Tensor:
+    """Run layers one after the other."""
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits (..., classes) against targets (...), in float32 at least."""
+    flat = logits.flatten(0, -2)  # (predictions, classes)
+    return functional.cross_entropy(flat.to(torch.promote_types(flat.dtype, torch.float32)), targets.flatten())
+
+
+def plain_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean loss of what a head makes of `x`."""
+    return mean_loss(head(x), targets)
+
+
+class Stack(nn.Sequential):
+    """Named layers in order, of which slices are stages; the last one makes the logits."""
+
+    run_body: Callable[[Layers, Tensor], Tensor] = staticmethod(in_turn)
+    run_loss: Callable[[nn.Module, Tensor, Tensor], Tensor] = staticmethod(plain_loss)
+
+    def forward(self, input: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Map inputs to logits, or with targets to the mean loss."""
+        *body, head = self
+        x = self.run_body(body, input) if self.training else in_turn(body, input)
+        return cast(Tensor, head(x)) if targets is None else self.run_loss(head, x, targets)

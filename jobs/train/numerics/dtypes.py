@@ -1,0 +1,73 @@
+"""Which types a precision gives to each layer: one forward and backward, watched.
+
+Autocast casts by operation: products in 16 bits, sums and losses in 32. Which operations are which differs between
+devices - a layer norm is float32 on CUDA and 16 bits on a CPU - so the table is observed and not written down.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from jobs.train.models.stack import Stack, in_turn, mean_loss
+from jobs.train.numerics.numerics import Numerics
+
+NONE: Final = "-"
+
+
+@dataclass(frozen=True)
+class DtypeRow:
+    """A layer without layers of its own; the last row is the loss. `-`: it has none, or was not called."""
+
+    layer: str
+    kind: str
+    parameters: str
+    input: str
+    output: str
+    gradients: str
+
+
+def dtype_rows(model: nn.Module, inputs: Tensor, targets: Tensor, numerics: Numerics) -> list[DtypeRow]:
+    """Forward and backward once, layer by layer; gradients are gone afterwards."""
+    seen: dict[str, tuple[str, str]] = {}
+    leaves = {name: module for name, module in model.named_modules() if not any(True for _ in module.children())}
+    with ExitStack() as hooks:
+        for name, module in leaves.items():
+            hooks.callback(module.register_forward_hook(_watch(name, seen)).remove)
+        with numerics.forward():
+            # A stack's pieces may be compiled, where no hook is called, and its loss may leave the logits out.
+            logits = in_turn(list(model), inputs) if isinstance(model, Stack) else model(inputs)
+            loss = mean_loss(logits, targets)
+        torch.autograd.backward(loss)
+    rows = []
+    for name, module in leaves.items():
+        parameters = list(module.parameters(recurse=False))
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        own, theirs = (_spell(tensors) for tensors in (parameters, gradients))
+        rows.append(DtypeRow(name, type(module).__name__, own, *seen.get(name, (NONE, NONE)), theirs))
+    model.zero_grad(set_to_none=True)
+    return [*rows, DtypeRow("loss", "cross entropy", NONE, _spell([logits]), _spell([loss]), NONE)]
+
+
+def render_dtypes(rows: Sequence[DtypeRow]) -> str:
+    """Set rows as a table of text."""
+    table = [tuple(field.name for field in fields(DtypeRow)), *map(astuple, rows)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _watch(name: str, seen: dict[str, tuple[str, str]]) -> Callable[..., None]:
+    def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        seen[name] = (_spell(inputs), _spell([output]))
+
+    return hook
+
+
+def _spell(values: Sequence[Any]) -> str:
+    """Name the types of tensors, each once."""
+    names = dict.fromkeys(str(each.dtype).removeprefix("torch.") for each in values if isinstance(each, Tensor))
+    return ", ".join(names) or NONE

@@ -1,0 +1,134 @@
+"""One frozen object for all that `precision`, `compile` and `activation_checkpointing` change in a training.
+
+    precision    weights   forward in    gradients   the optimizer steps      the loss is scaled
+    fp32, fp64   itself    itself        itself      the weights              no
+    bf16         float32   autocast      float32     the weights              no
+    fp16         float32   autocast      float32     the weights              yes
+    pure_bf16    bfloat16  bfloat16      bfloat16    float32 masters          no
+
+The loss is computed in float32 at least. Batch norms stay in float32 under pure_bf16: a running statistic that moves by
+a tenth of a difference would stand still in eight bits.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from jobs.train.models.gpt import Attention
+from jobs.train.models.stack import Stack, plain_loss
+from jobs.train.numerics.loss import chunked_loss
+from jobs.train.numerics.masters import MasterWeights
+from jobs.train.numerics.pieces import Body, Piece, compiled, cut, require_compiler
+from jobs.train.numerics.scaling import LossScaler, Scaler
+from jobs.train.optim import build_optimizer
+from jobs.train_settings import OptimizerSettings, Precision, TrainSettings
+
+
+@dataclass(frozen=True)
+class Row:
+    """A precision: the dtype of weights, and what autocast casts to."""
+
+    weights: torch.dtype
+    autocast: torch.dtype | None = None
+
+
+ROWS: Final[dict[Precision, Row]] = {
+    "fp32": Row(torch.float32),
+    "fp64": Row(torch.float64),
+    "bf16": Row(torch.float32, torch.bfloat16),
+    "fp16": Row(torch.float32, torch.float16),
+    "pure_bf16": Row(torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How one rank computes; what comes after `recompute` is for benchmarks to vary."""
+
+    precision: Precision
+    device: torch.device
+    compile: bool = False
+    recompute: bool = False  # blocks are forwarded again in the backward
+    compile_mode: str | None = None  # torch.compile's
+    whole: bool = False  # the body is compiled as one piece
+    chunked: bool = True  # where bfloat16 computes, the head of a GPT and its loss go by chunks of the batch
+
+    @property
+    def weights(self) -> torch.dtype:
+        """The dtype of parameters, but for batch norms' under pure_bf16."""
+        return ROWS[self.precision].weights
+
+    @property
+    def inputs(self) -> torch.dtype:
+        """The dtype that images come in."""
+        return self.weights
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What autocast casts to; None: there is none."""
+        return ROWS[self.precision].autocast
+
+    def place(self, model: Stack) -> Stack:
+        """Move a model to its device and dtypes, and say how its training is run; all in place, names are kept.
+
+        Raises:
+            RefusedError: it is to be compiled, and this machine cannot.
+        """
+        if self.compile:
+            require_compiler(self.device)
+        model.to(self.device, self.weights)
+        for module in model.modules():
+            if isinstance(module, _NormBase) and self.weights.itemsize == 2:
+                module.float()
+        if self.compile or self.recompute:
+            pieces = [Piece(0, len(model) - 1, again=False)] if self.whole else cut(list(model)[:-1])
+            model.run_body = Body(model, pieces, compile=self.compile, recompute=self.recompute, mode=self.compile_mode)
+        model.run_loss = self._loss_of(model)
+        return model
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Return the context of every forward, of training and of evaluation; not of the backward."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, self.autocast)
+
+    def loss(self, call: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss that a model, or a wrapper of one, computes."""
+        with self.forward():
+            loss: Tensor = call(inputs, targets)
+        return loss
+
+    def logits(self, call: Callable[..., Any], inputs: Tensor) -> Tensor:
+        """Return the logits that a model computes."""
+        with self.forward():
+            logits: Tensor = call(inputs)
+        return logits
+
+    def optimizer(
+        self, parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, capturable: bool = False
+    ) -> torch.optim.Optimizer:
+        """Build the job's optimizer; with `capturable` a CUDA graph may hold its step.
+
+        Its learning rate then is a tensor on the device.
+        """
+        build = partial(build_optimizer, settings=settings, capturable=capturable)
+        return MasterWeights(parameters, build) if self.weights.itemsize == 2 else build(parameters)
+
+    def scaler(self) -> Scaler:
+        """Return what scales losses: for all but fp16 it leaves them alone."""
+        return LossScaler(self.device) if self.autocast == torch.float16 else Scaler()
+
+    def _loss_of(self, model: Stack) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
+        is_gpt = any(isinstance(module, Attention) for module in model.modules())
+        if torch.bfloat16 in (self.weights, self.autocast) and self.chunked and is_gpt:
+            return partial(chunked_loss, compile=self.compile)
+        return compiled(plain_loss, "loss", mode=self.compile_mode) if self.compile else plain_loss
+
+
+def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
+    """Return how a job computes on a device."""
+    return Numerics(settings.precision, device, settings.compile, settings.activation_checkpointing)

@@ -1,0 +1,135 @@
+"""A stack's body in training, by pieces: a piece is compiled as one, or forwarded again in the backward to keep less.
+
+    embed | block1 | block2 | norm        conv1 norm1 relu1 pool1 | conv2 norm2 relu2 pool2 | ...
+
+A piece and not the whole, so that gradients of late layers are ready, and sent, while early ones are computed; and so
+that twelve equal blocks are compiled once. Of a piece that is forwarded again only its input is kept. Batch norms then
+compute with the batch's statistics, as the first time, and what they record is thrown away.
+"""
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from jobs.errors import RefusedError
+from jobs.train.models.gpt import Block, Embed
+from jobs.train.models.stack import Layers, Stack, in_turn
+
+FIRST_OF_PIECE: Final = (Embed, Block, nn.Conv2d, nn.LayerNorm, nn.RMSNorm)
+AGAIN: Final = (Block, nn.Conv2d)  # a piece that begins with one is worth to be forwarded again
+COMPILERS: Final = {"cpu": ("g++", "clang++"), "cuda": ("gcc", "clang", "cc")}
+
+Run = Callable[[Layers, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Layers [start, stop) of a body."""
+
+    start: int
+    stop: int
+    again: bool
+
+
+def cut(body: Layers) -> list[Piece]:
+    """Cut a body into pieces that are compiled, or forwarded again, by themselves."""
+    starts = [index for index, layer in enumerate(body) if index == 0 or isinstance(layer, FIRST_OF_PIECE)]
+    stops = [*starts[1:], len(body)]
+    return [Piece(a, b, isinstance(body[a], AGAIN)) for a, b in zip(starts, stops, strict=True)]
+
+
+class Body:
+    """Runs the pieces of a body one after the other; it holds no layer, so that a copy of the model is one."""
+
+    def __init__(
+        self, model: Stack, pieces: Sequence[Piece], *, compile: bool, recompute: bool, mode: str | None = None
+    ) -> None:
+        body = list(model)[:-1]
+        self.pieces = pieces
+        self.recompute = recompute
+        self.draws = any(isinstance(module, nn.Dropout) and module.p > 0.0 for module in model.modules())
+        runs: dict[str, Run] = {}
+        for piece in self.pieces:
+            kind = form(body[piece.start : piece.stop])
+            if kind not in runs:
+                runs[kind] = compiled(in_turn, f"piece{len(runs)}", mode=mode) if compile else in_turn
+        self.runs = [runs[form(body[piece.start : piece.stop])] for piece in self.pieces]
+
+    def __call__(self, body: Layers, x: Tensor) -> Tensor:
+        """Map the body's input to its output."""
+        for piece, run in zip(self.pieces, self.runs, strict=True):
+            layers = body[piece.start : piece.stop]
+            x = self._again(run, layers, x) if self.recompute and piece.again else run(layers, x)
+        return x
+
+    def _again(self, run: Run, layers: Layers, x: Tensor) -> Tensor:
+        norms = [module for layer in layers for module in layer.modules() if isinstance(module, _NormBase)]
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            return nullcontext(), silent(norms)
+
+        y: Tensor = checkpoint(run, layers, x, use_reentrant=False, preserve_rng_state=self.draws, context_fn=contexts)
+        return y
+
+
+@contextmanager
+def silent(norms: Sequence[_NormBase]) -> Iterator[None]:
+    """Let batch norms record running statistics in copies that are thrown away."""
+    before = [dict(norm._buffers) for norm in norms]
+    for norm, buffers in zip(norms, before, strict=True):
+        norm._buffers.update({name: None if each is None else each.clone() for name, each in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, before, strict=True):
+            norm._buffers.update(buffers)
+
+
+def form(layers: Layers) -> str:
+    """Spell what kind of layers these are, with their sizes: pieces of one form share what is compiled."""
+    return "\n".join(map(repr, layers))
+
+
+def compiled(function: Callable[..., Any], name: str, *, mode: str | None = None) -> Callable[..., Any]:
+    """Compile a function under a name of its own.
+
+    Compiled code is kept by code object, and another shape of an argument makes the next version one for all shapes:
+    two uses of one function for layers of two sizes would spoil each other.
+    """
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace(co_name=f"{function.__name__}_{name}")
+    own = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    run: Callable[..., Any] = torch.compile(own, mode=mode)
+    return run
+
+
+def require_compiler(device: torch.device) -> None:
+    """Check that generated code can be built for a device.
+
+    Raises:
+        RefusedError: this machine lacks a compiler, or Python's headers.
+    """
+    variable = {"cpu": "CXX", "cuda": "CC"}[device.type]
+    names = (os.environ[variable],) if os.environ.get(variable) else COMPILERS[device.type]
+    if not any(shutil.which(name) for name in names):
+        raise RefusedError(
+            f"train.compile: torch.compile for {device.type} needs a compiler, none of {', '.join(names)} is here; "
+            f"install one, name it in {variable}, or set compile: false"
+        )
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.is_file():
+        raise RefusedError(
+            f"train.compile: torch.compile needs Python's headers, {header} is not there; install them "
+            "(python3-dev), or set compile: false"
+        )

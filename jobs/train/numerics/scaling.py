@@ -1,0 +1,98 @@
+"""Loss scaling for fp16: gradients too small for 16 bits are lifted into their range, by a factor found on the way.
+
+    loss * scale ─ backward ─ mean over ranks ─ / scale ─ all finite? ─ clip ─ step           yes, `GROWTH_STEPS` in a
+                                                              └ no: the step is left out,      row: scale * 2
+                                                                scale / 2
+
+Infinity anywhere makes the mean infinite or not a number on every rank, so all ranks leave out the same steps without
+a word. Scale and counter are tensors on the device: nothing waits for them, a CUDA graph may hold all of it, and
+checkpoints carry them. A step that is left out changes neither weights nor the optimizer's state.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from jobs.train.optim import clip
+
+START: Final = 2.0**16
+GROWTH: Final = 2.0
+BACKOFF: Final = 0.5
+GROWTH_STEPS: Final = 2000
+SCALE: Final = "scaling/scale"  # the names that a checkpoint has for them
+GOOD_STEPS: Final = "scaling/good_steps"
+
+
+class Scaler:
+    """Scales nothing: what all precisions but fp16 need."""
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return what the backward begins from."""
+        return loss
+
+    def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip_norm: float | None) -> None:
+        """Unscale and clip the gradients, which are the mean over ranks by now, and step."""
+        self.unscale(parameters)
+        if clip_norm is not None:
+            clip(parameters, clip_norm)
+        self.advance(optimizer)
+
+    def unscale(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Turn the gradients of scaled losses into those of the losses."""
+
+    def advance(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step with gradients that are unscaled."""
+        optimizer.step()
+
+    def factor(self) -> float:
+        """Return what losses are multiplied by; waits for the device."""
+        return 1.0
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint must hold, by name; to be filled in place."""
+        return {}
+
+    def row(self) -> dict[str, Tensor]:
+        """Return what the row of the step just done shows of it: copies of scalars."""
+        return {}
+
+
+class LossScaler(Scaler):
+    """Scales by a factor that doubles after many good steps and halves after a bad one."""
+
+    def __init__(self, device: torch.device, *, start: float = START, growth_steps: int = GROWTH_STEPS) -> None:
+        self.growth_steps = growth_steps
+        self.scale = torch.full((), start, dtype=torch.float32, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # 1.0: the last step was left out
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss times the scale."""
+        return loss * self.scale
+
+    def unscale(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Divide the gradients by the scale, and note whether all are finite."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self.found_inf.zero_()
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, self.scale.reciprocal())
+
+    def advance(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step if all gradients were finite, and adapt the scale."""
+        told: Any = optimizer  # fused kernels read this, and leave the step out by themselves
+        told.grad_scale, told.found_inf = None, self.found_inf
+        optimizer.step()
+        torch._amp_update_scale_(self.scale, self.good_steps, self.found_inf, GROWTH, BACKOFF, self.growth_steps)
+
+    def factor(self) -> float:
+        """Return the scale; waits for the device."""
+        return float(self.scale)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return scale and counter."""
+        return {SCALE: self.scale, GOOD_STEPS: self.good_steps}
+
+    def row(self) -> dict[str, Tensor]:
+        """Return the scale of the next step, and whether this one was left out."""
+        return {"loss_scale": self.scale.clone(), "skipped": self.found_inf.clone()}

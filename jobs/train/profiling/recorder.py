@@ -1,0 +1,193 @@
+"""Records a few steps of one rank with PyTorch's profiler, and has them written down. Off, it is one attribute read.
+
+    steps   1 2 3 4   5         6 7 8      9
+            .         prepare   record     writes down what it has, and is off from here on
+
+The profiler learns of steps and phases from the training's clock, which tells its marks while steps are recorded.
+What goes wrong here is said and never ends a training.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Final
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
+from typing_extensions import Self
+
+from jobs import page
+from jobs.page import Phase
+from jobs.profile_settings import ProfileSettings
+from jobs.trace.events import MARK, START
+from jobs.trace.paths import ProfileDir
+from jobs.trace.record import numbers
+from jobs.trace.window import Window, window_of
+from jobs.train.clock import Clock
+from jobs.train.profiling.memory import History
+from jobs.train.profiling.writing import write_profile
+
+
+class NotProfiling:
+    """Records nothing."""
+
+    word: str | None = None  # of the step under way: what the metrics say of it
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        return
+
+    def step_done(self, done: int) -> None:
+        """Hear that `done` steps are done."""
+
+    @property
+    def summary(self) -> str | None:
+        """What is said at the end of a run."""
+        return None
+
+
+QUIET: Final = ("KINETO_LOG_LEVEL", "6")  # else it writes two lines of its own to standard error
+NOT_PROFILING: Final = NotProfiling()
+WARM_UP, RECORDED, WRITTEN = "warm-up", "recorded", "written"
+
+
+class Recorder(NotProfiling):
+    """Records the steps of a window."""
+
+    def __init__(
+        self,
+        settings: ProfileSettings,
+        folder: ProfileDir,
+        clock: Clock,
+        device: torch.device,
+        facts: Mapping[str, Any],
+        *,
+        done: int,
+        steps: int,
+    ) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.clock = clock
+        self.device = device
+        self.facts = {**facts, "steps_of_job": steps}
+        self.window: Window = window_of(settings, done=done, steps=steps)
+        self.done = done
+        self.history = History(device) if device.type == "cuda" and settings.memory else None
+        self.profiler: profile | None = None
+        self.record: dict[str, Any] | None = None
+        self.said = self.window.note
+
+    def __enter__(self) -> Self:
+        self._guarded(self._move_on)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.profiler is not None and kind is None and self.done >= self.window.first:  # stopped within the window
+            self._guarded(self._finish)
+        if self.record is None and not self.said:
+            self.said = f"not profiled: stopped before step {self.window.first} was done"
+        self._drop()
+
+    def step_done(self, done: int) -> None:
+        """Go on to what comes with the next step: nothing, a warm-up, a recorded step, or the end of the recording."""
+        self.done = done
+        if self.word is not None or done + 1 >= self.window.first - 1:
+            self._guarded(self._move_on)
+
+    @property
+    def summary(self) -> str | None:
+        """Say where the profile lies and what it comes to; or why there is none."""
+        return self.said or None
+
+    def _move_on(self) -> None:
+        following = self.done + 1
+        if self.window.count and self.profiler is None and following in (self.window.first - 1, self.window.first):
+            self._start(warm=following < self.window.first)
+        elif self.profiler is not None and self.done >= self.window.last:
+            self._finish()
+            self.word = WRITTEN
+            return
+        elif self.profiler is not None:
+            self.profiler.step()
+        recording = self.profiler is not None and following >= self.window.first
+        self.word = None if self.profiler is None else RECORDED if recording else WARM_UP
+        self.clock.listener = self._mark if recording else None
+
+    def _start(self, *, warm: bool) -> None:
+        begins = 1 if warm else 0
+
+        def action(step: int) -> ProfilerAction:
+            return ProfilerAction.RECORD if step >= begins else ProfilerAction.WARMUP
+
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        os.environ.setdefault(*QUIET)
+        self.profiler = profile(activities=activities, schedule=action, with_stack=self.settings.stacks)
+        if self.history is not None:
+            self.history.start()
+        self.profiler.start()
+
+    def _mark(self, text: str) -> None:
+        number = f" {self.done + 1}" if text == START else ""
+        with record_function(f"{MARK}{text}{number}"):
+            pass
+
+    def _finish(self) -> None:
+        """Stop, and write down what was recorded: other ranks may wait meanwhile, for longer than a step takes."""
+        profiler, self.profiler, self.clock.listener = self.profiler, None, None
+        assert profiler is not None
+        page.own.enter(Phase.SAVE)
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            profiler.stop()
+            self.record = write_profile(self.folder, profiler, self.history, self.device, self.facts)
+            self.said = "; ".join(filter(None, (self._said_of(self.record), self.window.note)))
+        finally:
+            if self.history is not None:
+                self.history.stop()
+            page.own.enter(Phase.RUN)
+
+    def _said_of(self, record: Mapping[str, Any]) -> str:
+        steps = numbers([step["step"] for step in record["steps"]])
+        ratio = record["overlap"]
+        hidden = "" if ratio is None else f", {ratio:.0%} of rank {record['rank']}'s communication hidden"
+        return f"profiled {steps}{hidden}: {self.folder.path.parent}/profile-*/; muster profile shows them"
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do something; where it fails, say so and go on without: a training is worth more than its profile."""
+        try:
+            work()
+        except Exception as failure:
+            self._drop()
+            self.window = Window(self.done + 1, self.done)
+            self.word, self.said = None, f"not profiled: {type(failure).__name__}: {failure}"
+            with suppress(OSError):
+                print(f"muster: warning: rank {self.facts['rank']}: {self.said}", file=sys.stderr, flush=True)
+
+    def _drop(self) -> None:
+        """Stop recording and forget what was recorded."""
+        profiler, self.profiler, self.clock.listener = self.profiler, None, None
+        with suppress(RuntimeError):
+            if profiler is not None:
+                profiler.stop()
+        if self.history is not None:
+            self.history.stop()
+
+
+def prepare(settings: ProfileSettings, *, cuda_graph: bool) -> None:
+    """Get a process ready before it records a CUDA graph: the profiler's library must be there earlier, and stay."""
+    if settings.on and cuda_graph and torch.cuda.is_available():
+        os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]):
+            torch.cuda.synchronize()

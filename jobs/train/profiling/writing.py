@@ -1,0 +1,63 @@
+"""Writes what a rank has recorded: the trace, and all that is read off it, in its folder of the attempt."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.profiler import profile
+
+from jobs.files import folder_error, write_json, write_text
+from jobs.trace.chrome import read_document, with_phases, write_trace
+from jobs.trace.events import read_trace
+from jobs.trace.flame import device_flame, host_flame, render
+from jobs.trace.nesting import Nested, nest_trace
+from jobs.trace.paths import ProfileDir
+from jobs.trace.record import numbers, operators_csv, operators_text, record_of
+from jobs.train.profiling.memory import History, peaks
+
+
+def write_profile(
+    folder: ProfileDir, profiler: profile, history: History | None, device: torch.device, facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write a rank's profile; return its record.
+
+    Raises:
+        RunFolderError, StorageError: the folder cannot be written.
+    """
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise folder_error(folder.path, error) from error
+    files = [folder.trace, folder.operators, folder.operators_csv, folder.flame]
+    if history is not None:
+        history.write(folder.cuda_memory)
+        files.append(folder.cuda_memory)
+    document = exported(folder, profiler)
+    nested = nest_trace(read_trace(document["traceEvents"]))
+    write_trace(folder.trace, with_phases(document, nested))
+    record = record_of(nested, {**facts, "memory": peaks(device)})
+    write_text(folder.operators, operators_text(record))
+    write_text(folder.operators_csv, operators_csv(record["operators"] + record["kernels"]))
+    files += write_flames(folder, nested, record)
+    record["files"] = [path.name for path in files]
+    write_json(folder.record, record)
+    return record
+
+
+def exported(folder: ProfileDir, profiler: profile) -> dict[str, Any]:
+    """Return the profiler's trace as it exports it."""
+    try:
+        profiler.export_chrome_trace(str(folder.raw_trace))
+        return read_document(folder.raw_trace)
+    finally:
+        folder.raw_trace.unlink(missing_ok=True)
+
+
+def write_flames(folder: ProfileDir, nested: Nested, record: Mapping[str, Any]) -> list[Any]:
+    """Draw the flame graphs; return those that are more than the host's."""
+    what = f"rank {record['rank']}, {numbers([step['step'] for step in record['steps']])}"
+    write_text(folder.flame, render(host_flame(nested), f"{what}: time of the host's threads"))
+    if not nested.trace.has_device:
+        return []
+    write_text(folder.cuda_flame, render(device_flame(nested), f"{what}: time of CUDA kernels, by what launched them"))
+    return [folder.cuda_flame]

@@ -1,0 +1,200 @@
+"""The conductor of a `timing:` job: for each row it forks a process, listens to it, and writes down what came of it.
+
+    survey ── header, peaks ── row: fork · make the model · warm up · steps · peak memory ── row ── ... ── end
+
+It runs no torch operation itself, so that every fork is a fresh start: no row warms up another one's caches, or leaves
+it memory. A row whose time is over is killed; what it had told by then is kept.
+"""
+
+import os
+import signal
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, cast
+
+import torch
+
+from jobs import linux
+from jobs.anatomy import anatomy
+from jobs.machine import cpu_name
+from jobs.page import Page
+from jobs.rowlog import RowLog
+from jobs.strict import Strict
+from jobs.timing.records import Dtypes, End, Header, LayerTypes, Machine, Peak, State, Summary, Timed
+from jobs.timing.settings import Case, TimingSettings
+from jobs.train.forked import Ended, Forked, Tell
+from jobs.train.timing import memory, work
+from jobs.train.timing.work import Task
+from jobs.words import counted
+
+SURVEY_S: Final = 60.0
+POLL_S: Final = 1.0
+DIGITS: Final = 9  # of seconds
+KILLED: Final = "was killed by SIGKILL"
+
+Heard = list[dict[str, Any]]
+
+
+class Conductor:
+    """Times all rows of a job on one device."""
+
+    def __init__(self, settings: TimingSettings, device: torch.device, log: RowLog, *, name: str) -> None:
+        self.settings = settings
+        self.device = device
+        self.name = name
+        self.rows: list[Timed] = []
+        self.rates: dict[str, float] = {}
+        self._log = log
+
+    def run(self) -> None:
+        """Survey the machine, then measure; each record is written as it comes."""
+        began = time.monotonic()
+        self._survey()
+        for case in self.settings.cases():
+            if self.settings.dtypes:
+                self._find_types(case)
+            else:
+                self.rows.append(self._row(case))
+                self._write(self.rows[-1])
+        self._write(End(seconds=round(time.monotonic() - began, 3), time=time.time()))
+
+    def _write(self, record: Strict) -> None:
+        self._log.append([record.model_dump(mode="json")])
+
+    def _survey(self) -> None:
+        heard, _ = listen(lambda tell, page: work.survey(self.settings, self.device, tell), SURVEY_S)
+        told = merged(heard)
+        machine = Machine(
+            host=socket.gethostname(),
+            cpu=cpu_name(),
+            cores=len(os.sched_getaffinity(0)),
+            threads=torch.get_num_threads(),
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            gpu=told.get("gpu", ""),
+        )
+        header = Header(
+            name=self.name,
+            device="cuda" if self.device.type == "cuda" else "cpu",
+            machine=machine,
+            torch=torch.__version__,
+            settings=self.settings,
+            time=time.time(),
+        )
+        self._write(header)
+        for precision, side, rate in (message["rate"] for message in heard if "rate" in message):
+            self.rates[precision] = rate
+            self._write(Peak(precision=precision, side=side, flops_per_s=rate))
+
+    def _row(self, case: Case) -> Timed:
+        allowed = memory.allowed_bytes(self.settings.memory_share)
+        if self.device.type == "cpu":
+            why = memory.refusal(
+                anatomy(self.settings.shape(case)),
+                self.settings.batch,
+                pass_name=case.pass_name,
+                precision=case.precision,
+                recompute=self.settings.activation_checkpointing,
+                allowed=allowed,
+            )
+            if why is not None:
+                return self._judged(case, [{"memory": why}], None)
+        task = Task(self.settings, case, self.device, allowed)
+        heard, ended = listen(lambda tell, page: work.measure(task, tell, page), self.settings.timeout_s)
+        return self._judged(case, heard, ended)
+
+    def _judged(self, case: Case, heard: Heard, ended: Ended | None) -> Timed:
+        return judged(self.settings, case, heard, ended, matmul_rate=self.rates.get(case.precision))
+
+    def _find_types(self, case: Case) -> None:
+        """Write the types of one model; of a case that cannot be built, a row with the reason."""
+        task = Task(self.settings, case, self.device, memory.allowed_bytes(self.settings.memory_share))
+        heard, ended = listen(lambda tell, page: work.find_types(task, tell), self.settings.timeout_s)
+        layers = merged(heard).get("layers")
+        if layers is None:
+            self.rows.append(self._judged(case, heard, ended))
+            self._write(self.rows[-1])
+            return
+        types = [LayerTypes.model_validate(layer) for layer in layers]
+        self._write(Dtypes(model=case.model, precision=case.precision, layers=types))
+
+
+def listen(do: Callable[[Tell, Page], None], timeout_s: float) -> tuple[Heard, Ended | None]:
+    """Have a fork do something; return all it told, and how it ended: None where its time was over."""
+    process, heard, deadline = Forked(do), [], time.monotonic() + timeout_s
+    late = False
+    while (told := process.told(POLL_S if late else max(0.0, deadline - time.monotonic()))) is not None:
+        heard += told
+        if not late and time.monotonic() >= deadline:
+            late = True
+            linux.kill_quietly(process.pid, signal.SIGKILL)
+    ended = process.buried(silent=False)
+    return heard, None if late and not process.is_done else ended
+
+
+def merged(heard: Heard) -> dict[str, Any]:
+    """Put all that was told into one: of what is told again, the last."""
+    return {key: value for message in heard for key, value in message.items()}
+
+
+def judged(
+    settings: TimingSettings, case: Case, heard: Heard, ended: Ended | None, *, matmul_rate: float | None = None
+) -> Timed:
+    """Return the row of a case from what its process told, and how it ended. Pure, but for the time of day."""
+    shape, told = settings.shape(case), merged(heard)
+    seconds = [round(message["step"], DIGITS) for message in heard if "step" in message]
+    warm_up, steps = seconds[: settings.warmup], seconds[settings.warmup :]
+    state, reason = verdict_of(settings, told, len(seconds), ended)
+    parts = anatomy(shape).parts
+    forward, backward = sum(part.flops for part in parts), sum(part.backward_flops for part in parts)
+    flops = settings.batch * (forward + (backward if case.pass_name != "forward" else 0))
+    summary = summarized(steps)
+    units = settings.batch * (1 if case.is_image else settings.context)
+    flops_per_s = flops / summary.mean_s if summary is not None else None
+    return Timed(
+        model=case.model,
+        pass_name=case.pass_name,
+        precision=case.precision,
+        state=state,
+        reason=reason,
+        parameters=shape.parameter_count(),
+        batch=settings.batch,
+        context=None if case.is_image else settings.context,
+        build_s=told.get("build_s"),
+        warm_up_s=warm_up,
+        steps_s=steps,
+        summary=summary,
+        rate=units / summary.mean_s if summary is not None else None,
+        flops=flops,
+        flops_per_s=flops_per_s,
+        matmul_share=flops_per_s / matmul_rate if flops_per_s and matmul_rate else None,
+        peak_bytes=told.get("peak_bytes") if state == "ok" else None,
+        time=time.time(),
+    )
+
+
+def verdict_of(settings: TimingSettings, told: dict[str, Any], steps: int, ended: Ended | None) -> tuple[State, str]:
+    """Say what became of a row, and why."""
+    for state in ("memory", "refused"):
+        if state in told:
+            return cast(State, state), told[state]
+    if ended is None:
+        wanted = settings.warmup + settings.steps
+        done = "its model was not made" if "build_s" not in told else f"{steps} of {counted(wanted, 'step')} were done"
+        return "timeout", f"{done} in {settings.timeout_s:g} s (--timeout)"
+    if ended.how == "done":
+        return "ok", ""
+    if memory.SAID.search(ended.message):
+        return "memory", f"{ended.message}; take a smaller batch or model"
+    if ended.message.startswith(KILLED):
+        return "memory", f"{KILLED}, as the kernel does where memory ends; take a smaller batch or model"
+    return "failed", ended.message
+
+
+def summarized(seconds: Sequence[float]) -> Summary | None:
+    """Return mean, deviation and minimum of the steps that count; None where there are none."""
+    if not seconds:
+        return None
+    deviation = round(statistics.stdev(seconds), DIGITS) if len(seconds) > 1 else None
+    return Summary(n=len(seconds), mean_s=round(statistics.fmean(seconds), DIGITS), std_s=deviation, min_s=min(seconds))

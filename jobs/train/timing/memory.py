@@ -1,0 +1,130 @@
+"""How much memory a row takes, and how much it may: on a CPU so much that the kernel never has to end anybody.
+
+On a CPU a row is refused before its model is made where what it must hold is more than what is free; and its process
+has a limit of its own, so that what nobody foresaw is an error in it and not the end of the machine.
+"""
+
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from jobs import free
+from jobs.anatomy import Anatomy
+from jobs.timing.settings import Pass
+from jobs.train_settings import Precision
+
+STATUS: Final = Path("/proc/self/status")
+CLEAR_REFS: Final = Path("/proc/self/clear_refs")
+OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
+FIRST_TO_GO: Final = "1000"
+RESET_PEAK: Final = "5"  # proc(5): the peak becomes what is resident now
+GB: Final = 2**30
+
+# Bytes a parameter, by pass: itself, with its gradient, with AdamW's two moments (and a master).
+STATES: Final[dict[Pass, int]] = {"forward": 4, "backward": 8, "step": 16}
+PURE_STATES: Final[dict[Pass, int]] = {"forward": 2, "backward": 4, "step": 16}
+ITEMSIZE: Final[dict[Precision, int]] = {"fp32": 4, "fp64": 8, "bf16": 2, "fp16": 2, "pure_bf16": 2}
+
+# How torch, C++ and oneDNN say that there was none: not all raise torch.OutOfMemoryError.
+SAID: Final = re.compile(r"out of memory|can't allocate memory|bad_alloc|could not create a memory|CUBLAS_STATUS_ALLOC")
+TRIED: Final = re.compile(r"[Tt]ried to allocate ([\d.]+ ?\w+)")
+
+
+class Growth:
+    """By how much the memory of this process, or of its GPU, grew at most: all that was allocated since it was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._anonymous = _status("RssAnon")
+
+    def forget_peak(self) -> None:
+        """Let what the making of the model took for a moment not count; what is still held counts."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        with suppress(OSError):  # a kernel without it
+            CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
+
+    def peak_bytes(self) -> int:
+        """Return the most so far. The pages of libraries, which come with their first use, do not count."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return max(0, _status("VmHWM") - _status("RssFile") - self._anonymous)
+
+
+def refusal(
+    model: Anatomy, batch: int, *, pass_name: Pass, precision: Precision, recompute: bool, allowed: int
+) -> str | None:
+    """Say why a row cannot fit into `allowed` bytes of a host; None where it may. It counts what must be held."""
+    states = (PURE_STATES if precision == "pure_bf16" else STATES)[pass_name] * model.elements
+    if precision == "fp64":
+        states *= 2
+    kept = 0 if recompute else batch * model.saved_bytes(ITEMSIZE[precision])
+    if states + kept <= allowed:
+        return None
+    held = {"forward": "weights", "backward": "weights and gradients", "step": "weights, gradients and moments"}
+    return (
+        f"needs {states / GB:.1f} GB for {held[pass_name]}"
+        + (f" and {kept / GB:.1f} GB for activations" if kept else "")
+        + f", {allowed / GB:.1f} GB may be taken here; take a smaller batch or model"
+    )
+
+
+def allowed_bytes(share: float) -> int:
+    """Return what a row may take of this host's free memory."""
+    return int(free.free_bytes() * share)
+
+
+def shield(device: torch.device, allowed: int) -> None:
+    """Let this process fail before the host does: limit its memory, and be the first to go if that does not help."""
+    with suppress(OSError):
+        OOM_SCORE.write_text(FIRST_TO_GO, encoding="ascii")
+    if device.type == "cpu":
+        limit = _status("VmData") + allowed
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+class OutOfMemory(Exception):
+    """There was not enough memory; the message says how much was asked for."""
+
+
+@contextmanager
+def telling(device: torch.device) -> Iterator[None]:
+    """Turn every way in which memory can be missing into one.
+
+    Raises:
+        OutOfMemory: it was.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and not SAID.search(str(error)):
+            raise
+        raise OutOfMemory(_reason(device, str(error))) from error
+
+
+def _reason(device: torch.device, said: str) -> str:
+    tried = TRIED.search(said)
+    asked = f"asked for {_readable(tried[1])} more" if tried else "asked for more"
+    if device.type == "cuda":
+        _, total = torch.cuda.mem_get_info(device)
+        held = torch.cuda.memory_allocated(device)
+        return f"{asked} with {held / GB:.1f} GB held of this GPU's {total / GB:.1f} GB; take a smaller batch or model"
+    return f"{asked} than may be taken here; take a smaller batch or model"
+
+
+def _readable(amount: str) -> str:
+    """Write bytes as the CPU's allocator tells them in GB; CUDA's has units already."""
+    return f"{int(amount.split()[0]) / GB:.1f} GB" if amount.endswith("bytes") else amount
+
+
+def _status(name: str) -> int:
+    for line in STATUS.read_text(encoding="utf-8", errors="replace").splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0  # a kernel without these accounts

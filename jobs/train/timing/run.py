@@ -1,0 +1,79 @@
+"""What the rank of a `timing:` job runs: a conductor, then the table of what it has measured."""
+
+import faulthandler
+import os
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from jobs import ranks
+from jobs.errors import MusterError, RefusedError
+from jobs.files import folder_error
+from jobs.reports import Reporter
+from jobs.rowlog import RowLog
+from jobs.rundir import RunDir
+from jobs.timing.files import read_timings
+from jobs.timing.settings import TimingSettings
+from jobs.timing.table import report_lines
+from jobs.train.main import complain, guarded
+from jobs.train.numerics.pieces import require_compiler
+from jobs.train.timing.conductor import Conductor
+from jobs.train.world import choose_device, this_peer
+from jobs.words import counted
+
+FAILED: Final = 1
+STANDARD_ERROR: Final = 2
+
+
+def run_rank(payload: Mapping[str, Any]) -> int:
+    """Time all rows; return 0 unless one failed or none could be timed."""
+    faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
+    settings = TimingSettings.model_validate(payload["job"]["settings"])
+    name = payload["job"].get("name", "timing")
+
+    def work(reporter: Reporter) -> int:
+        env = ranks.read(os.environ)
+        reporter.arrived()
+        device = device_of(settings)
+        reporter.joined()
+        path = RunDir(Path(env.run_dir)).attempt(env.attempt).bench
+        return time_all(settings, device, path, name=name, reporter=reporter)
+
+    return guarded(work)
+
+
+def device_of(settings: TimingSettings) -> torch.device:
+    """Choose the device, and check that it can do what is asked for.
+
+    Raises:
+        RefusedError: there is no GPU, or no compiler.
+    """
+    device = choose_device(settings.device, 0, [this_peer()], key="timing.device")
+    if settings.compile:
+        try:
+            require_compiler(device)
+        except RefusedError as error:
+            raise RefusedError(str(error).replace("train.", "timing.", 1)) from error
+    return device
+
+
+def time_all(settings: TimingSettings, device: torch.device, path: Path, *, name: str, reporter: Reporter) -> int:
+    """Measure into a file, print the table, and say what failed; return the exit code."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # a node without the shared folder keeps its own part
+    except OSError as error:
+        raise folder_error(path.parent, error) from error
+    conductor = Conductor(settings, device, RowLog(path, patient=True, say=complain), name=name)
+    conductor.run()
+    print("\n".join(report_lines(read_timings([path]))), flush=True)
+    failed = [row for row in conductor.rows if row.state == "failed"]
+    if not failed and (settings.dtypes or any(row.summary is not None for row in conductor.rows)):
+        return 0
+    what = f"{counted(len(failed), 'row')} failed" if failed else "no row could be timed"
+    bad = f"{what}; the reasons stand in {path.name}"
+    complain(f"muster: {bad}")
+    reporter.failed(MusterError(bad), peer=False)
+    return FAILED

@@ -1,0 +1,136 @@
+"""What the process of one row does: make the model as `train:` would, then step and tell each step's time.
+
+{"build_s": s}, {"step": s} for each step, {"peak_bytes": n}; or {"memory": why}, {"refused": why}
+{"gpu": name}, {"rate": [precision, side, FLOP/s]}      of a survey
+{"layers": [...]}                                       of a table of types
+
+forward    model · loss
+backward   gradients away · model · loss · backward
+step       gradients away · model · loss · backward · optimizer
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from jobs.errors import RefusedError
+from jobs.page import Page
+from jobs.shapes import IMAGE_CHANNELS
+from jobs.timing.settings import CLASSES, Case, TimingSettings
+from jobs.train.forked import Tell
+from jobs.train.keyed import SYNTHETIC, key
+from jobs.train.models import build_model
+from jobs.train.numerics import Numerics, numerics_of
+from jobs.train.timing import memory
+from jobs.train.timing.device import claim, synchronize, timed
+from jobs.train.timing.matmul import product_rate
+
+IMAGE_SIDE = 32
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row, on which device, and how much of a host's memory it may take."""
+
+    settings: TimingSettings
+    case: Case
+    device: torch.device
+    allowed_bytes: int
+
+
+def measure(task: Task, tell: Tell, page: Page) -> None:
+    """Time the steps of a row."""
+    claim(task.device)
+    memory.shield(task.device, task.allowed_bytes)
+    growth = memory.Growth(task.device)
+    try:
+        with memory.telling(task.device):
+            began = perf_counter()
+            step = build_step(task)
+            synchronize(task.device)
+            tell({"build_s": perf_counter() - began})
+            growth.forget_peak()
+            for _ in range(task.settings.warmup + task.settings.steps):
+                page.beat()
+                tell({"step": timed(step, task.device)})
+    except memory.OutOfMemory as error:
+        tell({"memory": str(error)})
+    except RefusedError as error:
+        tell({"refused": str(error)})
+    tell({"peak_bytes": growth.peak_bytes()})
+
+
+def survey(settings: TimingSettings, device: torch.device, tell: Tell) -> None:
+    """Name the GPU, and measure how fast it multiplies matrices in each of the precisions."""
+    claim(device)
+    if device.type == "cuda":
+        tell({"gpu": torch.cuda.get_device_name(device)})
+    if settings.matmul and not settings.dtypes:
+        for precision in dict.fromkeys(settings.precision):
+            tell({"rate": [precision, *product_rate(precision, device)]})
+
+
+def find_types(task: Task, tell: Tell) -> None:
+    """Tell the types of each layer in a step."""
+    from jobs.train.numerics.dtypes import dtype_rows
+
+    claim(task.device)
+    memory.shield(task.device, task.allowed_bytes)
+    try:
+        with memory.telling(task.device):
+            model, numerics = build(task)
+            inputs, targets = random_batch(task, numerics)
+            tell({"layers": [asdict(row) for row in dtype_rows(model, inputs, targets, numerics)]})
+    except (memory.OutOfMemory, RefusedError) as error:
+        tell({"refused": str(error)})
+
+
+def build(task: Task) -> tuple[torch.nn.Module, Numerics]:
+    """Make the model as the loop of a `train:` job does."""
+    training = task.settings.training(task.case)
+    numerics = numerics_of(training, task.device)
+    vocabulary = CLASSES if task.case.is_image else task.settings.vocabulary
+    return numerics.place(build_model(training.model, vocabulary=vocabulary, seed=training.seed)), numerics
+
+
+def random_batch(task: Task, numerics: Numerics) -> tuple[Tensor, Tensor]:
+    """Draw a batch, the same for every row of a model: tokens and those that follow, or images and their classes."""
+    settings, draw = task.settings, torch.Generator().manual_seed(key(task.settings.seed, SYNTHETIC))
+    if task.case.is_image:
+        images = torch.randn(settings.batch, IMAGE_CHANNELS, IMAGE_SIDE, IMAGE_SIDE, generator=draw)
+        classes = torch.randint(CLASSES, (settings.batch,), generator=draw)
+        return images.to(task.device, numerics.inputs), classes.to(task.device)
+    shape = (settings.batch, settings.context + 1)
+    tokens = torch.randint(settings.vocabulary, shape, generator=draw).to(task.device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # (batch, context) each
+
+
+def build_step(task: Task) -> Callable[[], None]:
+    """Make a row's model, batch and optimizer; return what one step does."""
+    model, numerics = build(task)
+    inputs, targets = random_batch(task, numerics)
+    if task.case.pass_name == "forward":
+        return lambda: _drop(numerics.loss(model, inputs, targets))
+    scaler = numerics.scaler()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+    def backward() -> None:
+        model.zero_grad(set_to_none=True)
+        torch.autograd.backward(scaler.scaled(numerics.loss(model, inputs, targets)))
+
+    if task.case.pass_name == "backward":
+        return backward
+    optimizer = numerics.optimizer(parameters, task.settings.training(task.case).optimizer)
+
+    def step() -> None:
+        backward()
+        scaler.step(optimizer, parameters, None)
+
+    return step
+
+
+def _drop(loss: Tensor) -> None:
+    """Let a loss go, and with it all that its backward would need."""

@@ -1,0 +1,42 @@
+"""What a job file may not ask of `cuda_graph`, and is told at once."""
+
+from typing import Any
+
+import pytest
+
+from jobs.train_graph import why_not_recorded
+from jobs.train_settings import TrainSettings
+
+GPT = {"model": "gpt-nano", "data": "synthetic", "mode": "bucketed", "cuda_graph": True}
+
+
+def settings(**more: Any) -> TrainSettings:
+    return TrainSettings.model_validate({**GPT, **more})
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"device": "cpu"}, "cuda_graph needs a CUDA device, device is cpu; remove one of them"),
+        ({"mode": "ddp"}, "cuda_graph does not go with ddp: .*; choose mode bucketed"),
+        ({"mode": "gather_scatter"}, "cuda_graph does not go with gather_scatter: .*; choose mode bucketed"),
+        ({"model": {"name": "gpt-nano", "dropout": 0.1}}, "cuda_graph does not go with dropout: .* set dropout: 0"),
+        ({"exact": True, "mode": "allreduce"}, "cuda_graph does not go with exact: .* remove one of them"),
+    ],
+)
+def test_what_the_host_decides_within_a_step_is_refused_with_what_to_do(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        settings(**more)
+    assert settings(**{**more, "cuda_graph": False}).cuda_graph is False
+
+
+def test_a_split_that_is_written_out_is_refused_as_its_mode_is() -> None:
+    given = {key: value for key, value in GPT.items() if key != "mode"}
+    with pytest.raises(ValueError, match="cuda_graph does not go with ddp"):
+        TrainSettings.model_validate({**given, "parallel": {"data": 2, "sync": "ddp"}})
+
+
+@pytest.mark.parametrize("mode", ["single", "allreduce", "flat", "overlap", "bucketed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "pure_bf16"])
+def test_all_else_can_be_recorded(mode: str, precision: str) -> None:
+    assert why_not_recorded(settings(mode=mode, precision=precision, compile=True, grad_accumulation=2)) is None

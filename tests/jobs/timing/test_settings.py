@@ -1,0 +1,64 @@
+"""What a `timing:` section asks for: its rows, and the training that each of them stands for."""
+
+import re
+
+import pytest
+from pydantic import ValidationError
+
+from jobs.errors import RefusedError
+from jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from jobs.timing.settings import Case, TimingSettings
+
+
+def settings(**values: object) -> TimingSettings:
+    return TimingSettings.model_validate(values)
+
+
+def test_rows_go_model_by_model_each_once_passes_running_fastest():
+    asked = settings(model=["vgg11", "gpt-nano", "vgg11"], passes=["step", "forward"], precision=["fp32", "bf16"])
+    assert [(case.model, case.precision, case.pass_name) for case in asked.cases()] == [
+        (model, precision, pass_name)
+        for model in ("vgg11", "gpt-nano")
+        for precision in ("fp32", "bf16")
+        for pass_name in ("step", "forward")
+    ]
+
+
+def test_all_is_every_model_that_has_a_name():
+    assert settings(model="all").models() == [*VGG_SHAPES, *GPT_SHAPES]
+
+
+def test_a_row_is_trained_as_a_job_with_the_same_settings_would():
+    asked = settings(model="gpt-nano", norm="layer", bias=True, tied=False, vocabulary=300, context=32, batch=2)
+    training = asked.training(Case("gpt-nano", "step", "bf16"))
+    assert training.mode == "single"
+    assert (training.precision, training.batch_size, training.optimizer.name) == ("bf16", 2, "adamw")
+    shape = asked.shape(Case("gpt-nano", "step", "bf16"))
+    assert (shape.norm, shape.bias, shape.tied, shape.vocabulary, shape.context) == ("layer", True, False, 300, 32)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model": "gpt-nanno"}, "unknown model 'gpt-nanno'; did you mean 'gpt-nano'?"),
+        ({"model": ["vgg11", "vgg16"], "context": 64}, "context is of GPTs, and none is timed"),
+        ({"model": "vgg11", "tied": False}, "tied is of GPTs, and none is timed"),
+        ({"model": "gpt-nano", "steps": 0}, "greater than or equal to 1"),
+        ({"model": "gpt-nano", "warmup": -1}, "greater than or equal to 0"),
+        ({"model": []}, "at least 1 item"),
+    ],
+)
+def test_what_cannot_be_is_refused(values, message):
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        settings(**values)
+
+
+def test_a_model_is_timed_on_one_rank():
+    settings(model="vgg11").check_world(1)
+    with pytest.raises(RefusedError, match="on one rank, this job has 2"):
+        settings(model="vgg11").check_world(2)
+
+
+def test_what_is_written_down_can_be_read_again_for_images_too():
+    asked = settings(model="vgg11", passes="forward")
+    assert TimingSettings.model_validate_json(asked.model_dump_json()) == asked

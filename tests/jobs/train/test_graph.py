@@ -1,0 +1,87 @@
+"""Recorded steps, as far as a machine without a CUDA device can tell; `test_graph_gpu.py` has the rest."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from jobs.errors import RefusedError
+from jobs.train.clock import PHASES, Clock
+from jobs.train.graph import GraphedEngine, form_of
+from jobs.train.loading import MicroInput, ShardInput
+from jobs.train.optim import build_optimizer, set_learning_rate
+from jobs.train_settings import OptimizerSettings
+
+
+def shard(samples: int = 2, virtual_rank: int = 0) -> ShardInput:
+    micro = MicroInput(torch.zeros(samples, 4, dtype=torch.int64), torch.zeros(samples, 4), samples, 1.0)
+    return ShardInput(virtual_rank, (micro, micro))
+
+
+def test_steps_have_one_form_when_only_their_values_differ() -> None:
+    one, two = shard(), shard()
+    two.micro_batches[0].inputs.fill_(3)
+    assert form_of([one]) == form_of([two])
+
+
+def test_what_a_recorded_step_cannot_change_makes_another_form() -> None:
+    micro = shard().micro_batches[0]
+    others = [
+        [shard(samples=3)],
+        [shard(virtual_rank=1)],
+        [shard(), shard(virtual_rank=1)],
+        [ShardInput(0, (micro,))],
+        [ShardInput(0, (micro, replace(micro, weight=0.5)))],
+        [ShardInput(0, (micro, replace(micro, samples=1)))],
+        [ShardInput(0, (micro, replace(micro, inputs=micro.inputs.float())))],
+    ]
+    forms = [form_of(each) for each in [[shard()], *others]]
+    assert len(set(forms)) == len(forms)
+
+
+def test_a_rank_without_a_cuda_device_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"train\.cuda_graph: this rank computes on cpu; set device: cuda"):
+        GraphedEngine(None, None, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+def test_marks_of_a_recording_are_left_out_and_a_replayed_step_has_a_phase_of_its_own() -> None:
+    now = iter(range(100))
+    clock = Clock(lambda: float(next(now)), lambda before, after: after - before)
+    clock.start()
+    clock.lap("data")
+    with clock.muted():
+        clock.lap("forward")
+        clock.lap("optimizer")
+    clock.lap("replay")
+    clock.stop()
+    row = clock.take()[0].row()
+    assert row == {"step_s": 2.0, "data_s": 1.0, "replay_s": 1.0} | {f"{phase}_s": 0.0 for phase in PHASES[1:]}
+
+
+def test_only_a_step_with_a_replay_has_a_column_for_it() -> None:
+    clock = Clock(lambda: 0.0, lambda before, after: after - before)
+    clock.start()
+    clock.lap("forward")
+    clock.stop()
+    assert set(clock.take()[0].row()) == {"step_s", *(f"{phase}_s" for phase in PHASES)}
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_learning_rate_in_a_tensor_is_overwritten_and_trains_as_a_number_does(name: str) -> None:
+    trained = []
+    for capturable in (False, True):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        settings = OptimizerSettings(name=name, lr=0.5)  # type: ignore[arg-type]
+        optimizer = build_optimizer([parameter], settings, capturable=capturable)
+        rate = optimizer.param_groups[0]["lr"]
+        for value in (0.25, 0.125):
+            set_learning_rate(optimizer, value)
+            parameter.grad = torch.full((3,), 2.0)
+            if not (capturable and name == "adamw"):  # on a CPU only numbers step it
+                optimizer.step()
+        if capturable:
+            assert optimizer.param_groups[0]["lr"] is rate
+            assert float(rate) == 0.125
+        trained.append(parameter.detach().clone())
+    if name == "sgd":
+        assert torch.equal(*trained)

@@ -1,0 +1,89 @@
+"""The row of a case, from what its process told and how it ended."""
+
+import pytest
+
+from jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from jobs.timing.settings import Case
+from jobs.train.forked import Ended
+from jobs.train.timing.conductor import judged
+from jobs.train.timing.memory import GB, refusal
+from support.timings import settings
+
+CASE = Case("gpt-nano", "step", "fp32")
+BUILT = [{"build_s": 0.5}]
+STEPS = [{"step": seconds} for seconds in (0.1, 0.012, 0.010)]
+DONE = Ended("done", 1.0)
+
+
+def row(heard, ended, **changes):
+    return judged(settings(warmup=1, steps=2, timeout_s=3.0, **changes), CASE, heard, ended, matmul_rate=1e12)
+
+
+def test_warm_up_steps_stand_apart_and_the_others_are_summed_up():
+    found = row([*BUILT, *STEPS, {"peak_bytes": 77}], DONE)
+    assert (found.state, found.warm_up_s, found.steps_s) == ("ok", [0.1], [0.012, 0.010])
+    assert found.summary is not None
+    assert (found.summary.n, found.summary.mean_s, found.summary.min_s) == (2, 0.011, 0.010)
+    assert found.summary.std_s == pytest.approx(0.002**0.5 / 10**1.5, rel=1e-6)
+    assert (found.first_s, found.build_s, found.peak_bytes) == (0.1, 0.5, 77)
+    assert found.rate == 16 * 128 / 0.011
+    assert found.flops_per_s == found.flops / 0.011
+    assert found.matmul_share == found.flops / 0.011 / 1e12
+
+
+def test_without_warm_up_the_first_step_counts():
+    found = judged(settings(warmup=0, steps=3), CASE, [*BUILT, *STEPS], DONE)
+    assert found.summary is not None
+    assert (found.warm_up_s, found.summary.n, found.first_s) == ([], 3, 0.1)
+    assert found.matmul_share is None
+
+
+@pytest.mark.parametrize(
+    ("heard", "ended", "state", "reason"),
+    [
+        ([*BUILT, {"memory": "asked for 2.0 GB"}], DONE, "memory", "asked for 2.0 GB"),
+        ([{"refused": "no compiler"}], DONE, "refused", "no compiler"),
+        ([], None, "timeout", "its model was not made in 3 s (--timeout)"),
+        ([*BUILT, *STEPS[:2]], None, "timeout", "2 of 3 steps were done in 3 s (--timeout)"),
+        (BUILT, Ended("died", 1.0, message="was killed by SIGKILL"), "memory", "as the kernel does where memory ends"),
+        (BUILT, Ended("died", 1.0, message="was killed by SIGABRT; last words: std::bad_alloc"), "memory", "bad_alloc"),
+        (BUILT, Ended("died", 1.0, message="was killed by SIGSEGV"), "failed", "was killed by SIGSEGV"),
+        (BUILT, Ended("raised", 1.0, message="ValueError: no"), "failed", "ValueError: no"),
+    ],
+)
+def test_what_went_wrong_is_the_state_with_its_reason(heard, ended, state, reason):
+    found = row(heard, ended)
+    assert found.state == state
+    assert reason in found.reason
+    assert found.peak_bytes is None
+
+
+def test_steps_that_were_done_before_the_time_was_over_are_kept():
+    found = row([*BUILT, *STEPS[:2]], None)
+    assert found.summary is not None
+    assert (found.summary.n, found.summary.std_s) == (1, None)
+
+
+@pytest.mark.parametrize("name", ["gpt-nano", "vgg11"])
+def test_work_is_three_forwards_but_for_what_has_no_gradient_of_its_inputs(name):
+    work = {
+        pass_name: judged(settings(), Case(name, pass_name, "fp32"), [], DONE).flops
+        for pass_name in ("forward", "backward", "step")
+    }
+    assert work["step"] == work["backward"]
+    assert 2.5 < work["backward"] / work["forward"] < 3.0
+
+
+def test_a_row_is_refused_when_what_it_must_hold_is_more_than_it_may():
+    from jobs.anatomy import anatomy
+
+    xl = anatomy(GPT_SHAPES["gpt-xl"])
+    fields = {"precision": "fp32", "recompute": False, "allowed": 20 * GB}
+    assert refusal(xl, 1, pass_name="forward", **fields) is None
+    assert refusal(xl, 1, pass_name="step", **fields) == (
+        "needs 22.0 GB for weights, gradients and moments and 0.7 GB for activations, 20.0 GB may be taken here; "
+        "take a smaller batch or model"
+    )
+    vgg = anatomy(VGG_SHAPES["vgg11"])
+    assert "for activations" in str(refusal(vgg, 1 << 20, pass_name="forward", **fields))
+    assert refusal(vgg, 1 << 20, pass_name="forward", **{**fields, "recompute": True}) is None
