@@ -31,6 +31,7 @@ GROUPS = (
             ("list", "list the runs of a folder"),
             ("status", "show one run: how far it is, and every rank"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
+            ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
             ("why", "name the first failure, its last lines, and the next step"),
             ("checkpoint", "list, verify, show or export what a run has saved"),
         ),
@@ -45,7 +46,7 @@ GROUPS = (
     (
         "measure",
         (
-            ("bench", "measure collectives on one node or many; show, compare, plot and fit what came of it"),
+            ("bench", "measure collectives, or models alone; show, compare, plot and fit what came of it"),
             ("predict", "predict times, the best bucket and a job's steps from what was measured"),
         ),
     ),

@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from collectives_bench.settings import BenchSettings
 from jobs.model_shape import resolve_shape
-from jobs.spec import CommandSettings, JobKind, TrainSettings
+from jobs.spec import CommandSettings, JobKind
+from jobs.timing.settings import TimingSettings
+from jobs.train_settings import TrainSettings
 
 
 def _check_train(settings: TrainSettings, world_size: int) -> None:
@@ -19,6 +21,12 @@ def _check_bench(settings: BenchSettings, world_size: int) -> None:
     settings.check_world(world_size)
 
 
+def _check_timing(settings: TimingSettings, world_size: int) -> None:
+    settings.check_world(world_size)
+    for case in settings.cases():
+        settings.shape(case)
+
+
 def _anything(settings: Any, world_size: int) -> None:
     """Accept every world size."""
 
@@ -26,6 +34,7 @@ def _anything(settings: Any, world_size: int) -> None:
 KINDS: Final[tuple[JobKind, ...]] = (
     JobKind("train", TrainSettings, "jobs.train.main:run_rank", _check_train),
     JobKind("command", CommandSettings, None, _anything),
+    JobKind("timing", TimingSettings, "jobs.train.timing.run:run_rank", _check_timing),
     JobKind("bench", BenchSettings, "collectives_bench.ranks.run:run_rank", _check_bench),
 )
 BY_KEY: Final = {kind.key: kind for kind in KINDS}

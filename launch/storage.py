@@ -18,10 +18,12 @@ from typing import Any, Final
 from jobs.errors import UnreachableError
 from jobs.files import folder_error
 from jobs.rundir import AttemptDir, RunDir
+from jobs.trace.paths import FOR_HOME, PROFILE
 
 CHUNK_BYTES: Final = 1 << 18
 NAME: Final = re.compile(
-    r"metrics\.jsonl|attempt-\d{3,}/(rank-\d{5,}\.(out|err)|metrics-\d{5,}\.jsonl|bench\.jsonl|node-\d{2,}\.(json|setup))"
+    r"metrics\.jsonl|attempt-\d{3,}/(rank-\d{5,}\.(out|err)|metrics-\d{5,}\.jsonl|bench\.jsonl|node-\d{2,}\.(json|setup)"
+    rf"|{PROFILE}\d{{5,}}/(" + "|".join(map(re.escape, FOR_HOME)) + "))"
 )
 
 
@@ -56,7 +58,7 @@ class Courier:
         self.offsets: dict[Path, int] = {}
         self.files = [attempt.setup(node), attempt.node(node)]
         for rank in ranks:
-            self.files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank)]
+            self.files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), *attempt.profile(rank).for_home]
         if 0 in ranks:
             self.files += [run.metrics, attempt.bench]
 
@@ -90,6 +92,8 @@ def keep(run: RunDir, message: dict[str, Any]) -> None:
         raise UnreachableError(f"its agent sent a file of another name: {message['name']!r}")
     path = run.path / message["name"]
     try:
+        if path.parent.name.startswith(PROFILE):  # the folder of an attempt is there: it is made by who may
+            path.parent.mkdir(exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             os.pwrite(descriptor, base64.b64decode(message["data"]), message["offset"])

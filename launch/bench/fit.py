@@ -2,7 +2,7 @@
 
 import argparse
 
-from launch.bench import words
+from launch.bench import choices
 from launch.bench.showing import add_results
 from launch.options import add_json
 
@@ -20,5 +20,5 @@ def run(args: argparse.Namespace) -> int:
     """Fit, save, and print the held-out error."""
     from launch.bench.fitting import run as fit
 
-    words.check_output("--output", args.output, (".json",))
+    choices.check_output("--output", args.output, (".json",))
     return fit(args)

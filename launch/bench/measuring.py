@@ -11,9 +11,10 @@ from collectives_bench.settings import ALL, BenchSettings
 from jobs import exits
 from jobs.errors import MusterError, RefusedError, UsageError
 from jobs.rundir import RunDir
-from launch.bench import words
-from launch.bench.live import BenchConsole, watching
+from launch.bench import choices, words
+from launch.bench.live import CollectivesView
 from launch.bench.report import deliver
+from launch.bench.watching import BenchConsole, View, watching
 from launch.commands import submit
 from launch.scheduler.slurm_run import close
 from launch.submit.prepare import Prepared, prepare, route_of, site_of
@@ -70,8 +71,8 @@ def check(args: argparse.Namespace) -> None:
             "--on hand: muster bench starts its runs itself; write a job file, start it by muster cmd JOB.yaml, and "
             "see it by muster bench show RUN"
         )
-    words.check_output("--out", args.out, (".json",))
-    words.check_output("--plot", args.plot, words.PLOTS)
+    choices.check_output("--out", args.out, (".json",))
+    choices.check_output("--plot", args.plot, choices.PLOTS)
     if args.plot is not None and args.pairs:
         raise UsageError(f"--plot {args.plot}: pairs are measured at one size, which is no line; leave one of both out")
     what = ",".join(args.what)
@@ -150,12 +151,17 @@ def run_world(world: World) -> int:
         assert world.refusal is not None
         say(f"muster: {world.refusal}")
         return world.refusal.exit_code
-    run, console = world.prepared.context.run, BenchConsole()
+    return run_watched(world.prepared, CollectivesView(world.prepared.context.run))
+
+
+def run_watched(prepared: Prepared, view: View) -> int:
+    """Start a run, show it as it measures, and stay to its end; return its exit code, with all said that went wrong."""
+    run, console = prepared.context.run, BenchConsole()
     try:
-        with watching(run, console):
-            if world.prepared.is_queued:
-                return submit.follow(world.prepared, console=console)
-            return start(world.prepared, console=console).code
+        with watching(view, console):
+            if prepared.is_queued:
+                return submit.follow(prepared, console=console)
+            return start(prepared, console=console).code
     except MusterError as error:
         say(f"muster: {error}")
         if run.path.is_dir():

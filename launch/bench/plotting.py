@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from launch.bench import report, results, words
+from launch.bench import choices, report, results
 from launch.bench.showing import add_results
 
 
@@ -17,6 +17,6 @@ def run(args: argparse.Namespace) -> int:
     """Draw."""
     from collectives_bench.results.rows import rows_of
 
-    words.check_output("--output", args.output, words.PLOTS)
+    choices.check_output("--output", args.output, choices.PLOTS)
     report.plot(rows_of(results.read(args.results, args.runs)), Path(args.output), flag="--output")
     return 0

@@ -10,7 +10,7 @@ from collectives_bench.records import Block, Cell, End, Header, Pair
 from collectives_bench.results.files import RECORDS
 from collectives_bench.settings import BenchSettings
 from jobs.rundir import RunDir
-from launch.look.follow import LineFollower
+from launch.bench.watching import NewestLines
 
 Record = Header | Block | Pair | End
 
@@ -20,8 +20,7 @@ class Progress:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self._attempt = -1
-        self._file: LineFollower | None = None
+        self._lines = NewestLines(run)
         self._forget()
 
     def _forget(self) -> None:
@@ -37,14 +36,10 @@ class Progress:
 
     def poll(self) -> list[Record]:
         """Take in what came since the last call, and return it; a new attempt begins anew."""
-        newest = max(self.run.attempt_numbers(), default=-1)
-        if newest < 0:
-            return []
-        if newest != self._attempt:
-            self._attempt, self._file = newest, LineFollower(self.run.attempt(newest).bench)
+        is_new, lines = self._lines.poll()
+        if is_new:
             self._forget()
-        assert self._file is not None
-        records = [record for line in self._file.poll() if (record := parse(line)) is not None]
+        records = [record for line in lines if (record := parse(line)) is not None]
         for record in records:
             self._take(record)
         return records

@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jobs.errors import RunFolderError, UsageError
 from jobs.rundir import find_run, runs_root
+from jobs.timing.files import is_timing
 
 if TYPE_CHECKING:
     from collectives_bench.records import Result
+
+SHOW: Final = "muster bench show"
 
 
 def read(words: Sequence[str], runs: str | None) -> "Result":
@@ -20,8 +23,15 @@ def read(words: Sequence[str], runs: str | None) -> "Result":
     """
     from collectives_bench.results.files import read_result
 
-    newest = [] if words else [find_run(runs_root(runs), None).path]
-    return read_result([locate(word, runs) for word in words] or newest)
+    paths = located(words, runs)
+    if timings := [path for path in paths if is_timing(path)]:
+        raise UsageError(f"{timings[0]}: is a timing of models, and no measurement of collectives; see it by {SHOW}")
+    return read_result(paths)
+
+
+def located(words: Sequence[str], runs: str | None) -> list[Path]:
+    """Return the files and folders that words name; without words, the newest run. Errors as `locate`."""
+    return [locate(word, runs) for word in words] or [find_run(runs_root(runs), None).path]
 
 
 def side(word: str, runs: str | None) -> "Result":

@@ -1,8 +1,12 @@
-"""`muster bench show R...`: the report of runs or result files, as it was printed when they had been measured."""
+"""`muster bench show R...`: the report of runs or result files, as it was printed when they had been measured.
+
+Collectives and timings of models have reports of their own, and are not shown as one.
+"""
 
 import argparse
 
-from launch.bench import report, results
+from jobs.timing.files import is_timing, read_timings
+from launch.bench import model, report, results
 from launch.options import add_json, add_runs
 
 
@@ -25,6 +29,9 @@ def run(args: argparse.Namespace) -> int:
     from collectives_bench.results.report import is_failed
     from collectives_bench.results.rows import rows_of
 
+    paths = results.located(args.results, args.runs)
+    if all(is_timing(path) for path in paths):
+        return model.show(read_timings(paths), as_json=args.json)
     result = results.read(args.results, args.runs)
     report.show(result, as_json=args.json)
     return int(is_failed(result, rows_of(result)))

@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
 
     record = predict(args)
     if args.plot is not None:
-        from launch.bench import step_plot, words
+        from launch.bench import choices, step_plot
 
-        words.check_output("--plot", args.plot, words.PLOTS)
+        choices.check_output("--plot", args.plot, choices.PLOTS)
         step_plot.plot(record, Path(args.plot))
     print(json.dumps(record, indent=1) if args.json else step_text.render(record))
     return 0
@@ -128,11 +128,11 @@ def job_of(args: argparse.Namespace) -> "Job":
 
 def load_of(job: "Job", args: argparse.Namespace, profile: "Profile") -> "Load":
     """Return what a rank holds and computes of a job."""
-    from collectives_bench.cost.memory import Load, Recipe
-    from collectives_bench.cost.models import anatomy
+    from collectives_bench.cost.memory import SIZES, Load, Recipe
+    from jobs.anatomy import anatomy
     from jobs.model_shape import resolve_shape
     from jobs.shapes import GptShape, VggShape
-    from jobs.spec import TrainSettings
+    from jobs.train_settings import TrainSettings
 
     settings = job.settings
     assert isinstance(settings, TrainSettings)
@@ -140,16 +140,17 @@ def load_of(job: "Job", args: argparse.Namespace, profile: "Profile") -> "Load":
     if args.microbatches < 1:
         raise UsageError(f"--microbatches {args.microbatches}: must be 1 or more")
     vocabulary = VggShape.classes if settings.model.is_vgg else GptShape.vocabulary
-    itemsize = {"fp32": 4, "fp64": 8}[settings.precision]
-    optimizer = settings.optimizer
+    optimizer, sent_as, bucket_mb = settings.optimizer, settings.communication_dtype, settings.bucket_size_mb
     return Load(
         model=anatomy(resolve_shape(settings.model, settings.model.vocabulary or vocabulary)),
-        recipe=Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, itemsize=itemsize),
+        recipe=Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, precision=settings.precision),
         ranks=job.nodes * job.ranks_per_node,
         batch=settings.batch_size,
         microbatches=min(args.microbatches, settings.batch_size),  # a sample at least
-        itemsize=itemsize,
+        itemsize=SIZES[settings.precision].activation,
         backend=args.backend or next((name for name in profile.backends if name), "gloo"),
+        bucket_bytes=None if bucket_mb is None else int(bucket_mb * 2**20),
+        sent=None if sent_as is None else SIZES[sent_as].activation,
     )
 
 
@@ -223,16 +224,17 @@ def _buckets(
 ) -> dict[str, Any]:
     """Predict the curve over bucket sizes of data-parallel training."""
     from collectives_bench.cost import buckets, steps
-    from collectives_bench.cost.exposed import Times
+    from collectives_bench.cost.exposed import Times, own_buckets
 
     known = compute or steps.NO_COMPUTE
     times = Times(profile, load, nodes, "seconds")
-    gradients = buckets.gradients_of(load.model, load.recipe.gradient, known.backward_s)
+    gradients = buckets.registered(load.model, load.recipe.gradient, known.backward_s)
     points = buckets.curve(
         gradients,
-        lambda nbytes: times.of("all_reduce", nbytes, back_to_back=True),
+        lambda nbytes: times.of("all_reduce", load.sent_bytes(nbytes), back_to_back=True),
         buckets.Lanes.of(load.backend),
         bucket_sizes(args.buckets) or buckets.SWEEP,
+        own_buckets(load),
     )
     error = profile.held_out_sizes.mean if profile.held_out_sizes else STANDARD_ERROR
     return _choice(points, buckets.choose(points, error))

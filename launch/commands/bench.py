@@ -8,6 +8,7 @@ from launch.options import add_json, add_overrides, add_runs, add_site_and_name,
 
 # A first word that is one of these is a command of its own; anything else is measured.
 WITHIN: Final = {
+    "model": ("launch.bench.model", "time models alone: forward, backward or whole steps, with peak memory"),
     "show": ("launch.bench.showing", "print results again: of runs, or of result files"),
     "compare": ("launch.bench.comparing", "say of every row of two results whether it is better, worse or the same"),
     "plot": ("launch.bench.plotting", "draw results into a PNG, SVG or PDF"),

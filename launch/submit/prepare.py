@@ -25,7 +25,8 @@ from jobs.placement import Host, divide
 from jobs.rundir import RunDir, run_path, runs_root
 from jobs.site import Site, load_site
 from jobs.slurm_settings import merged
-from jobs.spec import Job, TrainSettings
+from jobs.spec import Job
+from jobs.train_settings import TrainSettings
 from launch.kinds import BY_KEY, KINDS
 from launch.submit.hostsource import SOURCES, host_set, ssh_settings
 from launch.submit.plan import Context, Machine, shared_environment

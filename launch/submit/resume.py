@@ -21,7 +21,8 @@ from jobs.hosts import HostSet, choose
 from jobs.kept import KEPT, require_settings
 from jobs.placement import Placement
 from jobs.rundir import RunDir
-from jobs.spec import Job, TrainSettings
+from jobs.spec import Job
+from jobs.train_settings import TrainSettings
 from jobs.words import counted
 from launch.commands.stop import end_leftovers, stop
 from launch.look.runrows import read_json

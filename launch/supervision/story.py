@@ -93,7 +93,7 @@ class Story:
         settings = self.context.job.settings
         return {
             "cause": verdict.message,
-            "mode": getattr(settings, "mode", None),
+            "mode": getattr(settings, "mode_name", None),
             "world_size": self.context.placement.world_size,
             "hosts": [node.host for node in self.context.placement.nodes],
             "from": self.origin,

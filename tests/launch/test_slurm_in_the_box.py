@@ -205,6 +205,7 @@ def test_the_end_of_the_supervisors_node_ends_the_run(login: Login) -> None:
         login.box.heal(where)
 
 
+@pytest.mark.soak
 def test_a_run_that_may_be_queued_again_begins_anew_without_the_node_of_its_supervisor(login: Login) -> None:
     process = login.start("run", login.job(code="import os, time; print('rank', os.environ['RANK']); time.sleep(5)"))
     where = power_off_the_supervisor(login)

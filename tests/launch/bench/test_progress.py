@@ -8,9 +8,10 @@ from collectives_bench.plan import cells_of, order_of
 from collectives_bench.records import Cell, Result
 from jobs.files import append_line
 from jobs.rundir import RunDir
-from launch.bench import live
-from launch.bench.live import BenchConsole, line_of, table, watching
+from launch.bench import watching as watcher
+from launch.bench.live import CollectivesView, line_of, table
 from launch.bench.progress import Progress
+from launch.bench.watching import BenchConsole, watching
 from support.measured import block, header, pairs, result, settings, world, write_lines
 
 
@@ -133,9 +134,9 @@ def test_without_a_terminal_pairs_are_a_line_for_each_launch_too(tmp_path: Path)
 
 
 def test_what_is_written_until_the_run_ends_is_shown_though_nobody_looked_again(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(live, "POLL_S", 30.0)
+    monkeypatch.setattr(watcher, "POLL_S", 30.0)
     console = BenchConsole()
-    with watching(RunDir(tmp_path / "run"), console):
+    with watching(CollectivesView(RunDir(tmp_path / "run")), console):
         run_folder(tmp_path, result(settings(launches=1)))
     assert capsys.readouterr().err.splitlines()[-1] == "launch 1 of 1: 2 cells"
 

@@ -6,7 +6,7 @@ import pytest
 
 from jobs.errors import UsageError
 from jobs.load import load_job
-from launch.bench import words
+from launch.bench import choices, words
 from launch.bench.words import changes, job_text, operations, overrides, worlds
 from launch.kinds import KINDS
 
@@ -126,6 +126,6 @@ def test_a_file_that_could_not_be_written_is_refused_before_anything_starts(give
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.png").mkdir()
     with pytest.raises(UsageError, match=message):
-        words.check_output("--plot", given, words.PLOTS)
-    words.check_output("--plot", None, words.PLOTS)
-    words.check_output("--plot", "x.svg", words.PLOTS)
+        choices.check_output("--plot", given, choices.PLOTS)
+    choices.check_output("--plot", None, choices.PLOTS)
+    choices.check_output("--plot", "x.svg", choices.PLOTS)

@@ -14,7 +14,8 @@ from jobs.placement import Host, place
 from jobs.rundir import RunDir, make_run
 from jobs.site import Site
 from jobs.slurm_settings import SlurmSettings
-from jobs.spec import CheckpointSettings, Job, TrainSettings
+from jobs.spec import CheckpointSettings, Job
+from jobs.train_settings import TrainSettings
 from launch import supervise
 from launch.scheduler.requeue import OwnJob, own_job
 from launch.scheduler.slurm_run import settings_of

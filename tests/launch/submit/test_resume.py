@@ -18,7 +18,7 @@ import yaml
 from jobs.files import append_line, read_lines, write_json
 from jobs.kept import DATA, KEPT, kept_settings
 from jobs.rundir import RunDir
-from jobs.spec import TrainSettings
+from jobs.train_settings import TrainSettings
 from launch import processes
 from launch.cli import main
 from launch.commands import run as run_command

@@ -14,7 +14,8 @@ from jobs.hosts import HostSet
 from jobs.placement import Host, Login, place
 from jobs.rundir import RunDir
 from jobs.site import Site
-from jobs.spec import CommandSettings, Job, TrainSettings
+from jobs.spec import CommandSettings, Job
+from jobs.train_settings import TrainSettings
 from launch.kinds import BY_KEY
 from launch.submit.plan import Context
 from launch.submit.submission import Route, Submission, hosts_of, hosts_record

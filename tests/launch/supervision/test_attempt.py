@@ -12,7 +12,8 @@ from jobs.files import read_lines
 from jobs.placement import Host, place
 from jobs.rundir import RunDir
 from jobs.site import Site
-from jobs.spec import Job, TrainSettings
+from jobs.spec import Job
+from jobs.train_settings import TrainSettings
 from launch.channel import Message
 from launch.console import Console
 from launch.submit.plan import Context

@@ -1,0 +1,123 @@
+"""Options that stand for settings of a job's section, as tables: added to a parser, read, checked all at once."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from jobs import mistakes
+from jobs.errors import UsageError
+from jobs.yamlfile import Document, KeyPath, Place
+
+PLOTS: Final = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option that stands for a setting."""
+
+    flag: str
+    field: str
+    read: Callable[[str], Any]
+    metavar: str
+    help: str
+
+    @property
+    def name(self) -> str:
+        """The attribute that argparse gives it."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+@dataclass(frozen=True)
+class Switch:
+    """An option without a value, which gives a setting one of its own."""
+
+    flag: str
+    field: str
+    value: Any
+    help: str
+
+
+def word_list(text: str) -> list[str]:
+    """Read words with commas between them."""
+    return [word.strip() for word in text.split(",")]
+
+
+def whole(text: str) -> int:
+    """Read a whole number, or raise ValueError."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"must be a whole number, got {text!r}") from None
+
+
+def number(text: str) -> float:
+    """Read a number, or raise ValueError."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"must be a number, got {text!r}") from None
+
+
+def add(group: argparse._ActionsContainer, choices: Sequence[Choice], switches: Sequence[Switch]) -> None:
+    """Add options to a parser, or to a group of it."""
+    for choice in choices:
+        group.add_argument(choice.flag, metavar=choice.metavar, help=choice.help)
+    for switch in switches:
+        group.add_argument(switch.flag, dest=switch.field, action="store_const", const=switch.value, help=switch.help)
+
+
+def changes(
+    args: argparse.Namespace, model: type[BaseModel], choices: Sequence[Choice], switches: Sequence[Switch]
+) -> dict[str, Any]:
+    """Return the settings that options change, checked one by one and against one another.
+
+    Raises:
+        UsageError: some are wrong; all of them at once.
+    """
+    found: dict[str, Any] = {}
+    unread: set[str] = set()
+    wrong: list[str] = []
+    for choice in choices:
+        text = getattr(args, choice.name)
+        if text is None:
+            continue
+        try:
+            found[choice.field] = choice.read(text)
+        except ValueError as error:
+            wrong.append(f"{choice.flag}: {error}")
+            unread.add(choice.field)
+    for switch in switches:
+        if getattr(args, switch.field) is not None:
+            found[switch.field] = getattr(args, switch.field)
+    flags = {switch.field: switch.flag for switch in switches} | {choice.field: choice.flag for choice in choices}
+    places: dict[KeyPath, Place] = {(field,): Place(flag) for field, flag in flags.items()}
+    document = Document("the options", found, places)
+    mistakes.check(model, found, document)
+    mistaken = [mistake for mistake in document.mistakes if not unread.intersection(mistake.path)]
+    wrong += [f"{mistake.place if mistake.path else 'options'}: {mistake.text}" for mistake in mistaken]
+    if wrong:
+        raise UsageError("\n".join(wrong))
+    return found
+
+
+def check_output(flag: str, given: str | None, suffixes: tuple[str, ...]) -> None:
+    """Refuse a file that could not be written in the end, before anything is measured.
+
+    Raises:
+        UsageError: its folder is missing, or its suffix is another.
+    """
+    if given is None:
+        return
+    path = Path(given)
+    if path.suffix not in suffixes:
+        raise UsageError(f"{flag} {given}: must end in {' or '.join(suffixes)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"{flag} {given}: no such folder: {path.parent}; make it, or choose another")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        found = "is a folder" if path.is_dir() else f"you may not write into {path.parent.absolute()}"
+        raise UsageError(f"{flag} {given}: {found}; choose another file")

@@ -1,0 +1,153 @@
+"""`muster bench model`: time models alone - forward, backward, whole steps - on this machine or on a cluster's node."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, get_args
+
+from jobs import yamlfile
+from jobs.errors import RefusedError, UsageError
+from jobs.timing.files import read_timings, write_csv, write_timings
+from jobs.timing.settings import ALL, NAMES, Pass, TimingSettings
+from jobs.timing.table import report_lines, verdict
+from jobs.train_settings import Precision
+from jobs.words import unknown
+from launch.bench import choices
+from launch.bench.choices import Choice, Switch, number, whole, word_list
+from launch.bench.report import naming, say
+from launch.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
+
+if TYPE_CHECKING:
+    from jobs.rundir import RunDir
+    from jobs.timing.records import Timings
+
+COMMAND_LINE: Final = "command line"  # what mistakes of a job without a file are said of
+LONGEST_NAME: Final = 64
+EPILOG: Final = """\
+What is timed is what train: would run on one rank: its model, loss, numbers and optimizer (AdamW), on a random batch.
+Each row has a process of its own. What does not fit in memory, or not in its time, is a row with the reason. The exit
+code is 1 where a row failed, or none has a time.
+"""
+
+
+def _each_of(what: str, valid: Sequence[str], text: str) -> list[str]:
+    """Read words that must stand in a table, with the nearest one that does in the error."""
+    for word in (words := word_list(text)):
+        if word not in valid:
+            raise ValueError(unknown(what, word, tuple(valid)))
+    return words
+
+
+def _models(text: str) -> list[str]:
+    return _each_of("model", (ALL, *NAMES), text)
+
+
+def _passes(text: str) -> list[str]:
+    return _each_of("pass", get_args(Pass), text)
+
+
+def _precisions(text: str) -> list[str]:
+    return _each_of("precision", get_args(Precision), text)
+
+
+CHOICES: Final = (
+    Choice("--model", "model", _models, "NAME,NAME", "gpt-small, vgg11, ...; one row each; or all"),
+    Choice("--pass", "passes", _passes, "PASS,PASS", "forward, backward (with the forward), step (all; default: each)"),
+    Choice("--precision", "precision", _precisions, "P,P", "fp32 (default), bf16, fp16, pure_bf16, fp64"),
+    Choice("--warmup", "warmup", whole, "N", "steps before those that count, shown apart (default: 1)"),
+    Choice("--steps", "steps", whole, "N", "steps that are timed (default: 5)"),
+    Choice("--batch", "batch", whole, "N", "samples (default: 16)"),
+    Choice("--context", "context", whole, "N", "of GPTs: tokens of a sample (default: 128)"),
+    Choice("--vocabulary", "vocabulary", whole, "N", "of GPTs (default: 10000)"),
+    Choice("--norm", "norm", str, "NAME", "of GPTs: rms (default), layer"),
+    Choice("--device", "device", str, "NAME", "auto (default), cpu, cuda"),
+    Choice("--timeout", "timeout_s", number, "S", "for one row; what is not done by then says so (default: 300)"),
+    Choice("--seed", "seed", whole, "N", "of the model and its batch (default: 0)"),
+)
+SWITCHES: Final = (
+    Switch("--compile", "compile", True, "torch.compile, block by block"),
+    Switch("--activation-checkpointing", "activation_checkpointing", True, "forward every block again in the backward"),
+    Switch("--bias", "bias", True, "of GPTs: linear layers with biases"),
+    Switch("--untied", "tied", False, "of GPTs: a head of its own"),
+    Switch("--dtypes", "dtypes", True, "instead of times: the types of each layer in a step, as autocast chooses them"),
+    Switch("--no-matmul", "matmul", False, "do not time a matrix product to hold the rows against"),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = EPILOG
+    choices.add(parser.add_argument_group("what is timed"), CHOICES, SWITCHES)
+    results = parser.add_argument_group("results")
+    results.add_argument("--out", metavar="FILE.json", help="write all records there, and the rows beside it as .csv")
+    add_json(parser)
+    add_overrides(parser)
+    add_site_and_name(parser)
+    add_runs(parser)
+    add_transport(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Time every row, then show the table; the exit code is the run's, or 1 for a bad result."""
+    from launch.agent import visible_gpus
+    from launch.bench.measuring import has_rows, run_watched
+    from launch.bench.model_view import ModelView
+    from launch.submit.prepare import prepare
+
+    check(args)
+    asked = choices.changes(args, TimingSettings, CHOICES, SWITCHES)
+    args.job, args.job_text = COMMAND_LINE, job_text(asked)
+    args.nodes = args.ranks_per_node = None
+    prepared = prepare(args)
+    if asked.get("device") == "cuda" and prepared.submission.route.is_here and not visible_gpus():
+        raise RefusedError("--device: cuda: this machine has no GPU; name a host that has (-w HOST), or take cpu")
+    code = run_watched(prepared, ModelView(prepared.context.run))
+    if not has_rows(prepared.context.run):
+        return code or 1
+    return deliver(prepared.context.run, args) or code
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what could not end well, before anything starts.
+
+    Raises:
+        UsageError: it could not.
+    """
+    if args.on == "hand":
+        raise UsageError("--on hand: muster bench model starts its run itself; write a job file with timing: in it")
+    if args.model is None:
+        raise UsageError(f"--model: is missing; name one or several of {', '.join(NAMES)}, or all")
+    choices.check_output("--out", args.out, (".json",))
+
+
+def job_text(settings: dict[str, Any]) -> str:
+    """Return the job file that a command line stands for."""
+    name = "-".join(["model", *settings["model"]])[:LONGEST_NAME].rstrip("-._")
+    return yamlfile.dump({"name": name, "threads_per_rank": "auto", "timing": settings})
+
+
+def deliver(run: "RunDir", args: argparse.Namespace) -> int:
+    """Show what a run has timed, and write `--out`; return 1 for a bad result.
+
+    Raises:
+        RunFolderError, StorageError: a file cannot be written; the run keeps what was measured.
+    """
+    timings = read_timings([run.path])
+    try:
+        if args.out is not None:
+            with naming("--out"):
+                path = Path(args.out)
+                write_timings(timings, path)
+                say(f"wrote {path}")
+                if any(timing.rows for timing in timings.timings):
+                    write_csv(timings, path.with_suffix(".csv"))
+                    say(f"wrote {path.with_suffix('.csv')}")
+    finally:
+        code = show(timings, as_json=args.json)
+    return code
+
+
+def show(timings: "Timings", *, as_json: bool) -> int:
+    """Print timings on standard output, as text or JSON; return 1 for a bad result."""
+    print(timings.model_dump_json(indent=1) if as_json else "\n".join(report_lines(timings)))
+    return int(verdict(timings) != "OK")

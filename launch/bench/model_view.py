@@ -1,0 +1,54 @@
+"""What `muster bench model` shows while a rank times: the rows so far, or a plain line for each."""
+
+from typing import TYPE_CHECKING
+
+from jobs.rundir import RunDir
+from jobs.timing.files import Record, gather, parse
+from jobs.timing.records import Dtypes, Header, Timed
+from jobs.timing.table import heading, row_text, table
+from jobs.words import counted
+from launch.bench.watching import NewestLines
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+
+class ModelView:
+    """A run of a `timing:` job (`watching.View`)."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._lines = NewestLines(run)
+        self._records: list[Record] = []
+
+    def poll(self) -> list[Record]:
+        """Take in what came since the last call, and return it; a new attempt begins anew."""
+        is_new, lines = self._lines.poll()
+        if is_new:
+            self._records.clear()
+        new = [record for line in lines if (record := parse(line)) is not None]
+        self._records += new
+        return new
+
+    def line_of(self, record: Record) -> str | None:
+        """Return the plain line that a record is worth: what begins, and each row."""
+        if isinstance(record, Header):
+            machine = record.machine
+            return f"timing {counted(len(record.settings.cases()), 'row')} on {machine.gpu or machine.cpu}"
+        if isinstance(record, Timed):
+            return row_text(record)
+        return f"types of {record.model} in {record.precision}" if isinstance(record, Dtypes) else None
+
+    def table(self, width: int) -> "Group | None":
+        """Return the rows so far, and which is under way."""
+        from rich.console import Group
+        from rich.text import Text
+
+        timing = gather(self._records)
+        if timing is None:
+            return None
+        cases, done = timing.header.settings.cases(), len(timing.rows)
+        lines = [*heading(timing.header), *(table(timing.rows) if timing.rows else [])]
+        if done < len(cases):
+            under_way = f"{cases[done].model} {cases[done].pass_name} {cases[done].precision}"
+            lines.append(f"# now {under_way}, {done} of {len(cases)} done")
+        return Group(*(Text(line, no_wrap=True, overflow="ellipsis") for line in lines))

@@ -1,0 +1,115 @@
+"""`muster profile` on a screen: the ranks side by side, then the operators of one, and where all of it lies."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from jobs.trace.kinds import COMMUNICATION
+from jobs.trace.record import numbers, table_of
+from jobs.words import counted
+from launch.look import screen
+from launch.look.profiles import PHASES, RankProfile
+
+TOP: Final = 12
+STEP_COLUMNS: Final = ("step>", "host ms>", "GPU ms>", "in flight>", "hidden>", "overlap>")
+FILES: Final = {
+    "trace.json.gz": "the steps as they went: open it at ui.perfetto.dev",
+    "flame.svg": "where the host's time went: open it in a browser",
+    "flame-cuda.svg": "where the GPU's time went",
+    "operators.txt": "operators, kernels, kinds and phases",
+    "operators.csv": "the same to compute with",
+    "cuda-memory.pickle": "what the GPU's memory held: open it at pytorch.org/memory_viz",
+}
+
+
+def render(run_id: str, attempt: int, profiles: Sequence[RankProfile], chosen: Sequence[RankProfile]) -> str:
+    """Render the profiles of an attempt, with the details of the chosen ranks."""
+    record = profiles[0].record
+    steps = numbers([step["step"] for step in record["steps"]])
+    ranks = counted(int(record["world_size"]), "rank")
+    lines = [
+        f"{run_id}, attempt {attempt}: {steps} of {record['steps_of_job']}, mode {record['mode']}, "
+        f"{ranks} on {record['device']}",
+        "",
+        comparison(profiles),
+        "",
+        "own: the step without its exposed communication; the slowest rank comes first.",
+        "overlap: time in communication while computing / time in communication (in flight).",
+    ]
+    for profile in chosen:
+        lines += ["", *details(profile)]
+    return "\n".join(lines)
+
+
+def comparison(profiles: Sequence[RankProfile]) -> str:
+    """Lay out the ranks side by side, in milliseconds a step."""
+    phases = [phase for phase in PHASES if any(phase in each.breakdown for each in profiles)]
+    columns = ["rank>", "step ms>", "own>", *(f"{phase}>" for phase in phases), "in flight>", "overlap>", "matmul>"]
+    columns += ["peak memory>"]
+    return screen.table(columns, (_row(each, phases) for each in profiles))
+
+
+def details(profile: RankProfile) -> list[str]:
+    """Say more of one rank: its steps, its operators or kernels, its files."""
+    record = profile.record
+    rows, what = (record["kernels"], "kernels") if record["kernels"] else (record["operators"], "operators")
+    rows = sorted(rows, key=lambda row: (-row["cuda_self_us"], -row["cpu_self_us"]))
+    device = record.get("device_phases") or {}
+    busy = ", ".join(f"{phase} {seconds * 1e3 / max(1, len(record['steps'])):.1f}" for phase, seconds in device.items())
+    return [
+        f"rank {profile.rank} on {record['host']}, step by step",
+        screen.table(
+            ("step>", "host ms>", "GPU ms>", "in flight>", "hidden>", "overlap>"), map(_step, record["steps"])
+        ),
+        "",
+        f"what {'its kernels' if record['kernels'] else 'its threads'} computed: {kinds(record['kinds'])}",
+        *([f"the GPU's busy milliseconds a step: {busy}"] if busy else []),
+        "",
+        f"its {what} with the most time of their own, all recorded steps together",
+        table_of(rows[:TOP]),
+        "",
+        f"{profile.folder}/",
+        *(f"  {name:19} {FILES[name]}" for name in FILES if name in record.get("files", ())),
+    ]
+
+
+def kinds(seconds: Mapping[str, float]) -> str:
+    """Spell the shares of computing by kind, the largest first; communication has columns of its own."""
+    computed = {kind: each for kind, each in seconds.items() if kind != COMMUNICATION}
+    total = sum(computed.values()) or 1.0
+    return ", ".join(f"{kind} {each / total:.0%}" for kind, each in computed.items() if each / total >= 0.005) or "-"
+
+
+def _row(profile: RankProfile, phases: Sequence[str]) -> list[object]:
+    record = profile.record
+    steps = record["steps"]
+    in_flight_s = sum(step["communication_s"] for step in steps) / max(1, len(steps))
+    memory = record.get("memory", {})
+    peak = memory.get("cuda_peak_bytes") or memory.get("host_peak_bytes")
+    return [
+        profile.rank,
+        _ms(profile.step_s),
+        _ms(profile.own_s),
+        *(_ms(profile.breakdown.get(phase, 0.0)) for phase in phases),
+        _ms(in_flight_s),
+        _ratio(record["overlap"]),
+        _percent(record["matmul_share"]),
+        None if peak is None else f"{peak / 2**20:.0f} MB",
+    ]
+
+
+def _step(step: dict[str, Any]) -> list[object]:
+    device_s = step.get("device_s")
+    times = [_ms(step["seconds"]), None if device_s is None else _ms(device_s)]
+    return [step["step"], *times, _ms(step["communication_s"]), _ms(step["hidden_s"]), _ratio(step["overlap"])]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def _ratio(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}"
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{value:.0%}"

@@ -1,0 +1,84 @@
+"""The profiles in a run folder, rank by rank: what the ranks wrote, with the breakdown of their metrics. Only reads."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from jobs.errors import RunFolderError
+from jobs.files import read_lines
+from jobs.rundir import AttemptDir, RunDir
+
+PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "replay")
+WAITING: Final = "communication"
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """One rank's profile: its record, and the mean seconds of a recorded step by phase, as the metrics have them."""
+
+    folder: Path
+    record: Mapping[str, Any]
+    breakdown: Mapping[str, float]
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return int(self.record["rank"])
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a recorded step."""
+        return sum(self.breakdown.values())
+
+    @property
+    def own_s(self) -> float:
+        """The same without the exposed communication: what others may have waited for."""
+        return sum(seconds for phase, seconds in self.breakdown.items() if phase != WAITING)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record for --json."""
+        return {**self.record, "path": str(self.folder), "breakdown": dict(self.breakdown), "own_s": self.own_s}
+
+
+def read_profiles(run: RunDir, attempt: int | None) -> tuple[int, list[RankProfile]]:
+    """Read the profiles of an attempt, by default of the newest that has any; the slowest rank comes first.
+
+    Raises:
+        RunFolderError: there are none.
+    """
+    numbers = run.attempt_numbers() if attempt is None else [attempt]
+    for number in reversed(numbers):
+        folder = run.attempt(number)
+        found = [profile for rank in folder.profiled_ranks() if (profile := _read(folder, rank)) is not None]
+        if found:
+            return number, sorted(found, key=lambda each: (-each.own_s, each.rank))
+    where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
+    raise RunFolderError(
+        f"{where}: no rank has written a profile; set train.profile: true (muster run JOB --set train.profile=true), "
+        "and let the recorded steps be done"
+    )
+
+
+def _read(folder: AttemptDir, rank: int) -> RankProfile | None:
+    paths = folder.profile(rank)
+    try:
+        record = json.loads(paths.record.read_text(encoding="utf-8"))
+        steps = {int(step["step"]) for step in record["steps"]}
+        rows = [row for row in read_lines(folder.metrics(rank)) if row.get("step") in steps and row.get("profile")]
+        return RankProfile(paths.path, record, breakdown_of(rows) or _of_trace(record))
+    except (OSError, ValueError, KeyError, TypeError):  # torn, or another version's: nothing read here is trusted
+        return None
+
+
+def breakdown_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean seconds by phase of metrics' rows; nothing without rows."""
+    sums = {phase: sum(float(row.get(f"{phase}_s") or 0.0) for row in rows) for phase in PHASES}
+    return {phase: total / len(rows) for phase, total in sums.items() if rows and (total > 0.0 or phase != "replay")}
+
+
+def _of_trace(record: Mapping[str, Any]) -> dict[str, float]:
+    """Fall back on what the trace says of the host: the metrics may not have come home from another node."""
+    steps = max(1, len(record["steps"]))
+    return {phase: float(seconds) / steps for phase, seconds in record["phases"].items()}
