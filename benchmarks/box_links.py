@@ -12,16 +12,15 @@ S is 25 MB = 25 * 10^6 bytes a rank, B is 10^9 bits a second. TCP, IP and Ethern
 import argparse
 import json
 import os
-import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
 from pairs import report
+from rank_processes import in_nodes
 
 REACH = 1.10
 BYTES = 25_000_000
-PORT = 29411
 WIRE = 1514 / 1448  # bytes on the wire for each byte of a full TCP segment with time stamps
 LIMIT_S = 300
 
@@ -61,32 +60,13 @@ def rank_main(repeats: int) -> None:
     dist.destroy_process_group()
 
 
-def measure(nodes: int, rate: int, repeats: int) -> dict[str, list[float]]:
+def measure(nodes: int, rate: int, repeats: int) -> Any:
     """Boot a box, start a rank in each node, and return the times of both collectives."""
     from cloudlab.box.control import box_up
     from cloudlab.box.spec import BoxSpec
 
     with box_up(BoxSpec(name=f"links{os.getpid()}", nodes=nodes, rate=rate)) as box:
-        common = {
-            "WORLD_SIZE": str(nodes),
-            "MASTER_ADDR": box.state.spec.address("node0"),
-            "MASTER_PORT": str(PORT),
-            "GLOO_SOCKET_IFNAME": "eth1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of addresses without a name server
-        }
-        script = [sys.executable, str(Path(__file__).resolve()), "--rank", "--repeats", str(repeats)]
-        ranks = [
-            subprocess.Popen(
-                box.exec_argv(node, script), stdout=subprocess.PIPE, env={**os.environ, **common, "RANK": str(rank)}
-            )
-            for rank, node in enumerate(box.state.spec.compute)
-        ]
-        out, _ = ranks[0].communicate(timeout=LIMIT_S)
-        codes = [process.wait(LIMIT_S) for process in ranks]
-        if any(codes):
-            raise SystemExit(f"ranks ended with {codes}")
-    found: dict[str, list[float]] = json.loads(out)
-    return found
+        return in_nodes(box, __file__, ["--repeats", str(repeats)], LIMIT_S)
 
 
 def main() -> int:

@@ -16,14 +16,13 @@ What a collective beside a backward takes from its cores is not in the model: wi
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
+
+from rank_processes import in_nodes, on_loopback
 
 from collectives_bench.cost import buckets, pieces
 from collectives_bench.cost.buckets import MB, Lanes
@@ -119,40 +118,16 @@ def _took(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def launch(args: argparse.Namespace) -> dict[str, Any]:
+def launch(args: argparse.Namespace) -> Any:
     """Start fresh ranks, here or in a box, and return what rank 0 measured."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--rank", "--rounds", str(args.rounds)]
-    command += ["--box", args.box] if args.box else []
+    arguments = ["--rounds", str(args.rounds)]
     if args.box is None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        return _run([command] * 2, common)
+        return on_loopback(__file__, arguments, 2, LIMIT_S)
     from cloudlab.box.control import box_up
     from cloudlab.box.spec import BoxSpec, parse_rate
 
     with box_up(BoxSpec(name=f"buckets{os.getpid()}", nodes=4, rate=parse_rate(args.box))) as box:
-        common = {"WORLD_SIZE": "4", "MASTER_ADDR": box.state.spec.address("node0"), "MASTER_PORT": "29417"}
-        common |= {"GLOO_SOCKET_IFNAME": "eth1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        return _run([box.exec_argv(node, command) for node in box.state.spec.compute], common)
-
-
-def _run(commands: Sequence[list[str]], common: dict[str, str]) -> dict[str, Any]:
-    ranks = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, **common, "RANK": str(rank)})
-        for rank, command in enumerate(commands)
-    ]
-    try:
-        out, _ = ranks[0].communicate(timeout=LIMIT_S)
-        codes = [process.wait(30) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    if any(codes):
-        raise SystemExit(f"ranks ended with {codes}")
-    found: dict[str, Any] = json.loads(out)
-    return found
+        return in_nodes(box, __file__, [*arguments, "--box", args.box], LIMIT_S)
 
 
 def fitted(singles: dict[str, list[float]]) -> pieces.Fitted:
@@ -163,7 +138,9 @@ def fitted(singles: dict[str, list[float]]) -> pieces.Fitted:
 def compare(found: dict[str, Any], fit: pieces.Fitted, backward: str, how: str) -> dict[str, Any]:
     """Predict the sweep and choose; return the choice with its regret."""
     gradients = buckets.uniform(TOTAL, PARTS, found["alone"][backward])
-    points = buckets.curve(gradients, fit.seconds, Lanes(buckets.GLOO_THREADS, host_s=found["host"]), SIZES)
+    points = buckets.curve(
+        gradients, fit.seconds, Lanes(buckets.GLOO_THREADS, host_s=found["host"]), SIZES, buckets.at_most
+    )
     measured = {int(size): statistics.median(times) for size, times in found["measured"][backward].items()}
     choice = buckets.choose(points, 0.0)
     best = min(measured, key=lambda size: measured[size])

@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rank_processes import in_nodes
+
 REACH = 0.90
 SIZES = ("10M", "25M", "100M")
 EXCHANGE = "exchange"  # all-to-all by ddp.primitives; no row of the catalog, for all_to_all is
@@ -42,7 +44,6 @@ CATALOG_NAME = {EXCHANGE: "all_to_all"}
 HELD = ("all_reduce", "ring_all_reduce")
 BENCH = "muster bench"
 ROOT = Path(__file__).resolve().parents[1]
-PORT = 29413
 LIMIT_S = 540
 CEILING = 1448 / 1514
 
@@ -94,36 +95,10 @@ def measure(args: argparse.Namespace, rate: int) -> list[dict[str, Any]]:
     from cloudlab.box.spec import BoxSpec
 
     with box_up(BoxSpec(name=f"ring{os.getpid()}", nodes=args.nodes, rate=rate)) as box:
-        return by_own_ranks(box, args) + by_bench(box.state.spec.name, args)
-
-
-def by_own_ranks(box: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start a rank in each node; return what rank 0 has seen."""
-    common = {
-        "WORLD_SIZE": str(args.nodes),
-        "MASTER_ADDR": box.state.spec.address("node0"),
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": "eth1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # it warns of addresses without a name server
-    }
-    script = [sys.executable, str(Path(__file__).resolve()), "--rank", "--repeats", str(args.repeats)]
-    script += ["--sizes", *args.sizes]
-    ranks = [
-        subprocess.Popen(
-            box.exec_argv(node, script), stdout=subprocess.PIPE, env={**os.environ, **common, "RANK": str(rank)}
+        own: list[dict[str, Any]] = in_nodes(
+            box, __file__, ["--repeats", str(args.repeats), "--sizes", *args.sizes], LIMIT_S
         )
-        for rank, node in enumerate(box.state.spec.compute)
-    ]
-    try:
-        out, _ = ranks[0].communicate(timeout=LIMIT_S)
-        codes = [process.wait(LIMIT_S) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()  # nothing, where it has ended
-    if any(codes):
-        raise SystemExit(f"ranks ended with {codes}")
-    found: list[dict[str, Any]] = json.loads(out)
-    return found
+        return own + by_bench(box.state.spec.name, args)
 
 
 def by_bench(box: str, args: argparse.Namespace) -> list[dict[str, Any]]:

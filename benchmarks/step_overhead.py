@@ -29,7 +29,6 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from jobs.reports import Reporter
-from jobs.spec import TrainSettings
 from jobs.train.data import Data, open_data
 from jobs.train.loop import Trainer, build_trainer, run_steps
 from jobs.train.metrics import Files, Metrics, Summary, Units
@@ -37,6 +36,7 @@ from jobs.train.models import build_model
 from jobs.train.optim import build_optimizer
 from jobs.train.screen import Screen
 from jobs.train.world import World
+from jobs.train_settings import TrainSettings
 
 GOAL = 1.02
 

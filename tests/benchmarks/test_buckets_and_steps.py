@@ -3,8 +3,8 @@
 import json
 
 import bucket_size
+import ddp_ladder
 import pytest
-import step_prediction
 
 from collectives_bench.cost import profile
 from collectives_bench.cost.exposed import Compute
@@ -32,7 +32,7 @@ def test_regret_is_what_the_chosen_size_costs_beyond_the_measured_best():
 def test_exposed_is_what_the_slowest_rank_waits_and_first_steps_do_not_count(tmp_path):
     run = RunDir(tmp_path)
     run.attempt(0).path.mkdir()
-    for rank in range(step_prediction.NODES):
+    for rank in range(ddp_ladder.NODES):
         rows = [
             {
                 "step_s": 1.0,
@@ -43,25 +43,39 @@ def test_exposed_is_what_the_slowest_rank_waits_and_first_steps_do_not_count(tmp
             for step in range(4)
         ]
         run.attempt(0).metrics(rank).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = step_prediction.measured(run)
+    found = ddp_ladder.measured(run)
     assert found["exposed"] == pytest.approx([2.6, 3.6])
     assert found["rank 0"] == pytest.approx([2.9, 3.9])
     assert found["backward"] == pytest.approx([0.4, 0.4])
 
 
 def test_the_box_s_modes_are_predicted_from_a_profile_and_lie_above_their_links_alone():
-    told = step_prediction.predicted(profile.link(1e9), Compute(0.1, 0.1))
-    assert set(told) == set(step_prediction.MODES)
-    rows = step_prediction.rows_of(
+    told = ddp_ladder.predicted(profile.link(1e9), Compute(0.1, 0.1))
+    assert set(told) == set(ddp_ladder.MODES)
+    rows = ddp_ladder.rows_of(
         "1gbit", 1e9, {mode: {"exposed": [1.0], "rank 0": [1.0], "backward": [0.1]} for mode in told}, told
     )
     bounds = {row["mode"]: row["bound_s"] for row in rows}
-    assert bounds == pytest.approx({"allreduce": 0.443, "gather_scatter": 1.772, "ddp": 0.443}, abs=0.001)
-    assert all(told[mode] >= bounds[mode] for mode in ("allreduce", "gather_scatter"))
-    assert told["ddp"] < bounds["ddp"]  # a part of it is hidden
+    ring = dict.fromkeys(("allreduce", "flat", "overlap", "bucketed", "ddp"), 0.443)
+    assert bounds == pytest.approx({"gather_scatter": 1.772, **ring}, abs=0.001)
+    assert all(told[mode] >= bounds[mode] for mode in ("allreduce", "gather_scatter", "flat"))
+    assert all(told[mode] < bounds[mode] for mode in ("overlap", "bucketed", "ddp"))  # a part of it is hidden
+
+
+def test_the_star_takes_as_many_times_as_long_as_there_are_nodes():
+    rows = [
+        {"rate": rate, "mode": mode, "measured_s": seconds}
+        for rate, mode, seconds in (
+            ("1gbit", "gather_scatter", 2.0),
+            ("1gbit", "allreduce", 0.5),
+            ("1gbit", "ddp", 0.4),
+            ("100mbit", "allreduce", 5.0),
+        )
+    ]
+    assert ddp_ladder.star_over_ring(rows) == {"1gbit": 4.0}
 
 
 def test_no_call_of_the_bench_takes_longer_than_its_limit():
-    jobs = step_prediction.bench_jobs(100e6, 1)
-    assert max(jobs["all_reduce"]["bench"]["sizes"]) == 9437184
+    jobs = ddp_ladder.bench_jobs(100e6, 1)
+    assert max(jobs["all_reduce"]["bench"]["sizes"]) == 18 * 2**20
     assert max(jobs["gather_scatter"]["bench"]["sizes"]) == 4718592

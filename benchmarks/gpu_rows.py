@@ -1,0 +1,118 @@
+"""The rows of `gpu_throughput.py`: which sides train which model, and what is to be reached.
+
+A side is spelt as `gpu_sides.Spec` has it. Of PyTorch's sides the fastest counts; `held` says which of ours does.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the claim."""
+
+    model: str
+    batches: tuple[int, ...]  # a GPU; the next one where memory does not suffice
+    specs: tuple[dict[str, Any], ...]
+    reach: float
+    what: str = "speed"
+    ceiling: bool = False
+    limit_s: float = 300.0
+
+
+def side(name: str, kind: str, **more: Any) -> dict[str, Any]:
+    """Spell a side of `gpu_sides.Spec`."""
+    return {"name": name, "kind": kind, "options": [], "numerics": [], **more}
+
+
+def sized(name: str, kind: str, size_mb: float | None, **more: Any) -> dict[str, Any]:
+    """Spell a side of ours with buckets of a size."""
+    return side(name, kind, options=[("bucket_size_mb", size_mb)], **more)
+
+
+TORCH = side("torch ddp", "torch", precision="bf16")
+BUCKETED = side("bucketed", "bucketed", precision="bf16", held=True)
+FP32 = {"precision": "fp32"}
+PURE = {"precision": "pure_bf16"}
+BLOCKS = {"compiled": "blocks", **PURE}
+# Between GPUs of one host every launch beside a matrix product costs: few and large ones are best.
+LARGE_MB, LARGEST_MB = 100.0, 250.0
+ALL_BUT_EMBEDDING_MB = 236.5  # of GPT small in bfloat16: two launches, the first beside the embedding's own backward
+ROWS = {
+    "a": Row(
+        "gpt-small",
+        (32, 16),
+        (
+            side("torch compile, ddp", "torch", compiled="whole"),
+            side("torch ddp, compile", "torch", compiled="inside"),
+            sized("ours", "engine", None, held=True, **BLOCKS),
+            side("ours 25 MB", "engine", **BLOCKS),
+            sized("ours 100 MB", "engine", LARGE_MB, **BLOCKS),
+            sized("ours embedding apart", "engine", ALL_BUT_EMBEDDING_MB, **BLOCKS),
+            sized("ours graph", "engine", None, graph=True, **BLOCKS),
+            sized("ours whole", "engine", None, numerics=[("whole", True)], **BLOCKS),
+            side("torch alone", "torch", compiled="whole", alone=True),
+            side("ours alone", "engine", alone=True, **BLOCKS),
+            side("ours apart", "engine", apart=True, **BLOCKS),
+        ),
+        1.04,
+        ceiling=True,
+        limit_s=480.0,
+    ),
+    "a-tweaked": Row(
+        "gpt-small",
+        (32, 16),
+        (
+            side("torch all bf16", "torch", compiled="whole", **PURE),
+            sized("ours", "engine", None, held=True, **BLOCKS),
+        ),
+        1.0,
+    ),
+    "b-medium": Row(
+        "gpt-medium",
+        (16, 8, 4),
+        (
+            TORCH,
+            side("torch 100 MB", "torch", options=[("bucket_cap_mb", 100)]),
+            sized("bucketed", "bucketed", LARGE_MB, held=True),
+            side("bucketed 25 MB", "bucketed"),
+            sized("bucketed 250 MB", "bucketed", LARGEST_MB),
+            sized("ours graph", "engine", LARGE_MB, graph=True),
+            sized("ours pure_bf16", "engine", LARGE_MB, **PURE),
+        ),
+        1.02,
+    ),
+    "b-xl": Row("gpt-xl", (8, 4, 2), (TORCH, sized("bucketed", "bucketed", LARGE_MB, held=True)), 1.02),
+    "b-xl-best": Row(
+        "gpt-xl", (8, 4, 2), (TORCH, sized("ours pure_bf16", "engine", LARGE_MB, held=True, **PURE)), 1.02
+    ),
+    "c": Row(
+        "vgg11",
+        (128,),
+        (
+            side("torch ddp", "torch", **FP32),
+            side("bucketed", "bucketed", **FP32),
+            side("ours", "engine", **FP32),
+            side("torch ddp bf16", "torch", precision="bf16"),
+            side("ours graph", "engine", graph=True, held=True, **FP32),
+        ),
+        1.5,
+    ),
+    "c-bf16": Row(
+        "vgg11",
+        (128,),
+        (
+            side("torch ddp bf16", "torch", precision="bf16"),
+            side("ours graph bf16", "engine", graph=True, held=True, precision="bf16"),
+        ),
+        1.5,
+    ),
+    "d-gpt": Row("gpt-small", (16, 8), (TORCH, BUCKETED), 1.0, what="memory"),
+    "d-vgg": Row(
+        "vgg11",
+        (128,),
+        (side("torch ddp", "torch", **FP32), side("bucketed", "bucketed", held=True, **FP32)),
+        1.0,
+        what="memory",
+    ),
+}

@@ -1,0 +1,290 @@
+"""The sides of `gpu_throughput.py`: one model, one stream of batches, and ways to train it.
+
+    torch      the loop that people write: autocast, PyTorch's DistributedDataParallel, fused optimizer
+    bucketed   the same loop with our BucketedDDP in its place
+    engine     our training engine, as a job file would set it up
+
+All sides of a row begin with the same weights and see the same batches, so their losses can be compared.
+"""
+
+import inspect
+import re
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+BATCHES = 4  # different ones, in turn
+LEARNING_RATE = {"gpt": 3e-4, "vgg": 0.01}
+ANCHOR = {"context": 1024, "vocabulary": 50304, "tied": False, "bias": True, "norm": "layer"}
+SMOKE = {"context": 32, "vocabulary": 64, "tied": False, "bias": True, "norm": "layer"}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One side: what it is called and how it is put together."""
+
+    name: str
+    kind: str  # torch, bucketed, engine
+    precision: str = "bf16"  # fp32, bf16 (autocast), pure_bf16 (weights too; the engine keeps fp32 masters)
+    compiled: str = ""  # "", whole, inside (DDP compiled around the model, split at its buckets), blocks
+    graph: bool = False
+    alone: bool = False  # on the first GPU, by itself
+    held: bool = False  # True: the side of ours that is held to reach
+    options: tuple[tuple[str, Any], ...] = ()  # of the wrapper; of an engine: settings of the job file
+    numerics: tuple[tuple[str, Any], ...] = ()  # of an engine: what no job file sets
+    apart: bool = False  # on every GPU by itself, at the same time
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What all sides of a row share on one rank."""
+
+    model: str
+    batch: int  # samples a GPU
+    rank: int
+    ranks: int
+    device: torch.device
+    smoke: bool = False
+
+    @property
+    def is_gpt(self) -> bool:
+        """True for a model that reads tokens."""
+        return self.model.startswith("gpt")
+
+    @property
+    def units(self) -> int:
+        """Tokens, or images, of a step on one GPU."""
+        return self.batch * (self.shape["context"] if self.is_gpt else 1)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """What the model is beside its name."""
+        return (SMOKE if self.smoke else ANCHOR) if self.is_gpt else {}
+
+    def alone(self) -> "Scene":
+        """The same with nobody else."""
+        return replace(self, ranks=1)
+
+
+def build_model(scene: Scene) -> nn.Sequential:
+    """Build the model on the device, the same weights every time."""
+    from jobs.model_shape import resolve_shape
+    from jobs.train.models.gpt import assemble_gpt
+    from jobs.train.models.vgg import assemble_vgg
+    from jobs.train_settings import ModelSettings
+
+    settings = ModelSettings(name=scene.model, **scene.shape)
+    shape = resolve_shape(settings, scene.shape["vocabulary"] if scene.is_gpt else 10)
+    with torch.device(scene.device):
+        model: nn.Sequential = assemble_gpt(shape) if scene.is_gpt else assemble_vgg(shape)  # type: ignore[arg-type]
+    generator = torch.Generator(scene.device).manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                fan_in = parameter[0].numel()
+                std = 0.02 if scene.is_gpt else (2.0 / fan_in) ** 0.5
+                parameter.normal_(std=std, generator=generator)
+            elif name.endswith("bias"):
+                parameter.zero_()
+    return model
+
+
+def batches_of(scene: Scene) -> list[tuple[Tensor, Tensor]]:
+    """Draw this rank's batches: (inputs, targets) on the device."""
+    generator = torch.Generator(scene.device).manual_seed(100 + scene.rank)
+    drawn = []
+    for _ in range(BATCHES):
+        if scene.is_gpt:
+            size = (scene.batch, scene.shape["context"] + 1)
+            tokens = torch.randint(scene.shape["vocabulary"], size, generator=generator, device=scene.device)
+            drawn.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
+        else:
+            images = torch.randn(scene.batch, 3, 32, 32, generator=generator, device=scene.device)
+            drawn.append((images, torch.randint(10, (scene.batch,), generator=generator, device=scene.device)))
+    return drawn
+
+
+class WithLoss(nn.Module):
+    """A model that returns its mean loss: so the whole of it can be compiled, or block by block and the end as one."""
+
+    def __init__(self, model: nn.Sequential, blocks: "Callable[[Any], Any] | None" = None) -> None:
+        super().__init__()
+        self.model = model
+        self.blocks = None
+        if blocks is not None:
+            self.blocks = [blocks(layer) for layer in list(model.children())[:-2]]
+            self.tail = blocks(end_loss)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Map inputs and targets to the mean cross-entropy."""
+        if self.blocks is None:
+            return end_loss(None, None, self.model(inputs), targets)
+        x = inputs
+        for block in self.blocks:
+            x = block(x)
+        *_, norm, head = self.model.children()
+        loss: Tensor = self.tail(norm, head, x, targets)
+        return loss
+
+
+def own_class(name: str) -> type[WithLoss]:
+    """Return a class with code of its own: what is compiled is kept by code object, and two sides must not share it."""
+    function = WithLoss.forward
+    code = function.__code__.replace(co_name="forward_" + re.sub(r"\W+", "_", name))
+    forward = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    return type("WithLoss", (WithLoss,), {"forward": forward})
+
+
+def end_loss(norm: nn.Module | None, head: nn.Module | None, x: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits, or of what is left to be normed and multiplied by the head."""
+    if norm is not None and head is not None:
+        x = head(norm(x))
+    return F.cross_entropy(x.flatten(0, -2), targets.flatten())
+
+
+class Side(ABC):
+    """A way to train; `step` runs one step on a batch and returns its loss."""
+
+    @abstractmethod
+    def step(self, index: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Train once."""
+
+    def rest(self) -> None:  # noqa: B027 - only the engine has something to do
+        """Do between blocks what a loop does at its log points."""
+
+
+class LoopSide(Side):
+    """The loop that people write."""
+
+    def __init__(self, spec: Spec, scene: Scene) -> None:
+        # Not our own class of model: only its layers.
+        model = nn.Sequential(OrderedDict(build_model(scene).named_children()))
+        if spec.precision == "pure_bf16":
+            model = model.to(torch.bfloat16)
+        self.dtype = torch.bfloat16 if spec.precision == "pure_bf16" else torch.float32
+        compiler = compile_for(scene)
+        with_loss: nn.Module = own_class(spec.name)(model, compiler if spec.compiled == "blocks" else None)
+        if spec.compiled == "whole":
+            with_loss = compiler(with_loss)
+        wrapped = with_loss if scene.ranks == 1 else wrap(spec, with_loss, scene)
+        self.forward = compiler(wrapped) if spec.compiled == "inside" else wrapped
+        self.optimizer: Any = optimizer_for(model, scene)
+        self.autocast = spec.precision == "bf16"
+        self.device = scene.device
+
+    def step(self, index: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Train once."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if inputs.is_floating_point():
+            inputs = inputs.to(self.dtype)
+        with self._context():
+            loss = self.forward(inputs, targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def _context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
+
+
+def compile_for(scene: Scene) -> Callable[[Any], Any]:
+    """Return how this row compiles; a smoke run only goes through the motions."""
+    return lambda what: torch.compile(what, dynamic=False, backend="eager" if scene.smoke else "inductor")
+
+
+def optimizer_for(model: nn.Module, scene: Scene) -> torch.optim.Optimizer:
+    """Return the fused optimizer that fits the model."""
+    if scene.is_gpt:
+        lr, betas = LEARNING_RATE["gpt"], (0.9, 0.95)
+        return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.1, fused=True)
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE["vgg"], momentum=0.9, fused=True)
+
+
+def wrap(spec: Spec, module: nn.Module, scene: Scene) -> nn.Module:
+    """Put a module into PyTorch's wrapper or ours."""
+    if spec.kind == "bucketed":
+        from ddp import BucketedDDP
+
+        ours: dict[str, Any] = dict(spec.options)
+        return BucketedDDP(module, dist.group.WORLD, **ours)
+    # Its default would send batch norm's buffers in every forward: without that it is faster.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {switch: False, **dict(spec.options)}
+    ids = [scene.device.index] if scene.device.type == "cuda" else None
+    return DistributedDataParallel(module, device_ids=ids, gradient_as_bucket_view=True, **options)
+
+
+class EngineSide(Side):
+    """Our engine, set up as the job file's `train:` would be."""
+
+    def __init__(self, spec: Spec, scene: Scene) -> None:
+        from jobs.train.clock import clock_for
+        from jobs.train.engine import build_engine
+        from jobs.train.numerics import numerics_of
+        from jobs.train.world import World
+        from jobs.train_settings import TrainSettings
+
+        world = World(
+            scene.rank if scene.ranks > 1 else 0,
+            scene.ranks,
+            dist.group.WORLD if scene.ranks > 1 else None,
+            scene.device,
+        )
+        settings = TrainSettings.model_validate(settings_of(spec, scene))
+        self.clock = clock_for(scene.device)
+        self.rank = world.rank
+        numerics = replace(numerics_of(settings, scene.device), **dict(spec.numerics))
+        self.dtype = numerics.inputs
+        self.engine = build_engine(settings, numerics.place(build_model(scene)), world, self.clock, numerics)
+
+    def step(self, index: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Train once."""
+        from jobs.train.loading import MicroInput, ShardInput
+
+        if inputs.is_floating_point():
+            inputs = inputs.to(self.dtype)
+        self.clock.start()
+        samples = inputs.shape[0]
+        shard = ShardInput(self.rank, (MicroInput(inputs, targets, samples, 1.0),))
+        losses = self.engine.train_step(index, (shard,))
+        self.clock.stop()
+        return losses[0] / samples
+
+    def rest(self) -> None:
+        """Read the marks of the steps so far."""
+        self.clock.take()
+
+
+def settings_of(spec: Spec, scene: Scene) -> dict[str, Any]:
+    """Spell a side as the `train:` section of a job file."""
+    adamw = {"name": "adamw", "lr": LEARNING_RATE["gpt"], "weight_decay": 0.1, "betas": [0.9, 0.95]}
+    sgd = {"name": "sgd", "lr": LEARNING_RATE["vgg"], "momentum": 0.9}
+    return {
+        "model": {"name": scene.model, **scene.shape},
+        "data": "synthetic",
+        "mode": "bucketed" if scene.ranks > 1 else "single",
+        "batch_size": scene.batch * scene.ranks,
+        "steps": 1000,
+        "optimizer": adamw if scene.is_gpt else sgd,
+        "precision": spec.precision,
+        "compile": bool(spec.compiled),
+        "cuda_graph": spec.graph,
+        **dict(spec.options),
+    }
+
+
+def build_side(spec: Spec, scene: Scene) -> Side:
+    """Build one side: a collective, unless it trains alone."""
+    scene = scene.alone() if spec.alone or spec.apart else scene
+    return EngineSide(spec, scene) if spec.kind == "engine" else LoopSide(spec, scene)
