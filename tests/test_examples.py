@@ -14,7 +14,7 @@ from jobs.datafiles import write_facts
 from jobs.files import read_lines
 from jobs.load import EXAMPLES, load_job
 from jobs.rundir import RunDir
-from jobs.spec import TrainSettings
+from jobs.train_settings import TrainSettings
 from launch.kinds import KINDS
 
 pytestmark = pytest.mark.ranks

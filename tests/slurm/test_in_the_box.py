@@ -195,6 +195,7 @@ def test_a_requeued_job_waits_again_and_appends(queue: Queue) -> None:
     assert queue.output(job_id).startswith("start\n")
 
 
+@pytest.mark.soak
 def test_a_failed_node_ends_a_job_and_orphans_one_that_was_to_go_on(box: LiveBox, queue: Queue) -> None:
     """With --no-kill Slurm takes even the node of the batch script out of the job, and leaves the rest running."""
     orphan = queue.submit("sleep", "120", nodes=2, name="orphan", nodelist="node[2-3]", mem="100M")

@@ -1,6 +1,10 @@
 """Attempts of one run on real ranks, each going on from what the one before has saved."""
 
 import hashlib
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from jobs import page
@@ -10,11 +14,13 @@ from jobs.page import Page
 from jobs.reports import Reporter
 from jobs.rundir import RunDir
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.spec import Job, TrainSettings
+from jobs.spec import Job
 from jobs.train.main import Start, make_deterministic, train_in
 from jobs.train.restoring import Resume
 from jobs.train.world import World
+from jobs.train_settings import TrainSettings
 
+ROOT = Path(__file__).parents[2]
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
 COSINE = {"name": "cosine", "warmup_steps": 2}
@@ -64,3 +70,26 @@ def tensors(folder: Path) -> dict[str, bytes]:
 def hashes(folder: Path) -> dict[str, str]:
     """Return the sha256 of every tensor of a run's newest checkpoint."""
     return {name: hashlib.sha256(data).hexdigest() for name, data in tensors(folder).items()}
+
+
+def attempt_apart(folder: Path, settings: dict, device: str = "cuda:0", **more: int) -> list:
+    """Make an attempt in a process of its own, alone on a device; return its exit code and what it saved, as hashes."""
+    script = "; ".join(
+        [
+            "import sys, json, torch",
+            "from support.resuming import attempt, hashes",
+            "from jobs.train.world import World",
+            "from pathlib import Path",
+            "alone = World(0, 1, None, torch.device(sys.argv[4]))",
+            "settings, more = json.loads(sys.argv[2]), json.loads(sys.argv[3])",
+            "code = attempt(alone, sys.argv[1], settings, checkpoint={'every_steps': 2}, **more)",
+            "print(json.dumps([code, hashes(Path(sys.argv[1]))]))",
+        ]
+    )
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", script, str(folder), json.dumps(settings), json.dumps(more), device]
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    answer: list = json.loads(done.stdout.splitlines()[-1])
+    return answer

@@ -85,6 +85,7 @@ def test_a_job_of_the_low_partition_makes_room_and_is_queued_again(box: Box, tmp
     assert reaches(box, low, "CANCELLED")
 
 
+@pytest.mark.soak
 def test_a_job_that_lost_a_node_is_queued_again_and_the_node_comes_back(breakable: Box, tmp_path: Path) -> None:
     job = submit(breakable, tmp_path, "sleep 60", "--nodes=2", "--nodelist=node2,node3")
     assert reaches(breakable, job, "RUNNING")
