@@ -34,7 +34,7 @@ from cloudlab.box.control import box_up
 from cloudlab.box.spec import BoxSpec, parse_rate
 from collectives_bench.cost.exposed import Compute
 from collectives_bench.cost.fit import fit
-from collectives_bench.cost.memory import Load, Recipe
+from collectives_bench.cost.load import Load, Recipe
 from collectives_bench.cost.modes import ways
 from collectives_bench.cost.profile import Profile
 from collectives_bench.cost.steps import predict

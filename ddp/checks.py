@@ -13,7 +13,7 @@ import hashlib
 import json
 import weakref
 from collections.abc import Mapping, MutableMapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -104,19 +104,32 @@ def require_same_parameters(
         ValueError: on every rank, naming the first difference, which ranks have what, and what is here.
     """
     told = [f"setting {name}={value}" for name, value in (settings or {}).items()]
-    mine = json.dumps([*told, *_description(module)]).encode()
+    differing = difference_of([*told, *_description(module)], process_group, device)
+    if differing:
+        raise ValueError(
+            f"the ranks' modules or wrappers differ: {differing}; "
+            "build the same on every rank, and wrap it in the same way"
+        )
+
+
+def difference_of(lines: Sequence[str], process_group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Say how the ranks' lines differ, or nothing: a collective, of 40 bytes a rank where they agree."""
+    mine = json.dumps(list(lines)).encode()
     digest = hashlib.sha256(mine).digest() + len(mine).to_bytes(LENGTH_BYTES, "big")
-    digests = _gather_bytes(digest, process_group, device)
-    if len(set(digests)) == 1:
-        return
-    longest = max(int.from_bytes(each[-LENGTH_BYTES:], "big") for each in digests)
-    texts = _gather_bytes(mine.ljust(longest), process_group, device)
+    if len(set(_gather_bytes(digest, process_group, device))) == 1:
+        return ""
+    descriptions = gather_json(list(lines), process_group, device)
+    return first_difference(descriptions, here=dist.get_rank())
+
+
+def gather_json(mine: Any, process_group: dist.ProcessGroup | None, device: torch.device) -> dict[int, Any]:
+    """Return what every rank has, by rank of the whole job: a collective, of two messages."""
+    text = json.dumps(mine).encode()
+    lengths = _gather_bytes(len(text).to_bytes(LENGTH_BYTES, "big"), process_group, device)
+    longest = max(int.from_bytes(each, "big") for each in lengths)
+    texts = _gather_bytes(text.ljust(longest), process_group, device)
     ranks = dist.get_process_group_ranks(process_group)
-    descriptions = dict(zip(ranks, (json.loads(text) for text in texts), strict=True))
-    raise ValueError(
-        f"the ranks' modules or wrappers differ: {first_difference(descriptions, here=dist.get_rank())}; "
-        "build the same on every rank, and wrap it in the same way"
-    )
+    return dict(zip(ranks, (json.loads(each) for each in texts), strict=True))
 
 
 def require_used(

@@ -44,27 +44,35 @@ class FlatGradients:
     """One flat tensor and the parameters whose gradients lie in it, all of one type on one device.
 
     With `alone` it has one parameter, and no tensor of its own: `flat` is the gradient, from when it is taken on.
+    `offsets` and `elements` say where each begins, and how long the tensor is, if not simply one behind the other.
     """
 
     def __init__(
-        self, number: int, named: Sequence[tuple[str, nn.Parameter]], message: torch.dtype | None, *, alone: bool
+        self,
+        number: int,
+        named: Sequence[tuple[str, nn.Parameter]],
+        message: torch.dtype | None,
+        *,
+        alone: bool,
+        offsets: Sequence[int] | None = None,
+        elements: int | None = None,
     ) -> None:
         like = named[0][1]
-        elements = sum(parameter.numel() for _, parameter in named)
+        if offsets is None or elements is None:
+            sizes = [parameter.numel() for _, parameter in named]
+            offsets, elements = [sum(sizes[:place]) for place in range(len(sizes))], sum(sizes)
         self.number = number  # in the order of launches
         self.alone = alone
         self._nothing = torch.empty(0, dtype=like.dtype, device=like.device)
         self.flat = self._nothing if alone else torch.zeros(elements, dtype=like.dtype, device=like.device)
         self.slots: list[Slot] = []
-        start = 0
-        for name, parameter in named:
+        for (name, parameter), start in zip(named, offsets, strict=True):
             part = self.flat[start : start + parameter.numel()]
             self.slots.append(Slot(self, name, parameter, part if alone else _shaped_as(parameter, part)))
-            start += parameter.numel()
         self.closed: list[Tensor] = []  # the gradients of virtual shards before this one, as flat tensors
         self._cast = None
         if message not in (None, like.dtype):
-            self._cast = torch.empty(elements, dtype=message, device=like.device)
+            self._cast = torch.zeros(elements, dtype=message, device=like.device)
         self.message_bytes = elements * (like if self._cast is None else self._cast).element_size()
         self.waiting = len(self.slots)  # for as many gradients
         self.wants_batches = like.is_cuda  # on a GPU one kernel copies all of a bucket's gradients
@@ -82,7 +90,7 @@ class FlatGradients:
             if scale is not None:
                 gradient.mul_(scale)
             return
-        _refuse_sparse(slot.name, gradient)
+        refuse_sparse(slot.name, gradient)
         if gradient.requires_grad:  # of a backward with create_graph: means have no graph
             gradient = gradient.detach().clone()
         if self.alone:
@@ -105,7 +113,7 @@ class FlatGradients:
     def _take_over(self, parameter: nn.Parameter, gradient: Tensor, scale: Tensor | None) -> None:
         """Make the gradient itself what is sent; one that lies otherwise than its parameter, or shared, is copied."""
         self.flat = self._nothing
-        if gradient.stride() != parameter.stride() or _owners(gradient) > UNSHARED:
+        if gradient.stride() != parameter.stride() or owners(gradient) > UNSHARED:
             gradient = parameter.grad = torch.empty_like(parameter).copy_(gradient)
         if scale is not None:
             gradient.mul_(scale)
@@ -180,6 +188,7 @@ class LooseGradients:
 
     def __init__(self, number: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         self.number = number
+        self.closed: list[Tensor] = []  # virtual shards: none
         self.slots = [Slot(self, name, parameter, parameter) for name, parameter in named]
         self.tensors: list[Tensor] = []  # what is sent, from the launch to the end of a synchronization
         self.message_bytes = sum(parameter.nbytes for _, parameter in named)
@@ -218,13 +227,13 @@ def _own(slot: Slot) -> Tensor:
     """Return a parameter's gradient as dense memory that nobody else reads: autograd may share what it has made."""
     gradient = slot.parameter.grad
     assert gradient is not None
-    _refuse_sparse(slot.name, gradient)
-    if _owners(gradient) > UNSHARED or not (gradient.is_contiguous() or is_dense(gradient)):
+    refuse_sparse(slot.name, gradient)
+    if owners(gradient) > UNSHARED or not (gradient.is_contiguous() or is_dense(gradient)):
         gradient = slot.parameter.grad = torch.empty_like(slot.parameter).copy_(gradient)
     return gradient
 
 
-def _refuse_sparse(name: str, gradient: Tensor) -> None:
+def refuse_sparse(name: str, gradient: Tensor) -> None:
     if gradient.is_sparse:
         raise RuntimeError(
             f"{name}: its gradient is sparse, a bucket holds dense ones; build the layer with sparse=False"
@@ -248,6 +257,6 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _owners(gradient: Tensor) -> int:
+def owners(gradient: Tensor) -> int:
     """Count who holds the memory of a gradient, the one who asks too."""
     return int(torch._C._storage_Use_Count(gradient.untyped_storage()._cdata))

@@ -91,7 +91,7 @@ class StreamMean(Mean):
 
     def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group)
-        self.stream = _beside(device)
+        self.stream = beside(device)
 
     def start(self, bucket: FlatGradients) -> Wait:
         """Let the stream wait for the gradients, then average."""
@@ -111,7 +111,7 @@ class OrderedMean(Mean):
 
     def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group)
-        self.stream = _beside(device) if device.type == "cuda" else None
+        self.stream = beside(device) if device.type == "cuda" else None
         self._thread = None if self.stream is not None else thread_of(group)
 
     def start(self, bucket: FlatGradients) -> Wait:
@@ -182,7 +182,7 @@ def _work(tasks: "queue.SimpleQueue[Task | None]") -> None:
             task.run()
 
 
-def _beside(device: torch.device) -> torch.cuda.Stream:
+def beside(device: torch.device) -> torch.cuda.Stream:
     """Make a stream beside the one that computes.
 
     It has no priority: NCCL's kernels would push their way in front of matrix products that fill the whole GPU, which
@@ -216,23 +216,26 @@ def ordered_mean(shards: Sequence[Tensor], out: Tensor, group: Group) -> None:
     Sends (n - 1) / n x shards x their bytes for the sums, and (n - 1) / n of `out` for the means.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    if ranks == 1:
-        add_in_order(shards, out)
-        _divide(out, len(shards))
-        return
     parts = chunks_of(out, ranks)  # the mean of part r is made on rank r
-    mine = parts[rank]
-    if len(shards) == 1:
-        ordered_reduce_scatter(chunks_of(shards[0], ranks), mine, group)
+    ordered_mean_part([chunks_of(shard, ranks) for shard in shards], parts[rank], group)
+    if ranks > 1:
+        ring_all_gather(parts[rank], parts, group)
+
+
+def ordered_mean_part(shards: Sequence[Sequence[Tensor]], mine: Tensor, group: Group) -> None:
+    """Put into `mine` this rank's part of an ordered mean; `shards` are cut into a part for each rank."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    if ranks == 1:
+        add_in_order([parts[0] for parts in shards], mine)
+    elif len(shards) == 1:
+        ordered_reduce_scatter(shards[0], mine, group)
     else:
-        cut = [chunks_of(shard, ranks) for shard in shards]
-        sending = [torch.cat([shard[other] for shard in cut]) for other in range(ranks)]
+        sending = [torch.cat([parts[other] for parts in shards]) for other in range(ranks)]
         receiving = [torch.empty_like(sending[rank]) for _ in range(ranks)]
         exchange(sending, receiving, group)
         # rank 0's shards of my part, then rank 1's, ...
         add_in_order([piece for each in receiving for piece in each.view(len(shards), -1)], mine)
     _divide(mine, ranks * len(shards))
-    ring_all_gather(mine, parts, group)
 
 
 def add_in_order(tensors: Sequence[Tensor], out: Tensor) -> None:

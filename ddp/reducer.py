@@ -9,8 +9,9 @@ Li et al. 2020 (PyTorch Distributed) describe the countdown and why the order mu
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +32,9 @@ Named = Sequence[tuple[str, nn.Parameter]]
 class Reducer:
     """The buckets of a module's trainable parameters, on one rank.
 
-    `plan` has the places in `named` of each bucket's parameters, in the order in which buckets are launched. Without
-    `hooks` nothing happens before `finish`.
+    `plan` has the places in `named` of each bucket's parameters, in the order in which buckets are launched. `bucket`
+    makes one of its number and parameters, if it shall not be one of `ddp/gradients.py`. Without `hooks` nothing
+    happens before `finish`.
     """
 
     def __init__(
@@ -44,14 +46,17 @@ class Reducer:
         message: torch.dtype | None = None,
         find_unused: bool = False,
         hooks: bool = True,
+        bucket: Callable[[int, Named], Any] | None = None,
     ) -> None:
         self.parameters = [parameter for _, parameter in named]
         self.mean = mean
         self.find_unused = find_unused
         self.local = False  # True: gradients only accumulate
         self._sent = Stats()
-        self._buckets = [
-            _bucket(number, [named[place] for place in places], mean, message) for number, places in enumerate(plan)
+        self.unused: frozenset[str] = frozenset()  # parameters that no rank has used, where that is asked
+        make = bucket or (lambda number, part: _bucket(number, part, mean, message))
+        self._buckets: list[Any] = [
+            make(number, [named[place] for place in places]) for number, places in enumerate(plan)
         ]
         self._scale = None if mean.scale == 1.0 else torch.tensor(mean.scale, dtype=torch.float64)
         self._order = {name: place for place, (name, _) in enumerate(named)}
@@ -65,7 +70,7 @@ class Reducer:
         me = weakref.ref(self)  # a wrapper that is gone leaves hooks that do nothing
         slots = [slot for bucket in self._buckets for slot in bucket.slots]
         self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(partial(_ready, me, slot))  # type: ignore[no-untyped-call]
+            slot.parameter.register_post_accumulate_grad_hook(partial(_ready, me, slot))
             for slot in (slots if hooks else ())
         ]
         weakref.finalize(self, _remove, self._handles, self._buckets).atexit = False
@@ -90,7 +95,7 @@ class Reducer:
     @property
     def has_shards(self) -> bool:
         """True while virtual shards are kept apart."""
-        return any(bucket.closed for bucket in self._buckets if isinstance(bucket, FlatGradients))
+        return any(bucket.closed for bucket in self._buckets)
 
     def forget_shards(self) -> None:
         """Drop the virtual shards."""
@@ -202,8 +207,10 @@ class Reducer:
         if not self.find_unused:
             require_used(names, used, self.mean.group, device)
             return
-        for parameter, is_used in zip(self.parameters, used_by_any(used, self.mean.group, device), strict=True):
-            if not is_used:
+        by_any = used_by_any(used, self.mean.group, device)
+        self.unused = frozenset(name for name, is_used in zip(names, by_any, strict=True) if not is_used)
+        for name, parameter in zip(names, self.parameters, strict=True):
+            if name in self.unused:
                 parameter.grad = None
 
 

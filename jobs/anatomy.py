@@ -10,7 +10,7 @@ in elements of one sample. Tests compare all of it with the modules of `jobs/tra
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from math import prod
 from typing import Final
 
@@ -53,6 +53,14 @@ class Part:
     def backward_flops(self) -> int:
         """Work of the backward; the first layer needs no gradient of its inputs, and what has no weights only those."""
         return self.flops * (int(self.gives_input_gradient) + int(bool(self.tensors) or self.repeats > 1))
+
+
+@dataclass(frozen=True)
+class Again:
+    """Parts that run once more in the backward where activations are recomputed; of a sample only inputs are kept."""
+
+    parts: tuple[Part, ...]
+    inputs: int  # elements
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,13 @@ class Anatomy:
             else:
                 units[-1] += parts
         return units
+
+    def recomputed(self) -> list[Again]:
+        """List what is forwarded again in the backward: blocks, convolutions with what follows; never the rest."""
+        inputs = {after.name: before.outputs for before, after in pairwise(self.parts)}
+        first = IMAGE_CHANNELS * IMAGE_SIDE**2
+        units = self.units()[1:] if self.blocks else self.units()[:-1]
+        return [Again(unit, inputs.get(unit[0].name, first)) for unit in units]
 
     def saved_bytes(self, itemsize: int) -> int:
         """Return what one sample keeps until its backward."""

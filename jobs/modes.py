@@ -11,18 +11,23 @@ from typing import Final, Literal
 
 from jobs.errors import RefusedError
 
-Sync = Literal["none", "gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp"]
+Sync = Literal["none", "gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp", "sharded", "fsdp"]
+Zero = Literal[0, 1, 2, 3]
 Exactness = Literal["bitwise", "tight"]
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """The degrees of a split: their product is the world size."""
+    """The degrees of a split: their product is the world size.
+
+    `zero` is the stage of ZeRO: what data-parallel ranks share out instead of each having all of it (1: optimizer
+    state, 2: and gradients, 3: and parameters). `sync` says how: `sharded` is ours, `fsdp` PyTorch's.
+    """
 
     data: int = 1
     pipe: int = 1
     tensor: int = 1
-    zero: int = 0
+    zero: Zero = 0
     sync: Sync = "none"
     schedule: str = ""
     microbatches: int = 1
@@ -53,8 +58,8 @@ def _single(world_size: int) -> Parallel:
     return Parallel()
 
 
-def _data_parallel(sync: Sync) -> Callable[[int], Parallel]:
-    return lambda world_size: Parallel(data=world_size, sync=sync)
+def _data_parallel(sync: Sync, zero: Zero = 0) -> Callable[[int], Parallel]:
+    return lambda world_size: Parallel(data=world_size, sync=sync, zero=zero)
 
 
 def _always_bitwise(world_size: int) -> Exactness:
@@ -69,6 +74,11 @@ def _bitwise_to_two(world_size: int) -> Exactness:
 def _tight_beyond_one(world_size: int) -> Exactness:
     """Say what is promised where gradients are divided before they are summed: two ranks may already differ."""
     return "bitwise" if world_size == 1 else "tight"
+
+
+def _always_tight(world_size: int) -> Exactness:
+    """Say what is promised where gradients are clipped by a norm that is summed over shards: on one rank too."""
+    return "tight"
 
 
 MODES: Final[dict[str, Mode]] = {
@@ -99,5 +109,33 @@ MODES: Final[dict[str, Mode]] = {
             "one all-reduce per bucket, while the backward runs",
         ),
         Mode("ddp", _data_parallel("ddp"), _tight_beyond_one, False, "PyTorch's DistributedDataParallel"),
+        Mode(
+            "zero1",
+            _data_parallel("sharded", 1),
+            _always_tight,
+            True,
+            "each rank steps its share of the parameters, and has the optimizer's state for no other",
+        ),
+        Mode(
+            "zero2",
+            _data_parallel("sharded", 2),
+            _always_tight,
+            True,
+            "and keeps its share of the gradients alone",
+        ),
+        Mode(
+            "zero3",
+            _data_parallel("sharded", 3),
+            _always_tight,
+            True,
+            "and of the parameters, which are gathered block by block when they are needed",
+        ),
+        Mode("fsdp", _data_parallel("fsdp", 3), _always_tight, False, "PyTorch's fully_shard, block by block"),
     )
 }
+SHARDED: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).zero)
+
+
+def mode_of(sync: Sync, zero: Zero) -> str:
+    """Return the mode that shares gradients as a split that is written out does."""
+    return next(name for name, mode in MODES.items() if (mode.expand(1).sync, mode.expand(1).zero) == (sync, zero))

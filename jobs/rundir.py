@@ -15,6 +15,7 @@
         resume.json                                              supervisor: the checkpoint that the attempt began from
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
         bench.jsonl                                              rank 0 only: what a `bench:` or `timing:` job measured
+        memory-00000.jsonl                                       that rank of a `train:` job (`jobs/memory_rows.py`)
         profile-00000/                                           that rank, where `train.profile` is on
       checkpoints/
         step-00000050.a000/                                      complete or invisible; never used again
@@ -218,6 +219,15 @@ class AttemptDir:
     def metrics(self, rank: int) -> Path:
         """A rank's own steps: local loss and times."""
         return self.path / f"metrics-{rank:05d}.jsonl"
+
+    def memory(self, rank: int) -> Path:
+        """What a rank's memory was for, around its first steps."""
+        return self.path / f"memory-{rank:05d}.jsonl"
+
+    def memory_ranks(self) -> list[int]:
+        """List the ranks that have said what their memory was for, lowest first."""
+        names = (entry.stem.removeprefix("memory-") for entry in self.path.glob("memory-*.jsonl"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def profile(self, rank: int) -> ProfileDir:
         """Return the paths of a rank's profile, made or not."""

@@ -8,6 +8,10 @@ if TYPE_CHECKING:
 THROUGH_THE_HOST: Final = {
     "gather_scatter": "rank 0 gathers by messages that the host starts",
     "ddp": "PyTorch's wrapper decides in the host which bucket is ready",
+    "zero1": "its optimizer and its gathers are started by the host",
+    "zero2": "its optimizer and its gathers are started by the host",
+    "zero3": "the host takes and gives back the memory of parameters within a step",
+    "fsdp": "the host takes and gives back the memory of parameters within a step",
 }
 
 

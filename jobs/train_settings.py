@@ -6,11 +6,12 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from jobs.errors import RefusedError
-from jobs.modes import MODES, Parallel, Sync
+from jobs.modes import MODES, Parallel, Sync, Zero, mode_of
 from jobs.profile_settings import OFF, ProfileSettings
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
 from jobs.strict import NonNegative, Positive, Strict
 from jobs.train_graph import why_not_recorded
+from jobs.train_sharding import why_not_sharded
 from jobs.words import counted, unknown
 
 DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
@@ -104,7 +105,26 @@ class ParallelSettings(Strict):
     """A split written out, for products that no mode names."""
 
     data: Positive = 1
+    zero: Zero = Field(0, description="ZeRO's stage, shared out by sync: sharded (its default) or fsdp (3)")
     sync: Sync = "ddp"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shares_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        more = {"sync": "sharded"} if given.get("zero") and "sync" not in given else {}
+        return {**more, **({"zero": 3} if given.get("sync") == "fsdp" else {}), **given}
+
+    @model_validator(mode="after")
+    def _is_one_way(self) -> Self:
+        stages = {"sharded": (1, 2, 3), "fsdp": (3,)}.get(self.sync, (0,))
+        if self.zero not in stages:
+            raise ValueError(
+                f"zero: {self.zero} does not go with sync: {self.sync}; zero 1, 2 and 3 go with sharded, 3 with fsdp, "
+                "0 with all others"
+            )
+        return self
 
 
 class TrainSettings(Strict):
@@ -131,7 +151,25 @@ class TrainSettings(Strict):
     activation_checkpointing: bool = Field(False, description="forward every block again in the backward, to keep less")
     cuda_graph: bool = Field(False, description="record the whole step once, then replay it; for small models on CUDA")
     bucket_size_mb: Annotated[float, Field(gt=0.0)] | None = Field(
-        25.0, description="of mode bucketed, at most; null: all gradients in one bucket; other modes do not read it"
+        25.0,
+        description="of modes bucketed, zero1 and zero2, at most; null: all gradients in one bucket; "
+        "other modes do not read it",
+    )
+    accumulate: Literal["local", "sharded"] = Field(
+        "local",
+        description="of modes zero1, zero2, zero3 and fsdp: what micro-batches add to; local: whole gradients, which "
+        "are shared out once a step; sharded: each rank's share, after every micro-batch, for less memory and more "
+        "communication; other modes do not read it",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="of modes zero3 and fsdp: give gathered parameters back after the forward, and gather them again "
+        "in the backward; other modes do not read it",
+    )
+    layerwise: bool = Field(
+        False,
+        description="of mode zero3, to learn from: parameters gathered layer by layer, gradients taken with one "
+        "torch.autograd.grad a layer; other modes do not read it",
     )
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         None, description="what gradients are sent as; default: as they are. For the modes with our own wrappers"
@@ -186,6 +224,12 @@ class TrainSettings(Strict):
         return self
 
     @model_validator(mode="after")
+    def _can_be_sharded(self) -> Self:
+        if why := why_not_sharded(self):
+            raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
     def _can_communicate_so(self) -> Self:
         if self.communication_dtype is not None and not MODES[self.mode_name].can_be_exact:
             raise ValueError(f"communication_dtype needs one of the modes {OWN_SUMS}, got {self.mode_name}; remove it")
@@ -198,7 +242,7 @@ class TrainSettings(Strict):
         """The mode; of a split that is written out, the one whose gradients are shared in the same way."""
         if self.parallel is None:
             return self.mode
-        return "single" if self.parallel.sync == "none" else self.parallel.sync
+        return mode_of(self.parallel.sync, self.parallel.zero)
 
     def split(self, world_size: int) -> Parallel:
         """Expand mode or `parallel:` for a world size.
@@ -208,7 +252,7 @@ class TrainSettings(Strict):
         """
         if self.parallel is None:
             return MODES[self.mode].expand(world_size)
-        parallel = Parallel(data=self.parallel.data, sync=self.parallel.sync)
+        parallel = Parallel(data=self.parallel.data, sync=self.parallel.sync, zero=self.parallel.zero)
         if parallel.world_size != world_size:
             raise RefusedError(
                 f"train.parallel: data {parallel.data} makes {counted(parallel.world_size, 'rank')}, "

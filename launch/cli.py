@@ -32,6 +32,7 @@ GROUPS = (
             ("status", "show one run: how far it is, and every rank"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
+            ("memory", "predict what a rank holds in every mode, or show what a run's ranks held, by purpose"),
             ("why", "name the first failure, its last lines, and the next step"),
             ("checkpoint", "list, verify, show or export what a run has saved"),
         ),

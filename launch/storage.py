@@ -22,7 +22,7 @@ from jobs.trace.paths import FOR_HOME, PROFILE
 
 CHUNK_BYTES: Final = 1 << 18
 NAME: Final = re.compile(
-    r"metrics\.jsonl|attempt-\d{3,}/(rank-\d{5,}\.(out|err)|metrics-\d{5,}\.jsonl|bench\.jsonl|node-\d{2,}\.(json|setup)"
+    r"metrics\.jsonl|attempt-\d{3,}/(rank-\d{5,}\.(out|err)|(metrics|memory)-\d{5,}\.jsonl|bench\.jsonl|node-\d{2,}\.(json|setup)"
     rf"|{PROFILE}\d{{5,}}/(" + "|".join(map(re.escape, FOR_HOME)) + "))"
 )
 
@@ -58,7 +58,8 @@ class Courier:
         self.offsets: dict[Path, int] = {}
         self.files = [attempt.setup(node), attempt.node(node)]
         for rank in ranks:
-            self.files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), *attempt.profile(rank).for_home]
+            self.files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), attempt.memory(rank)]
+            self.files += attempt.profile(rank).for_home
         if 0 in ranks:
             self.files += [run.metrics, attempt.bench]
 

@@ -7,6 +7,7 @@ Each rank is a fork in a process group of its own; at the deadline all are kille
 are given a moment to fail too, then killed. Warnings are errors on ranks as they are in the tests.
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -21,6 +22,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+import hypothesis  # noqa: F401 - as pytest: test files import them, 0.1 s on every rank if not once here
+import pytest  # noqa: F401
 import torch
 import torch.distributed as dist
 
@@ -36,6 +39,8 @@ def main() -> None:
     os.dup2(2, 1)  # what ranks print is talk
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    gc.collect()
+    gc.freeze()  # what is imported stays shared between the forks
     for line in sys.stdin:
         answers.write(json.dumps(serve(json.loads(line))) + "\n")
         answers.flush()

@@ -1,16 +1,21 @@
-"""setup.sh in a copy of the repository: real virtual environments, the real package index, and every way to fail."""
+"""setup.sh in a copy of the repository: real virtual environments, the real package index, and every way to fail.
+
+A whole installation takes 10 s and more: three are enough for all of this, and two of them are made at once.
+"""
 
 import os
 import shutil
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from jobs import exits
 
+pytestmark = pytest.mark.timeout(150)
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(init.parent.name for init in REPOSITORY.glob("*/__init__.py"))
 OLD = ("", ".10", ".11", ".12", ".13", ".14")  # the names that setup.sh looks for, behind python3
@@ -18,6 +23,25 @@ Ended = subprocess.CompletedProcess[str]
 
 # Whoever runs the tests as root may write everywhere: without these two rights root is bound by permissions, too.
 BOUND = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+
+NO_NETWORK = {
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_FIND_LINKS": "",
+    "PIP_EXTRA_INDEX_URL": "",
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",  # the discard port: refused at once
+    "no_proxy": "*",
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """What three calls at once made and said: two in one folder, and one that takes torch from a module."""
+
+    folder: Path
+    said: tuple[str, str]
+    module: Path  # the virtual environment that stands for a cluster's module
+    beside_module: Path
+    said_of_module: str
 
 
 def copy_to(folder: Path) -> Path:
@@ -61,12 +85,41 @@ def error_of(ended: Ended, code: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy, in a folder with a space in its name, that `setup.sh --launcher-only` has been run in."""
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Call setup.sh twice at once in a folder with a space in its name, and beside that for a module's torch."""
     folder = copy_to(tmp_path_factory.mktemp("setup") / "a copy")
-    ended = setup(folder, "--launcher-only")
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    beside = copy_to(tmp_path_factory.mktemp("setup") / "copy")
+    module = module_with_torch(beside.with_name("module"))
+    launcher = [folder / "setup.sh", "--launcher-only"]
+    with_torch = [beside / "setup.sh", "--system-site-packages", "--python", module / "bin/python"]
+    calls = [
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in (launcher, launcher, with_torch)
+    ]
+    ended = [(each.communicate(timeout=100)[0], each.returncode) for each in calls]
+    assert [code for _, code in ended] == [0, 0, 0], ended
+    (first, _), (second, _), (third, _) = ended
+    return Made(folder, (first, second), module, beside, third)
+
+
+def module_with_torch(folder: Path) -> Path:
+    """Make a virtual environment whose torch and numpy are empty packages."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    packages = packages_of(folder)
+    script(packages / "torch/__init__.py", "__version__ = '2.11.0+cu130'")
+    script(packages / "numpy/__init__.py", "")
     return folder
+
+
+def packages_of(environment: Path) -> Path:
+    (found,) = environment.glob("lib/python3*/site-packages")
+    return found
+
+
+@pytest.fixture
+def installed(made: Made) -> Path:
+    """The copy that `setup.sh --launcher-only` has been run in."""
+    return made.folder
 
 
 @pytest.fixture
@@ -131,17 +184,28 @@ def test_what_one_call_added_the_next_keeps(installed: Path) -> None:
     assert (installed / ".venv/bin/pytest").exists()
 
 
-def test_a_half_made_venv_is_begun_anew_and_a_moved_one_too(copy: Path) -> None:
+def test_a_half_made_venv_is_begun_anew_and_without_a_network_it_says_so(copy: Path) -> None:
     (copy / ".venv/bin").mkdir(parents=True)
     (copy / ".venv/setup.state").touch()
     script(copy / ".venv/bin/python", "#!/bin/sh\necho 'Python 3.11.0'\n")
-    first = setup(copy, "--launcher-only")
-    assert first.returncode == 0, first.stdout + first.stderr
-    moved = copy.rename(copy.with_name("moved"))
-    second = setup(moved, "--launcher-only")
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "making .venv" in second.stdout
-    subprocess.run([moved / ".venv/bin/muster", "--version"], check=True, capture_output=True)
+    begun = setup(copy, "--launcher-only", environ=NO_NETWORK)
+    assert "no network, or the package index does not answer" in error_of(begun, exits.UNREACHABLE)
+    assert "making .venv" in begun.stdout
+    assert (copy / ".venv/bin/python").is_symlink()
+
+
+def test_a_moved_venv_is_begun_anew_and_a_call_that_had_no_network_is_gone_on_with(installed: Path, copy: Path) -> None:
+    # All that setup.sh looks at; it says where it was made.
+    (copy / ".venv").mkdir()
+    shutil.copy2(installed / ".venv/setup.state", copy / ".venv/setup.state")
+    shutil.copytree(installed / ".venv/bin", copy / ".venv/bin", symlinks=True)
+    begun = setup(copy, "--launcher-only", environ=NO_NETWORK)
+    assert "no network, or the package index does not answer" in error_of(begun, exits.UNREACHABLE)
+    assert "making .venv" in begun.stdout
+    later = setup(copy, "--launcher-only")
+    assert later.returncode == 0, later.stdout + later.stderr
+    assert "making .venv" not in later.stdout
+    subprocess.run([copy / ".venv/bin/muster", "--version"], check=True, capture_output=True)
 
 
 def test_someone_elses_venv_is_left_alone(copy: Path) -> None:
@@ -151,23 +215,16 @@ def test_someone_elses_venv_is_left_alone(copy: Path) -> None:
     assert [path.name for path in (copy / ".venv").iterdir()] == ["theirs"]
 
 
-def test_torch_of_a_module_is_used_when_new_enough(copy: Path, tmp_path: Path) -> None:
-    module = tmp_path / "module"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", module], check=True)
-    (packages,) = module.glob("lib/python3*/site-packages")
-    script(packages / "torch/__init__.py", "__version__ = '2.11.0+cu130'")
-    script(packages / "numpy/__init__.py", "")
-    ended = setup(copy, "--system-site-packages", "--python", str(module / "bin/python"))
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert f"using torch 2.11.0+cu130 of {module}/bin/python" in ended.stdout
+def test_torch_of_a_module_is_used_when_new_enough(made: Made) -> None:
+    assert f"using torch 2.11.0+cu130 of {made.module}/bin/python" in made.said_of_module
     shown = subprocess.run(
-        [copy / ".venv/bin/python", "-I", "-c", "import torch; print(torch.__file__)"],
+        [made.beside_module / ".venv/bin/python", "-I", "-c", "import torch; print(torch.__file__)"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert shown.stdout.strip() == str(packages / "torch/__init__.py")
-    assert "nothing to do" in setup(copy).stdout
+    assert shown.stdout.strip() == str(packages_of(made.module) / "torch/__init__.py")
+    assert "nothing to do" in setup(made.beside_module).stdout
 
 
 @pytest.mark.parametrize(
@@ -203,21 +260,6 @@ def test_a_disk_that_takes_no_more_is_said_to_be_full(copy: Path) -> None:
     assert "full" in error_of(setup(copy, "--launcher-only", before=limited), exits.STORAGE)
 
 
-def test_without_a_network_it_says_so_and_a_later_call_goes_on(copy: Path) -> None:
-    dead = {
-        "PIP_CONFIG_FILE": os.devnull,
-        "PIP_FIND_LINKS": "",
-        "PIP_EXTRA_INDEX_URL": "",
-        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",  # the discard port: refused at once
-        "no_proxy": "*",
-    }
-    line = error_of(setup(copy, "--launcher-only", environ=dead), exits.UNREACHABLE)
-    assert "no network, or the package index does not answer" in line
-    later = setup(copy, "--launcher-only")
-    assert later.returncode == 0, later.stdout + later.stderr
-    assert "making .venv" not in later.stdout
-
-
 def test_help_names_every_option_that_is_parsed() -> None:
     text = (REPOSITORY / "setup.sh").read_text()
     parsed = {"--dev", "--cpu", "--launcher-only", "--python", "--system-site-packages", "--help"}
@@ -238,9 +280,5 @@ def test_every_requirement_is_one_exact_version() -> None:
     assert [line for line in lines if "==" not in line.partition(";")[0] or "*" in line] == []
 
 
-def test_two_calls_at_once_take_turns(copy: Path) -> None:
-    command = [copy / "setup.sh", "--launcher-only"]
-    calls = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in range(2)]
-    ended = [(each.communicate(timeout=55)[0], each.returncode) for each in calls]
-    assert [code for _, code in ended] == [0, 0], ended
-    assert sum("making .venv" in said for said, _ in ended) == 1
+def test_two_calls_at_once_take_turns(made: Made) -> None:
+    assert sum("making .venv" in said for said in made.said) == 1

@@ -23,7 +23,7 @@ from collectives_bench.cost.buckets import (
     gradients_of,
     registered,
 )
-from collectives_bench.cost.memory import Load
+from collectives_bench.cost.load import Load
 from collectives_bench.cost.modes import WAYS, Schedule, cut, messages
 from jobs.errors import RefusedError
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from collectives_bench.cost.exposed import EXPOSED, Compute, Network, Times
-from collectives_bench.cost.memory import Load, Memory, memory_of
+from collectives_bench.cost.load import Load
+from collectives_bench.cost.memory import Memory, memory_of
 from collectives_bench.cost.modes import Way, cut
 from jobs.errors import RefusedError
 

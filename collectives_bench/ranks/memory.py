@@ -5,9 +5,7 @@ and give it back. `hidden_bytes` measures that on one rank, `expected_hidden` kn
 what all ranks of a host will need against what is free there. Sizes are bytes; S is the catalog's.
 """
 
-import ctypes
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -18,11 +16,8 @@ from collectives_bench.catalog import OPERATIONS
 from collectives_bench.known import SEGMENT
 from collectives_bench.records import Cell
 from collectives_bench.sizes import size_text
-from jobs import free
+from jobs import free, resident
 
-STATUS: Final = Path("/proc/self/status")
-CLEAR_REFS: Final = Path("/proc/self/clear_refs")
-RESET_PEAK: Final = "5"  # proc(5): the peak becomes what is resident now
 # glibc's largest threshold for mapping: a smaller copy may lie in memory that the warm-up left to a thread's own arena.
 LEAST_MEASURED: Final = 32 * 2**20
 RANK_SLACK: Final = 16 * 2**20  # of each rank: the stacks of a library's threads, its lists, the pieces of a check
@@ -165,15 +160,13 @@ def _too_much(needed: int, free_bytes: int, share: float, where: str) -> str | N
 
 
 def _hidden_on_cpu(run: Callable[[], None]) -> int | None:
-    _give_back_free_memory()
-    try:
-        CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
-    except OSError:  # a kernel without it
+    resident.give_back()  # or a copy made again in what is free would not be seen
+    if not resident.forget_peak():
         run()
         return None
-    before = _resident("VmRSS")
+    (before,) = resident.status("VmRSS")
     run()
-    peak = _resident("VmHWM")
+    (peak,) = resident.status("VmHWM")
     return max(0, peak - before)
 
 
@@ -188,17 +181,3 @@ def _hidden_on_cuda(run: Callable[[], None], device: torch.device) -> int:
     of_torch = torch.cuda.max_memory_allocated(device) - allocated
     of_others = free_before - free_after - (torch.cuda.memory_reserved(device) - reserved)
     return of_torch + max(0, of_others)
-
-
-def _give_back_free_memory() -> None:
-    """Have the allocator return what is free, or a copy made in it again would not be seen; where it can (glibc)."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
-
-
-def _resident(name: str) -> int:
-    for line in STATUS.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0  # a kernel without an MMU's accounts

@@ -17,9 +17,11 @@ from jobs.train.clock import Clock
 from jobs.train.graph import GraphedEngine
 from jobs.train.keyed import key
 from jobs.train.loading import MicroInput, ShardInput
-from jobs.train.modes import WRAP, Replica, broadcast_buffers
+from jobs.train.memory.held import Held, tensors_of
+from jobs.train.modes import WRAP, broadcast_buffers
 from jobs.train.numerics import Numerics
-from jobs.train.state import DealtState, Part, wanted_replica
+from jobs.train.replica import Replica
+from jobs.train.state import Part
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 
@@ -42,7 +44,15 @@ class Engine(Protocol):
         ...
 
     def predict(self, inputs: Tensor) -> Tensor:
-        """Run the model as evaluation does."""
+        """Run the model as evaluation does: every rank as often, for ranks may share parameters out."""
+        ...
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Copy the gradients that the last step was made with, whole, by name of parameter: a collective."""
+        ...
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Copy parameters and buffers, whole, by name, a shared one once: a collective."""
         ...
 
     def synchronize_buffers(self) -> None:
@@ -57,13 +67,21 @@ class Engine(Protocol):
         """List the parts that this rank reads of a checkpoint's tensors, to be filled in place."""
         ...
 
+    def held_tensors(self) -> Held:
+        """List what this rank holds now, by kind: parameters, gradients, optimizer, buffers."""
+        ...
+
+    def refresh(self) -> None:
+        """Make use of state that was read into the parts of `wanted_state`: a collective."""
+        ...
+
     def rehearse(self, shards: Sequence[ShardInput]) -> None:
         """Let the first backward's lesson be learned before a checkpoint is read: all that it changes is read then."""
         ...
 
 
 class DataParallelEngine:
-    """A whole replica on every rank."""
+    """A replica on every rank, which is whole, or which the ranks share out."""
 
     def __init__(
         self,
@@ -81,9 +99,9 @@ class DataParallelEngine:
         self.scaler = numerics.scaler()
         self.clip_norm = settings.clip_norm
         self.dropout_seed = settings.seed if settings.model.dropout > 0.0 else None
-        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self.norms = [module for module in self.module.modules() if isinstance(module, _NormBase)]
-        self.dealt = DealtState(self.module, optimizer, rank=world.rank, ranks=world.size, more=self.scaler.state())
+        self.exact = settings.exact
+        self.held = replica.held(optimizer, self.scaler.state())
         self.tracking = True
 
     def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
@@ -94,7 +112,8 @@ class DataParallelEngine:
             self.replica.next_shard()
             losses.append(self._shard(step, shard, last=shard is shards[-1]))
         self.replica.finish()
-        self.scaler.step(self.optimizer, self.parameters, self.clip_norm)
+        replica = self.replica
+        self.scaler.step(self.optimizer, replica.gradients(), self.clip_norm, replica.shard_group, exact=self.exact)
         self.replica.clock.lap("optimizer")
         return losses
 
@@ -106,21 +125,38 @@ class DataParallelEngine:
         """Run the model in evaluation mode, without gradients."""
         self.module.eval()
         with torch.no_grad():
-            outputs = self.numerics.logits(self.module, inputs)
+            outputs = self.numerics.logits(self.replica.predict, inputs)
         self.module.train()
         return outputs
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Copy the gradients of the last step."""
+        return self.replica.full_gradients()
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Copy parameters and buffers."""
+        buffers = {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}
+        return {**self.replica.full_parameters(), **buffers}
 
     def synchronize_buffers(self) -> None:
         """Deal out rank 0's buffers."""
         broadcast_buffers(self.module, self.world.group)
 
     def held_state(self) -> list[Part]:
-        """Deal the replica out to the ranks."""
-        return self.dealt.parts()
+        """List this rank's share of the replica."""
+        return self.held.parts()
 
     def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
-        """Ask for all of it."""
-        return wanted_replica(self.module, self.optimizer, stored, self.scaler.state())
+        """List what this rank must have of it."""
+        return self.held.wanted(stored)
+
+    def refresh(self) -> None:
+        """Make use of what was read."""
+        self.replica.refresh()
+
+    def held_tensors(self) -> Held:
+        """List what the module and the optimizer hold."""
+        return tensors_of(self.module, self.optimizer, getattr(self.replica, "wrapper", None))
 
     def rehearse(self, shards: Sequence[ShardInput]) -> None:
         """Forward and backward once, where the first time changes in which order later ones sum."""
@@ -164,6 +200,6 @@ def build_engine(settings: TrainSettings, model: nn.Module, world: World, clock:
     """Wrap a model that `numerics` has placed as the job's mode says, with its optimizer."""
     parallel = settings.split(world.size)
     replica = WRAP[parallel.sync](model, world, clock, settings)
-    optimizer = numerics.optimizer(model.parameters(), settings.optimizer, capturable=settings.cuda_graph)
+    optimizer = replica.build_optimizer(numerics, settings)
     engine = DataParallelEngine(replica, optimizer, world, settings, numerics)
     return GraphedEngine(engine, clock, world.device) if settings.cuda_graph else engine

@@ -47,11 +47,13 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Ev
         return None
     each = -(-blocks // world.size)
     mine = torch.zeros(each, 3, dtype=torch.float64, device=world.device)  # (blocks, loss sum · right · predictions)
-    for row, block in enumerate(range(world.rank, blocks, world.size)):
-        indices = block_indices(block, data.eval_samples)
-        inputs, targets = data.eval_batch(indices)
+    for row in range(each):
+        # Where ranks share parameters out they run together: one that has no block left runs the last one again.
+        block = row * world.size + world.rank
+        inputs, targets = data.eval_batch(block_indices(min(block, blocks - 1), data.eval_samples))
         outputs = engine.predict(move_inputs(inputs, world.device, dtype))
-        mine[row] = measure(outputs, targets.to(world.device))
+        if block < blocks:
+            mine[row] = measure(outputs, targets.to(world.device))
         page.own.beat()
     dealt = [rows.tolist() for rows in world.gather(mine)]
     in_order = [dealt[block % world.size][block // world.size] for block in range(blocks)]

@@ -23,6 +23,7 @@ from jobs.checkpoint.pieces import Piece
 from jobs.errors import RefusedError
 from jobs.train.clock import Clock
 from jobs.train.loading import MicroInput, ShardInput
+from jobs.train.memory.held import Held
 from jobs.train.state import Part
 
 if TYPE_CHECKING:
@@ -92,6 +93,14 @@ class GraphedEngine:
         """Run the model as evaluation does, eagerly."""
         return self.engine.predict(inputs)
 
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Copy the gradients of the last step."""
+        return self.engine.full_gradients()
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Copy parameters and buffers."""
+        return self.engine.full_state()
+
     def synchronize_buffers(self) -> None:
         """Make every rank's buffers those that are saved and evaluated."""
         self.engine.synchronize_buffers()
@@ -104,6 +113,14 @@ class GraphedEngine:
         """List the parts that this rank reads of a checkpoint's tensors; called before any step is recorded."""
         assert not self._recorded, "a recorded step would go on with the optimizer state that was there before"
         return self.engine.wanted_state(stored)
+
+    def held_tensors(self) -> Held:
+        """List what this rank holds now."""
+        return self.engine.held_tensors()
+
+    def refresh(self) -> None:
+        """Make use of what was read."""
+        self.engine.refresh()
 
     def rehearse(self, shards: Sequence[ShardInput]) -> None:
         """Let the first backward's lesson be learned."""

@@ -36,6 +36,7 @@ from jobs.train.identity import kept_of, meta_of
 from jobs.train.loading import move
 from jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
 from jobs.train.meeting import connect, meet
+from jobs.train.memory.recorder import MemoryRecorder
 from jobs.train.metrics import Files
 from jobs.train.modes import needs_group
 from jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
@@ -188,6 +189,7 @@ def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
     if world.rank == 0:
         print(describe(job, data, world), flush=True)
     prepare(settings_of(job).profile, cuda_graph=settings_of(job).cuda_graph)
+    memory = MemoryRecorder(folder.memory(world.rank), world.device, facts_of(start, job, world))
     trainer = build_trainer(settings_of(job), data, world)
     saving, replay, first = NOT_SAVING, None, 0
     if job.checkpoint is not None or start.resume is not None:
@@ -198,16 +200,18 @@ def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
             saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter)
     files = Files(folder.metrics(world.rank), start.run.metrics if world.rank == 0 else None)
     profiling = build_profiling(start, job, trainer, first)
-    drained = train(
-        trainer,
-        files,
-        reporter,
-        attempt=start.attempt,
-        first=first,
-        saving=saving,
-        replay=replay,
-        profiling=profiling,
-    )
+    memory.watch(trainer.engine)
+    with memory:
+        drained = train(
+            trainer,
+            files,
+            reporter,
+            attempt=start.attempt,
+            first=first,
+            saving=saving,
+            replay=replay,
+            profiling=profiling,
+        )
     if not drained:
         return exits.DONE
     return exits.REQUEUE if job.checkpoint is not None else exits.STOPPED
@@ -228,21 +232,26 @@ def go_on(
     return loaded.step, Replay(logged_losses(start.run.metrics, after=loaded.step, attempt=start.attempt), reporter)
 
 
-def build_profiling(start: Start, job: Job, trainer: Trainer, first: int) -> NotProfiling:
-    """Make what records some of the steps that this rank will do, where the job asks for it."""
-    settings, world = trainer.settings, trainer.world
-    if not settings.profile.on:
-        return NOT_PROFILING
-    facts = {
+def facts_of(start: Start, job: Job, world: World) -> dict[str, Any]:
+    """Return what a rank's records say of it."""
+    return {
         "rank": world.rank,
         "world_size": world.size,
         "attempt": start.attempt,
         "host": socket.gethostname(),
         "job": job.name,
-        "mode": settings.mode,
+        "mode": settings_of(job).mode,
         "device": world.device.type,
         "torch": torch.__version__,
     }
+
+
+def build_profiling(start: Start, job: Job, trainer: Trainer, first: int) -> NotProfiling:
+    """Make what records some of the steps that this rank will do, where the job asks for it."""
+    settings, world = trainer.settings, trainer.world
+    if not settings.profile.on:
+        return NOT_PROFILING
+    facts = facts_of(start, job, world)
     folder = start.run.attempt(start.attempt).profile(world.rank)
     return Recorder(settings.profile, folder, trainer.clock, world.device, facts, done=first, steps=trainer.steps)
 

@@ -1,16 +1,19 @@
 """The optimizer, the learning rate over steps, and gradient clipping."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
 import torch._dynamo  # building an optimizer imports it (0.8 s): here the warm process does so once for all ranks
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.norms import clip_by, plain_norm, reproducible_norm
 from jobs.train_settings import OptimizerSettings, ScheduleSettings
 
 FUSED_ON: Final = ("cuda", "cpu")
+FUSED_ALIKE: Final = ("cuda",)  # where fused kernels treat all elements alike
 
 
 def _sgd(settings: OptimizerSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -25,23 +28,45 @@ OPTIMIZERS: Final = {"sgd": _sgd, "adamw": _adamw}
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, capturable: bool = False
+    parameters: Iterable[nn.Parameter],
+    settings: OptimizerSettings,
+    *,
+    capturable: bool = False,
+    cut_anywhere: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build the job's optimizer over the trainable parameters, with one fused kernel where the device has it.
+    """Build the job's optimizer over the trainable parameters, with its state.
 
     With `capturable` a CUDA graph may hold its step: the learning rate is a tensor on the device.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    kind, options = OPTIMIZERS[settings.name](settings)
-    fused = all(p.device.type in FUSED_ON and p.is_floating_point() for p in trainable)
-    lr: float | Tensor = settings.lr
+    kind, options = recipe(trainable, settings, cut_anywhere=cut_anywhere)
     if capturable and trainable:
-        lr = torch.tensor(settings.lr, dtype=torch.float32, device=trainable[0].device)
+        options["lr"] = torch.tensor(settings.lr, dtype=torch.float32, device=trainable[0].device)
         options |= {"capturable": True} if settings.name == "adamw" else {}
-    optimizer = kind(trainable, lr=lr, weight_decay=settings.weight_decay, fused=fused, **options)  # type: ignore[call-arg]
-    for parameter in trainable:
-        optimizer.state[parameter].update(STATE[settings.name](parameter, settings))
+    optimizer = kind(trainable, **options)
+    make_state(optimizer, settings)
     return optimizer
+
+
+def recipe(
+    trainable: Sequence[nn.Parameter], settings: OptimizerSettings, *, cut_anywhere: bool = False
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the job's optimizer as a class and its options; fused into one kernel where the device has it.
+
+    With `cut_anywhere` an element's bits do not depend on where in a tensor it lies, so that parameters may be shared
+    out. Fused kernels of CPUs round the end of a tensor, which fills no vector, in another way than the rest.
+    """
+    kind, options = OPTIMIZERS[settings.name](settings)
+    fused_on = FUSED_ALIKE if cut_anywhere else FUSED_ON
+    fused = all(p.device.type in fused_on and p.is_floating_point() for p in trainable)
+    return kind, {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": fused, **options}
+
+
+def make_state(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+    """Make what a first step would, for all that the optimizer steps."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter].update(STATE[settings.name](parameter, settings))
 
 
 def _sgd_state(parameter: Tensor, settings: OptimizerSettings) -> dict[str, Tensor]:
@@ -100,13 +125,29 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
             group["lr"] = value
 
 
-def clip(parameters: list[nn.Parameter], norm: float) -> Tensor:
-    """Scale all gradients so that their global 2-norm, in float32 at least, is at most `norm`; return that before."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if all(gradient.itemsize > 2 for gradient in gradients):
-        return torch.nn.utils.clip_grad_norm_(parameters, norm)
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-    before: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
-    factor = torch.clamp(norm / (before + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, factor)
-    return before
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """List the gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    """Return a parameter's gradient; zeros where there is none."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def named_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Copy the gradients, by name of parameter."""
+    return {name: gradient_of(each).clone() for name, each in module.named_parameters() if each.requires_grad}
+
+
+def clip(
+    gradients: Sequence[Tensor], most: float, group: dist.ProcessGroup | None = None, *, exact: bool = False
+) -> Tensor:
+    """Scale gradients so that their global 2-norm is at most `most`; return that before.
+
+    Ranks of a `group` have one gradient together: a collective. `exact` gives the same bits whoever has which part.
+    """
+    norm_of = reproducible_norm if exact else plain_norm
+    norm = norm_of(gradients, group, reduce=group is not None)
+    clip_by(gradients, norm, most)
+    return norm

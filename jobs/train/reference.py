@@ -21,7 +21,7 @@ from jobs.train.loading import ShardInput, Steps, move
 from jobs.train.models import build_model
 from jobs.train.modes import communication_dtype
 from jobs.train.numerics import numerics_of
-from jobs.train.optim import clip, learning_rate, set_learning_rate
+from jobs.train.optim import clip, gradient_of, gradients_of, learning_rate, named_gradients, set_learning_rate
 from jobs.train.sampling import Plan
 from jobs.train.world import add_in_order
 from jobs.train_settings import TrainSettings
@@ -76,7 +76,7 @@ class Reference:
             work = move(reader[step], self.setting.device, self.setting.dtype)
             set_learning_rate(self.optimizer, self.setting.lr(step))
             losses.append(self._gradients(step, work.shards) / work.batch.samples)
-            gradients.append(gradients_of(self.model))
+            gradients.append(named_gradients(self.model))
             if follow is not None:
                 for name, parameter in self.names.items():
                     parameter.grad = follow[step][name].clone()
@@ -91,12 +91,12 @@ class Reference:
         loss_sums, of_shards = [], []
         for shard in shards:
             loss_sums.append(self._shard(step, shard))
-            of_shards.append([_gradient(parameter) for parameter in self.names.values()])
+            of_shards.append([gradient_of(parameter) for parameter in self.names.values()])
         means = [mean_of([each[index] for each in of_shards]) for index in range(len(self.names))]
         for parameter, (mean, _) in zip(self.names.values(), means, strict=True):
             parameter.grad = mean
         factor = self.scaler.factor()
-        self.scaler.unscale(list(self.names.values()))
+        self.scaler.unscale(gradients_of(self.names.values()))
         means = [(mean, magnitude / factor) for mean, magnitude in means]
         relative = self._clip([magnitude for _, magnitude in means])
         count, sent_as = len(shards), communication_dtype(self.setting.settings)
@@ -118,7 +118,7 @@ class Reference:
         norm = self.setting.settings.clip_norm
         if norm is None:
             return 0.0
-        before = float(clip(list(self.names.values()), norm))
+        before = float(clip(gradients_of(self.names.values()), norm, exact=self.setting.settings.exact))
         return float(torch.stack([each.norm() for each in magnitudes]).norm()) / max(before, 1e-30)
 
     def _shard(self, step: int, shard: ShardInput) -> float:
@@ -147,16 +147,7 @@ def mean_of(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return total / len(gradients), magnitude / len(gradients)
 
 
-def gradients_of(module: nn.Module) -> dict[str, Tensor]:
-    """Copy the gradients, by name of parameter."""
-    return {name: _gradient(each).clone() for name, each in module.named_parameters() if each.requires_grad}
-
-
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """Copy parameters and buffers, by name; a shared one once."""
     named = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach().clone() for name, tensor in named}
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

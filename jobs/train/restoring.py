@@ -78,6 +78,7 @@ def restore(
         for part in parts:
             fill(part, reader)
             page.own.beat()
+    engine.refresh()
     return Loaded(manifest.step, folder.name, time.monotonic() - began_s)
 
 

@@ -7,10 +7,10 @@ layers says so, and nobody deals.
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,18 @@ class Part:
 
     piece: Piece
     tensor: Tensor
+
+
+class HeldState(Protocol):
+    """What of the state one rank has, as parts."""
+
+    def parts(self) -> list[Part]:
+        """List what it saves: all ranks together every part once."""
+        ...
+
+    def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """List what it reads of a checkpoint's tensors, to be filled in place."""
+        ...
 
 
 def whole_part(name: str, tensor: Tensor) -> Part:
@@ -135,6 +147,10 @@ class DealtState:
             self._dealt = now if all(part.tensor.is_contiguous() for part in shared) else None
         return self._parts
 
+    def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """Ask for all of it: every rank has a whole replica."""
+        return wanted_replica(self.module, self.optimizer, stored, self.more)
+
 
 def _element(byte: int, size: int, elements: int) -> int:
     """Return the first element that begins at or after a byte of a tensor, which may lie outside it."""
@@ -161,10 +177,7 @@ def wanted_replica(
         RefusedError: the checkpoint is of another model.
     """
     parts = [*buffer_parts(module), *parameter_parts(module)]
-    model_names = {part.piece.name for part in parts}
-    if other := sorted({name for name in stored if name.startswith(MODEL)} ^ model_names):
-        side = "only in the checkpoint" if other[0] in stored else "not in the checkpoint"
-        raise RefusedError(f"the checkpoint is of another model: {other[0].removeprefix(MODEL)} is {side}; check model")
+    require_same_names([part.piece.name for part in parts], stored)
     parts += stored_optimizer(module, optimizer, stored)
     parts += [whole_part(name, tensor) for name, tensor in more.items() if name in stored]
     for part in parts:
@@ -185,9 +198,8 @@ def stored_optimizer(module: nn.Module, optimizer: torch.optim.Optimizer, stored
     for name, piece in stored.items():
         if not name.startswith(OPTIMIZER):
             continue
-        owner, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
-        if owner not in by_name:
-            raise RefusedError(f"the checkpoint is of another model: it has {key} of {owner}; check model")
+        require_trained(name, by_name)
+        owner, key = owner_of(name)
         parameter = by_name[owner]
         group = options[id(parameter)]
         value = optimizer.state[parameter].get(key)
@@ -205,6 +217,34 @@ def _room(parameter: Tensor, key: str, piece: Piece, dtype: torch.dtype, group: 
     if piece.shape == tuple(parameter.shape) and key != "step":
         return torch.zeros_like(parameter, dtype=dtype)
     return torch.zeros(piece.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+
+
+def require_same_names(wanted: Iterable[str], stored: Mapping[str, Piece]) -> None:
+    """Compare the names of a model's parameters and buffers with the stored ones.
+
+    Raises:
+        RefusedError: they differ.
+    """
+    if other := sorted({name for name in stored if name.startswith(MODEL)} ^ set(wanted)):
+        side = "only in the checkpoint" if other[0] in stored else "not in the checkpoint"
+        raise RefusedError(f"the checkpoint is of another model: {other[0].removeprefix(MODEL)} is {side}; check model")
+
+
+def owner_of(name: str) -> tuple[str, str]:
+    """Split the name of an optimizer's state into that of its parameter and its key."""
+    owner, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+    return owner, key
+
+
+def require_trained(name: str, trained: Container[str]) -> None:
+    """Check that a stored state of the optimizer belongs to a parameter that this model trains.
+
+    Raises:
+        RefusedError: it does not.
+    """
+    owner, key = owner_of(name)
+    if owner not in trained:
+        raise RefusedError(f"the checkpoint is of another model: it has {key} of {owner}; check model")
 
 
 def require_same_form(wanted: Piece, found: Piece) -> None:

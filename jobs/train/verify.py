@@ -25,7 +25,7 @@ from jobs.train.loop import Trainer, build_trainer
 from jobs.train.main import FAILED, guarded, job_of, join, open_same_data, run_of, settings_of
 from jobs.train.metrics import global_losses
 from jobs.train.optim import set_learning_rate
-from jobs.train.reference import Outcome, Reference, Setting, gradients_of, state_of
+from jobs.train.reference import Outcome, Reference, Setting
 from jobs.train.sampling import total_steps
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
@@ -80,11 +80,12 @@ def run_mode(trainer: Trainer, setting: Setting, test_inputs: Tensor) -> Outcome
         set_learning_rate(engine.optimizer, setting.lr(step))
         batches.append(work.batch)
         losses.append(engine.train_step(step, work.shards))
+        whole = engine.full_gradients()
         if trainer.world.rank == 0:
-            gradients.append(gradients_of(engine.module))
+            gradients.append(whole)
     engine.synchronize_buffers()
     output = engine.predict(test_inputs)
-    return Outcome(global_losses(trainer.world, batches, losses), gradients, state_of(engine.module), output)
+    return Outcome(global_losses(trainer.world, batches, losses), gradients, engine.full_state(), output)
 
 
 def judge(

@@ -7,26 +7,23 @@ predicted.
 import argparse
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import RefusedError, UsageError
+from jobs.errors import UsageError
 from launch import options
+from launch.bench import loads
 
 if TYPE_CHECKING:
     from collectives_bench.cost.buckets import Choice, Point
     from collectives_bench.cost.exposed import Compute
-    from collectives_bench.cost.memory import Load
+    from collectives_bench.cost.load import Load
     from collectives_bench.cost.profile import Profile
     from collectives_bench.cost.steps import Ranking, Row
     from jobs.spec import Job
 
-MICROBATCHES: Final = 8
 STANDARD_ERROR: Final = 0.10  # of a profile that was not measured, or does not say
-UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("-n", "--ranks-per-node", metavar="M", type=int, help="as --set ranks_per_node=M")
     steps.add_argument("--modes", metavar="NAMES", help="only these, with commas (default: all, built or not)")
-    steps.add_argument("--microbatches", metavar="M", type=int, default=MICROBATCHES, help="of pipelines (default: 8)")
+    steps.add_argument(
+        "--microbatches", metavar="M", type=int, default=loads.MICROBATCHES, help="of pipelines (default: 8)"
+    )
     steps.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80G: a mode may fill nine tenths of it")
     steps.add_argument("--buckets", metavar="SIZES", nargs="?", const="", help="the curve over bucket sizes, 1M:64M")
     steps.add_argument("--plot", metavar="FILE", help="draw it too: .png, .svg or .pdf")
@@ -79,10 +78,12 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
 
     job = job_of(args)
     profile = source_of(args)
-    load = load_of(job, args, profile)
+    backend = args.backend or next((name for name in profile.backends if name), "gloo")
+    ranks = loads.ranks_of(job, args.job, "-n M")
+    load = loads.load_of(job, ranks=ranks, backend=backend, microbatches=args.microbatches)
     compute, source = compute_of(args, job, load)
     wanted = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])
-    limit = memory_of(args.memory)
+    limit = loads.memory_limit(args.memory)
     rows = [steps.with_limit(row, limit) for row in steps.predict(wanted, load, compute, profile, job.nodes)]
     record: dict[str, Any] = {
         "job": job.name,
@@ -110,48 +111,14 @@ def job_of(args: argparse.Namespace) -> "Job":
         JobFileError, UsageError: it is wrong.
         RefusedError: it does not train.
     """
-    from jobs.load import load_job
-    from launch.kinds import KINDS
-
     given = list(args.overrides)
     if args.nodes is not None:
         given.append(f"nodes={args.nodes}")
     if args.ranks_per_node is not None:
         given.append(f"ranks_per_node={args.ranks_per_node}")
-    job = load_job(Path(args.job), KINDS, given).job
-    if job.kind != "train":
-        raise RefusedError(f"{args.job}: is a {job.kind}: job; only the steps of a train: job can be predicted")
-    if not isinstance(job.ranks_per_node, int):
-        raise UsageError(f"{args.job}: ranks_per_node: {job.ranks_per_node} depends on the hosts; give -n M")
+    job = loads.train_job(args.job, given)
+    loads.ranks_of(job, args.job, "-n M")
     return job
-
-
-def load_of(job: "Job", args: argparse.Namespace, profile: "Profile") -> "Load":
-    """Return what a rank holds and computes of a job."""
-    from collectives_bench.cost.memory import SIZES, Load, Recipe
-    from jobs.anatomy import anatomy
-    from jobs.model_shape import resolve_shape
-    from jobs.shapes import GptShape, VggShape
-    from jobs.train_settings import TrainSettings
-
-    settings = job.settings
-    assert isinstance(settings, TrainSettings)
-    assert isinstance(job.ranks_per_node, int)
-    if args.microbatches < 1:
-        raise UsageError(f"--microbatches {args.microbatches}: must be 1 or more")
-    vocabulary = VggShape.classes if settings.model.is_vgg else GptShape.vocabulary
-    optimizer, sent_as, bucket_mb = settings.optimizer, settings.communication_dtype, settings.bucket_size_mb
-    return Load(
-        model=anatomy(resolve_shape(settings.model, settings.model.vocabulary or vocabulary)),
-        recipe=Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, precision=settings.precision),
-        ranks=job.nodes * job.ranks_per_node,
-        batch=settings.batch_size,
-        microbatches=min(args.microbatches, settings.batch_size),  # a sample at least
-        itemsize=SIZES[settings.precision].activation,
-        backend=args.backend or next((name for name in profile.backends if name), "gloo"),
-        bucket_bytes=None if bucket_mb is None else int(bucket_mb * 2**20),
-        sent=None if sent_as is None else SIZES[sent_as].activation,
-    )
 
 
 def compute_of(args: argparse.Namespace, job: "Job", load: "Load") -> "tuple[Compute | None, str]":
@@ -179,20 +146,6 @@ def compute_of(args: argparse.Namespace, job: "Job", load: "Load") -> "tuple[Com
         if value is not None and not (0 <= value < math.inf):
             raise UsageError(f"{name}: must be 0 or more, and a number, got {value}")
     return Compute(args.forward_ms / 1e3, args.backward_ms / 1e3, (args.optimizer_ms or 0.0) / 1e3), "given"
-
-
-def memory_of(text: str | None) -> float | None:
-    """Return bytes.
-
-    Raises:
-        UsageError: it is no size.
-    """
-    if text is None:
-        return None
-    match = _MEMORY.fullmatch(text.strip())
-    if match is None or float(match[1]) == 0:
-        raise UsageError(f"--memory {text}: wanted a size such as 80G or 512M")
-    return float(match[1]) * UNITS[match[2].upper()]
 
 
 def _row(row: "Row") -> dict[str, Any]:

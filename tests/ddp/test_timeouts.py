@@ -56,7 +56,11 @@ def test_a_time_out_names_the_bucket_and_who_did_not_come(on_ranks, wrapper, exa
             assert re.search(r"it was not entered by ranks? (0-)?1(-2)?: see what", text)
         assert lost  # who reads a log takes none of them for the culprit
     assert "CollectiveTimeoutError" in {first[0], last[0]}
-    assert f"did not end within {EXACT_TIMEOUT_S if exact else TIMEOUT_S:g} s" in first[1] + last[1]
+    # gloo's own number; a rank that it told none says what it measured, which on a busy machine is more, or less.
+    waited_s = [float(said) for said in re.findall(r"did not end within ([\d.]+) s", first[1] + last[1])]
+    timeout_s = EXACT_TIMEOUT_S if exact else TIMEOUT_S
+    assert waited_s
+    assert all(timeout_s / 2 <= each < 30 for each in waited_s)
     assert late[0] == "CollectiveTimeoutError"
     assert "was entered by all ranks in the end, but rank" in late[1]
 

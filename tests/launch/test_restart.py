@@ -1,5 +1,6 @@
 """Attempt after attempt under one supervisor: `muster run` as a user starts it, with real agents and ranks."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -24,6 +25,11 @@ if attempt < {failures}:
     time.sleep(0 if rank == {rank} else 1000)
     sys.exit(7)
 """
+MET = """
+folder = os.path.join(os.environ["MUSTER_RUN_DIR"], f"attempt-{{attempt:03}}")
+while not all(os.path.exists(os.path.join(folder, f"node-0{{node}}.json")) for node in range(2)):
+    time.sleep(0.02)
+"""
 SLEEPING = FAILING.replace("time.sleep(0 if rank == {rank} else 1000)", "time.sleep(1000)")
 
 
@@ -39,8 +45,6 @@ def agent_of(live: LiveRun, node: int) -> int:
     """The pid of a pretend node's agent."""
     record = live.run.attempt(0).node(node)
     wait_until(lambda: record.exists() and record.read_text(), f"{record}")
-    import json
-
     return int(json.loads(record.read_text())["pid"])
 
 
@@ -60,12 +64,14 @@ def test_a_failed_rank_is_met_with_a_new_attempt_on_the_same_nodes(tmp_path: Pat
 
 
 def test_agents_and_ports_of_an_attempt_are_not_those_of_the_one_before(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, job(FAILING.format(failures=1, rank=0), "{max: 1}"))
+    # Rank 0 fails when both agents have written where they are, not before one of them could.
+    code = FAILING.replace("if attempt", MET + "if attempt").format(failures=1, rank=0)
+    live = LiveRun(tmp_path, job(code, "{max: 1}"))
     assert live.end() == 0, live.err
     first, second = live.events("attempt")
     assert first["master_port"] != second["master_port"]
     nodes = [(live.run.attempt(attempt).node(node).read_text()) for attempt in range(2) for node in range(2)]
-    pids = [__import__("json").loads(text)["pid"] for text in nodes]
+    pids = [json.loads(text)["pid"] for text in nodes]
     assert pids[:2] == pids[2:]  # the agents stay
 
 

@@ -49,12 +49,13 @@ ROWS: Final[dict[Precision, Row]] = {
 
 @dataclass(frozen=True)
 class Numerics:
-    """How one rank computes; what comes after `recompute` is for benchmarks to vary."""
+    """How one rank computes; what comes after `cut_anywhere` is for benchmarks to vary."""
 
     precision: Precision
     device: torch.device
     compile: bool = False
     recompute: bool = False  # blocks are forwarded again in the backward
+    cut_anywhere: bool = False  # the optimizer's bits do not depend on how parameters are dealt to tensors and ranks
     compile_mode: str | None = None  # torch.compile's
     whole: bool = False  # the body is compiled as one piece
     chunked: bool = True  # where bfloat16 computes, the head of a GPT and its loss go by chunks of the batch
@@ -115,7 +116,7 @@ class Numerics:
 
         Its learning rate then is a tensor on the device.
         """
-        build = partial(build_optimizer, settings=settings, capturable=capturable)
+        build = partial(build_optimizer, settings=settings, capturable=capturable, cut_anywhere=self.cut_anywhere)
         return MasterWeights(parameters, build) if self.weights.itemsize == 2 else build(parameters)
 
     def scaler(self) -> Scaler:
@@ -131,4 +132,10 @@ class Numerics:
 
 def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
     """Return how a job computes on a device."""
-    return Numerics(settings.precision, device, settings.compile, settings.activation_checkpointing)
+    return Numerics(
+        settings.precision,
+        device,
+        settings.compile,
+        settings.activation_checkpointing,
+        cut_anywhere=settings.exact or settings.deterministic,
+    )

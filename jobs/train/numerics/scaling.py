@@ -5,17 +5,21 @@
                                                                 scale / 2
 
 Infinity anywhere makes the mean infinite or not a number on every rank, so all ranks leave out the same steps without
-a word. Scale and counter are tensors on the device: nothing waits for them, a CUDA graph may hold all of it, and
-checkpoints carry them. A step that is left out changes neither weights nor the optimizer's state.
+a word; where the mean is shared out, they exchange one number. Scale and counter are tensors on the device: nothing
+waits for them, a CUDA graph may hold all of it, and checkpoints carry them. A step that is left out changes neither
+weights nor the optimizer's state.
 """
 
 from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 from jobs.train.optim import clip
+
+Group = dist.ProcessGroup | None
 
 START: Final = 2.0**16
 GROWTH: Final = 2.0
@@ -32,14 +36,25 @@ class Scaler:
         """Return what the backward begins from."""
         return loss
 
-    def step(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], clip_norm: float | None) -> None:
-        """Unscale and clip the gradients, which are the mean over ranks by now, and step."""
-        self.unscale(parameters)
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: Sequence[Tensor],
+        clip_norm: float | None,
+        group: Group = None,
+        *,
+        exact: bool = False,
+    ) -> None:
+        """Unscale and clip the gradients, which are the mean over ranks by now, and step.
+
+        Ranks of a `group` have the gradients together; with `exact` they clip by the same bits as one process.
+        """
+        self.unscale(gradients, group)
         if clip_norm is not None:
-            clip(parameters, clip_norm)
+            clip(gradients, clip_norm, group, exact=exact)
         self.advance(optimizer)
 
-    def unscale(self, parameters: Sequence[nn.Parameter]) -> None:
+    def unscale(self, gradients: Sequence[Tensor], group: Group = None) -> None:
         """Turn the gradients of scaled losses into those of the losses."""
 
     def advance(self, optimizer: torch.optim.Optimizer) -> None:
@@ -72,17 +87,22 @@ class LossScaler(Scaler):
         """Return the loss times the scale."""
         return loss * self.scale
 
-    def unscale(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide the gradients by the scale, and note whether all are finite."""
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    def unscale(self, gradients: Sequence[Tensor], group: Group = None) -> None:
+        """Divide the gradients by the scale, and note whether all are finite: on all ranks that share them out."""
         self.found_inf.zero_()
-        torch._amp_foreach_non_finite_check_and_unscale_(gradients, self.found_inf, self.scale.reciprocal())
+        if gradients:  # a share of few parameters may be empty
+            torch._amp_foreach_non_finite_check_and_unscale_(list(gradients), self.found_inf, self.scale.reciprocal())
+        if group is not None:
+            dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)
 
     def advance(self, optimizer: torch.optim.Optimizer) -> None:
         """Step if all gradients were finite, and adapt the scale."""
-        told: Any = optimizer  # fused kernels read this, and leave the step out by themselves
-        told.grad_scale, told.found_inf = None, self.found_inf
-        optimizer.step()
+        told: Any = getattr(optimizer, "inner", optimizer)  # of shared-out state, one inside steps
+        if told.defaults["fused"]:  # its kernels read this, and leave the step out by themselves
+            told.grad_scale, told.found_inf = None, self.found_inf
+            optimizer.step()
+        elif not self.found_inf:
+            optimizer.step()
         torch._amp_update_scale_(self.scale, self.good_steps, self.found_inf, GROWTH, BACKOFF, self.growth_steps)
 
     def factor(self) -> float:

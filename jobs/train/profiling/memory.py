@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from jobs.files import write_bytes
+from jobs.train.memory.gauge import overall
 
 MOST_EVENTS: Final = 1_000_000  # of the allocator, in a snapshot: the newest
 
@@ -38,17 +39,5 @@ class History:
 
 def peaks(device: torch.device) -> dict[str, int]:
     """Return the peaks since the process began, in bytes: of the host's memory, and of the device's allocator."""
-    found = {"host_peak_bytes": host_peak_bytes()}
-    if device.type == "cuda":
-        found["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        found["cuda_reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device)
-    return found
-
-
-def host_peak_bytes() -> int:
-    """Return the most memory that this process has had in RAM at once."""
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name == "VmHWM":
-            return int(value.split()[0]) * 1024
-    raise AssertionError("/proc/self/status has no VmHWM")
+    names = {"rss": "host_peak_bytes", "allocated": "cuda_peak_bytes", "reserved": "cuda_reserved_peak_bytes"}
+    return {names[name]: value for name, value in overall(device).items()}

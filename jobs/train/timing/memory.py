@@ -13,16 +13,13 @@ from typing import Final
 
 import torch
 
-from jobs import free
+from jobs import free, resident
 from jobs.anatomy import Anatomy
 from jobs.timing.settings import Pass
 from jobs.train_settings import Precision
 
-STATUS: Final = Path("/proc/self/status")
-CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 FIRST_TO_GO: Final = "1000"
-RESET_PEAK: Final = "5"  # proc(5): the peak becomes what is resident now
 GB: Final = 2**30
 
 # Bytes a parameter, by pass: itself, with its gradient, with AdamW's two moments (and a master).
@@ -40,21 +37,21 @@ class Growth:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._anonymous = _status("RssAnon")
+        (self._anonymous,) = resident.status("RssAnon")
 
     def forget_peak(self) -> None:
         """Let what the making of the model took for a moment not count; what is still held counts."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             return
-        with suppress(OSError):  # a kernel without it
-            CLEAR_REFS.write_text(RESET_PEAK, encoding="ascii")
+        resident.forget_peak()
 
     def peak_bytes(self) -> int:
         """Return the most so far. The pages of libraries, which come with their first use, do not count."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return max(0, _status("VmHWM") - _status("RssFile") - self._anonymous)
+        peak, files = resident.status("VmHWM", "RssFile")
+        return max(0, peak - files - self._anonymous)
 
 
 def refusal(
@@ -85,7 +82,7 @@ def shield(device: torch.device, allowed: int) -> None:
     with suppress(OSError):
         OOM_SCORE.write_text(FIRST_TO_GO, encoding="ascii")
     if device.type == "cpu":
-        limit = _status("VmData") + allowed
+        limit = resident.status("VmData")[0] + allowed
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
@@ -121,10 +118,3 @@ def _reason(device: torch.device, said: str) -> str:
 def _readable(amount: str) -> str:
     """Write bytes as the CPU's allocator tells them in GB; CUDA's has units already."""
     return f"{int(amount.split()[0]) / GB:.1f} GB" if amount.endswith("bytes") else amount
-
-
-def _status(name: str) -> int:
-    for line in STATUS.read_text(encoding="utf-8", errors="replace").splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0  # a kernel without these accounts

@@ -24,6 +24,7 @@ from jobs.train.forked import Tell
 from jobs.train.keyed import SYNTHETIC, key
 from jobs.train.models import build_model
 from jobs.train.numerics import Numerics, numerics_of
+from jobs.train.optim import gradients_of
 from jobs.train.timing import memory
 from jobs.train.timing.device import claim, synchronize, timed
 from jobs.train.timing.matmul import product_rate
@@ -127,7 +128,7 @@ def build_step(task: Task) -> Callable[[], None]:
 
     def step() -> None:
         backward()
-        scaler.step(optimizer, parameters, None)
+        scaler.step(optimizer, gradients_of(parameters), None)
 
     return step
 

@@ -7,7 +7,7 @@ import pytest
 from collectives_bench.cost import profile, steps
 from collectives_bench.cost.buckets import registered
 from collectives_bench.cost.exposed import Compute, own_buckets
-from collectives_bench.cost.memory import Load, Recipe
+from collectives_bench.cost.load import Load, Recipe
 from collectives_bench.cost.modes import WAYS, cut, ways
 from collectives_bench.cost.steps import Row, Span, rank
 from jobs.anatomy import anatomy

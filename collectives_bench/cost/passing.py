@@ -1,0 +1,151 @@
+"""What data-parallel modes hold beside states and activations while gradients and parameters travel, in bytes. Pure.
+
+ranks' own modes   a copy on its way into a bucket, gradients in the type they are sent as, stacks at rank 0
+zero1, zero2       the shard of a bucket that is being summed; two buckets that gradients pass through (2)
+zero3, fsdp        the gathered unit at work, the one ahead, what lies around all units, and a unit's gradients
+gloo               what its calls allocate unseen, measured as a share of S (facts of `collectives_bench`):
+                   all_gather and gather 1.01, reduce_scatter 1.03, all_reduce 0.04; our rings three columns
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+from collectives_bench.cost.buckets import OWN_ALONE, TORCH_BUCKET
+from collectives_bench.cost.load import Load
+
+HIDDEN: Final[dict[str, dict[str, float]]] = {
+    "gloo": {"all_gather": 1.01, "gather": 1.01, "reduce_scatter": 1.03, "all_reduce": 0.04}
+}
+PREFETCHED: Final = 1  # units gathered ahead of the one at work
+PASSING: Final = 2  # buckets that gradients pass through in stage 2
+COLUMNS: Final = 3  # of a ring, under way at once
+COLUMN_BYTES: Final = 3 * 2**20  # at most
+
+
+def passing(mode: str, load: Load) -> float:
+    """Return what a mode holds on its fullest rank; exact sums keep the gradients of every shard apart until then."""
+    apart = (load.own_shards - 1) * sum(load.gradient_sizes) if mode not in ("single", "ddp", "fsdp") else 0
+    return PASSED[mode](load) + apart if load.ranks > 1 else apart
+
+
+def hidden(load: Load, operation: str) -> float:
+    """Return what a call of the backend allocates unseen, as a share of its bytes."""
+    return HIDDEN.get(load.backend, {}).get(operation, 0.0)
+
+
+def _of_gather_scatter(load: Load) -> float:
+    """Count rank 0: the stacked gradient, what it gathers, the mean, and the result."""
+    return max(load.gradient_sizes) * (3 + load.ranks * (1 + hidden(load, "gather")))
+
+
+def _of_allreduce(load: Load) -> float:
+    """Count the largest gradient's share, and its copy in another type."""
+    return (hidden(load, "all_reduce") + _message(load)) * max(load.gradient_sizes)
+
+
+def _of_flat(load: Load) -> float:
+    """Count the flat tensor that gradients are copied to when all are there."""
+    return sum(load.gradient_sizes) * (1 + _message(load) + hidden(load, "all_reduce"))
+
+
+def _of_overlap(load: Load) -> float:
+    """Count a gradient on its way into the view that it becomes, and two under way."""
+    whole, largest = sum(load.gradient_sizes), max(load.gradient_sizes)
+    return _copied(load, largest) + whole * _message(load) + 2 * largest * hidden(load, "all_reduce")
+
+
+def _of_buckets(load: Load) -> float:
+    """Count gradients on their way into a bucket, and two buckets under way."""
+    whole, largest = sum(load.gradient_sizes), max(load.gradient_sizes)
+    coming = _copied(load, max(largest, _bucket(load)))
+    return coming + whole * _message(load) + 2 * hidden(load, "all_reduce") * _bucket(load)
+
+
+def _copied(load: Load, together: int) -> float:
+    """Return what is there twice while it is copied: on a GPU nothing, but where gradients are cast all that is.
+
+    On CPUs one gradient is copied at a time, and those of 4 MB are sent as they are.
+    """
+    if load.backend == "nccl":
+        return together if _message(load) else 0.0
+    return max((size for size in load.gradient_sizes if size < OWN_ALONE), default=0)
+
+
+def _of_torch(load: Load) -> float:
+    """Count two buckets under way; gradients are views of them."""
+    return 2 * hidden(load, "all_reduce") * min(TORCH_BUCKET, sum(load.gradient_sizes))
+
+
+def _message(load: Load) -> float:
+    """Return the copy of gradients in the type that they are sent as, in bytes for a byte of them."""
+    return 0.0 if load.sent in (None, load.recipe.gradient) else load.sent / load.recipe.gradient
+
+
+def _bucket(load: Load) -> int:
+    """Return the bytes of the largest bucket: a gradient that is larger has one of its own."""
+    whole = sum(load.gradient_sizes)
+    return whole if load.bucket_bytes is None else min(max(load.bucket_bytes, max(load.gradient_sizes)), whole)
+
+
+def _ring(load: Load, nbytes: float) -> float:
+    """Return what a ring of ours holds of a message; NCCL works in what it is given."""
+    return 0.0 if load.backend == "nccl" else COLUMNS * min(nbytes / load.ranks, COLUMN_BYTES)
+
+
+def _of_zero1(load: Load) -> float:
+    """Count the gradient that is copied into its bucket, and what the ring holds of a bucket."""
+    return _copied(load, 0) + _ring(load, _bucket(load))
+
+
+def _of_zero2(load: Load) -> float:
+    """Count two buckets that gradients pass through on top of it."""
+    return _of_zero1(load) + PASSING * _bucket(load)
+
+
+def _units(load: Load) -> tuple[int, list[int]]:
+    """Return the elements of what lies around all units, and of the units, the largest first."""
+    sizes = [sum(t.elements for part in unit for t in part.tensors) for unit in load.model.units()]
+    around = sizes.pop(0) if load.model.blocks else 0
+    return around, sorted(sizes, reverse=True)
+
+
+def _gathered(load: Load) -> float:
+    """Count gathered parameters: all around the units from forward to backward, a unit at work, and the one ahead.
+
+    Where units are not freed after the forward all parameters are there when the backward begins.
+    """
+    around, units = _units(load)
+    elements = around + sum(units[: 1 + PREFETCHED]) if load.reshard else load.model.elements
+    return elements * load.recipe.parameter
+
+
+def _of_zero3(load: Load) -> float:
+    """Count gathered units, the largest one's gradients, and what the ring holds of them."""
+    around, units = _units(load)
+    gradients = max(around, units[0]) * load.recipe.gradient
+    return _gathered(load) + gradients + _ring(load, gradients)
+
+
+def _of_fsdp(load: Load) -> float:
+    """Count gathered units, the largest one's gradients, and what the backend allocates for its collectives."""
+    around, units = _units(load)
+    largest = max(around, units[0])
+    unseen = max(
+        hidden(load, "all_gather") * load.recipe.parameter, hidden(load, "reduce_scatter") * load.recipe.gradient
+    )
+    return _gathered(load) + largest * (load.recipe.gradient + unseen)
+
+
+PASSED: Final[dict[str, Callable[[Load], float]]] = {
+    "single": lambda load: 0.0,
+    "gather_scatter": _of_gather_scatter,
+    "allreduce": _of_allreduce,
+    "flat": _of_flat,
+    "overlap": _of_overlap,
+    "bucketed": _of_buckets,
+    "ddp": _of_torch,
+    "zero1": _of_zero1,
+    "zero2": _of_zero2,
+    "zero3": _of_zero3,
+    "fsdp": _of_fsdp,
+}

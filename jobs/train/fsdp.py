@@ -1,0 +1,180 @@
+"""A copy of the model inside PyTorch's fully_shard (FSDP2): mode fsdp, the reference that zero3 is compared with.
+
+Parameters become DTensors, of whose rows every rank has some. Used as its documents say: one call a unit, from the
+inside out, then the whole. The optimizer is an ordinary one, of a rank's rows: the fused SGD knows no DTensors.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ddp.base import broadcast
+from jobs.train.clock import Clock
+from jobs.train.models.units import of_one_dtype, units_of
+from jobs.train.numerics import Numerics
+from jobs.train.optim import gradient_of, gradients_of
+from jobs.train.replica import Replica
+from jobs.train.sharded import Waits
+from jobs.train.shards import Forms, SharedState
+from jobs.train.state import HeldState
+from jobs.train.world import World
+from jobs.train_settings import TrainSettings
+from zero.flat import Held
+
+
+class FsdpReplica(Replica):
+    """A copy whose parameters, gradients and optimizer state PyTorch shares out by rows."""
+
+    def __init__(
+        self, module: nn.Module, world: World, clock: Clock, *, accumulate: str, reshard_after_forward: bool
+    ) -> None:
+        super().__init__(module, world, clock)
+        assert world.group is not None
+        self.shard_group = world.group
+        self.forms = Forms(module)
+        self.waits = Waits(clock)
+        self.adds_whole = accumulate == "local"
+        broadcast([*module.parameters(), *module.buffers()], world.group)
+        mesh = DeviceMesh.from_group(world.group, world.device.type)
+        for unit in units_of(module):
+            for part in of_one_dtype(unit):
+                fully_shard(list(part), mesh=mesh, reshard_after_forward=reshard_after_forward)
+        # By default parameters of the root stay whole after its forward: the backward begins with them.
+        root = fully_shard(module, mesh=mesh, reshard_after_forward=None if reshard_after_forward else False)
+        assert isinstance(root, FSDPModule)
+        self.root = root
+        self.rows = {name: nn.Parameter(local(each), each.requires_grad) for name, each in module.named_parameters()}
+        if world.device.type == "cpu":  # where every collective is waited for at once
+            for each in module.modules():
+                if isinstance(each, FSDPModule):
+                    each.set_custom_all_gather(Marked(dist.all_gather_single, self.waits))
+                    each.set_custom_reduce_scatter(Marked(_scatter, self.waits))
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Run the model, whose hooks gather parameters."""
+        self.waits.phase = "forward"
+        return super().forward(inputs, targets)
+
+    @contextmanager
+    def _adding_whole(self) -> Iterator[None]:
+        self.root.set_requires_gradient_sync(False)
+        yield
+        self.root.set_requires_gradient_sync(True)
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        """Keep whole gradients; where they are not kept, every micro-batch's are shared out and added then."""
+        return self._adding_whole() if self.adds_whole else super().accumulating()
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of a micro-batch; `last` is the rank's last one of the step.
+
+        On CUDA the end of the backward is marked before its last collectives are waited for, in fully_shard's own
+        callback: ours is asked for first.
+        """
+        self.waits.phase = "backward"
+        start = loss.clone()
+        if self.world.device.type != "cpu":
+            start.register_hook(self._mark_the_end)
+        torch.autograd.backward(start)
+        self.clock.lap("backward" if self.world.device.type == "cpu" else "communication")
+
+    def _mark_the_end(self, gradient: Tensor) -> None:
+        Variable._execution_engine.queue_callback(lambda: self.clock.lap("backward"))  # type: ignore[no-untyped-call]
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's rows of the mean gradients, which are with the rows from now on."""
+        for parameter, row in zip(self.module.parameters(), self.rows.values(), strict=True):
+            row.grad = None if parameter.grad is None else local(parameter.grad)
+            parameter.grad = None
+        return gradients_of(self.rows.values())
+
+    def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
+        """Build what steps this rank's rows."""
+        return numerics.optimizer(self.rows.values(), settings.optimizer)
+
+    def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
+        """Return this rank's rows of the state."""
+
+        def held() -> Sequence[Held]:
+            own = [self._held(name, None, row) for name, row in self.rows.items()]
+            own += [
+                self._held(name, key, value)
+                for name, row in self.rows.items()
+                for key, value in sorted(optimizer.state.get(row, {}).items())
+                if isinstance(value, Tensor)
+            ]
+            return [each for each in own if each.start < each.stop]
+
+        return SharedState(self.module, optimizer, self.forms, held, rank=self.world.rank, more=more)
+
+    def _held(self, name: str, key: str | None, value: Tensor) -> Held:
+        if value.dim() == 0:  # one number, the same on every rank
+            return Held(name, key, (), 0, 1, value, answers=self.world.rank == 0)
+        shape = self.forms.pieces[name].shape
+        each = -(-shape[0] // self.world.size)
+        start, stop = (
+            prod((min(rank * each, shape[0]), *shape[1:])) for rank in (self.world.rank, self.world.rank + 1)
+        )
+        return Held(name, key, shape, start, stop, value.detach().view(-1))
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Run the model without gradients; parameters stay shared out."""
+        with self.clock.muted():
+            outputs = super().predict(inputs)
+        self.root.reshard()  # its own parameters stay whole after a forward, for a backward
+        return outputs
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Gather the gradients."""
+        named = self.module.named_parameters()
+        return {name: whole(each, gradient_of(self.rows[name])) for name, each in named if each.requires_grad}
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Gather the parameters."""
+        return {name: whole(each, self.rows[name].detach()) for name, each in self.module.named_parameters()}
+
+
+class Marked:
+    """A collective of fully_shard's on CPUs, with a mark where it begins and where it ends."""
+
+    def __init__(self, collective: Any, waits: Waits) -> None:
+        self.collective = collective
+        self.waits = waits
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make room for what it sends or receives."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, *tensors: Any, **options: Any) -> dist.Work | None:
+        """Communicate."""
+        self.waits.hear(True)
+        work: dist.Work | None = self.collective(*tensors, **options)
+        self.waits.hear(False)
+        return work
+
+
+def _scatter(output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+    return dist.reduce_scatter_single(output_tensor, input_tensor, **options)
+
+
+@torch.no_grad()
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's rows of a DTensor, in place."""
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
+
+
+def whole(like: Tensor, rows: Tensor) -> Tensor:
+    """Put a tensor together that is shared out as another one is: a collective."""
+    assert isinstance(like, DTensor)
+    shared = DTensor.from_local(rows, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    return shared.full_tensor().clone()

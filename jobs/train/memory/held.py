@@ -1,0 +1,71 @@
+"""Tensor accounting: the bytes that a rank holds for each purpose, whatever the allocator makes of them.
+
+What counts is storages, not tensors: views of a flat tensor are one storage, a sharded parameter is what this rank has
+of it, one whose memory was given back is nothing.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jobs.memory_rows import KINDS
+
+Held = Mapping[str, Iterable[Tensor]]
+
+
+def bytes_by_kind(held: Held) -> dict[str, int]:
+    """Add the storages of each kind up; one that several tensors or kinds share counts once, in the first kind."""
+    seen: set[tuple[torch.device, int]] = set()
+    found = {}
+    for kind in KINDS:
+        total = 0
+        for tensor in held.get(kind, ()):
+            storage = local(tensor).untyped_storage()
+            key = (storage.device, storage.data_ptr())
+            if storage.nbytes() and key not in seen:
+                seen.add(key)
+                total += storage.nbytes()
+        found[kind] = total
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that PyTorch has sharded (a DTensor), any other as it is."""
+    own = getattr(tensor, "_local_tensor", tensor)
+    assert isinstance(own, Tensor)
+    return own
+
+
+def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> dict[str, list[Tensor]]:
+    """List what a rank holds of a module, its optimizer and, where there is one, what wraps the module.
+
+    Of a sharded module that is its flat tensors (`homes`) and the shards beside them. What the inner optimizer steps
+    and is no parameter is a copy of one in more bits: the optimizer's.
+    """
+    inner = getattr(optimizer, "inner", optimizer)
+    asked, stepped = _parameters(optimizer), _parameters(inner)
+    homes = getattr(wrapper, "homes", ())
+    parameters = [*module.parameters(), *asked]
+    return {
+        "parameters": [*parameters, *(flat for home in homes for flat in (home.full, home.shard))],
+        "gradients": [
+            *(each.grad for each in (*parameters, *stepped) if each.grad is not None),
+            *(home.grad for home in homes if home.grad is not None),
+        ],
+        "optimizer": [*stepped, *_tensors(optimizer.state), *_tensors(inner.state)],
+        "buffers": list(module.buffers()),
+    }
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _tensors(state: Mapping[Any, Any]) -> Iterator[Tensor]:
+    for each in state.values():
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, Mapping):
+            yield from _tensors(each)

@@ -1,0 +1,99 @@
+"""Records what a rank's memory is for: before anything is made, after init, and around the first optimizer steps.
+
+    baseline     model, wrapper, optimizer  │ init │  forward  backward  │ before_step │ step │ after_step │ ...  │ end
+
+It is on in every run: eight rows in all, each some milliseconds at most, and nothing after the third step, when the
+hooks on the optimizer are taken off again. A disk that does not take a row ends the record and not the training.
+"""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from jobs import resident
+from jobs.errors import MusterError
+from jobs.files import append_line
+from jobs.memory_rows import AFTER, BASELINE, BEFORE, END, INIT
+from jobs.train.memory import gauge
+from jobs.train.memory.held import bytes_by_kind
+from jobs.train.metrics import warn
+
+if TYPE_CHECKING:
+    from jobs.train.engine import Engine
+
+STEPS: Final = 3  # the first makes what is made lazily, buckets of PyTorch's are made anew in the second
+
+
+class MemoryRecorder:
+    """One rank's record, from before its model is made; as a context, around the training."""
+
+    def __init__(self, path: Path, device: torch.device, facts: Mapping[str, Any]) -> None:
+        self.path = path
+        self.device = device
+        self.steps = 0
+        self.failed = False
+        self._peaks: dict[str, int] = {}
+        self._engine: Engine | None = None
+        self._handles: list[RemovableHandle] = []
+        gauge.since(device)
+        self._append({"point": BASELINE, **facts, "now": gauge.now(device)})
+
+    def watch(self, engine: "Engine") -> None:
+        """Write what is there before the first step, and watch the optimizer."""
+        self._engine = engine
+        self._point(INIT)
+        self._handles = [
+            engine.optimizer.register_step_pre_hook(self._before),
+            engine.optimizer.register_step_post_hook(self._after),
+        ]
+
+    def __enter__(self) -> "MemoryRecorder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._let_go()
+        self._since()
+        self._append({"point": END, "now": gauge.now(self.device), "peak": self._peaks})
+        self._engine = None
+
+    def _before(self, *_: object) -> None:
+        self.steps += 1
+        self._point(BEFORE, step=self.steps)
+
+    def _after(self, *_: object) -> None:
+        if self.steps == STEPS:
+            self._let_go()
+            resident.give_back()  # once, for what is there between two steps: not what they have left to the allocator
+        self._point(AFTER, step=self.steps)
+
+    def _let_go(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _point(self, name: str, **more: Any) -> None:
+        assert self._engine is not None
+        held = bytes_by_kind(self._engine.held_tensors())
+        self._append({"point": name, **more, "held": held, "now": gauge.now(self.device), "peak": self._since()})
+
+    def _since(self) -> dict[str, int]:
+        """Return the peaks since the point before, which count for all of the run."""
+        found = gauge.since(self.device)
+        self._peaks = {name: max(value, self._peaks.get(name, 0)) for name, value in found.items()}
+        return found
+
+    def _append(self, row: dict[str, Any]) -> None:
+        if self.failed:
+            return
+        try:
+            append_line(self.path, {**row, "time": round(time.time(), 6)})
+        except MusterError as error:
+            self.failed = True
+            warn(f"{error}; nothing more is written about this rank's memory")

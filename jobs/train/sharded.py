@@ -1,0 +1,116 @@
+"""A copy of the model whose state ranks share out: modes zero1, zero2 and zero3, by the `zero` library."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from jobs.train.clock import Clock, Phase
+from jobs.train.numerics import Numerics
+from jobs.train.optim import make_state, recipe
+from jobs.train.replica import WrappedReplica
+from jobs.train.shards import Forms, SharedState
+from jobs.train.state import HeldState
+from jobs.train.world import World
+from jobs.train_settings import TrainSettings
+from zero import ShardedDataParallel, ShardedOptimizer
+from zero.flat import Held
+
+
+class Waits:
+    """Marks of a step in which communication is waited for in the midst of forwards and backwards.
+
+    forward ──┤wait├── forward ── | ── backward ──┤wait├── backward          between the bars: communication
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.phase: Phase = "forward"
+
+    def hear(self, begins: bool) -> None:
+        """Mark where a wait begins, and where it ends."""
+        self.clock.lap(self.phase if begins else "communication")
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Within it, what is not waiting belongs to a phase."""
+        self.phase = phase
+        yield
+        self.clock.lap(phase)
+
+
+class ShardedReplica(WrappedReplica):
+    """A copy inside a `ShardedDataParallel`.
+
+    Gradients are shared out in the last backward, parameters gathered while they are used: nothing is left for
+    `finish`, and what the rank waits in between counts as communication.
+    """
+
+    wrapper: ShardedDataParallel
+
+    def __init__(self, wrapper: ShardedDataParallel, forms: Forms, world: World, clock: Clock) -> None:
+        super().__init__(wrapper, world, clock)
+        self.forms = forms
+        self.shard_group = world.group
+        self.optimizer: ShardedOptimizer | None = None
+        self.waits = Waits(clock)
+        wrapper.on_wait = self.waits.hear
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Run the model through the wrapper."""
+        self.waits.phase = "forward"
+        return super().forward(inputs, targets)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of a micro-batch; when the last one's returns, each rank has its share of the mean."""
+        with self.waits.during("backward"):
+            torch.autograd.backward(loss)
+
+    def next_shard(self) -> None:
+        """Keep the gradients of the virtual rank before apart, so that they are summed in order."""
+        with self.waits.during("backward"):
+            self.wrapper.next_shard()
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's share of the mean gradients."""
+        assert self.optimizer is not None
+        self.waits.phase = "optimizer"
+        return self.optimizer.gradients()
+
+    def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
+        """Build what steps this rank's share; parameters of 16 bits in float32 copies."""
+        trainable = [each for each in self.module.parameters() if each.requires_grad]
+        kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)
+        self.optimizer = self.wrapper.optimizer(kind, masters=True, **options)
+        make_state(self.optimizer.inner, settings.optimizer)
+        return self.optimizer
+
+    def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
+        """Return this rank's share of the state."""
+        assert isinstance(optimizer, ShardedOptimizer)
+
+        def held() -> Sequence[Held]:
+            return [*self.wrapper.held_parameters(), *optimizer.held_state()]
+
+        return SharedState(self.module, optimizer.inner, self.forms, held, rank=self.world.rank, more=more)
+
+    def refresh(self) -> None:
+        """Gather the parameters whose shares have been written."""
+        self.wrapper.refresh()
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Run the model without gradients; parameters stay shared out, for they may not fit into one rank's memory."""
+        with self.clock.muted():
+            outputs: Tensor = self.wrapper(inputs)
+        return outputs
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Gather the gradients."""
+        whole: dict[str, Tensor] = self.wrapper.full_gradients()
+        return whole
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Gather the parameters."""
+        with self.wrapper.gather_full():
+            return super().full_parameters()

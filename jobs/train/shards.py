@@ -1,0 +1,100 @@
+"""The state of ranks that share it out, as parts: each rank saves and reads the ranges that it holds, in place.
+
+    block1.up (4, 6)    rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
+
+A checkpoint of any other number of ranks, in any other mode, has the same tensors in other ranges.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from jobs.checkpoint.pieces import Piece, whole
+from jobs.train.state import (
+    DTYPES,
+    MODEL,
+    OPTIMIZER,
+    Part,
+    buffer_parts,
+    require_same_form,
+    require_same_names,
+    require_trained,
+    whole_part,
+)
+from zero.flat import Held
+
+
+class Forms:
+    """Names, types and shapes of a model's parameters, taken before they are shared out: a rank then has some only."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.pieces = {
+            name: whole(MODEL + name, DTYPES[each.dtype], tuple(each.shape)) for name, each in module.named_parameters()
+        }
+        self.trained = {name for name, each in module.named_parameters() if each.requires_grad}
+
+
+class SharedState:
+    """What one rank saves and reads. `held` lists its ranges, which lie where they lay the last time it was asked.
+
+    Rank 0 saves besides what every rank has whole: buffers, and `more`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        forms: Forms,
+        held: Callable[[], Sequence[Held]],
+        *,
+        rank: int,
+        more: Mapping[str, Tensor],
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.forms = forms
+        self.held = held
+        self.rank = rank
+        self.more = more
+        self._parts: list[Part] = []
+        self._listed: list[object] | None = None  # the optimizer's state as it was listed; None: never
+
+    def parts(self) -> list[Part]:
+        """Return the share, listed anew only when the optimizer has made state since."""
+        now = [value for state in self.optimizer.state.values() for value in state.values()]
+        if self._listed is None or len(now) != len(self._listed) or not all(map(operator.is_, now, self._listed)):
+            own = [*buffer_parts(self.module), *self._more()] if self.rank == 0 else []
+            self._parts = [*own, *(part_of(each) for each in self.held() if each.answers)]
+            self._listed = now
+        return self._parts
+
+    def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """Ask for the ranges that this rank has, where something is stored for them.
+
+        Raises:
+            RefusedError: the checkpoint is of another model; on every rank, whatever it holds.
+        """
+        whole_parts = [*buffer_parts(self.module), *(part for part in self._more() if part.piece.name in stored)]
+        model = [*self.forms.pieces.values(), *(part.piece for part in buffer_parts(self.module))]
+        require_same_names([piece.name for piece in model], stored)
+        for name in stored:
+            if name.startswith(OPTIMIZER):
+                require_trained(name, self.forms.trained)
+        parts = [part for part in map(part_of, self.held()) if part.piece.name in stored]
+        for piece in (*model, *(part.piece for part in (*whole_parts, *parts))):
+            require_same_form(piece, stored[piece.name])
+        return [*whole_parts, *parts]
+
+    def _more(self) -> list[Part]:
+        return [whole_part(name, tensor) for name, tensor in self.more.items()]
+
+
+def part_of(held: Held) -> Part:
+    """Return a range that a rank holds as a part of a logical tensor."""
+    name = MODEL + held.name if held.key is None else f"{OPTIMIZER}{held.name}/{held.key}"
+    piece = whole(name, DTYPES[held.tensor.dtype], held.shape)
+    if (held.start, held.stop) != (0, piece.elements):
+        piece = Piece(name, piece.dtype, held.shape, flat=(held.start, held.stop))
+    return Part(piece, held.tensor.detach().view(piece.extent))

@@ -1,0 +1,89 @@
+"""From a job to what is predicted of it: the job itself, its load on a rank, and how much a rank may hold."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from jobs.errors import RefusedError, UsageError
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.load import Load
+    from jobs.spec import Job
+
+MICROBATCHES: Final = 8  # of a pipeline
+UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+
+
+def train_job(path: str, overrides: Sequence[str]) -> "Job":
+    """Load a job that trains.
+
+    Raises:
+        JobFileError: it is wrong.
+        RefusedError: it does not train.
+    """
+    from jobs.load import load_job
+    from launch.kinds import KINDS
+
+    job = load_job(Path(path), KINDS, list(overrides)).job
+    if job.kind != "train":
+        raise RefusedError(f"{path}: is a {job.kind}: job; only the steps of a train: job can be predicted")
+    return job
+
+
+def ranks_of(job: "Job", path: str, option: str) -> int:
+    """Return how many ranks a job has.
+
+    Raises:
+        UsageError: that depends on its hosts; the message names the option that says it.
+    """
+    if not isinstance(job.ranks_per_node, int):
+        raise UsageError(f"{path}: ranks_per_node: {job.ranks_per_node} depends on the hosts; give {option}")
+    return job.nodes * job.ranks_per_node
+
+
+def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int = MICROBATCHES) -> "Load":
+    """Return what a rank holds and computes of a job."""
+    from collectives_bench.cost.load import SIZES, Load, Recipe
+    from jobs.anatomy import anatomy
+    from jobs.model_shape import resolve_shape
+    from jobs.shapes import GptShape, VggShape
+    from jobs.train_settings import TrainSettings
+
+    settings = job.settings
+    assert isinstance(settings, TrainSettings)
+    if microbatches < 1:
+        raise UsageError(f"--microbatches {microbatches}: must be 1 or more")
+    vocabulary = VggShape.classes if settings.model.is_vgg else GptShape.vocabulary
+    optimizer, sent_as, bucket_mb = settings.optimizer, settings.communication_dtype, settings.bucket_size_mb
+    return Load(
+        model=anatomy(resolve_shape(settings.model, settings.model.vocabulary or vocabulary)),
+        recipe=Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, precision=settings.precision),
+        ranks=ranks,
+        batch=settings.batch_size,
+        microbatches=min(microbatches, settings.batch_size),  # a sample at least
+        itemsize=SIZES[settings.precision].activation,
+        backend=backend,
+        bucket_bytes=None if bucket_mb is None else int(bucket_mb * 2**20),
+        sent=None if sent_as is None else SIZES[sent_as].activation,
+        shards=settings.virtual_world_size(ranks) if settings.exact else None,
+        accumulation=settings.grad_accumulation,
+        accumulate=settings.accumulate,
+        reshard=settings.reshard_after_forward,
+        recompute=settings.activation_checkpointing,
+    )
+
+
+def memory_limit(text: str | None) -> float | None:
+    """Return bytes.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    if text is None:
+        return None
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None or float(match[1]) == 0:
+        raise UsageError(f"--memory {text}: wanted a size such as 80G or 512M")
+    return float(match[1]) * UNITS[match[2].upper()]

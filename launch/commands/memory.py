@@ -1,0 +1,107 @@
+"""`muster memory JOB.yaml`: what a rank would hold in every mode; `muster memory RUN`: what ranks held, beside it."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Final
+
+from jobs.errors import UsageError
+from launch import options
+
+MOST_SHOWN: Final = 8  # ranks
+FOR_JOBS: Final = (
+    ("--world", "world"),
+    ("--modes", "modes"),
+    ("--set", "overrides"),
+    ("--backend", "backend"),
+    ("--memory", "memory"),
+)
+FOR_RUNS: Final = (("--rank", "rank"), ("--attempt", "attempt"), ("--runs", "runs"))
+EPILOG: Final = """\
+muster memory job.yaml --world 8 --memory 80G     parameters, gradients, optimizer, buffers, activations, by mode
+muster memory                                     what the newest run's ranks held, beside the formula
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    from launch.bench.loads import MICROBATCHES
+
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "target", metavar="JOB|RUN", nargs="?", help="a job file (YAML), or a run: its id, part of it (the newest)"
+    )
+    options.add_json(parser)
+    job = parser.add_argument_group("of a job")
+    job.add_argument("--world", metavar="N", type=int, help="ranks (default: the job's)")
+    job.add_argument("--modes", metavar="NAMES", help="only these, with commas (default: all, built or not)")
+    job.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where the job says device: cuda")
+    job.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80G: a mode may fill nine tenths of it")
+    job.add_argument(
+        "--microbatches", metavar="M", type=int, default=MICROBATCHES, help=f"of pipelines (default: {MICROBATCHES})"
+    )
+    job.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="override one value of the job, as in train.batch_size=256; may be repeated",
+    )
+    run = parser.add_argument_group("of a run")
+    run.add_argument("--rank", metavar="LIST", help=f"these ranks, like 0,8-15 (default: the fullest {MOST_SHOWN})")
+    run.add_argument(
+        "--attempt", metavar="N", type=int, help="of this attempt (default: the newest that said anything)"
+    )
+    options.add_runs(run)  # type: ignore[arg-type]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a table of predictions, or of a run.
+
+    Raises:
+        UsageError: options that do not go together, or make no sense.
+    """
+    is_job = args.target is not None and is_job_file(args.target)
+    for flag, name in FOR_RUNS if is_job else FOR_JOBS:
+        if getattr(args, name) not in (None, []):
+            what = "a job file" if is_job else "a run"
+            raise UsageError(f"{flag}: does not go with {what}; leave it out, or name {'a run' if is_job else 'a job'}")
+    return _of_job(args) if is_job else _of_run(args)
+
+
+def is_job_file(target: str) -> bool:
+    """True for what is a job file and not a run, even if it is not there."""
+    return Path(target).suffix in (".yaml", ".yml") or Path(target).is_file()
+
+
+def _of_job(args: argparse.Namespace) -> int:
+    from launch.bench import memory_view
+
+    record = memory_view.predict(args)
+    print(json.dumps(record, indent=1) if args.json else memory_view.render(record))
+    return 0
+
+
+def _of_run(args: argparse.Namespace) -> int:
+    from jobs.rundir import find_run, runs_root
+    from launch.look import memories, memory_view, rankset
+
+    if args.attempt is not None and args.attempt < 0:
+        raise UsageError(f"--attempt: must be at least 0, got {args.attempt}")
+    folder = find_run(runs_root(args.runs), args.target)
+    attempt, every = memories.read_memories(folder, args.attempt)
+    chosen = memories.fullest(every, MOST_SHOWN)
+    if args.rank is not None:
+        wanted = rankset.parse(args.rank, option="--rank", count=int(every[0].facts["world_size"]))
+        chosen = [each for each in every if each.rank in wanted]
+        if missing := wanted - {each.rank for each in chosen}:
+            raise UsageError(f"--rank: nothing is known of the memory of rank {rankset.fold(missing)}")
+    shown = [(each, memories.formula_of(folder, each)) for each in (every if args.json and not args.rank else chosen)]
+    if args.json:
+        ranks = [{**each.to_json(), "rows": memory_view.records(each, formula)} for each, formula in shown]
+        print(json.dumps({"run": folder.run_id, "attempt": attempt, "ranks": ranks}))
+        return 0
+    print(memory_view.render(folder.run_id, attempt, shown, len(every)))
+    return 0

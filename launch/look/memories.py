@@ -1,0 +1,130 @@
+"""What the ranks of a run have said of their memory, beside what the formulas say. Only reads."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.errors import MusterError, RunFolderError
+from jobs.files import read_lines
+from jobs.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
+from jobs.rundir import AttemptDir, RunDir
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.memory import Memory
+
+FACTS: Final = ("rank", "world_size", "attempt", "mode", "device", "host")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's record: bytes by kind and by point, the greatest of the first steps."""
+
+    facts: Mapping[str, Any]
+    held: Mapping[str, int]  # of a step, by kind; of init before there was one
+    rest: int | None  # by how much its memory had grown after the last of these; None before a step
+    peaks: Mapping[str, int]  # by how much it grew at most: until init, until before_step, after_step and end
+    reserved: int | None  # the most that a GPU's allocator had taken
+    steps: int  # how many were looked at
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+        return int(self.facts["rank"])
+
+    @property
+    def peak(self) -> int:
+        """The most until the last step that was looked at."""
+        return max(value for name, value in self.peaks.items() if name != END)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record for --json."""
+        own = {"held": dict(self.held), "rest": self.rest, "peaks": dict(self.peaks), "reserved": self.reserved}
+        return {**self.facts, **own, "steps": self.steps}
+
+
+def read_memories(run: RunDir, attempt: int | None) -> tuple[int, list[RankMemory]]:
+    """Read what the ranks of an attempt said, by default of the newest in which any did; lowest rank first.
+
+    Raises:
+        RunFolderError: none did.
+    """
+    numbers = run.attempt_numbers() if attempt is None else [attempt]
+    for number in reversed(numbers):
+        folder = run.attempt(number)
+        found = [each for rank in folder.memory_ranks() if (each := read_rank(folder, rank)) is not None]
+        if found:
+            return number, found
+    where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
+    raise RunFolderError(f"{where}: no rank has said what its memory is for; ranks of train: jobs do, once they begin")
+
+
+def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
+    """Read one rank's rows; None where they do not make a record: nothing read here is trusted."""
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    try:
+        for row in read_lines(folder.memory(rank)):
+            rows.setdefault(row["point"], []).append(row)
+        (first, *_), (init, *_) = rows[BASELINE], rows[INIT]
+        steps = [*rows.get(BEFORE, ()), *rows.get(AFTER, ())]
+        return RankMemory(
+            facts={name: first[name] for name in FACTS},
+            held={kind: max(int(row["held"][kind]) for row in (steps or [init])) for kind in KINDS},
+            rest=_now(rows[AFTER][-1], first) if AFTER in rows else None,
+            peaks={
+                name: max(_peak(row, first) for row in rows[name])
+                for name in (INIT, BEFORE, AFTER, END)
+                if name in rows
+            },
+            reserved=max(
+                (row["peak"]["reserved"] for each in rows.values() for row in each if _has(row)), default=None
+            ),
+            steps=len(rows.get(AFTER, ())),
+        )
+    except (OSError, ValueError, KeyError, TypeError):  # torn, or another version's
+        return None
+
+
+def formula_of(run: RunDir, memory: RankMemory) -> "Memory | None":
+    """Return what the formulas say of a rank of this run; None where its job cannot be read, or is not known to them.
+
+    The job is the one in the run folder; the number of ranks is the attempt's, which may have had fewer nodes.
+    """
+    from collectives_bench.cost.memory import memory_of
+    from collectives_bench.cost.modes import WAYS
+    from jobs.train_settings import TrainSettings
+    from launch.bench import loads
+
+    try:
+        job = loads.train_job(str(run.job), ())
+        assert isinstance(job.settings, TrainSettings)
+        backend = "nccl" if memory.facts["device"] == "cuda" else "gloo"
+        load = loads.load_of(job, ranks=int(memory.facts["world_size"]), backend=backend)
+        return memory_of(WAYS[job.settings.mode_name], load)
+    except (MusterError, KeyError):
+        return None
+
+
+def fullest(memories: Iterable[RankMemory], count: int) -> list[RankMemory]:
+    """Return so many of the ranks with the highest peaks, by rank."""
+    chosen = sorted(memories, key=lambda each: (-each.peak, each.rank))[:count]
+    return sorted(chosen, key=lambda each: each.rank)
+
+
+def _now(row: Mapping[str, Any], first: Mapping[str, Any]) -> int:
+    """Return by how much a rank's own memory had grown at a row: the allocator's, or RAM without libraries' pages."""
+    now, before = row["now"], first["now"]
+    if "allocated" in now:
+        return int(now["allocated"]) - int(before["allocated"])
+    return int(now["rss"]) - int(now["files"]) - int(before["rss"]) + int(before["files"])
+
+
+def _peak(row: Mapping[str, Any], first: Mapping[str, Any]) -> int:
+    """Return the same of the peak; libraries have as many pages then as after it."""
+    peak, now, before = row["peak"], row["now"], first["now"]
+    if "allocated" in peak:
+        return int(peak["allocated"]) - int(before["allocated"])
+    return int(peak["rss"]) - int(now["files"]) - int(before["rss"]) + int(before["files"])
+
+
+def _has(row: Mapping[str, Any]) -> bool:
+    return "reserved" in row.get("peak", {})

@@ -1,0 +1,72 @@
+"""`muster memory RUN` on a screen: what each rank holds by kind, beside the formula, and what no formula explains."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from jobs.memory_rows import KINDS
+from jobs.words import counted
+from launch.look import screen
+from launch.look.memories import RankMemory
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.memory import Memory
+
+COLUMNS: Final = ("rank>", "what", "measured>", "formula>", "ratio>")
+ON_CPU: Final = "by how much the rank's memory grew from before its model was made, without the pages of libraries"
+ON_GPU: Final = "what the CUDA allocator had handed out"
+LEGEND: Final = """\
+parameters to buffers: storages of tensors, each once; the most of {steps}. 1 MB is 2^20 bytes
+after a step, peak: {how}
+not explained: the peak less the formula's: scratch memory of kernels, the allocator's slack, threads"""
+
+
+def records(memory: RankMemory, formula: "Memory | None") -> list[dict[str, Any]]:
+    """Set a rank's figures beside the formula's: {"what", "measured", "formula", "ratio"}, in bytes."""
+    rows = [_record(kind, memory.held[kind], formula and getattr(formula, kind)) for kind in KINDS]
+    measured = sum(memory.held.values())
+    if memory.rest is not None:
+        rows.append(_record("all of these", measured, formula and formula.states + formula.buffers))
+        rows.append(_record("after a step", memory.rest, formula and formula.states + formula.buffers))
+        rows.append(_record("peak", memory.peak, formula and formula.total))
+        if formula is not None:
+            rows.append(_record("not explained", round(memory.peak - formula.total), None))
+    if memory.reserved is not None:
+        rows.append(_record("reserved", memory.reserved, None))
+    return rows
+
+
+def render(run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "Memory | None"]], ranks: int) -> str:
+    """Render some of the ranks of an attempt that had `ranks` of them."""
+    first = shown[0][0]
+    facts = first.facts
+    lines = [f"{run_id}, attempt {attempt}: mode {facts['mode']}, {counted(ranks, 'rank')} on {facts['device']}"]
+    if len(shown) < ranks:
+        lines[0] += f"; shown are {len(shown)} of them: the fullest, or those that --rank names"
+    lines += ["", screen.table(COLUMNS, _rows(shown)), ""]
+    if first.steps:
+        how = ON_GPU if facts["device"] == "cuda" else ON_CPU
+        steps = "the first step" if first.steps == 1 else f"the first {first.steps} steps"
+        lines.append(LEGEND.format(how=how, steps=steps))
+    else:
+        lines.append("no step is done yet: this is what was there before the first")
+    if any(formula is None for _, formula in shown):
+        lines.append("the job file of this run cannot be read, so there is no formula to compare with")
+    return "\n".join(lines)
+
+
+def _rows(shown: Sequence[tuple[RankMemory, "Memory | None"]]) -> Iterator[list[object]]:
+    from collectives_bench.sizes import size_text
+
+    def text(value: float | None) -> str | None:
+        if value is None:
+            return None
+        return f"-{size_text(-value)}" if value < 0 else size_text(value) if value else "0"
+
+    for memory, formula in shown:
+        for row in records(memory, formula):
+            ratio = None if row["ratio"] is None else f"{row['ratio']:.3f}"
+            yield [memory.rank, row["what"], text(row["measured"]), text(row["formula"]), ratio]
+
+
+def _record(what: str, measured: int, formula: float | None) -> dict[str, Any]:
+    return {"what": what, "measured": measured, "formula": formula, "ratio": measured / formula if formula else None}

@@ -1,0 +1,397 @@
+"""Layerwise: course work's stage 3 trains as one process does, and every rank holds its slices only."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ddp import BucketedDDP
+from jobs.shapes import GptShape
+from jobs.train.models.gpt import build_gpt
+from jobs.train.world import World
+from zero import layerwise
+from zero.flat import ALIGNMENT
+from zero.layerwise import Layerwise
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 3
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda build: build(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-2),
+    "adamw": lambda build: build(torch.optim.AdamW, lr=1e-2),
+}
+
+
+class Forgetful(nn.Linear):
+    """Has a parameter that it does not use, and a frozen one."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.unused = nn.Parameter(torch.randn(3))
+        self.frozen = nn.Parameter(torch.randn(outputs), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.frozen
+
+
+def images() -> nn.Sequential:
+    """Batch norm, work in place, layers without parameters, odd sizes."""
+    return nn.Sequential(
+        nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(45, 7), nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.3)), Forgetful(7, 4), nn.Linear(4, 10),
+    )  # fmt: skip
+
+
+def tokens() -> nn.Sequential:
+    return build_gpt(
+        GptShape("own", d_model=6, d_ff=14, layers=2, heads=2, context=5, vocabulary=11, tied=False, dropout=0.2), 1
+    )
+
+
+def frozen_below() -> nn.Sequential:
+    """What comes first does not learn: its graph is none."""
+    model = images()
+    for layer in model[:2]:
+        layer.requires_grad_(False)
+    return model
+
+
+MODELS = {"images": images, "tokens": tokens, "frozen below": frozen_below}
+
+
+def built(which: str, seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return MODELS[which]().double()
+
+
+def batch(which: str, step: int, shard: int) -> tuple[Tensor, Tensor]:
+    """Draw a shard's batch, and begin its dropout's random numbers."""
+    torch.manual_seed(1000 * step + shard)
+    if which == "tokens":
+        return torch.randint(11, (3, 5)), torch.randint(11, (3, 5))
+    return torch.randn(4, 3, 8, 8, dtype=torch.float64), torch.randint(10, (4,))
+
+
+def head_loss(head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(head(x).flatten(0, -2), targets.flatten())
+
+
+def one_process(which: str, how: str, shards: int, own: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Train on all shards, each with buffers of its own; return the model of one of them, and the last gradients."""
+    models = [built(which, 1) for _ in range(shards)]
+    optimizer = OPTIMIZERS[how](lambda kind, **options: kind(models[0].parameters(), **options))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for shard, model in enumerate(models):
+            model.zero_grad()
+            inputs, targets = batch(which, step, shard)
+            head_loss(nn.Identity(), model(inputs), targets).backward()
+        for parameters in zip(*(model.parameters() for model in models), strict=True):
+            if parameters[0].requires_grad:
+                of_all = [torch.zeros_like(each) if each.grad is None else each.grad for each in parameters]
+                parameters[0].grad = torch.stack(of_all).mean(0)
+        optimizer.step()
+        for model in models[1:]:
+            for parameter, stepped in zip(model.parameters(), models[0].parameters(), strict=True):
+                parameter.data.copy_(stepped)
+    gradients = {name: each.grad for name, each in models[0].named_parameters() if each.grad is not None}
+    return models[own], gradients
+
+
+class Watch:
+    """Sees how many layers are whole at a time, and how many calls take gradients."""
+
+    def __init__(self, model: Layerwise) -> None:
+        self.model = model
+        self.most = 0
+        self.calls = 0
+        model.on_wait = self.looks
+        self.grad = torch.autograd.grad
+
+    def looks(self, waits: bool) -> None:
+        whole = [layer for layer in self.model.layers if any(bytes_of(home.full) for home in layer.homes)]
+        self.most = max(self.most, len(whole))
+
+    def counted(self, *given: object, **keywords: object) -> object:
+        self.calls += 1
+        return self.grad(*given, **keywords)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def not_sliced(model: Layerwise, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Say what this rank holds that it should not; between steps."""
+    problems = []
+    for home in model.homes:
+        size, name = home.layout.length // model.ranks, home.names[0]
+        padding = home.layout.length - elements_of(home)
+        if padding > (len(home.names) + model.ranks) * ALIGNMENT // home.dtype.itemsize:
+            problems.append(f"{name}: {padding} elements that nobody needs")
+        if home.shard.numel() != size or bytes_of(home.shard) != size * home.shard.itemsize:
+            problems.append(f"{name}: a slice of {home.shard.numel()} in {bytes_of(home.shard)} bytes, wanted {size}")
+        if bytes_of(home.full):
+            problems.append(f"{name}: whole parameters of {bytes_of(home.full)} bytes between steps")
+        if home.trains and (home.grad is None or bytes_of(home.grad) != size * home.grad.itemsize):
+            problems.append(f"{name}: gradients of another size than a slice")
+    keys = 1 if isinstance(optimizer.inner, torch.optim.SGD) else 2
+    stepped = sum(home.shard.numel() for home in model.homes if home.trains)
+    kept = sum(each.numel() for state in optimizer.inner.state.values() for each in state.values() if each.dim())
+    if kept > keys * stepped:
+        problems.append(f"optimizer state of {kept} elements, for slices of {stepped}")
+    held = torch.tensor(sum(each.stop - each.start for each in optimizer.held_state() if each.shape))
+    dist.all_reduce(held, group=model.process_group)
+    whole = sum(elements_of(home) for home in model.homes if home.trains)
+    if held != keys * whole:
+        problems.append(f"optimizer state of {held} elements over all ranks, wanted {keys} x {whole}")
+    return problems
+
+
+def elements_of(home) -> int:
+    return sum(each.numel() for each in home.parameters)
+
+
+def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    if found.keys() != wanted.keys():
+        return [f"names differ: {sorted(found.keys() ^ wanted.keys())}"]
+    return [
+        f"{name} is off by {float((found[name] - each).abs().max()):.3e}"
+        for name, each in wanted.items()
+        if not torch.allclose(found[name], each, rtol=1e-11, atol=1e-12)
+    ]
+
+
+def wrong(world: World, which: str, how: str, mutant: str = "") -> list[str]:
+    """Train by Layerwise, and say what differs from one process and from what a rank may hold."""
+    problems = []
+    with ExitStack() as stack:
+        if mutant:
+            stack.enter_context(MUTANTS[mutant]())
+        model = Layerwise(built(which, world.rank + 1), world.group, loss=head_loss)
+        optimizer = OPTIMIZERS[how](model.optimizer)
+        watch = Watch(model)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            inputs, targets = batch(which, step, world.rank)
+            loss = model(inputs, targets)
+            with mock.patch.object(torch.autograd, "grad", watch.counted):
+                model.backward(loss)
+            optimizer.step()
+        problems += not_sliced(model, optimizer)
+        if watch.most != 1:
+            problems.append(f"{watch.most} layers were whole at a time")
+        learning = len(model.layers) - (5 if which == "frozen below" else 0)
+        if watch.calls != STEPS * (1 + learning):
+            problems.append(f"{watch.calls} calls of autograd.grad, wanted {STEPS} x (1 + {learning} layers)")
+        reference, gradients = one_process(which, how, world.size, world.rank)
+        problems += apart(model.full_gradients(), gradients)
+        problems += apart(dict(model.state_dict()), dict(reference.state_dict()))
+        with model.gather_full() as whole:
+            inputs, _ = batch(which, 9, 0)
+            if not torch.allclose(whole.eval()(inputs), reference.eval()(inputs), rtol=1e-10):
+                problems.append("evaluates to something else")
+    return problems
+
+
+def all_wrong(world: World, runs: list[list[str]]) -> list[str]:
+    return [f"{which} by {how}: {each}" for which, how in runs for each in wrong(world, which, how)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_training_is_that_of_one_process_and_a_rank_holds_slices_only(on_ranks, world_size):
+    runs = [("images", "sgd"), ("tokens", "adamw"), ("frozen below", "adamw")]
+    assert on_ranks(world_size, all_wrong, runs=runs) == [[]] * world_size
+
+
+def gradients_of_ddp(world: World) -> list[str]:
+    problems = []
+    for which in ("images", "tokens"):
+        inputs, targets = batch(which, 0, world.rank)
+        seed = torch.get_rng_state()
+        model = Layerwise(built(which, 1), world.group)
+        torch.set_rng_state(seed)
+        output = model(inputs)  # without a loss of its own: any may be made of what it returns
+        model.backward(head_loss(nn.Identity(), output, targets))
+        other = BucketedDDP(built(which, 1), world.group, find_unused_parameters=True)
+        torch.set_rng_state(seed)
+        head_loss(nn.Identity(), other(inputs), targets).backward()
+        wanted = {name: each.grad for name, each in other.trainable() if each.grad is not None}
+        found = {name: each for name, each in model.full_gradients().items() if name in wanted}
+        problems += apart(found, wanted)
+    return problems
+
+
+def test_gradients_are_those_of_ddp(on_ranks):
+    assert on_ranks(3, gradients_of_ddp) == [[]] * 3
+
+
+def _mutant_of_slices(take: Callable[[Tensor, int, int, int], Tensor]) -> Callable[..., Tensor]:
+    def get_local_grad_shard(self: Layerwise, home, gradients) -> Tensor:
+        flat = torch.zeros(home.layout.length, dtype=home.dtype)
+        for view, gradient in zip(home.views_of(flat), gradients, strict=True):
+            view.copy_(gradient)
+        flat /= self.ranks
+        dist.all_reduce(flat, group=self.process_group)
+        return take(flat, home.begin, home.end, home.rank)
+
+    return get_local_grad_shard
+
+
+def _with_slices(take: Callable[[Tensor, int, int, int], Tensor]) -> Callable[[], object]:
+    return lambda: mock.patch.object(Layerwise, "get_local_grad_shard", _mutant_of_slices(take))
+
+
+MUTANTS: dict[str, Callable[[], object]] = {
+    "": ExitStack,
+    "nothing is reduced": lambda: mock.patch.object(layerwise.dist, "all_reduce", return_value=None),
+    "whole gradients are kept": _with_slices(lambda flat, begin, end, rank: flat[begin:end]),
+    "slices of rank 0": _with_slices(lambda flat, begin, end, rank: flat[: end - begin].clone()),
+    "parameters stay whole": lambda: mock.patch.object(Layerwise, "free", return_value=None),
+    "summed, not averaged": _with_slices(lambda flat, begin, end, rank: flat[begin:end] * 2),
+}
+
+
+def killed(world: World) -> dict[str, bool]:
+    found = {}
+    for mutant in MUTANTS:
+        try:
+            found[mutant] = bool(wrong(world, "images", "sgd", mutant))
+        except (AssertionError, RuntimeError):
+            found[mutant] = True
+    return found
+
+
+def test_mutants_are_found(on_ranks):
+    wanted = {mutant: bool(mutant) for mutant in MUTANTS}
+    assert on_ranks(2, killed) == [wanted] * 2
+
+
+def small(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+
+
+def refusals(world: World) -> dict[str, str]:
+    tied, beside = small(), small()
+    tied.append(nn.Linear(5, 1))
+    tied[3].weight = tied[2].weight
+    beside.register_parameter("own", nn.Parameter(torch.zeros(2)))
+    model, inputs = Layerwise(small(), world.group), torch.ones(2, 3, dtype=torch.float64)
+    calls: dict[str, Callable[[], object]] = {
+        "tied": lambda: Layerwise(tied, world.group),
+        "beside": lambda: Layerwise(beside, world.group),
+        "no sequence": lambda: Layerwise(nn.Linear(2, 2), world.group),
+        "part": lambda: model.module[0](inputs),
+        "whole": lambda: model.module(inputs),
+        "state": lambda: model.module.state_dict(),
+        "no forward": lambda: model.backward(torch.ones(())),
+        "own backward": lambda: model(inputs).sum().backward(),
+        "strange": lambda: model.optimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=0.1),
+        "no graph": lambda: model.backward(_without_graph(model, inputs)),
+    }
+    found = {}
+    for which, call in calls.items():
+        try:
+            found[which] = f"nothing was refused: {call()}"
+        except (TypeError, ValueError, RuntimeError) as error:
+            found[which] = str(error)
+    return found
+
+
+def _without_graph(model: Layerwise, inputs: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(inputs).sum()
+
+
+def test_what_cannot_be_is_refused_by_name(on_ranks):
+    first, second = on_ranks(2, refusals)
+    assert first == second
+    assert first == {
+        "tied": "3.weight is 2.weight, which is freed when layer 2 has run; do not tie layers",
+        "beside": "own belongs to no layer, so nobody would gather it; move it into one",
+        "no sequence": "layers of an nn.Sequential are run one by one, got a Linear; make it one",
+        "part": "0: used while its parameters are sharded; call the Layerwise around it, or gather_full()",
+        "whole": "0: used while its parameters are sharded; call the Layerwise around it, or gather_full()",
+        "state": "0: used while its parameters are sharded; call the Layerwise around it, or gather_full()",
+        "no forward": "backward() needs a forward before it, with gradients: call the Layerwise once for each",
+        "own backward": "this graph ends after the last layer: call backward(loss) of the Layerwise instead",
+        "strange": "parameter 0.0 of a group is not one of the wrapped module's; pass those only",
+        "no graph": "backward() needs a forward before it, with gradients: call the Layerwise once for each",
+    }
+
+
+def micro_batches_and_state(world: World) -> list[str]:
+    """Two micro-batches a step, clipped; then the state into another one, which trains on as the first does."""
+    problems = []
+
+    def train(model: Layerwise, optimizer: torch.optim.Optimizer, step: int) -> Tensor:
+        optimizer.zero_grad()
+        for micro in range(2):
+            torch.manual_seed(100 * step + 10 * micro + world.rank)
+            model.backward(model(torch.randn(4, 3, dtype=torch.float64)).square().mean() / 2)
+        norm = optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        return norm
+
+    model = Layerwise(small(), world.group)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=0.1)
+    reference = small()
+    other = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for step in range(2):
+        norm = train(model, optimizer, step)
+        other.zero_grad()
+        for shard in range(world.size):
+            for micro in range(2):
+                torch.manual_seed(100 * step + 10 * micro + shard)
+                inputs = torch.randn(4, 3, dtype=torch.float64)
+                (reference(inputs).square().mean() / 2 / world.size).backward()
+        wanted = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        other.step()
+        if not torch.allclose(norm, wanted, rtol=1e-11):
+            problems.append(f"norm {norm}, wanted {wanted}")
+    problems += apart(dict(model.state_dict()), dict(reference.state_dict()))
+    again = Layerwise(small(), world.group)
+    again_optimizer = again.optimizer(torch.optim.AdamW, lr=0.1)
+    again.load_state_dict(model.state_dict())
+    again_optimizer.load_state_dict(optimizer.full_state_dict())
+    third = Layerwise(small(), world.group)
+    for mine, theirs in zip(third.held_parameters(), model.held_parameters(), strict=True):
+        mine.tensor.copy_(theirs.tensor)
+    third.refresh()
+    problems += [f"filled: {each}" for each in apart(dict(third.state_dict()), dict(reference.state_dict()))]
+    train(model, optimizer, 9)
+    train(again, again_optimizer, 9)
+    problems += [f"again: {each}" for each in apart(dict(again.state_dict()), dict(model.state_dict()))]
+    return problems
+
+
+def low_precision(world: World) -> list[str]:
+    """Weights of 16 bits are stepped in float32: an update that is lost in 16 bits adds up."""
+    model = Layerwise(small(torch.bfloat16), world.group)
+    optimizer = model.optimizer(torch.optim.SGD, lr=1e-4)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    inputs = torch.full((2, 3), 1.0 + world.rank, dtype=torch.bfloat16)
+    for _ in range(40):
+        optimizer.zero_grad()
+        model.backward(model(inputs).sum())
+        optimizer.step()
+    stepped = [each for each in optimizer.held_state() if each.key == "master"]
+    after = model.state_dict()
+    if not stepped or any(each.tensor.dtype != torch.float32 for each in stepped):
+        return ["no float32 masters"]
+    weight = {name: (after[name] - each).abs().max().item() for name, each in before.items()}
+    return [] if weight["2.bias"] > 1e-3 else [f"the bias of the last layer has moved by {weight['2.bias']}"]
+
+
+def test_micro_batches_add_up_and_the_state_goes_into_another(on_ranks):
+    assert on_ranks(3, micro_batches_and_state) == [[]] * 3
+
+
+def test_weights_of_16_bits_have_masters(on_ranks):
+    assert on_ranks(2, low_precision) == [[]] * 2

@@ -1,0 +1,26 @@
+"""ZeRO as a library, on any `nn.Module`: optimizer state, gradients and parameters held in shards, once over all ranks.
+
+Rajbhandari et al. 2020 (ZeRO) name the stages: 1 optimizer state, 2 and gradients, 3 and parameters.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero.data_parallel import ShardedDataParallel as ShardedDataParallel
+    from zero.optimizer import ShardedOptimizer as ShardedOptimizer
+
+_HOME = {
+    "ShardedDataParallel": "zero.data_parallel",
+    "ShardedOptimizer": "zero.optimizer",
+}
+
+__all__ = ["ShardedDataParallel", "ShardedOptimizer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when it is first named: a listing of this package needs no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'zero' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

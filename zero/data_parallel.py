@@ -1,0 +1,215 @@
+"""ZeRO on any module: gradients are scattered instead of all-reduced, and parameters gathered instead of kept.
+
+    stage   a rank keeps                      on the wire, as a share of (n - 1) / n x the model
+    1       parameters, gradients, 1/n state  1 gradients scattered in the backward, 1 parameters gathered in the next
+    2       parameters, 1/n gradients, state  the same                                                      forward
+    3       1/n of all                        2 parameters gathered, in the forward and in the backward; 1 gradients
+
+    model = ShardedDataParallel(module, stage=2)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
+    model(inputs).sum().backward()
+    optimizer.step()                  # each rank steps its shard; the parameters follow
+
+Source: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models".
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Final, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp.buckets import ALONE_BYTES, Size, plan_buckets
+from ddp.reducer import Reducer
+from ddp.stats import Stats
+from zero.flat import FlatParameters, Named, by_kind
+from zero.gather import gather_for
+from zero.gradients import KeptGradients, PassingGradients, may_travel_alone
+from zero.presence import Presence
+from zero.scatter import UNDER_WAY, scatter_for
+from zero.sharded import Sharded
+from zero.units import ROOT, Unit, Units, units_of
+from zero.whole import AlwaysWhole
+from zero.windows import Window, Windows
+
+Stage = Literal[1, 2, 3]
+Accumulate = Literal["local", "sharded"]
+STAGES: Final = (1, 2, 3)
+
+
+class ShardedDataParallel(Sharded):
+    """Wrap a module so that optimizer state (stage 1), gradients (2) and parameters (3) are held in shards.
+
+    Building one is a collective: parameters and buffers are broadcast from the group's rank 0. Parameters become
+    row-major views of flat tensors, so build it after the module is where and of the type it shall be.
+
+    `units` are modules, or tuples of modules that run one after the other, whose parameters are gathered (and in stage
+    3 freed) together; what is in none of them is the root unit, gathered first and kept through the step. Default: in
+    stage 3 the module's children, those of lists and sequences one by one; in stages 1 and 2 everything is waited for
+    before the forward. A unit's parameters are to be used by its own modules only, while they run.
+
+    With `accumulate` "local" whole gradients add up on each rank while in `no_sync()`; with "sharded" every backward is
+    synchronized, and no rank ever holds more than two buckets of whole gradients (stages 2 and 3).
+
+    After a synchronization no parameter has a `.grad`: the optimizer has this rank's shard of the mean, and its
+    `clip_grad_norm_` is the one to call. `full_gradients()` shows them whole.
+
+    Raises:
+        ValueError: as `DataParallel`; or a stage, unit or setting cannot be.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        stage: Stage,
+        units: Units | None = None,
+        bucket_size_mb: float | None = 25.0,
+        exact: bool = False,
+        accumulate: Accumulate = "local",
+        reshard_after_forward: bool = True,
+        find_unused_parameters: bool = False,
+        communication_dtype: torch.dtype | None = None,
+    ) -> None:
+        if stage not in STAGES:
+            raise ValueError(f"stage must be 1, 2 or 3, got {stage!r}")
+        if accumulate not in ("local", "sharded"):
+            raise ValueError(f"accumulate must be 'local' or 'sharded', got {accumulate!r}")
+        if exact and accumulate == "sharded":
+            raise ValueError("exact sums add micro-batches on each rank first; drop accumulate='sharded' or exact")
+        self.stage = stage
+        self.accumulate = accumulate
+        self.bucket_size_mb = bucket_size_mb
+        self.reshard_after_forward = reshard_after_forward
+        self._asked_units = units
+        super().__init__(
+            module,
+            process_group,
+            exact=exact,
+            find_unused_parameters=find_unused_parameters,
+            communication_dtype=communication_dtype,
+        )
+
+    def _prepare(self) -> None:
+        rank = dist.get_rank(self.process_group)
+        gather = gather_for(self.process_group, self.device)
+        at_most = None if self.stage == 1 else UNDER_WAY
+        self.scatter = scatter_for(self.process_group, self.device, exact=self.exact, at_most=at_most)
+        self.scatter.waiting = self._tell
+        named = list(self.module.named_parameters())
+        if self.stage < 3:
+            everything = [Unit(ROOT, (), tuple(named))]
+            units = everything if self._asked_units is None else units_of(self.module, self._asked_units)
+            self.homes = [FlatParameters(part, rank=rank, ranks=self.ranks) for part in self._buckets_of(named)]
+            self.presence: Presence = AlwaysWhole(self.module, units, self.homes, gather, self._wait_for)
+        else:
+            units = units_of(self.module, self._asked_units)
+            of_units = [
+                [FlatParameters(part, rank=rank, ranks=self.ranks) for part in by_kind(unit.parameters)]
+                for unit in units
+            ]
+            self.homes = [home for homes in of_units for home in homes]
+            for home in self.homes:
+                home.split()
+                home.free()
+            windows = [Window(unit, homes, gather, self._wait_for) for unit, homes in zip(units, of_units, strict=True)]
+            self.presence = Windows(self.module, windows, reshard=self.reshard_after_forward)
+        self.units = [unit.name for unit in units]
+        self.gather = gather
+        self._reducer = self._build()
+
+    def _buckets_of(self, named: Named) -> list[Named]:
+        """Deal parameters to flat tensors as their gradients are dealt to buckets; frozen ones have their own."""
+        learning = [(name, each) for name, each in named if each.requires_grad]
+        frozen = [(name, each) for name, each in named if not each.requires_grad]
+        sizes = [Size(each.numel(), each.element_size(), (each.dtype, each.device)) for _, each in learning]
+        alone = None if self.device.type == "cuda" else ALONE_BYTES
+        plan = plan_buckets(sizes, self.bucket_size_mb, alone)
+        return [*([learning[place] for place in places] for places in plan), *by_kind(frozen)]
+
+    def _build(self) -> Reducer | None:
+        """Hook the gradients: the last units' buckets are launched first, the root unit's last."""
+        homes = [home for home in self.homes if home.trains]
+        if self.stage == 3:
+            root = {id(home) for home in self._root_homes()}
+            homes = [home for home in homes[::-1] if id(home) not in root] + [h for h in homes if id(h) in root]
+        if not homes:
+            return None
+        named = [pair for home in homes for pair in zip(home.names, home.parameters, strict=True)]
+        places, plan = 0, []
+        for home in homes:
+            plan.append(tuple(range(places, places + len(home.names))))
+            places += len(home.names)
+        return Reducer(
+            named,
+            plan,
+            self.scatter,
+            find_unused=self.find_unused_parameters,
+            bucket=lambda number, _: self._gradients(number, homes[number]),
+        )
+
+    def _gradients(self, number: int, home: FlatParameters) -> KeptGradients | PassingGradients:
+        message = None if self.communication_dtype == home.dtype else self.communication_dtype
+        if self.stage == 1:
+            return KeptGradients(number, home, message, alone=may_travel_alone(home, ALONE_BYTES))
+        used_up = None
+        if isinstance(self.presence, Windows):
+            used_up = partial(self.presence.used_up, self.presence.of(home))
+        return PassingGradients(number, home, message, used_up=used_up)
+
+    def _root_homes(self) -> Sequence[FlatParameters]:
+        return self.presence.root.homes if isinstance(self.presence, Windows) else ()
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Call the module; of a forward with gradients, the backward will be synchronized."""
+        if torch.is_grad_enabled():
+            self._keep_up()
+            if self._reducer is not None:
+                self._reducer.forward_begins()
+        with self.presence.forward():
+            return self.module(*inputs, **keywords)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Finish what the backward has not: only a backward that reached no parameter leaves something.
+
+        Raises:
+            RuntimeError: a parameter got no gradient on any rank; the message names it.
+        """
+        if self._reducer is not None:
+            if self._reducer.has_shards and not self._local:
+                self._require_gradients()
+            self._reducer.finish(asked=True)
+
+    def stats(self) -> Stats:
+        """Return what the last synchronization of gradients took; on CUDA the host waits for it to have ended."""
+        return Stats() if self._reducer is None else self._reducer.measured()
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """Names of the parameters that no rank has used in the last step, where `find_unused_parameters` asks."""
+        return frozenset() if self._reducer is None else self._reducer.unused
+
+    def _set_local(self, local: bool) -> None:
+        super()._set_local(local)
+        if self._reducer is not None:
+            self._reducer.local = local and self.accumulate == "local"
+
+    def _close_shard(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close_shard()
+
+    def _forget_shards(self) -> None:
+        if self._reducer is not None:
+            self._reducer.forget_shards()
+
+    def _settings(self) -> dict[str, object]:
+        return {
+            **super()._settings(),
+            "stage": self.stage,
+            "bucket_size_mb": self.bucket_size_mb,
+            "accumulate": self.accumulate,
+            "reshard_after_forward": self.reshard_after_forward,
+        }

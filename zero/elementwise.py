@@ -1,0 +1,57 @@
+"""Which optimizers may be given a shard: those that update each element from that element's gradient and state alone.
+
+One that looks at a whole tensor (its norm, its rows, its products) would compute something else from a part of it.
+"""
+
+from typing import Final
+
+import torch
+
+_ELEMENTWISE: Final = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+_WHOLE: Final = {  # why not
+    "Adafactor": "it factors the second moment of a matrix into its rows and columns",
+    "LBFGS": "it takes products of all gradients, and evaluates the loss anew",
+    "Muon": "it orthogonalizes the momentum of a whole matrix",
+    "SparseAdam": "it updates the rows that a sparse gradient names, and gradients are dense here",
+}
+
+
+def require_elementwise(kind: type[torch.optim.Optimizer]) -> None:
+    """Check that an optimizer may be given shards.
+
+    Of torch's own, a table knows. A class of somebody else's counts if it inherits the `step` of one that does, or
+    says so itself: `elementwise = True`.
+
+    Raises:
+        ValueError: it needs whole tensors, or nobody knows.
+        TypeError: it is no optimizer class.
+    """
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        raise TypeError(f"optimizer_cls must be a class of torch.optim.Optimizer, got {kind!r}; pass the class itself")
+    if getattr(kind, "elementwise", False):
+        return
+    stepper = next((each for each in kind.__mro__ if "step" in vars(each)), kind)
+    own = stepper.__module__.startswith("torch.optim")
+    if own and stepper.__name__ in _ELEMENTWISE:
+        return
+    if own and stepper.__name__ in _WHOLE:
+        raise ValueError(
+            f"{kind.__name__} cannot step shards: {_WHOLE[stepper.__name__]}; "
+            f"use an element-wise one ({', '.join(_ELEMENTWISE)}), or do not shard its state"
+        )
+    raise ValueError(
+        f"{kind.__name__} steps by code of its own, which may need whole tensors; "
+        "if it updates each element from that element's gradient and state alone, set elementwise = True on the class"
+    )

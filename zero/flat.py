@@ -1,0 +1,182 @@
+"""Parameters side by side in one flat tensor, of which this rank answers for a shard.
+
+    full     | block1.up | block1.down | block1.norm |        each parameter's data is a view of its part
+    shard           ^^^^^^^^^^^                               this rank's: what its optimizer steps
+
+In stages 1 and 2 the flat tensor is always there, and the shard is a view of it: what the optimizer writes is in place
+already. In stage 3 the shard has memory of its own, and the flat tensor's is taken and given back (`whole`, `free`);
+views stay views of it meanwhile, what autograd has saved for the backward too.
+
+A parameter of 16 bits may have a *master*: the shard in float32, which is what is stepped then.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from zero.layout import Layout, Slice
+
+Named = Sequence[tuple[str, nn.Parameter]]
+ALIGNMENT: Final = 64  # bytes: as PyTorch's CPU allocator has it; NCCL wants 16
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements [start, stop) of a parameter, flattened row by row, or of its optimizer state under `key`.
+
+    `tensor` holds them on this rank and may be filled in place. A state that is one number for all of a parameter, as
+    a step count is, has the shape (), and every rank that holds a part of the parameter holds it: the one with its
+    first element answers for it.
+    """
+
+    name: str
+    key: str | None
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: Tensor
+    answers: bool = True
+
+
+class FlatParameters:
+    """Some parameters of one type on one device, and this rank's shard of them.
+
+    All learn, or none. They become row-major views of one tensor. `grad` is the shard of the mean gradient, once there
+    is one.
+    """
+
+    def __init__(self, named: Named, *, rank: int, ranks: int) -> None:
+        first = named[0][1]
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self.shapes = [parameter.shape for _, parameter in named]
+        self.dtype, self.device = first.dtype, first.device
+        self.trains = first.requires_grad
+        self.rank = rank
+        sizes = tuple(parameter.numel() for _, parameter in named)
+        self.layout = Layout(sizes, ranks, ALIGNMENT // self.dtype.itemsize)
+        self.begin, self.end = self.layout.bounds(rank)
+        self.slices = self.layout.slices(rank)
+        self.full = torch.zeros(self.layout.length, dtype=self.dtype, device=self.device)
+        self.views = self.views_of(self.full)
+        with torch.no_grad():
+            for parameter, view in zip(self.parameters, self.views, strict=True):
+                view.copy_(parameter)
+                parameter.data = view
+        self.shard = self.full[self.begin : self.end]
+        self.stepped = self.shard  # or its master
+        self.grad: Tensor | None = None
+        self.is_split = False  # True: the shard has memory of its own
+        self.is_whole = True  # False: the flat tensor has no memory now
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Cut a tensor of the whole's length into the ranks' shards, as views."""
+        bounds = [self.layout.bounds(rank) for rank in range(self.layout.ranks)]
+        return [flat[begin:end] for begin, end in bounds]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole."""
+        return self.layout.length * self.dtype.itemsize
+
+    def split(self) -> None:
+        """Give the shard memory of its own, so that the flat tensor's can be given back."""
+        self.shard = self.stepped = self.shard.clone()
+        self.is_split = True
+
+    def take_memory(self) -> None:
+        """Give the flat tensor memory again; what it holds is not defined before it has been gathered."""
+        self.full.untyped_storage().resize_(self.full_bytes)
+
+    def free(self) -> None:
+        """Give the flat tensor's memory back; the parameters have no data then."""
+        assert self.is_split
+        self.full.untyped_storage().resize_(0)
+        self.is_whole = False
+
+    def make_masters(self) -> None:
+        """Step a float32 copy of the shard from now on."""
+        if self.stepped is self.shard:
+            self.stepped = self.shard.float()
+
+    def has_masters(self) -> bool:
+        """True when what is stepped is a copy in another type."""
+        return self.stepped is not self.shard
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Round what was stepped into the shard."""
+        if self.has_masters():
+            self.shard.copy_(self.stepped)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take the shard, and its master, from the whole parameters: they have been written to."""
+        if self.is_split:
+            self.shard.copy_(self.full[self.begin : self.end])
+        if self.has_masters():
+            self.stepped.copy_(self.shard)
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add to the shard's gradient, which takes the tensor over if there was none."""
+        self.grad = gradient if self.grad is None else self.grad.add_(gradient)
+
+    def held(self) -> list[Held]:
+        """List the ranges of parameters in this rank's shard."""
+        return [
+            Held(self.names[at.tensor], None, tuple(self.shapes[at.tensor]), at.start, at.stop, self.of(self.shard, at))
+            for at in self.slices
+        ]
+
+    @staticmethod
+    def of(shard: Tensor, at: Slice) -> Tensor:
+        """Return a slice's part of a tensor that is laid out as the shard is."""
+        return shard[at.offset : at.offset + at.elements]
+
+    def mend(self) -> None:
+        """Take parameters back whose data somebody has set, as loading by assignment does: their values count.
+
+        Raises:
+            RuntimeError: a parameter has another shape, type or device than when it was sharded.
+        """
+        storage = self.full.untyped_storage()._cdata
+        for place, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
+            at_home = parameter.untyped_storage()._cdata == storage and parameter.storage_offset() == offset
+            if at_home and parameter.shape == self.shapes[place]:
+                continue
+            self._require_same(place, parameter)
+            if not self.is_whole:
+                raise RuntimeError(
+                    f"{self.names[place]}: its data was set while it was sharded; set it within gather_full()"
+                )
+            with torch.no_grad():
+                self.views[place].copy_(parameter)
+                parameter.data = self.views[place]
+            self.adopt()
+
+    def _require_same(self, place: int, parameter: nn.Parameter) -> None:
+        found = (parameter.shape, parameter.dtype, parameter.device)
+        wanted = (self.shapes[place], self.dtype, self.device)
+        if found != wanted:
+            told = [f"{list(shape)} {dtype} on {device}" for shape, dtype, device in (found, wanted)]
+            raise RuntimeError(
+                f"{self.names[place]} is {told[0]}, and was {told[1]} when it was sharded; "
+                "change a model before it is wrapped, and build the wrapper and its optimizer anew"
+            )
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """View a tensor of the whole's length as tensors of the parameters' shapes."""
+        placed = zip(self.layout.offsets, self.layout.sizes, self.shapes, strict=True)
+        return [flat[offset : offset + size].view(shape) for offset, size, shape in placed]
+
+
+def by_kind(named: Named) -> list[Named]:
+    """Sort parameters by what a flat tensor must have in common: type, device, and whether they learn."""
+    kinds = dict.fromkeys((each.dtype, each.device, each.requires_grad) for _, each in named)
+    return [
+        [(name, each) for name, each in named if (each.dtype, each.device, each.requires_grad) == kind]
+        for kind in kinds
+    ]

@@ -1,0 +1,173 @@
+"""The gradients of one bucket on their way to the ranks that need them: whole ones go in, this rank's shard comes out.
+
+    KeptGradients      stage 1      gradients are views of a flat tensor that is always there, as in `ddp`
+    PassingGradients   stages 2, 3  gradients stay where autograd made them until all of a bucket are there; a flat
+                                    tensor is there from then on until its sum has been taken
+
+Both are dealt as the flat parameters are, so that shard and shard fit. Afterwards no parameter has a `.grad`: the mean
+is in `FlatParameters.grad`, and the next synchronization is added to it.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ddp.gradients import UNSHARED, FlatGradients, Slot, owners, refuse_sparse
+from zero.flat import FlatParameters
+
+
+class KeptGradients(FlatGradients):
+    """Whole gradients in a flat tensor of their own."""
+
+    def __init__(self, number: int, home: FlatParameters, message: torch.dtype | None, *, alone: bool) -> None:
+        self.home = home
+        named = list(zip(home.names, home.parameters, strict=True))
+        layout = home.layout
+        super().__init__(number, named, message, alone=alone, offsets=layout.offsets, elements=layout.length)
+
+    def take(self, slot: Slot, scale: Tensor | None) -> None:
+        """Put a gradient in its place, which may still hold the mean of an earlier synchronization."""
+        self._clear()
+        super().take(slot, scale)
+
+    def take_all(self, scale: Tensor | None) -> None:
+        """Put all gradients in their places at once."""
+        self._clear()
+        super().take_all(scale)
+
+    def fill_missing(self, scale: Tensor | None) -> list[str]:
+        """Take what has not come."""
+        self._clear()
+        return super().fill_missing(scale)
+
+    def pack(self, scale: float) -> Tensor:
+        """Return what is sent: gradients were multiplied on their way in; those kept in another type are cast."""
+        if self.message is not self.flat:
+            self.message.copy_(self.flat)
+        return self.message
+
+    def deliver(self, mean: Tensor) -> None:
+        """Hand this rank's part over; what the others need of these gradients, they have."""
+        self.home.add_gradient(mean)
+        for slot in self.slots:
+            slot.parameter.grad = None
+
+    def _clear(self) -> None:
+        """Move a mean that nobody has used yet out of the way."""
+        mean = self.home.grad
+        if mean is not None and mean.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
+            self.home.grad = mean.clone()
+
+
+class PassingGradients:
+    """Gradients where autograd made them, and now and then a flat tensor of them."""
+
+    alone = False
+    wants_batches = False  # it is told of each gradient, and packs them when it is sent
+
+    def __init__(
+        self,
+        number: int,
+        home: FlatParameters,
+        message: torch.dtype | None,
+        *,
+        used_up: Callable[[], None] | None = None,
+    ) -> None:
+        self.number = number
+        self.home = home
+        self.slots = [
+            Slot(self, name, each, each)  # type: ignore[arg-type]
+            for name, each in zip(home.names, home.parameters, strict=True)
+        ]
+        self.closed: list[Tensor] = []
+        self.waiting = len(self.slots)
+        self.flat: Tensor | None = None
+        self._used_up = used_up  # hears that all gradients are there: the backward needs the parameters no more
+        self._come = 0
+        self._type = message or home.dtype
+        self.message_bytes = home.layout.length * self._type.itemsize
+
+    def take(self, slot: Slot, scale: Tensor | None) -> None:
+        """Leave a gradient where it is, but count it."""
+        self._come += 1
+        if self._come == len(self.slots):
+            self._come = 0
+            if self._used_up is not None:
+                self._used_up()
+
+    def pack(self, scale: float) -> Tensor:
+        """Copy the gradients side by side, times `scale`, and let them go; return what is sent.
+
+        A large one that is alone is sent as it is, if nobody else has it.
+        """
+        if (only := self._only()) is not None:
+            self.flat = only if scale == 1.0 else only.mul_(scale)
+        else:
+            self.flat = torch.empty(self.home.layout.length, dtype=self._type, device=self.home.device)
+            for start, stop in self.home.layout.gaps:  # stepped and counted along with what lies around them
+                self.flat[start:stop].zero_()
+            self._copy(scale)
+        for slot in self.slots:
+            slot.parameter.grad = None
+        return self.flat
+
+    def _only(self) -> Tensor | None:
+        """Return the one gradient as a flat tensor, if it may be changed in place and needs no copy."""
+        if len(self.slots) > 1 or self.home.layout.gaps:
+            return None
+        gradient = self.slots[0].parameter.grad
+        assert gradient is not None
+        usable = gradient.is_contiguous() and not gradient.requires_grad and gradient.dtype == self._type
+        return gradient.view(-1) if usable and owners(gradient) <= UNSHARED else None
+
+    def _copy(self, scale: float) -> None:
+        assert self.flat is not None
+        views, gradients = [], []
+        for slot, offset, size in zip(self.slots, self.home.layout.offsets, self.home.layout.sizes, strict=True):
+            gradient = slot.parameter.grad
+            assert gradient is not None
+            refuse_sparse(slot.name, gradient)
+            views.append(self.flat[offset : offset + size].view(slot.parameter.shape))
+            gradients.append(gradient.detach())
+        if scale == 1.0 or self.flat.is_cuda or self.flat.dtype != self.home.dtype:
+            torch._foreach_copy_(views, gradients)
+            if scale != 1.0:
+                self.flat.mul_(scale)
+            return
+        factor = torch.tensor(scale, dtype=torch.float64)  # a tensor's product costs 1.2 us, a number's 3.1
+        for view, gradient in zip(views, gradients, strict=True):
+            torch.mul(gradient, factor, out=view)
+
+    def fill_missing(self, scale: Tensor | None) -> list[str]:
+        """Give zeros to parameters that have no gradient; return the names of those that never had one."""
+        without = [slot for slot in self.slots if not slot.ready and slot.parameter.grad is None]
+        if self.flat is None:
+            for slot in without:
+                slot.parameter.grad = torch.zeros_like(slot.parameter)
+        return [slot.name for slot in without if not slot.earlier]
+
+    def close_shard(self) -> None:
+        """Keep the gradients as those of a virtual shard, and begin the next one without any."""
+        without = self.fill_missing(None)
+        self.closed.append(self.pack(1.0))
+        self.flat = None
+        for slot in self.slots:
+            slot.earlier = slot.name not in without
+
+    def deliver(self, mean: Tensor) -> None:
+        """Hand this rank's part over, in the parameters' type, without the memory of the whole around it."""
+        self.home.add_gradient(mean.to(self.home.dtype, copy=True) if self.home.layout.ranks > 1 else mean)
+        self.flat = None
+
+    def reset(self) -> None:
+        """Wait for all gradients anew."""
+        self.waiting, self.closed, self.flat, self._come = len(self.slots), [], None, 0
+        for slot in self.slots:
+            slot.ready = slot.earlier = False
+
+
+def may_travel_alone(home: FlatParameters, alone_bytes: int) -> bool:
+    """True for a flat tensor of one large parameter on a CPU, whose gradient need not be copied to travel."""
+    only = home.parameters[0]
+    return len(home.parameters) == 1 and not home.layout.gaps and not only.is_cuda and only.nbytes >= alone_bytes

@@ -1,0 +1,160 @@
+"""Stage 3 as course work writes it: layer by layer. To learn from; slow, for nothing overlaps.
+
+    forward     gather 1 · run 1 · free 1 | gather 2 · run 2 · free 2 | ...              one layer is whole at a time
+    backward    ... | gather 2 · grad 2 · free 2 · reduce 2 | gather 1 · grad 1 · free 1 · reduce 1
+    step        every rank steps its slices, and nobody gathers
+
+    model = Layerwise(nn.Sequential(...), loss=lambda head, x, targets: cross_entropy(head(x), targets))
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    model.backward(model(inputs, targets))
+    optimizer.step()
+    optimizer.zero_grad()
+
+Memory of a rank, of P parameters on W ranks, of which the largest layer has L: P / W parameters, gradients and states
+each; while a layer is at work its L parameters; in the backward its gradients twice, as `autograd.grad` makes them and
+flat. The graph is cut between layers, but each layer's is kept from its forward to its backward, with every activation
+that it has saved. Real stage 3 keeps those too; here a layer that works in place has a copy of its input besides.
+
+On the wire: P twice to gather and, as an all-reduce sends twice what a reduce-scatter does, P twice to reduce: in all
+4 (W - 1) / W P, of which real stage 3 sends 3.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp.stats import Stats, Wait
+from zero.flat import FlatParameters
+from zero.gather import gather_for
+from zero.layers import Layer, Sliced, layers_of
+from zero.scatter import all_gather
+from zero.sharded import Sharded
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Layerwise(Sharded):
+    """Wrap an `nn.Sequential` of layers that take and return one tensor, so that ranks share out all of its state.
+
+    `loss` makes the loss of the last layer, its input and the targets. Without it, forward returns the last layer's
+    output, of which any loss may be made. Every backward is reduced; the gradients of several add up in the slices.
+
+    Raises:
+        TypeError: the module is no `nn.Sequential`.
+        ValueError: layers share a parameter, or one belongs to none; or as `DataParallel`.
+    """
+
+    def __init__(
+        self, module: nn.Sequential, process_group: dist.ProcessGroup | None = None, *, loss: Loss | None = None
+    ) -> None:
+        self._named = layers_of(module)
+        self.loss = loss
+        super().__init__(module, process_group)
+
+    def _prepare(self) -> None:  # `init_layers_and_params`; parameters are those of rank 0 by now
+        rank = dist.get_rank(self.process_group)
+        self.layers = [Layer(*each, rank=rank, ranks=self.ranks) for each in self._named]
+        self.homes = [home for layer in self.layers for home in layer.homes]
+        self.units = [layer.name for layer in self.layers]
+        self.gather = gather_for(self.process_group, self.device)
+        self.presence = Sliced(self.layers, self.gather_param_data, self.free)
+        self._kept: list[tuple[Tensor, Tensor]] = []  # of each layer its input, a leaf, and its output with its graph
+        self._result: Tensor | None = None  # a leaf again
+        self._waits: list[Wait] = []  # of the last backward's reductions
+        self.module.register_state_dict_pre_hook(self.presence.require_all)  # type: ignore[no-untyped-call]
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Run layer after layer; return the loss, or the output where there is no `loss` or no targets."""
+        if torch.is_grad_enabled():
+            self._keep_up()
+        x, self._kept = inputs, []
+        for layer in self.layers:
+            taken = x.clone() if layer.works_in_place else x  # a leaf must stay as it is
+            self.gather_param_data(layer)
+            if layer is self.layers[-1] and self.loss is not None and targets is not None:
+                output = self.loss(layer.module, taken, targets)
+            else:
+                output = layer.module(taken)
+            self.free(layer)
+            if torch.is_grad_enabled():
+                self._kept.append((x, output))
+            x = output.detach().requires_grad_(output.requires_grad)
+        self._result = x
+        if x.requires_grad:
+            x.register_hook(self._require_own_backward)  # type: ignore[no-untyped-call]
+        return x
+
+    def backward(self, loss: Tensor) -> None:
+        """Take the gradients of what forward has just returned, or of what was made of it."""
+        if self._result is None or not self._result.requires_grad:
+            raise RuntimeError("backward() needs a forward before it, with gradients: call the Layerwise once for each")
+        result, self._result, self._waits = self._result, None, []
+        (gradient,) = torch.autograd.grad(loss, result)
+        for layer in reversed(self.layers):
+            x, output = self._kept.pop()
+            if not output.requires_grad:  # nothing before it learns
+                continue
+            learning = [home for home in layer.homes if home.trains]
+            wanted = [*(each for home in learning for each in home.parameters), *([x] if x.requires_grad else [])]
+            self.gather_param_data(layer)  # into the same tensors: the forward's graph has saved views of them
+            # one call a layer: of its output, by its parameters and its input
+            gradients = list(torch.autograd.grad(output, wanted, gradient, materialize_grads=True))
+            self.free(layer)
+            if x.requires_grad:
+                gradient = gradients.pop()
+            for home in learning:
+                own, gradients = gradients[: len(home.parameters)], gradients[len(home.parameters) :]
+                home.add_gradient(self.get_local_grad_shard(home, own))
+
+    def gather_param_data(self, layer: Layer) -> None:
+        """Make a layer's parameters whole from all ranks' slices: a collective."""
+        for home in layer.homes:
+            home.take_memory()
+            self._tell(True)
+            all_gather(home.full, home.shard, group=self.process_group)
+            self._tell(False)
+            home.is_whole = True
+
+    def free(self, layer: Layer) -> None:
+        """Give the memory of a layer's whole parameters back."""
+        for home in layer.homes:
+            home.free()
+
+    def get_local_grad_shard(self, home: FlatParameters, gradients: Sequence[Tensor]) -> Tensor:
+        """Return this rank's slice of the mean of all ranks' gradients, by all-reduce and slice: a collective.
+
+        They are divided before they are summed: the sum of 16-bit gradients may not fit into 16 bits.
+        """
+        flat = torch.zeros(home.layout.length, dtype=home.dtype, device=home.device)
+        torch._foreach_copy_(home.views_of(flat), list(gradients))
+        flat /= self.ranks
+        self._tell(True)
+        self._waits.append(Wait(self.device))
+        dist.all_reduce(flat, group=self.process_group)
+        self._waits[-1].stop()
+        self._tell(False)
+        return flat[home.begin : home.end].clone()  # a view would keep all of it
+
+    def _require_own_backward(self, gradient: Tensor) -> None:
+        if self._result is not None:
+            raise RuntimeError("this graph ends after the last layer: call backward(loss) of the Layerwise instead")
+
+    # What `DataParallel` asks of every wrapper ----------------------------------------------------------------------
+
+    def finish_gradient_synchronization(self) -> None:
+        """Do nothing: a backward has reduced all of it when it returns."""
+
+    def stats(self) -> Stats:
+        """Return what the last backward's reductions took: all of it is wait, for nothing runs meanwhile."""
+        sent = sum(home.full_bytes for home in self.homes if home.trains) if self._waits else 0
+        return Stats(len(self._waits), sent, sum(each.seconds for each in self._waits))
+
+    def _close_shard(self) -> None:
+        """Nobody asks: sums are not exact."""
+
+    def _forget_shards(self) -> None:
+        """There are none."""

@@ -1,0 +1,157 @@
+"""How a bucket of gradients becomes this rank's shard of their mean. Each way starts it and returns what to wait for.
+
+    RingScatter      CPUs: a ring of sends and receives, by the group's thread, while the backward goes on
+    OrderedScatter   exact: an exchange, then sums in the order of ranks and virtual shards, and one division
+    StreamScatter    GPUs: the backend's reduce-scatter on a stream beside the computing one
+
+gloo's own reduce_scatter sends as much as an all-reduce, and is one (pytorch#118911).
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp.means import Group, Mean, Task, Wait, beside, is_nccl, ordered_mean_part, thread_of
+from ddp.primitives import ring_reduce_scatter
+from zero.gradients import KeptGradients, PassingGradients
+
+UNDER_WAY: Final = 2  # buckets whose whole gradients are held at a time, where they are not kept
+
+Gradients = KeptGradients | PassingGradients
+# torch 2.13 renamed these, and warns about the old names
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Scatter(Mean):
+    """A way to shards of the mean; `at_most` buckets are under way at a time, None: any number."""
+
+    def __init__(self, group: Group, at_most: int | None = None) -> None:
+        super().__init__(group)
+        self._at_most = at_most
+        self._under_way: deque[Wait] = deque()
+        self.waiting: Callable[[bool], None] = lambda waits: None  # hears True before and False after every wait
+
+    def start(self, bucket: Gradients) -> Wait:
+        """Start a bucket; waiting hands this rank's part of the mean to the bucket, which keeps it."""
+        while self._at_most is not None and len(self._under_way) >= self._at_most:
+            self._under_way.popleft()()
+        arrive = self._send(bucket)
+        delivered = False
+
+        def wait() -> None:
+            nonlocal delivered
+            if not delivered:
+                delivered = True
+                self.waiting(True)
+                mean = arrive()
+                self.waiting(False)
+                bucket.deliver(mean)
+
+        if self._at_most is not None:
+            self._under_way.append(wait)
+        return wait
+
+    def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
+        """Start; what is returned waits for this rank's part."""
+        raise NotImplementedError
+
+
+class RingScatter(Scatter):
+    """Sum in a ring, by the group's thread."""
+
+    def __init__(self, group: Group, at_most: int | None = None) -> None:
+        super().__init__(group, at_most)
+        self.scale = 1.0 / self.ranks
+        self._thread = thread_of(group)
+
+    def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
+        parts = bucket.home.parts(bucket.pack(self.scale))
+        mine = parts[bucket.home.rank]
+        if self.ranks == 1:
+            return lambda: _as_parameter(bucket, mine)
+        task = Task(lambda: ring_reduce_scatter(parts, mine, self.group))
+        self._thread.tasks.put(task)
+
+        def arrive() -> Tensor:
+            task.wait()
+            return _as_parameter(bucket, mine)
+
+        return arrive
+
+
+class OrderedScatter(Scatter):
+    """Sum in the order of ranks and virtual shards; a thread does so on CPUs, a stream on CUDA."""
+
+    def __init__(self, group: Group, device: torch.device, at_most: int | None = None) -> None:
+        super().__init__(group, at_most)
+        self.stream = beside(device) if device.type == "cuda" else None
+        self._thread = None if self.stream is not None else thread_of(group)
+
+    def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
+        home, own = bucket.home, bucket.pack(1.0)
+        shards = [home.parts(shard) for shard in (*bucket.closed, own)]
+        mine = home.parts(own)[home.rank]
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                ordered_mean_part(shards, mine, self.group)
+                done = self.stream.record_event()
+            return _after(done, lambda: mine)
+        task = Task(lambda: ordered_mean_part(shards, mine, self.group))
+        assert self._thread is not None
+        self._thread.tasks.put(task)
+
+        def arrive() -> Tensor:
+            task.wait()
+            return mine
+
+        return arrive
+
+
+class StreamScatter(Scatter):
+    """Let the backend reduce and scatter, on a stream beside the computing one."""
+
+    def __init__(self, group: Group, device: torch.device, at_most: int | None = None) -> None:
+        super().__init__(group, at_most)
+        self.stream = beside(device)
+        self._averages = is_nccl(group)
+        self.scale = 1.0 if self._averages else 1.0 / self.ranks
+
+    def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            message = bucket.pack(self.scale)
+            mine = bucket.home.parts(message)[bucket.home.rank]
+            op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+            if self.ranks > 1:
+                reduce_scatter(mine, message, op=op, group=self.group)
+            done = self.stream.record_event()
+        return _after(done, lambda: _as_parameter(bucket, mine))
+
+
+def scatter_for(group: Group, device: torch.device, *, exact: bool, at_most: int | None) -> Scatter:
+    """Choose the way for a device and what was promised, never by how fast one is."""
+    if exact:
+        return OrderedScatter(group, device, at_most)
+    return StreamScatter(group, device, at_most) if device.type == "cuda" else RingScatter(group, at_most)
+
+
+def _as_parameter(bucket: Gradients, mine: Tensor) -> Tensor:
+    """Return this rank's part as gradients are kept."""
+    if isinstance(bucket, KeptGradients) and mine.dtype != bucket.home.dtype:
+        own = bucket.home.parts(bucket.flat)[bucket.home.rank]
+        return own.copy_(mine)
+    return mine
+
+
+def _after(done: torch.cuda.Event, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def arrive() -> Tensor:
+        torch.cuda.current_stream().wait_event(done)
+        return result()
+
+    return arrive

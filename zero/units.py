@@ -1,0 +1,86 @@
+"""Which parameters are gathered and freed together: units, and the root unit with all that is in none of them.
+
+    embed | block1 | block2 | ... | norm | head          units: the blocks; root: embed, norm, head
+
+A parameter that two units share, as a head that is tied to an embedding, is the root's: it must be there for both.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import nn
+
+Units = Sequence[nn.Module | Sequence[nn.Module]]
+ROOT: Final = "the root unit"
+_LISTS: Final = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules that run one after the other, none for the root unit, and the parameters that are theirs alone."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[tuple[str, nn.Parameter], ...]
+
+    @property
+    def is_root(self) -> bool:
+        """True for the unit that is gathered first and kept."""
+        return not self.modules
+
+
+def units_of(module: nn.Module, asked: Units | None) -> list[Unit]:
+    """Cut a module into units, those of `asked` or its children, in their order; the root unit is the last.
+
+    Raises:
+        ValueError: a unit is not a part of the module, or two units overlap.
+    """
+    groups = [tuple(each) if isinstance(each, Sequence) else (each,) for each in asked or ()]
+    if asked is None:
+        groups = [(each,) for each in _children(module)]
+    names = {id(part): name for name, part in module.named_modules()}
+    owners: dict[int, list[int]] = {}
+    seen: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        for each in group:
+            if id(each) not in names:
+                raise ValueError(
+                    f"units[{number}]: a {type(each).__name__} that is not a part of the module; name its own"
+                )
+            if each is module:
+                raise ValueError(f"units[{number}] is the module itself, which is the root unit; name parts of it")
+        for part in {id(part): part for each in group for part in each.modules()}.values():
+            if id(part) in seen:
+                raise ValueError(
+                    f"units[{seen[id(part)]}] and units[{number}] both have {names[id(part)]!r}; give each part to one"
+                )
+            seen[id(part)] = number
+            for parameter in part.parameters(recurse=False):
+                if number not in owners.setdefault(id(parameter), []):
+                    owners[id(parameter)].append(number)
+    for part in module.modules():
+        if id(part) not in seen:  # the root's own
+            for parameter in part.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(len(groups))
+    named = list(module.named_parameters())
+    unit_of = {key: numbers[0] if len(numbers) == 1 else len(groups) for key, numbers in owners.items()}
+    units = [
+        Unit(", ".join(names[id(each)] for each in group), group, _of(named, unit_of, number))
+        for number, group in enumerate(groups)
+    ]
+    return [*(unit for unit in units if unit.parameters), Unit(ROOT, (), _of(named, unit_of, len(groups)))]
+
+
+def _of(
+    named: Sequence[tuple[str, nn.Parameter]], unit_of: dict[int, int], number: int
+) -> tuple[tuple[str, nn.Parameter], ...]:
+    return tuple((name, each) for name, each in named if unit_of[id(each)] == number)
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """List the children of a module, those of lists one by one."""
+    children: list[nn.Module] = []
+    for child in module.children():
+        children += _children(child) if isinstance(child, _LISTS) else [child]
+    return children
