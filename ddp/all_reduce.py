@@ -4,6 +4,8 @@ A ring all-reduce moves 2 (W - 1) / W of the gradient's bytes over each link, wh
 order of its sum belongs to the backend, so with three ranks or more the last bits may differ from one process. With
 `exact` every rank sums its part of the gradient in order and hands the sum on: the same bytes, and the same bits on
 any number of ranks.
+
+Gradients of float16 are divided before they are summed, for the sum may not fit; all others after, which rounds once.
 """
 
 import torch
@@ -23,5 +25,8 @@ class AllReduce(AfterBackward):
             ordered_mean([gradient.view(-1) for gradient in gradients], mean.view(-1), self.process_group)
             return mean
         (gradient,) = gradients
+        overflows = gradient.dtype == torch.float16
+        if overflows:
+            gradient = gradient / self.ranks
         dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=self.process_group)
-        return gradient.div_(self.ranks)
+        return gradient if overflows else gradient.div_(self.ranks)

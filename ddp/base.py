@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.checks import mark_wrapped, require_member, require_same_parameters, require_unwrapped
+from ddp.checks import mark_wrapped, require_dense, require_member, require_same_parameters, require_unwrapped
 from ddp.stats import Stats
 
 
@@ -44,8 +44,8 @@ class DataParallel(nn.Module, ABC):
     compared and broadcast, so every rank must make the same change.
 
     Raises:
-        ValueError: the module is wrapped already, this rank is not in the group, a setting cannot be, or the ranks
-            differ in a setting, or in name, shape or type of a parameter or buffer.
+        ValueError: the module is wrapped already, a parameter or buffer is not dense, this rank is not in the group, a
+            setting cannot be, or the ranks differ in a setting, or in name, shape or type of a parameter or buffer.
     """
 
     def __init__(
@@ -179,6 +179,7 @@ class DataParallel(nn.Module, ABC):
         held = [*self.module.parameters(), *self.module.buffers()]
         known = {id(each) for each in self._known}
         if new := [each for each in held if id(each) not in known]:
+            require_dense(self.module)
             require_same_parameters(self.module, self.process_group, self.device, self._settings())
             broadcast(new, self.process_group)
             mark_wrapped(self.module, self)
@@ -253,10 +254,10 @@ def learning(module: nn.Module) -> list[Learning]:
 
 
 def broadcast(tensors: list[Tensor], process_group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite tensors with those of the group's rank 0."""
+    """Overwrite tensors with those of the group's rank 0, byte by byte: backends do not know all types."""
     for tensor in tensors:
         whole = tensor.detach().contiguous()
-        dist.broadcast(whole, group=process_group, group_src=0)
+        dist.broadcast(whole.view(-1).view(torch.uint8), group=process_group, group_src=0)
         if whole.data_ptr() != tensor.data_ptr():  # a permuted layout was sent as a copy
             tensor.detach().copy_(whole)
 

@@ -2,6 +2,7 @@
 
     require_unwrapped        this rank alone     nobody else averages the same gradients
     require_member           this rank alone     there is a group, and this rank is in it
+    require_dense            this rank alone     every parameter and buffer is memory that can be sent and written
     require_same_parameters  one all-gather      every rank has the same parameters and buffers: their kinds, not values
     require_used             one all-reduce      every trainable parameter got a gradient on some rank
     used_by_any              one all-reduce      which of them did
@@ -19,10 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 LENGTH_BYTES: Final = 8
 NAMED_AT_MOST: Final = 8  # parameters in a message
+OVERLAPS: Final = 1  # what torch says of a tensor, two of whose elements are one
 
 
 # Who averages the gradients of a parameter or module: by identity, and only while both live. It is not an attribute of
@@ -84,6 +87,31 @@ def require_member(process_group: dist.ProcessGroup | None) -> None:
         )
     if given is not None and not isinstance(given, dist.ProcessGroup):
         raise ValueError(f"process_group must be a ProcessGroup or None, got {given!r}: name all other settings")
+
+
+def require_dense(module: nn.Module) -> None:
+    """Check that every parameter and buffer is dense memory of its own, which can be overwritten with another rank's.
+
+    Raises:
+        ValueError: one is not there yet, or sparse, nested or quantized, or its elements share memory.
+    """
+    for what, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        for name, each in named:
+            if why := _why_not_dense(each):
+                raise ValueError(f"{what} {name!r} {why}")
+
+
+def _why_not_dense(tensor: Tensor) -> str:
+    if is_lazy(tensor):
+        return "has no shape yet: forward the module once before wrapping it"
+    if tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided:
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+        return f"is {kind}, wanted a dense tensor: make it one, or keep it as a plain attribute of the module"
+    if tensor.is_meta:
+        return "is on the meta device, without values: call to_empty() and initialize it before wrapping"
+    if torch._debug_has_internal_overlap(tensor) == OVERLAPS:
+        return "has elements that share memory, as expand() makes them: clone() it"
+    return ""
 
 
 def require_same_parameters(

@@ -16,10 +16,10 @@ def why_not_sharded(settings: "TrainSettings") -> str | None:
     mode = settings.mode_name
     if mode not in SHARDED:
         return None
-    if settings.exact and settings.accumulate == "sharded" and settings.grad_accumulation > 1:
+    if settings.exact and settings.accumulate == "sharded" and mode != "fsdp":
         return (
-            "accumulate: sharded adds micro-batches after they are summed over ranks, exact: true before; "
-            "set accumulate: local, or grad_accumulation: 1"
+            "accumulate: sharded sums every micro-batch over ranks, exact: true adds up on each rank first; "
+            "set accumulate: local, or exact: false"
         )
     if settings.layerwise and mode == "zero3":
         return _why_not_layerwise(settings)
@@ -27,7 +27,14 @@ def why_not_sharded(settings: "TrainSettings") -> str | None:
 
 
 def _why_not_layerwise(settings: "TrainSettings") -> str | None:
-    for key, wanted in (("exact", False), ("compile", False), ("activation_checkpointing", False)):
-        if getattr(settings, key) is not wanted:
-            return f"layerwise runs every layer by itself, without {key}; set {key}: false, or layerwise: false"
+    asked = {key: getattr(settings, key) for key in ("exact", "compile", "activation_checkpointing")}
+    for key in (key for key, on in asked.items() if on):
+        return f"layerwise runs every layer by itself, without {key}; set {key}: false, or layerwise: false"
+    if settings.communication_dtype is not None:
+        return "layerwise sends gradients as they are; remove communication_dtype, or set layerwise: false"
+    if not settings.model.is_vgg and settings.model.tied:
+        return (
+            "layerwise frees every layer by itself, and this model's head is its embedding; "
+            "write model: {name: ..., tied: false}, or set layerwise: false"
+        )
     return None

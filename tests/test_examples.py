@@ -2,9 +2,11 @@
 
 import json
 import math
+import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ from jobs.load import EXAMPLES, load_job
 from jobs.rundir import RunDir
 from jobs.train_settings import TrainSettings
 from launch.kinds import KINDS
+from support.ahead import Ahead, parameters_of
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(150)]
+Ended = subprocess.CompletedProcess[str]
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 
 
@@ -34,13 +38,26 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="module")
+def ended(request: pytest.FixtureRequest, data_root: Path) -> Iterator[Ahead[str, tuple[Ended, Path]]]:
+    """How `muster run` of each example ended, and its folder of runs."""
+
+    def run(name: str) -> tuple[Ended, Path]:
+        runs = data_root / "runs" / name
+        argv = [sys.executable, "-m", "launch", "run", str(EXAMPLES / f"{name}.yaml"), "--runs", str(runs)]
+        environ = {**os.environ, "MUSTER_DATA": str(data_root)}
+        return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=110, check=False), runs
+
+    ahead = Ahead(run, parameters_of(request, "test_example", "name"))
+    yield ahead
+    ahead.close()
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_example(name: str, tmp_path: Path, data_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MUSTER_DATA", str(data_root))
-    argv = [sys.executable, "-m", "launch", "run", str(EXAMPLES / f"{name}.yaml"), "--runs", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=55)
+def test_example(name: str, ended: Ahead[str, tuple[Ended, Path]]) -> None:
+    done, runs = ended.result(name)
     assert done.returncode == 0, done.stderr
-    run = RunDir(next(tmp_path.iterdir()))
+    run = RunDir(next(runs.iterdir()))
     (verdict,) = read_lines(run.attempts)
     assert verdict["class"] == "done"
     job = load_job(EXAMPLES / f"{name}.yaml", KINDS).job

@@ -4,14 +4,17 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from collectives_bench.catalog import OPERATIONS
 from jobs import exits
 from jobs.modes import MODES
+from support.ahead import Ahead, parameters_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -145,14 +148,17 @@ def test_every_console_block_is_run() -> None:
     assert len(transcripts()) >= 3
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("transcript", transcripts(), ids=lambda transcript: transcript.steps[0][0])
-def test_transcripts_show_what_happens(transcript: Transcript, tmp_path: Path) -> None:
-    environ = {**os.environ, "MUSTER_RUNS": str(tmp_path / "runs"), "COLUMNS": "200"}
-    for number, (command, shown) in enumerate(transcript.steps):
+Ended = tuple[str, int, str]  # command, exit code, what was shown
+
+
+def followed(transcript: Transcript, runs: Path) -> list[Ended]:
+    """Run the commands of a transcript up to the first that fails."""
+    environ = {**os.environ, "MUSTER_RUNS": str(runs), "COLUMNS": "200"}
+    ended: list[Ended] = []
+    for command, _ in transcript.steps:
         program, *arguments = command.split()
         assert program == "muster"
-        ended = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "launch", *arguments],
             cwd=REPOSITORY,
             env=environ,
@@ -160,9 +166,32 @@ def test_transcripts_show_what_happens(transcript: Transcript, tmp_path: Path) -
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=50,
+            timeout=100,
             check=False,
         )
-        last = number == len(transcript.steps) - 1
-        assert ended.returncode == (transcript.exit_code if last else 0), ended.stdout
-        assert pattern(shown).fullmatch(ended.stdout), f"$ {command}\n{ended.stdout}"
+        ended.append((command, done.returncode, done.stdout))
+        if done.returncode != 0:
+            break
+    return ended
+
+
+@pytest.fixture(scope="module")
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead[Transcript, Any]]:
+    """What following each transcript came to, each with a folder of runs of its own."""
+    chosen = parameters_of(request, "test_transcripts_show_what_happens", "transcript")
+    folders = {transcript: tmp_path_factory.mktemp("transcript") for transcript in chosen}
+    ahead = Ahead(lambda transcript: followed(transcript, folders[transcript] / "runs"), chosen)
+    yield ahead
+    ahead.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("transcript", transcripts(), ids=lambda transcript: transcript.steps[0][0])
+def test_transcripts_show_what_happens(transcript: Transcript, seen: Ahead[Transcript, list[Ended]]) -> None:
+    ended = seen.result(transcript)
+    for (command, code, said), (_, shown) in zip(ended, transcript.steps, strict=False):
+        last = len(transcript.steps) - 1
+        assert code == (transcript.exit_code if command == transcript.steps[last][0] else 0), said
+        assert pattern(shown).fullmatch(said), f"$ {command}\n{said}"
+    assert len(ended) == len(transcript.steps)

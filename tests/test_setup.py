@@ -15,7 +15,7 @@ import pytest
 
 from jobs import exits
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(init.parent.name for init in REPOSITORY.glob("*/__init__.py"))
 OLD = ("", ".10", ".11", ".12", ".13", ".14")  # the names that setup.sh looks for, behind python3
@@ -63,7 +63,7 @@ def setup(folder: Path, *options: str, before: list[str] | None = None, environ:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=58,
+        timeout=200,
         check=False,
     )
 
@@ -96,7 +96,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for command in (launcher, launcher, with_torch)
     ]
-    ended = [(each.communicate(timeout=100)[0], each.returncode) for each in calls]
+    try:
+        ended = [(each.communicate(timeout=250)[0], each.returncode) for each in calls]
+    finally:
+        for each in calls:
+            each.kill()
     assert [code for _, code in ended] == [0, 0, 0], ended
     (first, _), (second, _), (third, _) = ended
     return Made(folder, (first, second), module, beside, third)

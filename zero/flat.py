@@ -120,6 +120,13 @@ class FlatParameters:
         if self.has_masters():
             self.stepped.copy_(self.shard)
 
+    @torch.no_grad()
+    def follow_shard(self) -> None:
+        """Take into the master what has been written to the parameters since it was rounded into them."""
+        if self.has_masters():
+            rounded = self.stepped.to(self.dtype)
+            torch.where(rounded == self.shard, self.stepped, self.shard.float(), out=self.stepped)
+
     def add_gradient(self, gradient: Tensor) -> None:
         """Add to the shard's gradient, which takes the tensor over if there was none."""
         self.grad = gradient if self.grad is None else self.grad.add_(gradient)

@@ -81,8 +81,6 @@ def runs(slices: Sequence[Slice], kinds: Sequence[object]) -> list[list[Slice]]:
     before: object = None  # the kind of the slice before, None at first
     for each in slices:
         kind = kinds[each.tensor]
-        if not each.elements:
-            continue
         if kind is not None and kind == before:
             joined[-1].append(each)
         elif kind is not None:

@@ -8,6 +8,7 @@ the parameters are gathered while the next forward runs.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -16,10 +17,12 @@ from torch import Tensor, nn
 
 from ddp.checks import require_member
 from ddp.norms import clip_by, plain_norm, reproducible_norm
-from zero import states
+from zero import loading, states
+from zero.agreement import require_same, settings_in_words, together
 from zero.elementwise import require_elementwise
 from zero.flat import FlatParameters, Held
 from zero.layout import Slice, runs
+from zero.scaling import overflow
 from zero.sources import Alone, Source
 
 Group = dist.ProcessGroup | None
@@ -38,25 +41,28 @@ class Segment:
         self.end = slices[-1].offset + slices[-1].elements
         self.stepped = nn.Parameter(home.stepped[self.begin : self.end], requires_grad=True)
 
-    def gradient(self) -> Tensor | None:
-        """Return its part of the shard's gradient, in the type that is stepped."""
-        shard = self.home.grad
-        return None if shard is None else shard[self.begin : self.end].to(self.stepped.dtype)
-
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Step any element-wise `torch.optim` optimizer on this rank's shard of the parameters.
 
-    Every rank passes the same parameters, or groups of them, and hyper-parameters. `param_groups` lists all of them, as
-    of an optimizer that is not sharded: a learning-rate scheduler drives it. Parameters become views of flat tensors.
+    Building one is a collective, as are `add_param_group`, `step` and `load_state_dict`: every rank passes the same
+    parameters, with the same values, and the same hyper-parameters. `param_groups` lists all parameters, as of an
+    optimizer that is not sharded: a learning-rate scheduler drives it. Parameters become views of flat tensors.
 
-    With `masters`, parameters of 16 bits are stepped in a float32 copy of the shard.
+    With `masters`, parameters of 16 bits are stepped in a float32 copy of the shard. What is written to a parameter
+    between steps counts, and is to be the same on all ranks.
 
-    `inner` is the optimizer of this rank's shards, whose state is the only one that there is.
+    `inner` is the optimizer of this rank's shards, whose state is the only one that there is; `state` shows it by
+    parameter. The inner step knows nothing of hooks: those registered here run once a step.
+
+    `torch.amp.GradScaler` works where parameters have gradients; a wrapper's need `zero.scaling.ShardedGradScaler`.
+    In either case all ranks step, or none does.
 
     Raises:
         ValueError: the optimizer needs whole tensors, this rank is not in the group, or the ranks' parameters differ.
     """
+
+    _step_supports_amp_scaling = True  # a GradScaler calls `step` on every rank, and leaves the decision to it
 
     def __init__(
         self,
@@ -68,7 +74,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         source: Source | None = None,
         **kwargs: Any,
     ) -> None:
-        require_elementwise(optimizer_cls)
         if source is None:
             require_member(process_group)
             source = Alone(process_group)
@@ -77,26 +82,63 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.masters = masters
         self.segments: list[list[Segment]] = []  # of each group
-        # A tensor without elements lets the inner optimizer be built, and its settings be checked, before there is one
-        # to step: a rank may never have any.
-        self.inner: torch.optim.Optimizer = optimizer_cls([nn.Parameter(torch.zeros(0))], **kwargs)
-        self.inner.param_groups.clear()
-        super().__init__(params, dict(self.inner.defaults))
+        self._kind, self._options = optimizer_cls, kwargs
+        self._is_built = False
+        with together(self.group):
+            require_elementwise(optimizer_cls)
+            # A tensor without elements lets the inner optimizer be built, and its settings be checked, before there is
+            # one to step: a rank may never have any.
+            self.inner = self.fresh({}, [nn.Parameter(torch.zeros(0))])
+            self.inner.param_groups.clear()
+            self.inner.state.clear()
+            super().__init__(params, dict(self.inner.defaults))
+        self._shard(self.param_groups)
+        self._is_built = True
+
+    def fresh(self, settings: Mapping[str, Any], tensors: Sequence[Tensor]) -> torch.optim.Optimizer:
+        """Build an optimizer as the inner one, of one group."""
+        return self._kind([{**settings, PARAMS: tensors}], **self._options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with hyper-parameters of their own: a collective."""
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        names = group.get("param_names") or [f"{len(self.param_groups) - 1}.{i}" for i in range(len(group[PARAMS]))]
+        """Add parameters with hyper-parameters of their own: a collective.
+
+        Raises:
+            ValueError: on every rank, if a parameter cannot be added on one, or the ranks' groups differ.
+        """
+        if not self._is_built:  # its checks of all groups come first, then they are compared
+            _refuse_duplicates(param_group)
+            super().add_param_group(param_group)
+            return
+        known = len(self.param_groups)
         try:
-            homes = self.source.homes(list(zip(names, group[PARAMS], strict=True)))
-        except (ValueError, RuntimeError):
-            self.param_groups.pop()
+            with together(self.group):
+                _refuse_duplicates(param_group)
+                super().add_param_group(param_group)
+            self._shard(self.param_groups[known:])
+        except Exception:
+            del self.param_groups[known:]
             raise
-        wanted = {id(each) for each in group[PARAMS]}
-        segments = [segment for home in homes for segment in self._segments(home, wanted)]
-        self.segments.append(segments)
-        self.inner.add_param_group({**_settings(group), PARAMS: [segment.stepped for segment in segments]})
+
+    def _shard(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Share out new groups, once all ranks are known to have the same."""
+        named = [_named(group, len(self.segments) + place) for place, group in enumerate(groups)]
+        lines = [
+            line
+            for group, parameters in zip(groups, named, strict=True)
+            for line in (
+                f"a group with {settings_in_words(_settings(group))}",
+                *(f"parameter {name} {tuple(each.shape)} {each.dtype}" for name, each in parameters),
+            )
+        ]
+        require_same(lines, self.group, "parameters or their groups")
+        for group, parameters in zip(groups, named, strict=True):
+            wanted = {id(each) for _, each in parameters}
+            homes = self.source.homes(parameters)
+            segments = [segment for home in homes for segment in self._segments(home, wanted)]
+            made = self.fresh(_settings(group), [segment.stepped for segment in segments])
+            self.segments.append(segments)
+            self.inner.add_param_group(made.param_groups[0])
+            self.inner.state.update(made.state)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
@@ -108,13 +150,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.source.collect()
+        self.source.mend()
         for outer, inner, segments in zip(self.param_groups, self.inner.param_groups, self.segments, strict=True):
             inner.update(_settings(outer))
             for segment in segments:
-                out = any(self.source.left_out(segment.home, at) for at in segment.slices)
-                segment.stepped.grad = None if out else segment.gradient()
-        self.inner.step(**keywords)
+                gradient = self.source.gradient(segment.home, segment.slices)
+                segment.stepped.grad = None if gradient is None else gradient.to(segment.stepped.dtype)
+        if not overflow(self, [segment.stepped for segment in self._all()]):
+            self.inner.step(**keywords)
         for segment in self._all():
             segment.stepped.grad = None
         self.source.spread()
@@ -134,18 +177,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         gradients = self.gradients()
         norm_of = reproducible_norm if self.source.exact else plain_norm
         norm = norm_of(gradients, self.group, reduce=True)
-        clip_by(gradients, norm, max_norm)
+        clip_by(self.source.clipped_with(gradients), norm, max_norm)
         return norm
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's shards of the mean gradients, to be changed in place before the step."""
-        self.source.collect()
-        return [
-            segment.home.grad[segment.begin : segment.end]
-            for segment in self._all()
-            if segment.home.grad is not None
-            and not any(self.source.left_out(segment.home, at) for at in segment.slices)
-        ]
+        shards = (self.source.gradient(segment.home, segment.slices) for segment in self._all())
+        return [shard for shard in shards if shard is not None]
 
     def held_state(self) -> list[Held]:
         """List this rank's state by parameter and key; the tensors may be filled in place.
@@ -154,9 +192,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         return states.held(self.segments, self.inner)
 
+    @property
+    def state(self) -> Any:
+        """Show this rank's part of the state by parameter: views of ranges, flat, that may be changed in place.
+
+        It cannot be added to: the inner optimizer has it. `held_state` tells the ranges, too.
+        """
+        shown = {home.parameters[at.tensor]: parts for home, at, parts in states.slices_of(self) if parts}
+        return MappingProxyType(shown)
+
+    @state.setter
+    def state(self, given: Any) -> None:
+        if given:  # torch.optim.Optimizer sets an empty one
+            raise AttributeError("the state of a ShardedOptimizer cannot be set; call load_state_dict() on every rank")
+
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's shard of the state, and the groups; `load_state_dict` takes it on the same rank."""
-        return states.local(self)
+        """Return this rank's shard of the state, and the groups; `load_state_dict` takes it on the same rank.
+
+        It is this rank's alone: tools that take a state dict for the same on all ranks want `full_state_dict`.
+        """
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
+        saved = states.local(self)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            saved = after(self, saved) or saved
+        return saved
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters, as the optimizer that is not sharded would: a collective."""
@@ -165,16 +225,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return full
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> dict[str, Any] | None:
-        """Return the state of all parameters on one rank of the group, None on the others: a collective."""
+        """Return the state of all parameters on one rank of the group, None on the others: a collective.
+
+        Raises:
+            ValueError: the group has no such rank.
+        """
+        if not 0 <= recipient_rank < self.ranks:
+            raise ValueError(f"recipient_rank must be a rank of the group, 0 to {self.ranks - 1}, got {recipient_rank}")
         return states.full(self, recipient_rank)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a shard of this rank, or the state of all parameters, saved at any number of ranks.
+        """Load a shard of this rank, or the state of all parameters, saved at any number of ranks: a collective.
+
+        A master is taken for what its parameter is rounded from: load the model's parameters too.
 
         Raises:
-            ValueError: it is of other parameters, of another shard, or not a state dict; nothing has been loaded then.
+            ValueError: on every rank, if on one it is of other parameters, of another shard or of another optimizer;
+                nothing has been loaded on any then.
         """
-        states.load(self, state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, dict(state_dict)) or state_dict
+        loading.load(self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def __repr__(self) -> str:
+        """Name the inner optimizer, the shard and the groups."""
+        kind = f"{self._kind.__name__}, rank {self.rank} of {self.ranks}"
+        return super().__repr__().replace("ShardedOptimizer (", f"ShardedOptimizer of {kind} (", 1)
+
+    def __getstate__(self) -> Any:
+        """Refuse to be copied or pickled: a shard belongs to its rank, its group and these very parameters.
+
+        Raises:
+            TypeError: always; the message says what to save.
+        """
+        raise TypeError("a ShardedOptimizer cannot be copied or pickled; save its state_dict() or full_state_dict()")
 
     def _segments(self, home: FlatParameters, wanted: set[int]) -> list[Segment]:
         if self.masters and home.dtype.itemsize == 2:
@@ -191,3 +277,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
+
+
+def _refuse_duplicates(group: dict[str, Any]) -> None:
+    """Check that a group, as a caller gives it, has each parameter once: torch.optim only warns."""
+    given = group[PARAMS]
+    if isinstance(given, (Tensor, set)):
+        return
+    group[PARAMS] = list(given)
+    tensors = [each[1] if isinstance(each, tuple) else each for each in group[PARAMS]]
+    places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
+    for place, each in enumerate(tensors):
+        if places[id(each)] != place:
+            raise ValueError(f"parameters {places[id(each)]} and {place} of a group are one; list each parameter once")
+
+
+def _named(group: Mapping[str, Any], number: int) -> list[tuple[str, nn.Parameter]]:
+    names = group.get(NAMES) or [f"{number}.{place}" for place in range(len(group[PARAMS]))]
+    return list(zip(names, group[PARAMS], strict=True))

@@ -1,23 +1,25 @@
 """Where an optimizer's shards come from, and who makes the parameters whole after its step.
 
-Alone     gradients are whole on every rank: it copies its part, and gathers before the step returns
+Alone     gradients are whole on every rank: it steps its part of them, and gathers before the step returns
 Joined    a wrapper's: gradients arrive as shards, and the wrapper gathers when it likes
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from ddp.checks import difference_of
+from ddp.buckets import Size, plan_buckets
+from ddp.gradients import refuse_sparse
+from ddp.timeouts import Entered, waiting_for
 from zero.flat import FlatParameters, Named
 from zero.gather import Gather, gather_for
 from zero.layout import Slice
 
 Group = dist.ProcessGroup | None
+FLAT_MB: Final = 25.0  # a flat tensor of the optimizer's own: memory for one more is needed while they are built
 
 
 class Source(ABC):
@@ -28,16 +30,31 @@ class Source(ABC):
     joins = True  # neighbouring parameters of one group are stepped as one tensor
 
     @abstractmethod
-    def homes(self, parameters: Sequence[tuple[str, nn.Parameter]]) -> list[FlatParameters]:
-        """Return the flat tensors that these parameters are in."""
+    def homes(self, parameters: Named) -> list[FlatParameters]:
+        """Return the flat tensors that these parameters are in.
+
+        Raises:
+            ValueError: it has none for one of them.
+        """
 
     @abstractmethod
-    def collect(self) -> None:
-        """Make `grad` of every flat tensor what is to be stepped with."""
+    def mend(self) -> None:
+        """Take parameters as they are now, before a step: somebody may have loaded others.
+
+        Raises:
+            RuntimeError: one has another shape, type or device than when it was sharded.
+        """
 
     @abstractmethod
-    def left_out(self, home: FlatParameters, at: Slice) -> bool:
-        """True for a parameter that has no gradient, and is not stepped."""
+    def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
+        """Return the mean gradient of slices that are stepped as one tensor, to be changed in place.
+
+        None: they are not stepped.
+        """
+
+    @abstractmethod
+    def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
+        """Return what is scaled on this rank where all gradients are, of which it steps `shards`."""
 
     @abstractmethod
     def spread(self) -> None:
@@ -45,11 +62,14 @@ class Source(ABC):
 
     @abstractmethod
     def forget(self) -> None:
-        """Drop all gradients."""
+        """Drop all gradients that are not a parameter's `.grad`."""
 
 
 class Alone(Source):
-    """An optimizer by itself: it takes its shard of gradients that every rank has, and gathers before it returns."""
+    """An optimizer by itself: every rank has all gradients, it steps its part of them, and gathers in the step.
+
+    Which parameters have a gradient must be the same on all ranks, as it is after any synchronization.
+    """
 
     joins = False  # which parameters have a gradient is only known in a step
 
@@ -57,56 +77,64 @@ class Alone(Source):
         self.group = group
         self.made: list[FlatParameters] = []
         self.gather: Gather | None = None
-        self._seen: dict[int, list[tuple[int, int]]] = {}  # the gradients that the shards were copied from
+        self._steps = 0
 
     def homes(self, parameters: Named) -> list[FlatParameters]:
-        """Move the parameters into new flat tensors, one for each type and device."""
+        """Move the parameters into new flat tensors, one after another: each frees what it took."""
         if not parameters:
             return []
-        device = parameters[0][1].device
-        lines = [f"parameter {name} {tuple(each.shape)} {each.dtype}" for name, each in parameters]
-        if differing := difference_of(lines, self.group, device):
-            raise ValueError(f"the ranks' parameters differ: {differing}; pass the same, in one order, on every rank")
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        kinds = dict.fromkeys((each.dtype, each.device) for _, each in parameters)
-        homes = [
-            FlatParameters(
-                [(name, each) for name, each in parameters if (each.dtype, each.device) == kind], rank=rank, ranks=ranks
-            )
-            for kind in kinds
+        sizes = [
+            Size(each.numel(), each.element_size(), (each.dtype, each.device, each.requires_grad))
+            for _, each in parameters
         ]
-        self.gather = self.gather or gather_for(self.group, device)
+        homes = [
+            FlatParameters([parameters[place] for place in reversed(places)], rank=rank, ranks=ranks)
+            for places in reversed(plan_buckets(sizes, FLAT_MB))
+        ]
+        self.gather = self.gather or gather_for(self.group, parameters[0][1].device)
         self.made += homes
         return homes
 
-    def collect(self) -> None:
-        """Copy this rank's ranges out of the whole gradients, unless that has been done since they came."""
-        for number, home in enumerate(self.made):
+    def mend(self) -> None:
+        """Take what somebody has written to parameters, into masters too."""
+        for home in self.made:
             home.mend()
-            seen = [(id(each.grad), -1 if each.grad is None else each.grad._version) for each in home.parameters]
-            if home.grad is None or self._seen.get(number) != seen:
-                home.grad = _shard_of_gradients(home)
-                self._seen[number] = seen
+            home.follow_shard()
 
-    def left_out(self, home: FlatParameters, at: Slice) -> bool:
-        """True for a parameter without a gradient."""
-        return home.parameters[at.tensor].grad is None
+    def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
+        """View this rank's part of a parameter's gradient; one that is not row-major is made so."""
+        (at,) = slices
+        parameter = home.parameters[at.tensor]
+        gradient = parameter.grad
+        if gradient is None:
+            return None
+        refuse_sparse(home.names[at.tensor], gradient)
+        if not gradient.is_contiguous():
+            gradient = parameter.grad = gradient.contiguous()
+        return gradient.detach().view(-1)[at.start : at.stop]
+
+    def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
+        """Scale whole gradients, which every rank has: they stay the same on all."""
+        return [each.grad for home in self.made for each in home.parameters if each.grad is not None]
 
     def spread(self) -> None:
-        """Gather all, and wait."""
+        """Gather all that learn, and wait."""
+        self._steps += 1
         waits = []
         for home in self.made:
-            home.grad = None
-            home.write_back()
-            assert self.gather is not None
-            waits.append(self.gather.start(home, home.shard, home.full))
-        for wait in waits:
-            wait()
+            if any(each.requires_grad or each.grad is not None for each in home.parameters):
+                home.write_back()
+                assert self.gather is not None
+                waits.append((home, self.gather.start(home, home.shard, home.full)))
+        for number, (home, wait) in enumerate(waits):
+            first, last = home.names[0], home.names[-1]
+            entered = Entered(self._steps, number, len(waits), len(waits), first, last, home.full_bytes)
+            with waiting_for(entered, self.group):
+                wait()
 
     def forget(self) -> None:
-        """Drop the shards."""
-        for home in self.made:
-            home.grad = None
+        """Do nothing: gradients are the parameters'."""
 
 
 class Wrapper(Protocol):
@@ -146,15 +174,22 @@ class Joined(Source):
             home for home in self.wrapper.homes if home.trains and any(id(each) in asked for each in home.parameters)
         ]
 
-    def collect(self) -> None:
-        """Check that parameters are where they were; the gradients have come already."""
+    def mend(self) -> None:
+        """Check that parameters are where they were."""
         self.wrapper.synchronize()
         for home in self.wrapper.homes:
             home.mend()
 
-    def left_out(self, home: FlatParameters, at: Slice) -> bool:
-        """True for a parameter that no rank has used."""
-        return bool(self.wrapper.unused) and home.names[at.tensor] in self.wrapper.unused
+    def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
+        """View a part of the shard that has come; a parameter that no rank has used is not stepped."""
+        unused = self.wrapper.unused
+        if home.grad is None or (unused and any(home.names[at.tensor] in unused for at in slices)):
+            return None
+        return home.grad[slices[0].offset : slices[-1].offset + slices[-1].elements]
+
+    def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
+        """Scale the shards: no rank has more."""
+        return shards
 
     def spread(self) -> None:
         """Gather."""
@@ -163,12 +198,3 @@ class Joined(Source):
     def forget(self) -> None:
         """Drop the shards of gradients."""
         self.wrapper.forget_gradients()
-
-
-def _shard_of_gradients(home: FlatParameters) -> Tensor:
-    shard = torch.zeros_like(home.shard)
-    for at in home.slices:
-        gradient = home.parameters[at.tensor].grad
-        if gradient is not None:
-            home.of(shard, at).copy_(gradient.detach().reshape(-1)[at.start : at.stop])
-    return shard

@@ -17,7 +17,7 @@ HIDDEN: Final[dict[str, dict[str, float]]] = {
     "gloo": {"all_gather": 1.01, "gather": 1.01, "reduce_scatter": 1.03, "all_reduce": 0.04}
 }
 PREFETCHED: Final = 1  # units gathered ahead of the one at work
-PASSING: Final = 2  # buckets that gradients pass through in stage 2
+UNDER_WAY: Final = 2  # flat buckets of stages 2 and 3 that are being summed at once
 COLUMNS: Final = 3  # of a ring, under way at once
 COLUMN_BYTES: Final = 3 * 2**20  # at most
 
@@ -93,13 +93,20 @@ def _ring(load: Load, nbytes: float) -> float:
 
 
 def _of_zero1(load: Load) -> float:
-    """Count the gradient that is copied into its bucket, and what the ring holds of a bucket."""
-    return _copied(load, 0) + _ring(load, _bucket(load))
+    """Count the gradient that is copied into its bucket, buckets as they are sent, and what the ring holds of one."""
+    return _copied(load, 0) + sum(load.gradient_sizes) * _message(load) + _ring(load, _bucket(load))
 
 
 def _of_zero2(load: Load) -> float:
-    """Count two buckets that gradients pass through on top of it."""
-    return _of_zero1(load) + PASSING * _bucket(load)
+    """Count gradients as autograd made them, and the flat buckets that they leave in."""
+    bucket, whole = _bucket(load), sum(load.gradient_sizes)
+    made = whole if _adds_whole(load) else bucket
+    return made + min(UNDER_WAY * bucket, whole) + _ring(load, bucket)
+
+
+def _adds_whole(load: Load) -> bool:
+    """True when the gradients of several backwards add up, whole, before they are shared out."""
+    return load.adds_up and load.accumulate == "local"
 
 
 def _units(load: Load) -> tuple[int, list[int]]:
@@ -120,20 +127,22 @@ def _gathered(load: Load) -> float:
 
 
 def _of_zero3(load: Load) -> float:
-    """Count gathered units, the largest one's gradients, and what the ring holds of them."""
+    """Count gathered units, the gradients that one has made, and the flat ones of those under way."""
     around, units = _units(load)
-    gradients = max(around, units[0]) * load.recipe.gradient
-    return _gathered(load) + gradients + _ring(load, gradients)
+    largest = [each * load.recipe.gradient for each in sorted((around, *units), reverse=True)]
+    made = sum(load.gradient_sizes) if _adds_whole(load) else largest[0]
+    return _gathered(load) + made + sum(largest[:UNDER_WAY]) + _ring(load, largest[0])
 
 
 def _of_fsdp(load: Load) -> float:
-    """Count gathered units, the largest one's gradients, and what the backend allocates for its collectives."""
+    """Count gathered units, the gradients that one has made, and what the backend allocates for its collectives."""
     around, units = _units(load)
     largest = max(around, units[0])
+    made = sum(load.gradient_sizes) if _adds_whole(load) else largest * load.recipe.gradient
     unseen = max(
         hidden(load, "all_gather") * load.recipe.parameter, hidden(load, "reduce_scatter") * load.recipe.gradient
     )
-    return _gathered(load) + largest * (load.recipe.gradient + unseen)
+    return _gathered(load) + made + largest * unseen
 
 
 PASSED: Final[dict[str, Callable[[Load], float]]] = {

@@ -1,6 +1,7 @@
 """Which checkpoint the next attempt begins from: the newest good one of the run's lineage."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from jobs.checkpoint import disk
 from jobs.checkpoint.commit import roll_forward
@@ -66,6 +67,28 @@ def newest_good(
     if step is not None:
         raise NoCheckpointError(f"{run.checkpoints}: no good checkpoint of step {step}; {_there(run)}")
     return None
+
+
+def has_commits(run: RunDir) -> bool:
+    """True when a run has committed checkpoints, good, bad or not to be read at the moment; half a save is none.
+
+    Raises:
+        BadCheckpointError, StorageError: the folder of checkpoints is a link, or cannot be read.
+    """
+    return any(
+        name.startswith("bad-") or (step_and_attempt(name) is not None and _is_committed(run.checkpoints / name))
+        for name in folder_names(run)
+    )
+
+
+def _is_committed(path: Path) -> bool:
+    try:
+        CheckpointDir(path).manifest.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError:  # who knows; what is there is not to be passed over
+        return True
+    return True
 
 
 def quarantine(folder: CheckpointDir, error: BadCheckpointError, *, say: disk.Say) -> None:

@@ -4,13 +4,12 @@ Parameters become DTensors, of whose rows every rank has some. Used as its docum
 inside out, then the whole. The optimizer is an ordinary one, of a rank's rows: the fused SGD knows no DTensors.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +28,7 @@ from jobs.train.state import HeldState
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 from zero.flat import Held
+from zero.scatter import all_gather, reduce_scatter
 
 
 class FsdpReplica(Replica):
@@ -56,8 +56,8 @@ class FsdpReplica(Replica):
         if world.device.type == "cpu":  # where every collective is waited for at once
             for each in module.modules():
                 if isinstance(each, FSDPModule):
-                    each.set_custom_all_gather(Marked(dist.all_gather_single, self.waits))
-                    each.set_custom_reduce_scatter(Marked(_scatter, self.waits))
+                    each.set_custom_all_gather(cast(Any, Marked(all_gather, self.waits)))
+                    each.set_custom_reduce_scatter(cast(Any, Marked(reduce_scatter, self.waits)))
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run the model, whose hooks gather parameters."""
@@ -83,12 +83,12 @@ class FsdpReplica(Replica):
         self.waits.phase = "backward"
         start = loss.clone()
         if self.world.device.type != "cpu":
-            start.register_hook(self._mark_the_end)
+            start.register_hook(self._mark_the_end)  # type: ignore[no-untyped-call]
         torch.autograd.backward(start)
         self.clock.lap("backward" if self.world.device.type == "cpu" else "communication")
 
     def _mark_the_end(self, gradient: Tensor) -> None:
-        Variable._execution_engine.queue_callback(lambda: self.clock.lap("backward"))  # type: ignore[no-untyped-call]
+        Variable._execution_engine.queue_callback(lambda: self.clock.lap("backward"))
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's rows of the mean gradients, which are with the rows from now on."""
@@ -146,7 +146,7 @@ class FsdpReplica(Replica):
 class Marked:
     """A collective of fully_shard's on CPUs, with a mark where it begins and where it ends."""
 
-    def __init__(self, collective: Any, waits: Waits) -> None:
+    def __init__(self, collective: Callable[..., Any], waits: Waits) -> None:
         self.collective = collective
         self.waits = waits
 
@@ -154,16 +154,12 @@ class Marked:
         """Make room for what it sends or receives."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, *tensors: Any, **options: Any) -> dist.Work | None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, **options: Any) -> Any:
         """Communicate."""
         self.waits.hear(True)
-        work: dist.Work | None = self.collective(*tensors, **options)
+        work = self.collective(output_tensor, input_tensor, group=group, **options)
         self.waits.hear(False)
         return work
-
-
-def _scatter(output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
-    return dist.reduce_scatter_single(output_tensor, input_tensor, **options)
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 before a step     stop here, if the keeper has said so (a drain)
 a step            data, forward, backward, communication, optimizer
-a log point       all ranks exchange the losses since the last one, and whether to save
+a log point       all ranks exchange the losses since the last one, and whether to save; no numbers any more: it fails
 the end           all is saved, where anything is
 """
 
@@ -19,7 +19,7 @@ from jobs.train.data import Data
 from jobs.train.engine import Engine, build_engine
 from jobs.train.evaluate import evaluate
 from jobs.train.loading import Steps, move, read_steps
-from jobs.train.metrics import Files, Metrics, Units
+from jobs.train.metrics import Files, Metrics, Summary, Units
 from jobs.train.models import build_model
 from jobs.train.numerics import numerics_of
 from jobs.train.optim import learning_rate, set_learning_rate
@@ -29,6 +29,7 @@ from jobs.train.replay import Replay
 from jobs.train.sampling import Plan, plan_of, total_steps
 from jobs.train.saving import NotSaving
 from jobs.train.screen import Screen
+from jobs.train.soundness import Soundness, require_finite
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 
@@ -82,6 +83,9 @@ def train(
     """Train from step `first` on, for as long as the job says; every rank calls this.
 
     Returns True when the ranks were told to stop before the end, and have saved.
+
+    Raises:
+        NotFiniteError: losses or weights are no numbers any more; they are not saved.
     """
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
@@ -91,6 +95,7 @@ def train(
             done = run_steps(
                 trainer, metrics, screen, steps, first=first, saving=saving, replay=replay, profiling=profiling
             )
+            require_finite(trainer.engine, trainer.world, done)
             saving.finish(done, metrics.recent)
         if profiling.summary is not None:
             screen.say(profiling.summary)
@@ -112,7 +117,7 @@ def run_steps(
     """Run steps `first` to `steps` - 1, or until the keeper says stop; return how many are done in all."""
     settings, engine, clock = trainer.settings, trainer.engine, trainer.clock
     inputs = read_steps(trainer.own_steps(), first, steps, workers=settings.loader_workers)
-    pace, done = Pace(), first
+    pace, soundness, done = Pace(), Soundness(), first
     while done < steps and not pace.stops(done):
         clock.start()
         work = move(next(inputs), trainer.world.device, trainer.dtype)
@@ -129,7 +134,7 @@ def run_steps(
         if done == first + 1:
             screen.first_step(done)
         if done in (first + 1, steps) or done % settings.log_every == 0 or saving.is_due(done):
-            report_steps(metrics, screen, saving, replay, done)
+            soundness.hear(report_steps(metrics, screen, saving, replay, done).losses)
         if settings.evaluate and (done == steps or work.batch.stop == trainer.plan.samples):
             report_evaluation(trainer, metrics, screen, done, work.batch.epoch + 1)
         saving.step_done(done, metrics.recent)
@@ -140,13 +145,14 @@ def run_steps(
     return done
 
 
-def report_steps(metrics: Metrics, screen: Screen, saving: NotSaving, replay: Replay | None, done: int) -> None:
+def report_steps(metrics: Metrics, screen: Screen, saving: NotSaving, replay: Replay | None, done: int) -> Summary:
     """Make a log point: exchange losses and notes, write the rows and say how far the training is."""
     summary = metrics.report(saving.note(done))
     screen.step(summary)
     saving.hear(done, summary.notes, sound=math.isfinite(summary.loss))
     if replay is not None and (result := replay.check(summary.losses)):
         screen.say(result)
+    return summary
 
 
 def report_evaluation(trainer: Trainer, metrics: Metrics, screen: Screen, step: int, epoch: int) -> None:

@@ -44,6 +44,7 @@ from jobs.train.replay import Replay, logged_losses
 from jobs.train.restoring import Resume, restore
 from jobs.train.saving import Saver, Target
 from jobs.train.schedule import Schedule, failures_so_far
+from jobs.train.soundness import NotFiniteError
 from jobs.train.state import aliases
 from jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
 from jobs.train_settings import TrainSettings
@@ -82,6 +83,10 @@ def guarded(work: Callable[[Reporter], int]) -> int:
         reporter.failed(error, peer=isinstance(error, StartTimeoutError))
         complain(f"muster: {error}")
         return error.exit_code
+    except NotFiniteError as error:  # a trace would tell nothing
+        reporter.failed(error, peer=False)
+        complain(f"muster: {error}")
+        return FAILED
     except Exception as error:
         full = isinstance(error, OSError) and error.errno in DISK_ERRORS  # a print met it before a row did
         reporter.failed(error, peer=is_lost_connection(error))

@@ -15,6 +15,8 @@ from jobs.errors import RefusedError
 from jobs.modes import Sync
 from jobs.train.clock import Clock
 from jobs.train.fsdp import FsdpReplica
+from jobs.train.layerwise import LayerwiseReplica
+from jobs.train.models.stack import Stack
 from jobs.train.models.units import units_of
 from jobs.train.replica import LateReplica, OverlappedReplica, Replica, TorchReplica
 from jobs.train.sharded import ShardedReplica
@@ -22,6 +24,7 @@ from jobs.train.shards import Forms
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 from zero import ShardedDataParallel
+from zero.layerwise import Layerwise
 
 SENT_AS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -76,10 +79,15 @@ def _torch_ddp(module: nn.Module, world: World, clock: Clock, settings: TrainSet
 
 def _sharded(module: nn.Module, world: World, clock: Clock, settings: TrainSettings) -> Replica:
     forms = Forms(module)
+    if settings.layerwise and settings.mode_name == "zero3":
+        assert isinstance(module, Stack)
+        return LayerwiseReplica(Layerwise(module, world.group, loss=module.run_loss), forms, world, clock)
+    stage = settings.split(world.size).zero
+    assert stage != 0
     wrapper = ShardedDataParallel(
         module,
         world.group,
-        stage=settings.split(world.size).zero,
+        stage=stage,
         units=units_of(module),
         bucket_size_mb=settings.bucket_size_mb,
         accumulate=settings.accumulate,

@@ -14,8 +14,9 @@ from jobs.train.shards import Forms, SharedState
 from jobs.train.state import HeldState
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
-from zero import ShardedDataParallel, ShardedOptimizer
+from zero import ShardedOptimizer
 from zero.flat import Held
+from zero.sharded import Sharded
 
 
 class Waits:
@@ -41,15 +42,15 @@ class Waits:
 
 
 class ShardedReplica(WrappedReplica):
-    """A copy inside a `ShardedDataParallel`.
+    """A copy inside one of `zero`'s wrappers.
 
     Gradients are shared out in the last backward, parameters gathered while they are used: nothing is left for
     `finish`, and what the rank waits in between counts as communication.
     """
 
-    wrapper: ShardedDataParallel
+    wrapper: Sharded
 
-    def __init__(self, wrapper: ShardedDataParallel, forms: Forms, world: World, clock: Clock) -> None:
+    def __init__(self, wrapper: Sharded, forms: Forms, world: World, clock: Clock) -> None:
         super().__init__(wrapper, world, clock)
         self.forms = forms
         self.shard_group = world.group
@@ -96,8 +97,8 @@ class ShardedReplica(WrappedReplica):
         return SharedState(self.module, optimizer.inner, self.forms, held, rank=self.world.rank, more=more)
 
     def refresh(self) -> None:
-        """Gather the parameters whose shares have been written."""
-        self.wrapper.refresh()
+        """Gather the parameters whose shares have been written; of 16 bits, the float32 copies count."""
+        self.wrapper.refresh(masters=True)
 
     def predict(self, inputs: Tensor) -> Tensor:
         """Run the model without gradients; parameters stay shared out, for they may not fit into one rank's memory."""
@@ -107,8 +108,7 @@ class ShardedReplica(WrappedReplica):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Gather the gradients."""
-        whole: dict[str, Tensor] = self.wrapper.full_gradients()
-        return whole
+        return self.wrapper.full_gradients()
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Gather the parameters."""

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from jobs.checkpoint.choose import newest_good
+from jobs.checkpoint.choose import has_commits, newest_good
 from jobs.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
 from jobs.files import write_text
 from jobs.hosts import HostSet, choose
@@ -46,7 +46,7 @@ def again(run: RunDir, args: argparse.Namespace, say: Say) -> Prepared:
 
     Raises:
         RefusedError: it still runs, is done, cannot go on, or does not fit the hosts any more.
-        NoCheckpointError: nothing was saved, or not what `--from` names.
+        NoCheckpointError: the job saves nothing, nothing that was saved is good, or not what `--from` names.
         UsageError, JobFileError, RunFolderError: as for a start.
     """
     state = read_state(run)
@@ -160,10 +160,10 @@ def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) ->
 
 
 def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
-    """Check that something was saved; that it is whole is for the supervisor to read.
+    """Check what was saved; that it is whole is for the supervisor to read. Before a first save it starts from step 0.
 
     Raises:
-        NoCheckpointError: there is nothing, or not what `wanted` names.
+        NoCheckpointError: the job saves nothing, nothing that was saved is good, or not what `wanted` names.
         RefusedError: it was saved with other settings than the job has now.
     """
     if job.checkpoint is None:
@@ -174,10 +174,13 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
     asked: dict[str, Any] = _asked(wanted)
     chosen = newest_good(run, say=say, deep=False, mark=False, **asked)
     if chosen is None:
-        raise NoCheckpointError(
-            f"{run.checkpoints}: nothing was saved before it ended, or nothing of it is whole (muster checkpoint list "
-            f"{run.run_id}); start it anew: muster run {run.job}"
-        )
+        if has_commits(run):
+            raise NoCheckpointError(
+                f"{run.checkpoints}: nothing of what was saved is whole (muster checkpoint list {run.run_id}); "
+                f"start it anew: muster run {run.job}"
+            )
+        say(f"{run.run_id}: nothing was saved before it ended: it starts again from step 0")
+        return
     if isinstance(job.settings, TrainSettings):
         require_settings(chosen.manifest.meta.get(KEPT), job.settings, chosen.folder.name)
 

@@ -63,6 +63,37 @@ def test_a_module_that_torch_averages_already_is_refused(on_ranks):
     assert said.startswith("its part '0' is a DistributedDataParallel already")
 
 
+ODD = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "expanded": lambda: torch.zeros(1).expand(5),
+    "not there": lambda: torch.zeros(3, device="meta"),
+    "lazy": lambda: nn.parameter.UninitializedBuffer(),
+}
+
+
+def odd_tensors(world: World) -> dict[str, str]:
+    said = {}
+    for odd, build in ODD.items():
+        module = ToyModel()
+        module.norm.register_buffer("odd", build())
+        said[odd] = said_by(lambda: ddp.BucketedDDP(module, world.group), ValueError)  # noqa: B023 - called at once
+    said["lazy parameter"] = said_by(lambda: ddp.AllReduce(nn.LazyLinear(3), world.group), ValueError)
+    return said
+
+
+def test_a_parameter_or_buffer_that_cannot_be_sent_is_named(on_ranks):
+    wanted = {
+        "sparse": "buffer 'norm.odd' is torch.sparse_coo, wanted a dense tensor: make it one, or keep it as a plain "
+        "attribute of the module",
+        "expanded": "buffer 'norm.odd' has elements that share memory, as expand() makes them: clone() it",
+        "not there": "buffer 'norm.odd' is on the meta device, without values: call to_empty() and initialize it "
+        "before wrapping",
+        "lazy": "buffer 'norm.odd' has no shape yet: forward the module once before wrapping it",
+        "lazy parameter": "parameter 'weight' has no shape yet: forward the module once before wrapping it",
+    }
+    assert on_ranks(2, odd_tensors) == [wanted] * 2
+
+
 def in_a_group_of_others(world: World) -> str:
     group = dist.new_group([1])
     said = said_by(lambda: ddp.AllReduce(ToyModel(), group), ValueError)

@@ -248,6 +248,32 @@ def test_gradients_can_be_sent_in_half_of_the_bytes(on_ranks):
     assert on_ranks(3, in_bfloat16) == [[]] * 3
 
 
+def in_float16(world: World) -> list[str]:
+    """Gradients whose mean fits into 16 bits, but not their sum; and buffers of types that gloo does not know."""
+    problems = []
+    for wrapper in ("AllReduce", "FlatAllReduce", "OverlappedDDP", "BucketedDDP"):
+        module = torch.nn.Linear(1, 1, bias=False).half()
+        kinds = {"int16": torch.int16, "fp8": torch.float8_e4m3fn, "bool": torch.bool, "complex": torch.complex64}
+        for name, kind in kinds.items():
+            module.register_buffer(name, torch.full((3,), 1.0 - world.rank).to(kind))
+        module.register_buffer("number", torch.tensor(7 + world.rank, dtype=torch.uint16))
+        model = getattr(ddp, wrapper)(module, world.group)
+        (model(torch.full((1, 1), 200.0).half()) * 200).sum().backward()
+        model.finish_gradient_synchronization()
+        if module.weight.grad.item() != 40_000:
+            problems.append(f"{wrapper}: the mean of 40000 on every rank is {module.weight.grad.item()}")
+        held = {name: each.tolist() for name, each in module.named_buffers() if name != "fp8"}
+        if held != {"int16": [1] * 3, "bool": [True] * 3, "complex": [1] * 3, "number": 7}:
+            problems.append(f"{wrapper}: buffers are not rank 0's: {held}")
+        if module.fp8.float().tolist() != [1.0] * 3:
+            problems.append(f"{wrapper}: the buffer in 8 bits is not rank 0's")
+    return problems
+
+
+def test_a_sum_that_16_bits_cannot_hold_is_divided_before_and_buffers_are_of_any_type(on_ranks):
+    assert on_ranks(2, in_float16) == [[]] * 2
+
+
 def told(world: World) -> dict:
     said = {}
     for wrapper in WRAPPERS:

@@ -10,6 +10,7 @@ from jobs.anatomy import anatomy
 from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape, VggShape
 from jobs.train.models.gpt import assemble_gpt
 from jobs.train.models.vgg import assemble_vgg
+from jobs.train.numerics.pieces import cut
 
 BATCH = 2
 NANO = GPT_SHAPES["gpt-nano"]
@@ -71,6 +72,18 @@ def test_what_the_forward_keeps_is_what_autograd_saves(shape):
     assert loss.requires_grad
     # Batch norm keeps two numbers a channel besides, whatever the batch.
     assert BATCH * anatomy(shape).saved_bytes(4) == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=["vgg", "gpt"])
+def test_what_is_forwarded_again_are_the_trainings_own_pieces_with_their_inputs(shape):
+    model, given = module_of(shape), {}
+    for name, layer in model.named_children():
+        layer.register_forward_pre_hook(lambda _, inputs, name=name: given.update({name: inputs[0].numel() // BATCH}))
+    loss_of(shape, model)
+    names = list(given)
+    pieces = [piece for piece in cut(list(model)[:-1]) if piece.again]
+    wanted = [(names[piece.start], given[names[piece.start]]) for piece in pieces]
+    assert [(again.parts[0].layer, again.inputs) for again in anatomy(shape).recomputed()] == wanted
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=["vgg", "gpt"])

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jobs.errors import RefusedError
-from jobs.modes import MODES, Parallel
+from jobs.modes import MODES, SHARDED, Parallel, mode_of
 
 
 @pytest.mark.parametrize("name", [name for name in MODES if name != "single"])
@@ -14,9 +14,24 @@ def test_every_mode_uses_every_rank(name: str, world_size: int) -> None:
     assert MODES[name].expand(world_size).world_size == world_size
 
 
-@pytest.mark.parametrize("name", [name for name in MODES if name != "single"])
+@pytest.mark.parametrize("name", [name for name in MODES if name != "single" and name not in SHARDED])
 def test_data_parallel_modes_differ_in_their_synchronization_alone(name: str) -> None:
     assert MODES[name].expand(4) == Parallel(data=4, pipe=1, tensor=1, zero=0, sync=name)  # type: ignore[arg-type]
+
+
+def test_modes_that_share_state_out_name_what_is_shared_and_by_whom() -> None:
+    assert {name: (MODES[name].expand(4).zero, MODES[name].expand(4).sync) for name in SHARDED} == {
+        "zero1": (1, "sharded"),
+        "zero2": (2, "sharded"),
+        "zero3": (3, "sharded"),
+        "fsdp": (3, "fsdp"),
+    }
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_every_split_has_the_mode_that_it_came_from(name: str) -> None:
+    split = MODES[name].expand(1)
+    assert mode_of(split.sync, split.zero) == name
 
 
 def test_single_runs_on_one_rank_only() -> None:
@@ -34,6 +49,8 @@ def test_single_runs_on_one_rank_only() -> None:
         ("allreduce", ["bitwise", "bitwise", "tight"]),
         # divided before they are added: three thirds need not make one
         *((name, ["bitwise", "tight", "tight"]) for name in ("flat", "overlap", "bucketed", "ddp")),
+        # clipped by a norm that is summed over shards, of which one rank has one, of all parameters side by side
+        *((name, ["tight", "tight", "tight"]) for name in ("zero1", "zero2", "zero3", "fsdp")),
     ],
 )
 def test_a_mode_promises_no_more_than_its_sums_allow(name: str, promises: list[str]) -> None:
@@ -42,7 +59,7 @@ def test_a_mode_promises_no_more_than_its_sums_allow(name: str, promises: list[s
 
 def test_only_modes_whose_sums_are_ours_can_be_exact() -> None:
     exact = [name for name, mode in MODES.items() if mode.can_be_exact]
-    assert exact == ["gather_scatter", "allreduce", "flat", "overlap", "bucketed"]
+    assert exact == ["gather_scatter", "allreduce", "flat", "overlap", "bucketed", "zero1", "zero2", "zero3"]
 
 
 def test_rows_are_named_as_their_keys() -> None:

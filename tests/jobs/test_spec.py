@@ -36,12 +36,29 @@ def test_a_word_is_short_for_a_named_section() -> None:
         ({"mode": "dpp"}, "unknown mode 'dpp'; did you mean 'ddp'"),
         ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
         ({"mode": "ddp", "parallel": {"data": 2}}, "give mode or parallel, not both"),
-        ({"mode": "ddp", "exact": True}, "needs one of the modes gather_scatter, .*, bucketed, got ddp"),
+        (
+            {"mode": "ddp", "exact": True},
+            "needs one of the modes gather_scatter, .*, bucketed, zero1, zero2, zero3, got ddp",
+        ),
         ({"parallel": {"data": 2, "sync": "ddp"}, "exact": True}, "exact: true needs one of the modes .* got ddp"),
         ({"mode": "bucketed", "bucket_size_mb": 0}, "greater than 0"),
         ({"mode": "single", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got single"),
         ({"communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got ddp; remove it"),
         ({"mode": "flat", "exact": True, "communication_dtype": "bf16"}, "promises to the bit; remove one of the two"),
+        ({"mode": "fsdp", "exact": True}, "exact: true needs one of the modes .* got fsdp"),
+        ({"mode": "fsdp", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got fsdp"),
+        ({"mode": "zero2", "exact": True, "accumulate": "sharded"}, "set accumulate: local, or exact: false"),
+        ({"mode": "zero3", "layerwise": True, "exact": True}, "without exact; set exact: false, or layerwise: false"),
+        ({"mode": "zero3", "layerwise": True, "communication_dtype": "bf16"}, "layerwise sends gradients as they are"),
+        (
+            {"mode": "zero3", "layerwise": True, "model": "gpt-nano", "data": "synthetic"},
+            "head is its embedding; write model: {name: ..., tied: false}",
+        ),
+        ({"mode": "zero1", "accumulate": "whole"}, "'local' or 'sharded'"),
+        ({"parallel": {"data": 2, "zero": 1, "sync": "ddp"}}, "zero: 1 does not go with sync: ddp"),
+        ({"parallel": {"data": 2, "zero": 1, "sync": "fsdp"}}, "zero: 1 does not go with sync: fsdp"),
+        ({"parallel": {"data": 2, "sync": "sharded"}}, "zero: 0 does not go with sync: sharded"),
+        ({"parallel": {"data": 2, "zero": 4}}, "zero"),
         ({"virtual_ranks": 4}, "virtual_ranks needs exact: true"),
         ({"model": "gpt-nano"}, "data digits is images, model gpt-nano reads tokens"),
         ({"data": "python-source"}, "data python-source is tokens, model vgg11 reads images"),
@@ -87,6 +104,20 @@ def test_a_written_split_takes_what_its_mode_takes(sync: str) -> None:
     written = train(parallel={"data": 2, "sync": sync}, exact=True, **more)
     assert written.mode_name == sync
     assert written.split(2) == train(mode=sync).split(2)
+
+
+@pytest.mark.parametrize("mode", ["zero1", "zero2", "zero3", "fsdp"])
+def test_a_written_split_names_the_stage_of_zero_alone(mode: str) -> None:
+    parallel = {"data": 2, "sync": "fsdp"} if mode == "fsdp" else {"data": 2, "zero": int(mode[-1])}
+    written = train(parallel=parallel)
+    assert written.mode_name == mode
+    assert written.split(2) == train(mode=mode).split(2)
+    assert TrainSettings.model_validate(written.model_dump(mode="json", exclude_unset=True)) == written
+
+
+def test_what_a_mode_does_not_read_may_stand_there() -> None:
+    more = {"accumulate": "sharded", "reshard_after_forward": False}
+    assert train(mode="bucketed", exact=True, grad_accumulation=2, **more).accumulate == "sharded"
 
 
 def test_a_split_without_synchronization_is_the_mode_single() -> None:

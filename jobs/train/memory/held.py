@@ -54,7 +54,7 @@ def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, wrapper: Any
             *(each.grad for each in (*parameters, *stepped) if each.grad is not None),
             *(home.grad for home in homes if home.grad is not None),
         ],
-        "optimizer": [*stepped, *_tensors(optimizer.state), *_tensors(inner.state)],
+        "optimizer": [*stepped, *_tensors(inner.state)],
         "buffers": list(module.buffers()),
     }
 

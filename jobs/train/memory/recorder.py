@@ -40,6 +40,7 @@ class MemoryRecorder:
         self._peaks: dict[str, int] = {}
         self._engine: Engine | None = None
         self._handles: list[RemovableHandle] = []
+        resident.give_back()  # what is free already must not be taken for what is given back later
         gauge.since(device)
         self._append({"point": BASELINE, **facts, "now": gauge.now(device)})
 

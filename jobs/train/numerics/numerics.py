@@ -137,5 +137,5 @@ def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
         device,
         settings.compile,
         settings.activation_checkpointing,
-        cut_anywhere=settings.exact or settings.deterministic,
+        cut_anywhere=settings.deterministic and not settings.exact,  # exact shards are cut where no vector ends
     )

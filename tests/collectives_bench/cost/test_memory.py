@@ -1,5 +1,6 @@
 """Memory of a rank: known answers of papers and courses, and what each mode adds."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -8,7 +9,7 @@ from collectives_bench.cost.known import deepspeed_bytes, layer_activations
 from collectives_bench.cost.load import MIXED_ADAM, SIZES, Load, Recipe
 from collectives_bench.cost.memory import Memory, memory_of, states
 from collectives_bench.cost.modes import WAYS
-from jobs.anatomy import anatomy
+from jobs.anatomy import anatomy, saved_bytes
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
 from jobs.train_settings import Precision
 
@@ -143,6 +144,79 @@ def test_a_higher_stage_of_zero_holds_less_states(name):
     stage = WAYS[name].zero
     assert memory(name, of).states == states(of.model.elements, of.recipe, zero=stage, ranks=4).states
     assert memory("zero3", of).total < memory("zero2", of).total < memory("ddp", of).total
+
+
+def test_the_xl_of_a_course_in_fp32_on_two_ranks_shards_11_gib_of_adamws_states_to_half():
+    elements = anatomy(replace(GPT_SHAPES["gpt-xl"], vocabulary=10_000)).elements
+    whole, sharded = (states(elements, Recipe.of("adamw", momentum=False), zero=zero, ranks=2) for zero in (0, 1))
+    found = [value / 2**30 for value in (whole.parameters, whole.gradients, whole.optimizer, sharded.optimizer)]
+    assert found == pytest.approx([5.55, 5.55, 11.1, 5.55], abs=0.01)
+
+
+def test_stage_3_has_no_16_bit_shard_beside_a_master_and_pytorchs_has():
+    of = load("gpt-small", recipe=MIXED_ADAM, itemsize=2)
+    p = of.model.elements
+    assert memory("zero3", of).states == pytest.approx(14 * p / 4)
+    assert memory("fsdp", of).states == pytest.approx(16 * p / 4)
+    assert memory("zero3", of).stepping == pytest.approx(4 * p / 4)  # float32 gradients of the shard
+    assert memory("bucketed", of).stepping == 4 * p
+
+
+def test_gradients_that_add_up_whole_are_counted_and_those_that_are_shared_out_at_once_are_not():
+    for name in ("zero2", "zero3", "fsdp"):
+        once, local, sharded = (
+            memory(name, load("gpt-small", **more))
+            for more in ({}, {"accumulation": 4}, {"accumulation": 4, "accumulate": "sharded"})
+        )
+        assert local.gradients == sharded.gradients == once.gradients
+        assert sharded.communication == once.communication
+        assert local.communication > once.communication + 0.5 * 4 * load("gpt-small").model.elements
+    one = load("gpt-small", accumulation=4, bucket_bytes=2**20)
+    assert memory("zero1", one).communication == memory("zero1", load("gpt-small", bucket_bytes=2**20)).communication
+
+
+def test_stage_2_passes_gradients_through_a_bucket_and_two_flat_ones():
+    of = load("gpt-small", bucket_bytes=25 * 2**20, backend="nccl")
+    assert memory("zero2", of).communication == 3 * 25 * 2**20
+    everything = load("gpt-small", bucket_bytes=None, backend="nccl")
+    assert memory("zero2", everything).communication == 2 * 4 * of.model.elements
+
+
+def test_stage_3_gathers_what_lies_around_the_blocks_a_block_and_the_next_one():
+    of = load("gpt-small", backend="nccl")
+    around, block = (256 + 128 + 1) * 768, 4 * 768**2 + 2 * 768 * 3072 + 2 * 768
+    assert memory("zero3", of).communication == 4 * (around + 2 * block) + 4 * 3 * block
+    kept = load("gpt-small", backend="nccl", reshard=False)
+    assert memory("zero3", kept).communication - memory("zero3", of).communication == 4 * 10 * block
+
+
+def test_recomputed_blocks_keep_their_inputs_and_one_block_at_work():
+    of = load("gpt-small", ranks=1, batch=1)
+    blocks = [parts for name, parts in of.model.layers() if name.startswith("block")]
+    one, wide = saved_bytes(blocks[0], 4), 4 * 128 * 768
+    whole = memory("single", of).activations
+    again = memory("single", load("gpt-small", ranks=1, batch=1, recompute=True)).activations
+    assert whole - again == 12 * one - (12 * wide + one)
+    vgg, less = (memory("single", load(ranks=1, batch=1, recompute=each)).activations for each in (False, True))
+    assert 0.4 * vgg < less < 0.8 * vgg
+    staged = {each: memory("gpipe", load("gpt-small", recompute=each)).activations for each in (False, True)}
+    assert staged[True] < 0.5 * staged[False]
+
+
+def test_activations_are_those_of_one_forward_and_exact_shards_keep_their_gradients_apart():
+    of = load(batch=64)
+    assert memory("bucketed", load(batch=64, accumulation=4)).activations == memory("bucketed", of).activations / 4
+    exact = load(batch=64, shards=8)
+    assert memory("bucketed", exact).activations == memory("bucketed", of).activations / 2
+    more = memory("bucketed", exact).communication - memory("bucketed", of).communication
+    assert more == 4 * of.model.elements
+
+
+def test_what_batch_norms_record_stays_in_32_bits():
+    norms = 8
+    assert memory("single", load(recipe=MIXED_ADAM, itemsize=2)).buffers == 4 * load().model.buffers + 8 * norms
+    assert memory("single", load(recipe=Recipe(8, 8, 0))).buffers == 8 * load().model.buffers + 8 * norms
+    assert memory("single", load("gpt-nano")).buffers == 0
 
 
 def test_micro_batches_held_are_all_in_gpipe_and_as_many_as_stages_in_1f1b():

@@ -7,18 +7,18 @@ import torch
 import torch.distributed as dist
 
 from ddp.base import DataParallel
-from jobs.modes import MODES, Sync
+from jobs.modes import MODES, SHARDED, Sync
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.train import engine as engines
 from jobs.train.data import open_data
 from jobs.train.loop import build_trainer
-from jobs.train.modes import WRAP, WrappedReplica
+from jobs.train.modes import WRAP
+from jobs.train.replica import Replica, WrappedReplica
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 24, "evaluate": False}
-OWN = [name for name, mode in MODES.items() if mode.can_be_exact]
+OWN = [name for name, mode in MODES.items() if mode.can_be_exact and name not in SHARDED]
 SMALL_BUCKETS = {"bucketed": {"bucket_size_mb": 0.01}}
 PARAMETERS, BUCKETS = 22, 3  # of the tiny VGG: five convolutions with norms, the head; its buckets of 10 KB
 
@@ -36,7 +36,7 @@ def build(world: World, settings: dict[str, Any]) -> Any:
 def collectives(world: World, settings: dict[str, Any], fault: bool) -> list[list[Any]]:
     """Return the collectives of the second step by name, and whether each began within the last backward."""
     if fault:
-        WrappedReplica.accumulating = engines.Replica.accumulating
+        WrappedReplica.accumulating = Replica.accumulating
     trainer, begun = build(world, settings), []
     reader = trainer.own_steps()
     trainer.clock.start()
@@ -82,6 +82,24 @@ def said(world: World, settings: dict[str, Any]) -> list[Any]:
     assert isinstance(wrapper, DataParallel)
     size = getattr(wrapper, "bucket_size_mb", "none")
     return [type(wrapper).__name__, wrapper.exact, str(wrapper.communication_dtype), size]
+
+
+def said_of_shards(world: World, settings: list[dict[str, Any]]) -> list[list[Any]]:
+    wrappers = [build(world, each).engine.replica.wrapper for each in settings]
+    names = ("stage", "exact", "bucket_size_mb", "accumulate", "reshard_after_forward")
+    return [[*(getattr(wrapper, name) for name in names), str(wrapper.communication_dtype)] for wrapper in wrappers]
+
+
+@pytest.mark.ranks
+def test_what_a_job_says_reaches_what_shares_its_state_out(on_ranks):
+    more = {"accumulate": "sharded", "reshard_after_forward": False, "communication_dtype": "bf16"}
+    jobs = [{"mode": "zero1", "exact": True}, {"mode": "zero2", "bucket_size_mb": 3.0}, {"mode": "zero3", **more}]
+    (found,) = on_ranks(1, said_of_shards, settings=[{**VGG, **each} for each in jobs])
+    assert found == [
+        [1, True, 25.0, "local", True, "None"],
+        [2, False, 3.0, "local", True, "None"],
+        [3, False, 25.0, "sharded", False, "torch.bfloat16"],
+    ]
 
 
 @pytest.mark.ranks

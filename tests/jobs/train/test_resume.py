@@ -36,8 +36,9 @@ def parts(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "mode"),
     [
-        *((VGG, mode) for mode in ("single", "ddp")),  # buffers, and buckets that are dealt anew
+        *((VGG, mode) for mode in ("single", "ddp", "zero3")),  # buffers, and buckets that are dealt anew
         *((GPT, mode) for mode in ("single", "ddp", "gather_scatter", "allreduce", "flat", "overlap", "bucketed")),
+        *((GPT, mode) for mode in ("zero1", "zero2", "zero3", "fsdp")),
     ],
     ids=lambda value: value if isinstance(value, str) else value["optimizer"]["name"],
 )
@@ -63,9 +64,9 @@ def test_loader_processes_and_accumulation_resume_bit_by_bit(on_ranks, whole, pa
 
 
 def test_exact_training_moves_between_modes_and_one_two_and_four_ranks_without_a_changed_bit(on_ranks, whole, parts):
-    job = {**VGG, "exact": True, "virtual_ranks": 4}
+    job = {**VGG, "exact": True, "virtual_ranks": 4, "clip_norm": 0.1}
     on_ranks(1, attempt, folder=str(whole), settings={**job, "mode": "allreduce"})
-    ways = (("bucketed", 2, 2), ("overlap", 4, 5), ("flat", 1, 6))
+    ways = (("bucketed", 2, 2), ("zero3", 4, 4), ("overlap", 4, 5), ("zero1", 2, 6), ("flat", 1, 7))
     for number, (mode, size, stop_at) in enumerate(ways):
         stopped = on_ranks(
             size, attempt, folder=str(parts), settings={**job, "mode": mode}, number=number, stop_at=stop_at
@@ -86,13 +87,45 @@ def test_on_other_worlds_and_in_other_modes_float64_agrees_within_rounding(on_ra
     )
     assert on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "single"}, number=2, stop_at=6) == [75]
     assert on_ranks(4, attempt, folder=str(parts), settings=job, number=3) == [0] * 4
-    theirs = tensors(whole)
-    for name, mine in tensors(parts).items():
+    agree_within_rounding(parts, whole)
+
+
+def agree_within_rounding(parts: Path, whole: Path) -> None:
+    """Check that the newest checkpoints of two runs in float64 have the same tensors, within 1e-12."""
+    theirs, ours = tensors(whole), tensors(parts)
+    assert ours.keys() == theirs.keys()
+    for name, mine in ours.items():
         if name.endswith("/step"):
             assert mine == theirs[name]
             continue
         pairs = zip(struct.iter_unpack("<d", mine), struct.iter_unpack("<d", theirs[name]), strict=True)
         assert max(abs(a - b) for (a,), (b,) in pairs) < 1e-12, name
+
+
+def test_shared_out_state_moves_between_stages_and_worlds_and_float64_agrees_within_rounding(on_ranks, whole, parts):
+    job = {**GPT, "model": {"name": "gpt-nano"}, "precision": "fp64", "clip_norm": 0.5}
+    on_ranks(2, attempt, folder=str(whole), settings={**job, "mode": "bucketed"})
+    ways = (("zero3", 4, 1), ("ddp", 1, 2), ("zero1", 3, 3), ("fsdp", 3, 5), ("zero2", 2, 6), ("fsdp", 2, 7))
+    for number, (mode, size, stop_at) in enumerate(ways):
+        stopped = on_ranks(
+            size, attempt, folder=str(parts), settings={**job, "mode": mode}, number=number, stop_at=stop_at
+        )
+        assert stopped == [75] * size, mode
+    last = on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "zero3"}, number=len(ways))
+    assert last == [0]
+    agree_within_rounding(parts, whole)
+
+
+def test_masters_of_shared_out_weights_move_between_stages_and_worlds_without_a_changed_bit(on_ranks, whole, parts):
+    job = {**GPT, "precision": "pure_bf16", "exact": True, "virtual_ranks": 4, "clip_norm": 0.5}
+    on_ranks(1, attempt, folder=str(whole), settings={**job, "mode": "bucketed"})
+    for number, (mode, size, stop_at) in enumerate((("zero1", 2, 2), ("zero3", 4, 4), ("flat", 2, 5))):
+        stopped = on_ranks(
+            size, attempt, folder=str(parts), settings={**job, "mode": mode}, number=number, stop_at=stop_at
+        )
+        assert stopped == [75] * size, mode
+    assert on_ranks(2, attempt, folder=str(parts), settings={**job, "mode": "zero2"}, number=3) == [0, 0]
+    assert hashes(parts) == hashes(whole)
 
 
 def test_every_sample_is_seen_once_an_epoch_over_resumes_on_other_worlds(on_ranks, parts):

@@ -29,7 +29,8 @@ VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 50, "optimizer": SGD
 GPT = {"model": {"name": "gpt-nano"}, "data": "synthetic", "batch_size": 10, "optimizer": ADAMW}
 SHARED = [name for name in MODES if name != "single"]
 EXACT = [name for name, mode in MODES.items() if mode.can_be_exact]
-SMALL_BUCKETS = {"bucketed": {"bucket_size_mb": 0.02}}  # several of one parameter and of many, for models this small
+# Several of one parameter and of many, for models this small.
+SMALL_BUCKETS = {mode: {"bucket_size_mb": 0.02} for mode in ("bucketed", "zero1", "zero2")}
 
 
 def verify(world: World, train: dict, steps: int = 3, fault: str = "") -> dict | None:
@@ -89,7 +90,7 @@ def test_accumulation_clipping_and_a_schedule_change_nothing_about_equality(on_r
     check(on_ranks, 2, mode=mode, **{**VGG, "batch_size": 29}, **{k: v for k, v in more.items() if k != "steps"})
 
 
-@pytest.mark.parametrize("mode", ["gather_scatter", "bucketed", "ddp"])  # one of each kind of replica
+@pytest.mark.parametrize("mode", ["gather_scatter", "bucketed", "ddp", "zero3", "fsdp"])  # one of each kind of replica
 def test_a_short_last_batch_with_an_empty_shard_matches_one_process(on_ranks, mode):
     # 1437 samples = 3 x 478 + 3: the fourth step has three samples for four ranks, and the fifth begins an epoch
     check(on_ranks, 4, mode=mode, steps=5, **{**VGG, "batch_size": 478, "epochs": 2})
@@ -98,9 +99,24 @@ def test_a_short_last_batch_with_an_empty_shard_matches_one_process(on_ranks, mo
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("mode", EXACT)
 def test_exact_is_bitwise_one_process_on_every_world_that_divides(on_ranks, mode, world_size):
-    more = {"exact": True, "virtual_ranks": 4, "grad_accumulation": 2}
+    more = {"exact": True, "virtual_ranks": 4, "grad_accumulation": 2, "clip_norm": 0.5}
     record = check(on_ranks, world_size, mode=mode, **VGG, **more)
     assert (record["class"], not_bitwise(record)) == ("bitwise", [])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mode": "zero1", "accumulate": "sharded"},
+        {"mode": "zero2", "accumulate": "sharded"},
+        {"mode": "zero3", "accumulate": "sharded", "reshard_after_forward": False},
+        {"mode": "fsdp", "accumulate": "sharded", "reshard_after_forward": False},
+        {"mode": "zero3", "layerwise": True},
+    ],
+    ids=lambda more: "-".join(map(str, more.values())),
+)
+def test_every_way_to_share_out_agrees_with_one_process(on_ranks, more):
+    check(on_ranks, 3, **{**VGG, "batch_size": 29}, **more, grad_accumulation=3, clip_norm=0.5)
 
 
 @pytest.mark.parametrize(("mode", "sent_as"), [*zip(EXACT, cycle(("bf16", "fp16"))), ("bucketed", "fp16")])

@@ -27,6 +27,7 @@ from launch.submit import resume, start
 from launch.submit.prepare import prepare
 from launch.submit.submission import Submission
 from launch.supervision import lease
+from launch.supervision.resumption import with_checkpoint
 from support.checkpoints import Saved
 
 TRAIN = {"model": "gpt-nano", "data": "python-source", "batch_size": 8, "epochs": 2}
@@ -202,6 +203,26 @@ def test_a_job_of_slurms_is_submitted_again(make, muster, monkeypatch) -> None:
     assert not folder.run.slurm.exists()  # it is another job's
 
 
+def test_a_run_that_ended_before_its_first_save_starts_from_step_0_and_says_so(make, muster, supervised) -> None:
+    folder = make().ended()
+    folder.saved.write(10)  # one of two ranks had come that far, and nothing was committed
+    folder.saved.run.checkpoint(10, 0).ok(1).unlink()
+    code, err = muster()
+    assert (code, err) == (42, f"muster: {ID}: nothing was saved before it ended: it starts again from step 0\n")
+    given = with_checkpoint(supervised[0].context, print)
+    assert given.options == {"saving": True, "resume": None}
+
+
+def test_a_run_whose_saves_are_all_broken_does_not_start_over_unasked(make, muster, supervised) -> None:
+    folder = make().ended()
+    folder.saved.save(10)
+    folder.saved.run.checkpoint(10, 0).manifest.write_text("{}")
+    for _ in range(2):  # put aside, and then as it was found
+        code, err = muster()
+        assert (code, supervised) == (66, [])
+        assert "nothing of what was saved is whole" in err
+
+
 # What is refused ----------------------------------------------------------------------------------------------------
 
 
@@ -217,7 +238,6 @@ def test_a_run_that_goes_on_is_left_alone(make, muster, supervised) -> None:
 @pytest.mark.parametrize(
     ("job", "words", "code", "said"),
     [
-        (JOB, (), 66, "nothing was saved before it ended"),
         ({**JOB, "checkpoint": None}, (), 66, "has no checkpoint: section"),
         ({"name": "b", "bench": {"operation": "hello"}}, (), 78, "a bench: job saves nothing"),
         (JOB, ("--from", "7"), 66, "no good checkpoint of step 7"),

@@ -6,7 +6,7 @@ from torch import nn
 
 from jobs.train.models import build_model
 from jobs.train.numerics import Numerics
-from jobs.train.optim import clip, set_learning_rate
+from jobs.train.optim import clip, gradients_of, set_learning_rate
 from jobs.train_settings import ModelSettings, OptimizerSettings
 
 CPU = torch.device("cpu")
@@ -78,10 +78,10 @@ def test_clipping_measures_16_bit_gradients_in_float32():
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.01)
     exact = float(torch.cat([each.grad for each in parameters]).double().norm())
-    before = clip(parameters, exact / 2)
-    assert before.dtype == torch.float32
+    before = clip(gradients_of(parameters), exact / 2)
+    assert before.dtype == torch.float64
     assert float(before) == pytest.approx(exact, rel=1e-5)
     assert float(torch.cat([each.grad for each in parameters]).double().norm()) == pytest.approx(exact / 2, rel=4e-3)
     kept = [each.grad.clone() for each in parameters]
-    clip(parameters, 2 * exact)
+    clip(gradients_of(parameters), 2 * exact)
     assert all(torch.equal(each.grad, old) for each, old in zip(parameters, kept, strict=True))

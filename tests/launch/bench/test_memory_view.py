@@ -1,0 +1,110 @@
+"""`muster memory JOB.yaml` as a user types it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from collectives_bench.cost.modes import WAYS
+from jobs.shapes import GPT_SHAPES
+from launch.cli import main
+
+JOB = """
+name: held
+nodes: 4
+train:
+  model: gpt-small
+  data: synthetic
+  mode: zero2
+  batch_size: 32
+  optimizer: {name: adamw}
+"""
+PARAMETERS = GPT_SHAPES["gpt-small"].parameter_count()
+KINDS = ("parameters", "gradients", "optimizer", "buffers", "communication", "activations")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return str(path)
+
+
+def record(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict]:
+    assert main(["memory", *arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return {row["mode"]: row for row in found["modes"]} | {"all": found}
+
+
+def test_every_mode_has_a_line_and_the_job_s_own_is_marked(capsys, job):
+    assert main(["memory", job]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == (
+        f"job held: gpt-small, {PARAMETERS / 1e6:.4g} million parameters, fp32, adamw, batch 32 on 4 ranks, gloo"
+    )
+    lines = [line for line in out.splitlines() if "MB" in line and line[:3].strip() in ("", "*")]
+    assert [line.split()[line.startswith("*")] for line in lines] == list(WAYS)
+    assert [line.split()[1] for line in lines if line.startswith("*")] == ["zero2"]
+    assert {line.split()[0] for line in lines if "not built yet" in line} == {n for n in WAYS if not WAYS[n].is_built}
+
+
+def test_records_are_bytes(capsys, job):
+    found = record(capsys, job, "--modes", "zero1,zero2,zero3")
+    assert found["all"]["parameters"] == PARAMETERS
+    one, two, three = (found[name]["memory"] for name in ("zero1", "zero2", "zero3"))
+    for memory, whole in ((one, "parameters gradients"), (two, "parameters"), (three, "")):
+        for kind, each in (("parameters", 4), ("gradients", 4), ("optimizer", 8)):
+            assert memory[kind] == each * PARAMETERS / (1 if kind in whole else 4)
+        assert memory["total"] == sum(memory[kind] for kind in KINDS)
+    assert (found["zero2"]["is_jobs"], found["zero1"]["is_jobs"]) == (True, False)
+
+
+def test_ranks_and_values_of_the_job_can_be_others(capsys, job):
+    found = record(capsys, job, "--world", "8", "--modes", "zero3")
+    assert found["zero3"]["memory"]["optimizer"] == PARAMETERS
+    halved = record(capsys, job, "--set", "train.activation_checkpointing=true", "--modes", "zero3")
+    assert halved["zero3"]["memory"]["activations"] < 0.5 * 2 * found["zero3"]["memory"]["activations"]
+    mixed = record(capsys, job, "--set", "train.precision=pure_bf16", "--modes", "ddp")["ddp"]["memory"]
+    assert [mixed[kind] for kind in KINDS[:3]] == [2 * PARAMETERS, 2 * PARAMETERS, 12 * PARAMETERS]
+
+
+def test_what_does_not_fit_is_marked(capsys, job):
+    found = record(capsys, job, "--memory", "1600M", "--modes", "ddp,zero3")
+    assert (found["ddp"]["fits"], found["zero3"]["fits"]) == (False, True)
+    assert main(["memory", job, "--memory", "1600M", "--modes", "ddp,zero3"]) == 0
+    (marked,) = [line for line in capsys.readouterr().out.splitlines() if "does not fit" in line]
+    assert marked.split()[0] == "ddp"
+    assert "does not fit into 1.562 GB, of which nine tenths are used" in marked
+
+
+def test_a_model_that_cannot_be_cut_has_no_memory(capsys, job):
+    assert main(["memory", job, "--set", "train.model=vgg11", "--modes", "tensor"]) == 0
+    assert "vgg11 has no width to cut" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--modes", "zero4"), 2, "--modes: unknown mode 'zero4'; did you mean 'zero3'?"),
+        (("--world", "0"), 2, "--world 0: must be 1 or more"),
+        (("--memory", "much"), 2, "--memory much: wanted a size such as 80G or 512M"),
+        (("--rank", "0"), 2, "--rank: does not go with a job file; leave it out, or name a run"),
+        (("--microbatches", "0"), 2, "--microbatches 0: must be 1 or more"),
+        (("--set", "train.batch=1"), 65, "train.batch: unknown key; did you mean 'batch_size'?"),
+        (("--set", "ranks_per_node=slots"), 2, "ranks_per_node: slots depends on the hosts; give --world N"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(capsys, job, arguments, code, message):
+    assert main(["memory", job, *arguments]) == code
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+
+
+def test_a_file_that_is_not_there_and_a_job_that_does_not_train(capsys, tmp_path):
+    assert main(["memory", str(tmp_path / "gone.yaml")]) == 65
+    assert "gone.yaml: no such file" in capsys.readouterr().err
+    other = tmp_path / "other.yaml"
+    other.write_text("name: x\ncommand: [echo]\n")
+    assert main(["memory", str(other)]) != 0
+    assert "is a command: job" in capsys.readouterr().err

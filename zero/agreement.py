@@ -1,0 +1,70 @@
+"""Mistakes of one rank, told on all: nobody waits in a collective for a rank that has refused.
+
+rank 0   checks ── says "fine" ──┐                  ┌── ValueError: rank 1: duplicate parameters
+rank 1   checks ── says why not ─┴── both hear both ┴── ValueError: duplicate parameters
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp.checks import difference_of, gather_json
+
+Group = dist.ProcessGroup | None
+MISTAKES = (ValueError, TypeError, RuntimeError, KeyError, AssertionError)  # what torch.optim raises for a wrong value
+
+
+def device_of(group: Group) -> torch.device:
+    """Return where a group can send small things from."""
+    return torch.device("cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu")
+
+
+@contextmanager
+def together(group: Group) -> Iterator[None]:
+    """Let all ranks fail if one does within it: a collective, of two small messages.
+
+    Raises:
+        ValueError: on the ranks that did not fail, with the first rank that did and what it said.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except MISTAKES as caught:
+        error = caught
+    said = gather_json(None if error is None else str(error), group, device_of(group))
+    if error is not None:
+        raise error
+    for rank, text in said.items():
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+
+
+def require_same(lines: list[str], group: Group, what: str) -> None:
+    """Check that all ranks have the same lines: a collective.
+
+    Raises:
+        ValueError: on every rank, naming the first difference.
+    """
+    if differing := difference_of(lines, group, device_of(group)):
+        raise ValueError(f"the ranks' {what} differ: {differing}; pass the same, in one order, on every rank")
+
+
+def settings_in_words(settings: Mapping[str, Any]) -> str:
+    """Write hyper-parameters so that ranks can compare them: numbers, texts, truths, and what is made of them."""
+    said = {key: _value(value) for key, value in sorted(settings.items())}
+    return ", ".join(f"{key}={value!r}" for key, value in said.items() if value is not _NOT_COMPARED)
+
+
+_NOT_COMPARED = object()
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.numel() == 1 else _NOT_COMPARED
+    if isinstance(value, (list, tuple)):
+        inner = [_value(each) for each in value]
+        return _NOT_COMPARED if any(each is _NOT_COMPARED for each in inner) else inner
+    return value if value is None or isinstance(value, (bool, int, float, str)) else _NOT_COMPARED

@@ -1,0 +1,202 @@
+"""Loading the state of a sharded optimizer: all of it is checked, on all ranks, before any of it is changed."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from zero.agreement import require_same, settings_in_words, together
+from zero.layout import Slice
+from zero.states import MASTER, RANGE, SHARD, numbers_of, parameters_of
+
+if TYPE_CHECKING:
+    from zero.optimizer import Segment, ShardedOptimizer
+
+Entries = Mapping[str, Any]
+ANOTHER: Final = "the state is another optimizer's"
+MODEL: Final = "the state is of another model or other groups"
+NO_SETTINGS: Final = ("params", "param_names")
+
+
+@torch.no_grad()
+def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
+    """Load a shard or a whole state: a collective.
+
+    Raises:
+        ValueError: it does not fit, on this rank or on another.
+    """
+    plan: list[tuple[Segment, dict[str, Tensor], dict[str, Tensor]]] = []
+    with together(optimizer.group):
+        groups, state = _checked(optimizer, given)
+        kinds = Kinds(optimizer, groups)
+        _check_entries(optimizer, state, kinds)
+        numbers = numbers_of(optimizer)
+        for place, segments in enumerate(optimizer.segments):
+            fresh = optimizer.fresh(kinds.settings[place], [segment.stepped for segment in segments])
+            for segment in segments:
+                parameters = [segment.home.parameters[at.tensor] for at in segment.slices]
+                kept = kinds.of(place, parameters[0])
+                cut = [
+                    _cut(segment, at, state.get(numbers[id(each)], {}), kept)
+                    for at, each in zip(segment.slices, parameters, strict=True)
+                ]
+                plan.append((segment, _joined(segment, cut, kept), dict(fresh.state.get(segment.stepped, {}))))
+    require_same([settings_in_words(group) for group in groups], optimizer.group, "states to load")
+    for each in plan:
+        _fill(optimizer.inner, *each)
+    for group, loaded in zip(optimizer.param_groups, groups, strict=True):
+        group.update(deepcopy({key: value for key, value in loaded.items() if key not in NO_SETTINGS}))
+
+
+class Kinds:
+    """What the optimizer keeps of a parameter of each group, with the settings to load: found out by a step of one."""
+
+    def __init__(self, optimizer: "ShardedOptimizer", groups: Sequence[Mapping[str, Any]]) -> None:
+        self.settings = [
+            {key: value for key, value in {**own, **loaded}.items() if key not in NO_SETTINGS}
+            for own, loaded in zip(optimizer.param_groups, groups, strict=True)
+        ]
+        self._optimizer = optimizer
+        self._known: dict[object, dict[str, Tensor]] = {}
+
+    def of(self, place: int, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the states of one element, by key; one that is a number for the whole parameter has no dimension."""
+        dtype = torch.float32 if self._optimizer.masters and parameter.itemsize == 2 else parameter.dtype
+        case = (place, dtype, parameter.device)
+        if case not in self._known:
+            probe = nn.Parameter(torch.zeros(1, dtype=dtype, device=parameter.device))
+            probe.grad = torch.zeros_like(probe)
+            stepper = self._optimizer.fresh(deepcopy(self.settings[place]), [probe])
+            stepper.step()
+            self._known[case] = {key: each for key, each in stepper.state[probe].items() if isinstance(each, Tensor)}
+        return self._known[case]
+
+
+def _checked(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> tuple[list[Any], dict[int, Entries]]:
+    """Return the groups, and entries by our own numbers, after a look at which parameters there are."""
+    if not isinstance(given, Mapping) or not {"state", "param_groups"} <= given.keys():
+        raise ValueError("a state dict of an optimizer has state and param_groups; pass what state_dict() returned")
+    groups, state = list(given["param_groups"]), given["state"]
+    sizes = [[len(group.get("params", ())) for group in side] for side in (groups, optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"{MODEL}: its groups have {sizes[0]} parameters, this optimizer's {sizes[1]}")
+    for place, group in enumerate(groups):
+        if missing := sorted(optimizer.defaults.keys() - group.keys()):
+            raise ValueError(f"{ANOTHER}: its group {place} has no {', '.join(missing)}; load one of the same class")
+    own = (optimizer.rank, optimizer.ranks)
+    if SHARD in given and tuple(given[SHARD]) != own:
+        rank, ranks = given[SHARD]
+        raise ValueError(
+            f"the state is the shard of rank {rank} of {ranks}, this is rank {own[0]} of {own[1]}; "
+            "load what full_state_dict() or consolidate_state_dict() returned"
+        )
+    numbers = {key: number for number, key in enumerate(each for group in groups for each in group["params"])}
+    if strange := [key for key in state if key not in numbers]:
+        raise ValueError(f"{MODEL}: it has a parameter {strange[0]!r} that is in none of its groups")
+    return groups, {numbers[key]: entries for key, entries in state.items()}
+
+
+def _check_entries(optimizer: "ShardedOptimizer", state: Mapping[int, Entries], kinds: Kinds) -> None:
+    """Check that each parameter has the states that the optimizer keeps, in its own shape."""
+    parameters = parameters_of(optimizer)
+    places = [place for place, group in enumerate(optimizer.param_groups) for _ in group["params"]]
+    for number, entries in state.items():
+        parameter, kept = parameters[number], kinds.of(places[number], parameters[number])
+        found = {key for key, value in entries.items() if value is not None} - {RANGE, MASTER}
+        if found and found != kept.keys():
+            raise ValueError(
+                f"{ANOTHER}: of parameter {number} it has {', '.join(sorted(found))}, "
+                f"where {', '.join(sorted(kept)) or 'nothing'} is kept; load one of the same class and settings"
+            )
+        shape = tuple(parameter.shape)
+        if RANGE in entries:
+            start, stop = entries[RANGE]
+            shape = (stop - start,)
+        for key in (*found, *({MASTER} & entries.keys())):
+            value = torch.as_tensor(entries[key])
+            is_one = key != MASTER and kept[key].dim() == 0
+            if value.numel() != 1 if is_one else tuple(value.shape) != shape:
+                raise ValueError(
+                    f"{MODEL}: {key} of parameter {number} has the shape {tuple(value.shape)}, "
+                    f"of the parameter {tuple(parameter.shape)}"
+                )
+
+
+def _cut(segment: "Segment", at: Slice, entries: Entries, kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a state has for a slice, as views.
+
+    Raises:
+        ValueError: it has another range of the parameter.
+    """
+    if RANGE in entries and tuple(entries[RANGE]) != (at.start, at.stop):
+        start, stop = entries[RANGE]
+        raise ValueError(
+            f"the state is of another layout: it has elements {start} to {stop} of {segment.home.names[at.tensor]}, "
+            f"this rank {at.start} to {at.stop}; load what full_state_dict() or consolidate_state_dict() returned"
+        )
+    cut: dict[str, Tensor] = {}
+    for key in (*kept, *((MASTER,) if segment.home.has_masters() else ())):
+        if entries.get(key) is None:
+            continue
+        value = torch.as_tensor(entries[key])
+        if key != MASTER and kept[key].dim() == 0:
+            cut[key] = value.reshape(()).to(kept[key].device, kept[key].dtype)
+        else:
+            part = value.reshape(-1) if RANGE in entries else value.reshape(-1)[at.start : at.stop]
+            cut[key] = part if key == MASTER else part.to(kept[key].dtype)
+    return cut
+
+
+def _joined(
+    segment: "Segment", slices: Sequence[Mapping[str, Tensor]], kept: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Lay the slices of a segment side by side.
+
+    Raises:
+        ValueError: they are stepped as one, and were not before.
+    """
+    first = slices[0]
+    for at, each in zip(segment.slices, slices, strict=True):
+        if each.keys() != first.keys() or any(
+            each[key] != first[key] for key in first if key != MASTER and kept[key].dim() == 0
+        ):
+            names = [segment.home.names[tensor] for tensor in (segment.slices[0].tensor, at.tensor)]
+            raise ValueError(
+                f"{names[0]} and {names[1]} are stepped together, and were not before this state was saved: one had "
+                "steps without a gradient; build the wrapper with find_unused_parameters=True"
+            )
+    return {key: value if value.dim() == 0 else _side_by_side(segment, key, slices) for key, value in first.items()}
+
+
+def _side_by_side(segment: "Segment", key: str, slices: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    """Lay out as the segment is, with zeros in what lies between tensors."""
+    if len(slices) == 1:
+        return slices[0][key]
+    whole = slices[0][key].new_zeros(segment.end - segment.begin)
+    for at, each in zip(segment.slices, slices, strict=True):
+        whole[at.offset - segment.begin :][: at.elements] = each[key]
+    return whole
+
+
+def _fill(
+    inner: torch.optim.Optimizer, segment: "Segment", loaded: Mapping[str, Tensor], fresh: Mapping[str, Any]
+) -> None:
+    """Replace a segment's state, in place where it is there already; without one it is as it was when it was built."""
+    if MASTER in loaded:
+        segment.stepped.copy_(loaded[MASTER])
+    wanted = {key: value for key, value in loaded.items() if key != MASTER} or fresh
+    kept = inner.state[segment.stepped]
+    for key in kept.keys() - wanted.keys():
+        del kept[key]
+    for key, value in wanted.items():
+        old = kept.get(key)
+        if isinstance(old, Tensor) and isinstance(value, Tensor) and old.shape == value.shape:
+            old.copy_(value)
+        elif isinstance(value, Tensor) and value.dim():
+            kept[key] = torch.empty_like(segment.stepped, dtype=value.dtype).copy_(value)
+        else:
+            kept[key] = value.clone() if isinstance(value, Tensor) else value
+    if not kept:
+        del inner.state[segment.stepped]

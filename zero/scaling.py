@@ -1,0 +1,49 @@
+"""Gradients scaled against underflow, in shards: an infinity in one rank's shard is one for all, and all skip the step.
+
+`torch.amp.GradScaler` looks at the gradients of parameters. A `ShardedOptimizer` by itself has them, whole; one of a
+wrapper has shards only, which `ShardedGradScaler` looks at.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero.agreement import device_of
+
+if TYPE_CHECKING:
+    from zero.optimizer import ShardedOptimizer
+
+
+def overflow(optimizer: "ShardedOptimizer", stepped: Sequence[Tensor]) -> bool:
+    """Take the scale out of the gradients of what is stepped, if a GradScaler is stepping; True: no rank may step.
+
+    A collective then: ranks skip together, whoever has the infinity. The unscaled gradients are copies, in the type
+    that is stepped: those of float16 parameters with masters are unscaled in float32.
+    """
+    given = getattr(optimizer, "found_inf", None)
+    if given is None:
+        return False
+    found = torch.as_tensor(given, dtype=torch.float32).to(device_of(optimizer.group), copy=True)
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    for each in stepped:
+        if each.grad is not None:
+            if scale is not None:
+                each.grad = each.grad / scale.to(each.device)
+            found += (~each.grad.isfinite().all()).to(found)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=optimizer.group)
+    return bool(found)
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """A `torch.amp.GradScaler` that unscales the shards of gradients, and finds infinities in those of all ranks."""
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        shards: list[Tensor] = optimizer.gradients()
+        found = torch.zeros_like(found_inf)
+        for shard in shards:
+            torch._amp_foreach_non_finite_check_and_unscale_([shard], found, inv_scale)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=optimizer.group)
+        return {found.device: found}
