@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_sides import Scene, Side, Spec, batches_of, build_side
+from gpu_sides import LoopSide, Scene, Side, Spec, batches_of, build_side
 from torch import Tensor
 
 WARM_STEPS = 8
 LOSSES_WITHIN = 0.02  # of the loss: bf16 keeps three digits
 MEMORY_STEPS = 3
+# Of an element, between two steps of AdamW: the parameter, both momenta, and the master of one in bfloat16.
+STATE_BYTES = {"fp32": 12, "bf16": 12, "pure_bf16": 14}
 PROFILED_STEPS = 4
 CEILING = 8192
 
@@ -121,7 +123,7 @@ def rank_main(order: dict[str, Any]) -> None:
         dist.init_process_group("nccl", device_id=device, timeout=limit)
     if hasattr(torch._dynamo.config, "recompile_limit"):
         torch._dynamo.config.recompile_limit = 64
-    scene = Scene(order["model"], order["batch"], rank, ranks, device, smoke)
+    scene = Scene(order["model"], order["batch"], rank, ranks, device, smoke, bool(order["stock"]))
     stage = Stage(scene)
     pairs = ("options", "numerics")
     specs = [Spec(**each | {key: tuple(map(tuple, each[key])) for key in pairs}) for each in order["specs"]]
@@ -130,6 +132,8 @@ def rank_main(order: dict[str, Any]) -> None:
     )
     if order["what"] == "memory":
         measure_memory(stage, specs)
+    elif order["what"] == "states":
+        measure_states(stage, specs)
     else:
         if order["ceiling"] and not smoke:
             stage.say("ceiling", **ceilings(stage))
@@ -234,6 +238,39 @@ def measure_memory(stage: Stage, specs: list[Spec]) -> None:
         peak = 1 if stage.scene.smoke else torch.cuda.max_memory_allocated() - before
         stage.say("memory", side=spec.name, peak_bytes=max(stage.all(peak)), before_bytes=before)
         del runner
+
+
+def measure_states(stage: Stage, specs: list[Spec]) -> None:
+    """Say what each side holds between two steps, beside the formula, and that its losses are numbers."""
+    batches = batches_of(stage.scene)
+    for spec in specs:
+        gc.collect()
+        before = 0 if stage.scene.smoke else torch.cuda.memory_allocated()
+        try:
+            runner = Runner(spec, stage, batches)
+            found = runner.losses(MEMORY_STEPS)
+            assert isinstance(runner.side, LoopSide)
+            runner.side.optimizer.zero_grad()
+            stage.synchronize()
+        except Exception as error:
+            traceback.print_exc()
+            stage.say("failed", side=spec.name, why=str(error), memory="OutOfMemory" in str(error))
+            return
+        gc.collect()
+        formula = elements_of(stage.scene) * STATE_BYTES[spec.precision] / stage.scene.ranks
+        held = formula if stage.scene.smoke else torch.cuda.memory_allocated() - before
+        stage.say("built", side=spec.name, losses=found)
+        stage.say("memory", side=spec.name, peak_bytes=max(stage.all(held)), formula_bytes=formula, before_bytes=before)
+        del runner
+
+
+def elements_of(scene: Scene) -> int:
+    """Return how many parameters the model has."""
+    from jobs.model_shape import resolve_shape
+    from jobs.train_settings import ModelSettings
+
+    classes = scene.shape["vocabulary"] if scene.is_gpt else 10
+    return resolve_shape(ModelSettings(name=scene.model, **scene.shape), classes).parameter_count()
 
 
 def ceilings(stage: Stage) -> dict[str, float]:

@@ -15,9 +15,10 @@ class Row:
     batches: tuple[int, ...]  # a GPU; the next one where memory does not suffice
     specs: tuple[dict[str, Any], ...]
     reach: float
-    what: str = "speed"
+    what: str = "speed"  # or memory: the peak; or states: what is held between two steps, over the formula
     ceiling: bool = False
     limit_s: float = 300.0
+    stock: bool = False  # True: the shape that a model's name alone stands for
 
 
 def side(name: str, kind: str, **more: Any) -> dict[str, Any]:
@@ -35,6 +36,11 @@ BUCKETED = side("bucketed", "bucketed", precision="bf16", held=True)
 FP32 = {"precision": "fp32"}
 PURE = {"precision": "pure_bf16"}
 BLOCKS = {"compiled": "blocks", **PURE}
+ZERO1 = side("zero1", "zero1", held=True)
+TORCH_ZERO = side("torch zero", "torch zero")
+# All compute in bfloat16 with float32 masters. fully_shard sums gradients in bfloat16, as ours, or in float32.
+FSDP = side("torch fsdp", "torch fsdp", **PURE)
+ZERO3 = side("zero3", "zero3", held=True, **PURE)
 # Between GPUs of one host every launch beside a matrix product costs: few and large ones are best.
 LARGE_MB, LARGEST_MB = 100.0, 250.0
 ALL_BUT_EMBEDDING_MB = 236.5  # of GPT small in bfloat16: two launches, the first beside the embedding's own backward
@@ -115,4 +121,38 @@ ROWS = {
         1.0,
         what="memory",
     ),
+    "e-medium": Row(
+        "gpt-medium",
+        (16, 8, 4),
+        (
+            TORCH_ZERO,
+            side("torch zero 100 MB", "torch zero", options=[("bucket_cap_mb", 100)]),
+            sized("zero1", "zero1", LARGE_MB, held=True),
+            side("zero1 25 MB", "zero1"),
+            sized("zero2", "zero2", LARGE_MB),
+            sized("zero1 pure_bf16", "zero1", LARGE_MB, **PURE),
+        ),
+        1.05,
+    ),
+    "e-xl": Row("gpt-xl", (8, 4, 2), (TORCH_ZERO, sized("zero1", "zero1", LARGE_MB, held=True)), 1.10),
+    "e-xl-best": Row(
+        "gpt-xl", (8, 4, 2), (TORCH_ZERO, sized("zero1 pure_bf16", "zero1", LARGE_MB, held=True, **PURE)), 1.10
+    ),
+    "f-medium": Row(
+        "gpt-medium",
+        (16, 8, 4),
+        (
+            FSDP,
+            side("torch fsdp, fp32 sums", "torch fsdp", options=[("reduce", "float32")], **PURE),
+            ZERO3,
+            side("zero3, kept", "zero3", options=[("reshard_after_forward", False)], **PURE),
+        ),
+        1.05,
+    ),
+    "f-xl": Row("gpt-xl", (8, 4, 2), (FSDP, ZERO3), 1.05),
+    "g-zero1-medium": Row("gpt-medium", (16, 8), (TORCH_ZERO, ZERO1), 1.0, what="memory"),
+    "g-zero1-xl": Row("gpt-xl", (8, 4), (TORCH_ZERO, ZERO1), 1.0, what="memory"),
+    "g-zero3-medium": Row("gpt-medium", (16, 8), (FSDP, ZERO3), 1.0, what="memory"),
+    "g-zero3-xl": Row("gpt-xl", (8, 4), (FSDP, ZERO3), 1.0, what="memory"),
+    "h": Row("gpt-2.7b", (16,), (FSDP, ZERO3), 1.05, what="states", stock=True),
 }

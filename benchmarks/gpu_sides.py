@@ -3,6 +3,7 @@
     torch      the loop that people write: autocast, PyTorch's DistributedDataParallel, fused optimizer
     bucketed   the same loop with our BucketedDDP in its place
     engine     our training engine, as a job file would set it up
+    zero1, zero2, zero3, torch zero, torch fsdp     the same loop, sharded: benchmarks/gpu_sharded.py
 
 All sides of a row begin with the same weights and see the same batches, so their losses can be compared.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
+import gpu_sharded
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 BATCHES = 4  # different ones, in turn
 LEARNING_RATE = {"gpt": 3e-4, "vgg": 0.01}
 ANCHOR = {"context": 1024, "vocabulary": 50304, "tied": False, "bias": True, "norm": "layer"}
+STOCK = {"context": 128, "vocabulary": 256, "tied": True, "bias": False, "norm": "rms"}
 SMOKE = {"context": 32, "vocabulary": 64, "tied": False, "bias": True, "norm": "layer"}
 
 
@@ -34,7 +37,7 @@ class Spec:
     """One side: what it is called and how it is put together."""
 
     name: str
-    kind: str  # torch, bucketed, engine
+    kind: str  # torch, bucketed, engine, or one of gpu_sharded.py
     precision: str = "bf16"  # fp32, bf16 (autocast), pure_bf16 (weights too; the engine keeps fp32 masters)
     compiled: str = ""  # "", whole, inside (DDP compiled around the model, split at its buckets), blocks
     graph: bool = False
@@ -55,6 +58,7 @@ class Scene:
     ranks: int
     device: torch.device
     smoke: bool = False
+    stock: bool = False  # a GPT as a job file has it without a word on its shape
 
     @property
     def is_gpt(self) -> bool:
@@ -69,7 +73,9 @@ class Scene:
     @property
     def shape(self) -> dict[str, Any]:
         """What the model is beside its name."""
-        return (SMOKE if self.smoke else ANCHOR) if self.is_gpt else {}
+        if not self.is_gpt:
+            return {}
+        return SMOKE if self.smoke else STOCK if self.stock else ANCHOR
 
     def alone(self) -> "Scene":
         """The same with nobody else."""
@@ -169,18 +175,27 @@ class LoopSide(Side):
     def __init__(self, spec: Spec, scene: Scene) -> None:
         # Not our own class of model: only its layers.
         model = nn.Sequential(OrderedDict(build_model(scene).named_children()))
-        if spec.precision == "pure_bf16":
+        if spec.precision == "pure_bf16" and not gpu_sharded.keeps_float32(spec.kind):
             model = model.to(torch.bfloat16)
         self.dtype = torch.bfloat16 if spec.precision == "pure_bf16" else torch.float32
         compiler = compile_for(scene)
         with_loss: nn.Module = own_class(spec.name)(model, compiler if spec.compiled == "blocks" else None)
         if spec.compiled == "whole":
             with_loss = compiler(with_loss)
-        wrapped = with_loss if scene.ranks == 1 else wrap(spec, with_loss, scene)
+        wrapped, self.optimizer = self._wrapped(spec, model, with_loss, scene)
         self.forward = compiler(wrapped) if spec.compiled == "inside" else wrapped
-        self.optimizer: Any = optimizer_for(model, scene)
         self.autocast = spec.precision == "bf16"
         self.device = scene.device
+
+    def _wrapped(self, spec: Spec, model: nn.Module, with_loss: nn.Module, scene: Scene) -> tuple[nn.Module, Any]:
+        kind, settings = optimizer_of(scene)
+        if scene.ranks > 1 and (spec.kind in gpu_sharded.OURS or spec.kind in gpu_sharded.THEIRS):
+            bf16 = spec.precision == "pure_bf16"
+            if spec.kind == "torch zero":  # its options are of the wrapper
+                return wrap(spec, with_loss, scene), gpu_sharded.zero_redundancy(model, kind, settings)
+            return gpu_sharded.wrap_sharded(spec.kind, with_loss, kind, settings, bf16=bf16, **dict(spec.options))
+        wrapped = with_loss if scene.ranks == 1 else wrap(spec, with_loss, scene)
+        return wrapped, kind(model.parameters(), **settings)
 
     def step(self, index: int, inputs: Tensor, targets: Tensor) -> Tensor:
         """Train once."""
@@ -202,12 +217,12 @@ def compile_for(scene: Scene) -> Callable[[Any], Any]:
     return lambda what: torch.compile(what, dynamic=False, backend="eager" if scene.smoke else "inductor")
 
 
-def optimizer_for(model: nn.Module, scene: Scene) -> torch.optim.Optimizer:
-    """Return the fused optimizer that fits the model."""
+def optimizer_of(scene: Scene) -> tuple[gpu_sharded.Kind, dict[str, Any]]:
+    """Return the fused optimizer that fits the model, and its settings."""
     if scene.is_gpt:
-        lr, betas = LEARNING_RATE["gpt"], (0.9, 0.95)
-        return torch.optim.AdamW(model.parameters(), lr=lr, betas=betas, weight_decay=0.1, fused=True)
-    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE["vgg"], momentum=0.9, fused=True)
+        adamw = {"lr": LEARNING_RATE["gpt"], "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+        return torch.optim.AdamW, adamw
+    return torch.optim.SGD, {"lr": LEARNING_RATE["vgg"], "momentum": 0.9, "fused": True}
 
 
 def wrap(spec: Spec, module: nn.Module, scene: Scene) -> nn.Module:

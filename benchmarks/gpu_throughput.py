@@ -9,6 +9,14 @@
     b-xl       GPT xl; b-xl-best: with our engine's pure_bf16
     c          VGG-11 on images of 32 x 32, 128 a GPU; PyTorch's eagerly, ours as one CUDA graph a step; reach 1.5 x
     d-*        peak of allocated memory from before the wrap until after three steps; reach 1.00 of PyTorch's
+    e-*        zero1 beside ZeroRedundancyOptimizer, bf16 autocast: GPT medium, reach 1.05 x; GPT xl, 1.10 x
+    f-*        zero3 beside fully_shard of every block, bf16 from fp32 masters; reach 1.05 x
+    g-*        peaks of memory of those, as d-*
+    h          GPT 2.7b (context 128) trains in zero3: bytes held between two steps; reach 1.05 of the formula
+
+    python benchmarks/gpu_throughput.py --rows e-medium,e-xl,e-xl-best,f-medium,f-xl --gpus 4 --minutes 15 --out FOLDER
+    python benchmarks/gpu_throughput.py --rows g-zero1-medium,g-zero1-xl,g-zero3-medium,g-zero3-xl,h --gpus 4 \\
+        --minutes 15 --out FOLDER
 
 Sides take turns, A B C C B A ..., each for a block of steps between two CUDA events; a block counts as its slowest rank
 does. A ratio is the median over turns of the two blocks' ratio. Sides of a row begin with the same weights and train on
@@ -35,14 +43,14 @@ from gpu_rows import ROWS, Row
 HERE = Path(__file__).resolve().parent
 
 
-SMOKE_MODEL = {"gpt-small": "gpt-nano", "gpt-medium": "gpt-nano", "gpt-xl": "gpt-nano", "vgg11": "vgg11"}
+ALONE_IN_PROCESS = ("memory", "states")  # what one side leaves behind would count for the next
 
 
 def play(name: str, row: Row, args: argparse.Namespace, deadline_s: float) -> dict[str, Any]:
     """Run one row with fresh ranks, with less memory after each time it did not suffice; return what came of it."""
     result: dict[str, Any] = {}
     specs = [each for each in row.specs if not (args.smoke and each.get("graph"))]
-    if row.what == "memory":  # a process for each: what one leaves behind would count for the next
+    if row.what in ALONE_IN_PROCESS:
         return joined([attempt(name, row, row.batches[0], [each], args, deadline_s) for each in specs])
     for batch in (2,) if args.smoke else row.batches:
         result = attempt(name, row, batch, specs, args, deadline_s)
@@ -57,7 +65,7 @@ def attempt(
 ) -> dict[str, Any]:
     """Run sides of a row in fresh processes; return what they said."""
     order = {
-        "model": SMOKE_MODEL[row.model] if args.smoke else row.model,
+        "model": ("gpt-nano" if row.model.startswith("gpt") else row.model) if args.smoke else row.model,
         "batch": batch,
         "what": row.what,
         "specs": specs,
@@ -66,6 +74,7 @@ def attempt(
         "ceiling": row.ceiling,
         "profile": args.profile and not args.smoke,
         "smoke": args.smoke,
+        "stock": row.stock,
     }
     limit_s = min(row.limit_s, deadline_s - time.monotonic())
     result = {"row": name, "batch": batch, "gpus": args.gpus, "reach": row.reach, "said": [], "problem": ""}
@@ -172,19 +181,30 @@ def tell(said: dict[str, Any]) -> None:
     print("  " + json.dumps({key: value for key, value in shown.items() if key != "before_bytes"}), flush=True)
 
 
+def memory_of(row: Row, result: dict[str, Any], held: set[str], theirs: set[str]) -> dict[str, Any]:
+    """Print the bytes of a row's sides over those of PyTorch's side with least, or over the formula of each."""
+    told = {said["side"]: said for said in result["said"] if said["say"] == "memory"}
+    peaks = {side: said["peak_bytes"] for side, said in told.items()}
+    if row.what == "states":
+        ratios = {side: peak / told[side]["formula_bytes"] for side, peak in peaks.items()}
+    else:
+        least = min((peaks[side] for side in theirs & peaks.keys()), default=None)
+        ratios = {side: peak / least for side, peak in peaks.items() if least is not None}
+    reached = bool(held & ratios.keys()) and all(ratios[side] <= row.reach for side in held & ratios.keys())
+    over = "the formula" if row.what == "states" else "torch's"
+    print(f"  bytes over {over}: {ratios}  reach <= {row.reach}: {'yes' if reached else 'NO'}")
+    return {"peak_bytes": peaks, "ratios": ratios, "reached": reached}
+
+
 def summary(row: Row, result: dict[str, Any]) -> dict[str, Any]:
     """Print a row's table; return its record."""
     record = {key: result[key] for key in ("row", "batch", "gpus", "reach", "problem")}
     held = {each["name"] for each in row.specs if each.get("held")}
-    theirs = {each["name"] for each in row.specs if each["kind"] == "torch"}
+    theirs = {each["name"] for each in row.specs if each["kind"].startswith("torch")}
     alone = {each["name"] for each in row.specs if each.get("alone")}
     own = alone | {each["name"] for each in row.specs if each.get("apart")}
-    if row.what == "memory":
-        peaks = {said["side"]: said["peak_bytes"] for said in result["said"] if said["say"] == "memory"}
-        ratios = {side: peak / peaks["torch ddp"] for side, peak in peaks.items() if "torch ddp" in peaks}
-        reached = bool(held & ratios.keys()) and all(ratios[side] <= row.reach for side in held & ratios.keys())
-        print(f"  peak over torch's: {ratios}  reach <= {row.reach}: {'yes' if reached else 'NO'}")
-        return {**record, "peak_bytes": peaks, "ratios": ratios, "reached": reached}
+    if row.what in ALONE_IN_PROCESS:
+        return {**record, **memory_of(row, result, held, theirs)}
     samples: dict[str, list[float]] = {}
     for said in result["said"]:
         if said["say"] == "sample":

@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +46,11 @@ def story(kills: int, seed: int) -> tuple[str, list[str]]:
 
 
 class Torment:
-    """One run, killed and continued until nobody is left to kill."""
+    """One run, killed and continued until nobody is left to kill; `meanwhile` is called while it has no supervisor."""
 
-    def __init__(self, live: Live, seed: int) -> None:
+    def __init__(self, live: Live, seed: int, meanwhile: Callable[[Live], object]) -> None:
         self.live = live
+        self.meanwhile = meanwhile
         self.draw = random.Random(seed + 1)
         self.rows: list[dict[str, Any]] = []
 
@@ -62,9 +65,12 @@ class Torment:
         row: dict[str, Any] = {"kind": kind, "attempt": attempt, "step": live.steps(), "ranks": len(ranks)}
         began = time.monotonic()
         if kind == "supervisor":
+            live.wait_committed(2)  # so that one can be hurt meanwhile
             live.kill()
+            self.meanwhile(live)
             nodes, each = self.draw.choice([size for size in SIZES if size[0] * size[1] != len(ranks)])
             self.live = live = resume(live, "--nodes", str(nodes), "--ranks-per-node", str(each))
+            row["from"] = live.wait_event("resuming", attempt=live.first_attempt)["checkpoint"]
         else:
             victims = list(ranks.values()) if kind == "rank" else live.agents()
             os.kill(self.draw.choice(victims), signal.SIGKILL)
@@ -77,35 +83,42 @@ class Torment:
         )
 
 
-def torment(folder: Path, kills: int, seed: int) -> dict[str, Any]:
-    """Run the job with and without kills; return what came of both.
+def torment(
+    folder: Path, kills: int, seed: int, meanwhile: Callable[[Live], object] = lambda live: None
+) -> dict[str, Any]:
+    """Run the job with and without kills, both at once; return what came of both.
 
     Raises:
         WaitedInVainError: the run did not go on.
     """
     text, kinds = story(kills, seed)
-    wanted = digest(Bench(folder).reference(text))
-    hurt = Torment(start(folder / "hurt", text), seed)
-    try:
-        hurt.live.wait_committed(1)  # a run that has saved nothing has nothing to be resumed from
-        for kind in kinds:
-            hurt.strike(kind)
-        code = hurt.live.end(600.0)
-        run = hurt.live.run
-        if code != 0:
-            raise WaitedInVainError(f"the run ended with {code}: {hurt.live.last_words()}")
-        sizes = Counter(row["world_size"] for row in hurt.live.events("attempt"))
-        return {
-            "kills": dict(Counter(kinds)),
-            "attempts": len(run.attempt_numbers()),
-            "attempts_by_ranks": {str(size): count for size, count in sorted(sizes.items())},
-            "steps": last_step(run),
-            "sha256": digest(tensors(run)),
-            "wanted": wanted,
-            "rows": hurt.rows,
-        }
-    finally:
-        hurt.live.kill()
+    with ThreadPoolExecutor(1) as beside:
+        unhurt = beside.submit(Bench(folder).reference, text)
+        hurt = Torment(start(folder / "hurt", text), seed, meanwhile)
+        try:
+            hurt.live.wait_committed(1)  # a run that has saved nothing has nothing to be resumed from
+            for kind in kinds:
+                hurt.strike(kind)
+            code = hurt.live.end(600.0)
+            if code != 0:
+                raise WaitedInVainError(f"the run ended with {code}: {hurt.live.last_words()}")
+            return facts(hurt, kinds) | {"wanted": digest(unhurt.result())}
+        finally:
+            hurt.live.kill()
+
+
+def facts(hurt: Torment, kinds: list[str]) -> dict[str, Any]:
+    """Return what is known of a run that has ended."""
+    run = hurt.live.run
+    sizes = Counter(row["world_size"] for row in hurt.live.events("attempt"))
+    return {
+        "kills": dict(Counter(kinds)),
+        "attempts": len(run.attempt_numbers()),
+        "attempts_by_ranks": {str(size): count for size, count in sorted(sizes.items())},
+        "steps": last_step(run),
+        "sha256": digest(tensors(run)),
+        "rows": hurt.rows,
+    }
 
 
 def main() -> int:

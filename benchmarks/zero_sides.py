@@ -11,6 +11,7 @@ ddp                   DistributedDataParallel(gradient_as_bucket_view=True), no 
 A unit is a block of GPT, or a convolution of VGG with its norm; what is left belongs to the root.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,9 +19,6 @@ import torch
 import torch.distributed as dist
 from ddp_models import WRAPPERS, loss_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -90,7 +88,7 @@ class ZeroDefaults(Loop):
     def wrap(self) -> tuple[nn.Module, Any]:
         """Wrap with no option."""
         model = DistributedDataParallel(self.module)
-        return model, ZeroRedundancyOptimizer(model.parameters(), self.kind, **self.options)
+        return model, zero_redundancy(model, self.kind, **self.options)
 
 
 class ZeroTuned(Loop):
@@ -100,7 +98,7 @@ class ZeroTuned(Loop):
         """Wrap with the options that cost nothing."""
         model = WRAPPERS["torch"](self.module)
         options = {"parameters_as_bucket_view": True, "fused": True, **self.options}
-        return model, ZeroRedundancyOptimizer(model.parameters(), self.kind, **options)
+        return model, zero_redundancy(model, self.kind, **options)
 
 
 class Fsdp2(Loop):
@@ -108,6 +106,9 @@ class Fsdp2(Loop):
 
     def wrap(self) -> tuple[nn.Module, Any]:
         """Shard every unit, then the rest."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard  # 2 s
+
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for unit in units_of(self.module):
             fully_shard(list(unit), mesh=mesh)
@@ -168,6 +169,15 @@ def loop_of(side: str, module: nn.Module, batches: Batches, optimizer: str = "ad
     if side in STAGES:
         return Sharded(module, batches, optimizer, STAGES[side], **settings)
     return THEIRS[side](module, batches, optimizer)
+
+
+def zero_redundancy(model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+    """Build PyTorch's sharded optimizer; its module is slow to import, and warns of what it uses itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(model.parameters(), kind, **options)
 
 
 def _whole(tensor: Any) -> Tensor:

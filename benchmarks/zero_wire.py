@@ -67,7 +67,7 @@ def measure(model: str, sides: Sequence[str], repeats: int, steps: int, *, tiny:
             found[side]["steps"].append(_block(loops[side], steps))
     weights = [loop.weights() for loop in loops.values()]
     for repeat in range(repeats):
-        for side in list(OURS.keys() & loops.keys())[:: 1 if repeat % 2 == 0 else -1]:
+        for side in [each for each in loops if each in OURS][:: 1 if repeat % 2 == 0 else -1]:
             found[side]["bare"].append(_bare(loops[side]))
     nbytes = sum(each.nbytes for each in module.parameters())
     apart = max((each - weights[0]).abs().max().item() for each in weights)

@@ -8,7 +8,6 @@ A collective costs its latency, so few are better; what starts late is waited fo
 are both; the first is small, so that the network begins soon.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.base import DataParallel
-from ddp.buckets import ALONE_BYTES, Size, plan_buckets
+from ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
 from ddp.means import mean_for
 from ddp.reducer import Reducer
 from ddp.stats import Stats
@@ -135,8 +134,7 @@ class BucketedDDP(_Buckets):
         find_unused_parameters: bool = False,
         communication_dtype: torch.dtype | None = None,
     ) -> None:
-        if not (bucket_size_mb is None or _is_size(bucket_size_mb)):
-            raise ValueError(f"bucket_size_mb must be a number of MB, or None for one bucket, got {bucket_size_mb!r}")
+        require_size(bucket_size_mb)
         self.bucket_size_mb = bucket_size_mb
         super().__init__(
             module,
@@ -145,8 +143,3 @@ class BucketedDDP(_Buckets):
             find_unused_parameters=find_unused_parameters,
             communication_dtype=communication_dtype,
         )
-
-
-def _is_size(given: object) -> bool:
-    """True for a number of MB that can be: settings come from users."""
-    return isinstance(given, int | float) and not isinstance(given, bool) and 0 <= given < math.inf

@@ -10,6 +10,7 @@ The first bucket is small when there are several, so that the network begins ear
 and is launched where its last gradient is expected.
 """
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -31,6 +32,17 @@ class Size:
     def bytes(self) -> int:
         """What it adds to a bucket."""
         return self.elements * self.itemsize
+
+
+def require_size(bucket_size_mb: object) -> None:
+    """Check a size of buckets: settings come from users.
+
+    Raises:
+        ValueError: it is no number of MB that can be, and not None.
+    """
+    is_number = isinstance(bucket_size_mb, int | float) and not isinstance(bucket_size_mb, bool)
+    if not (bucket_size_mb is None or (is_number and 0 <= bucket_size_mb < math.inf)):  # type: ignore[operator]
+        raise ValueError(f"bucket_size_mb must be a number of MB, or None for one bucket, got {bucket_size_mb!r}")
 
 
 def plan_buckets(

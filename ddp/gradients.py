@@ -47,6 +47,8 @@ class FlatGradients:
     `offsets` and `elements` say where each begins, and how long the tensor is, if not simply one behind the other.
     """
 
+    held = False  # True: not launched before it is released
+
     def __init__(
         self,
         number: int,
@@ -183,7 +185,7 @@ class LooseGradients:
     NCCL sums many tensors in one launch, so there is nothing to copy for; `.grad` is what is sent.
     """
 
-    alone = False
+    alone = held = False
     wants_batches = True  # as one, when the last is there
 
     def __init__(self, number: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:

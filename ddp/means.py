@@ -31,6 +31,8 @@ class Mean(ABC):
     """A way to the mean; `scale` is what gradients are multiplied with on their way into the bucket."""
 
     in_place = False  # True: it is given gradients as they are, `LooseGradients`
+    at_most: int | None = None  # buckets under way at a time; None: any number
+    wanted = True  # False: what is waited for now belongs to a backward that was given up
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -143,6 +145,7 @@ class Task:
             self._do()
         except BaseException as error:
             self._error = error
+        self._do = _nothing  # what it was done with may be freed now
         self._done.set()
 
     def wait(self) -> None:
@@ -180,6 +183,11 @@ def _work(tasks: "queue.SimpleQueue[Task | None]") -> None:
     with torch.no_grad():
         while (task := tasks.get()) is not None:
             task.run()
+            del task  # it waits long for the next one
+
+
+def _nothing() -> None:
+    pass
 
 
 def beside(device: torch.device) -> torch.cuda.Stream:

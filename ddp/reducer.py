@@ -65,6 +65,8 @@ class Reducer:
         self._running = False  # True: from the first gradient of a synchronization to its end
         self._asked = False  # True: autograd will call when the backward is over
         self._waits: list[Wait] = []  # of the buckets launched so far
+        self._without: list[str] = []  # parameters of released buckets that have no gradient
+        self._released: list[Any] = []
         self._synchronized = 0
         self._watch: Watch | None = None
         me = weakref.ref(self)  # a wrapper that is gone leaves hooks that do nothing
@@ -82,9 +84,7 @@ class Reducer:
     def forward_begins(self) -> None:
         """Hear of a forward: what a backward that raised has left behind is cleared away."""
         if self._running:
-            for bucket, wait in zip(self._buckets, self._waits, strict=False):
-                self._wait(bucket, wait)
-            self._reset()
+            self._give_up()
         self._owed = self._owed or not self.local
 
     def close_shard(self) -> None:
@@ -98,7 +98,9 @@ class Reducer:
         return any(bucket.closed for bucket in self._buckets)
 
     def forget_shards(self) -> None:
-        """Drop the virtual shards."""
+        """Drop the virtual shards, and what a backward that raised has left behind."""
+        if self._running:
+            self._give_up()
         for bucket in self._buckets:
             bucket.reset()
 
@@ -115,7 +117,10 @@ class Reducer:
         if not self._running:
             self._begin()
         self._running, self._owed = False, False
-        without = [name for bucket in self._buckets for name in bucket.fill_missing(self._scale)]
+        without = self._without
+        for bucket in self._buckets:
+            if bucket not in self._released:
+                without += bucket.fill_missing(self._scale)
         for bucket in self._buckets[len(self._waits) :]:
             self._launch(bucket)
         watch = Watch(self.parameters[0].device)
@@ -128,6 +133,36 @@ class Reducer:
         self._reset()
         self._synchronized += 1
         self._judge(without)
+
+    @property
+    def buckets(self) -> Sequence[Any]:
+        """The buckets, in the order in which they are launched."""
+        return self._buckets
+
+    def reorder(self, key: Callable[[Any], int]) -> None:
+        """Launch buckets in another order from now on: the same on all ranks."""
+        if not self._running:
+            self._buckets.sort(key=key)
+            for number, bucket in enumerate(self._buckets):
+                bucket.number = number
+
+    def release(self, buckets: Sequence[Any], *, are_over: bool = True) -> bool:
+        """Launch buckets that are `held`, when their turn comes and all gradients are there; False if not yet.
+
+        When they `are_over`, a gradient that autograd will not make in this backward is not waited for.
+        """
+        if self.local or not self._running:
+            return self.local
+        for bucket in buckets:
+            if are_over and bucket.waiting:
+                if any(_will_come(slot) for slot in bucket.slots if not slot.ready):
+                    return False
+                self._without += bucket.fill_missing(self._scale)
+                self._released.append(bucket)
+                bucket.waiting = 0
+            bucket.held = False
+        self._launch_due()
+        return True
 
     @property
     def names(self) -> list[tuple[str, ...]]:
@@ -160,10 +195,15 @@ class Reducer:
         if not bucket.wants_batches:
             bucket.take(slot, self._scale)
         bucket.waiting -= 1
-        if bucket.waiting:
-            return
-        while len(self._waits) < len(self._buckets) and not self._buckets[len(self._waits)].waiting:
-            self._launch(self._buckets[len(self._waits)])
+        if not bucket.waiting:
+            self._launch_due()
+
+    def _launch_due(self) -> None:
+        """Launch what is complete, as far as all before it are."""
+        for bucket in self._buckets[len(self._waits) :]:
+            if bucket.waiting or bucket.held:
+                return
+            self._launch(bucket)
 
     def _backward_is_over(self) -> None:
         """Finish, unless this was a backward within a backward, as reentrant checkpointing runs, and more will come."""
@@ -176,6 +216,8 @@ class Reducer:
         self._running = True
 
     def _launch(self, bucket: Bucket) -> None:
+        if self.mean.at_most is not None and (oldest := len(self._waits) - self.mean.at_most) >= 0:
+            self._wait(self._buckets[oldest], self._waits[oldest])
         if bucket.wants_batches:
             bucket.take_all(self._scale)
         self._waits.append(self.mean.start(bucket))
@@ -192,8 +234,19 @@ class Reducer:
             self._synchronized + 1, bucket.number, count, len(self._waits), first.name, last.name, bucket.message_bytes
         )
 
+    def _give_up(self) -> None:
+        """Wait for what a backward that raised has launched: the other ranks may have, too."""
+        self.mean.wanted = False
+        try:
+            for bucket, wait in zip(self._buckets, self._waits, strict=False):
+                self._wait(bucket, wait)
+        finally:
+            self.mean.wanted = True
+        self._reset()
+
     def _reset(self) -> None:
         self._running, self._asked, self._waits = False, False, []
+        self._without, self._released = [], []
         for bucket in self._buckets:
             bucket.reset()
 
@@ -232,6 +285,12 @@ def _alone(named: Named) -> bool:
     """True for a bucket of one gradient whose copy is worth to be saved: large, on a CPU, without gaps."""
     (first, *others) = (parameter for _, parameter in named)
     return not others and not first.is_cuda and first.nbytes >= ALONE_BYTES and is_dense(first)
+
+
+def _will_come(slot: Slot) -> bool:
+    """True if the backward that runs now will make this gradient yet."""
+    node = torch.autograd.graph.get_gradient_edge(slot.parameter).node
+    return torch._C._will_engine_execute_node(node)
 
 
 def _ready(reducer: "weakref.ref[Reducer]", slot: Slot, parameter: Tensor) -> None:

@@ -53,6 +53,7 @@ class Entered:
     first: str  # parameter
     last: str  # parameter
     bytes: int
+    what: str = "bucket"
 
 
 class waiting_for:
@@ -120,7 +121,7 @@ def tell(error: RuntimeError, entered: Entered, waited_s: float, process_group: 
 def _name(entered: Entered) -> str:
     parameters = entered.first if entered.first == entered.last else f"{entered.first} ... {entered.last}"
     return (
-        f"step {entered.step}: bucket {entered.bucket + 1} of {entered.buckets} "
+        f"step {entered.step}: {entered.what} {entered.bucket + 1} of {entered.buckets} "
         f"({parameters}; {entered.bytes / 2**20:.3g} MB)"
     )
 

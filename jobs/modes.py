@@ -76,11 +76,6 @@ def _tight_beyond_one(world_size: int) -> Exactness:
     return "bitwise" if world_size == 1 else "tight"
 
 
-def _always_tight(world_size: int) -> Exactness:
-    """Say what is promised where gradients are clipped by a norm that is summed over shards: on one rank too."""
-    return "tight"
-
-
 MODES: Final[dict[str, Mode]] = {
     mode.name: mode
     for mode in (
@@ -112,25 +107,25 @@ MODES: Final[dict[str, Mode]] = {
         Mode(
             "zero1",
             _data_parallel("sharded", 1),
-            _always_tight,
+            _tight_beyond_one,
             True,
             "each rank steps its share of the parameters, and has the optimizer's state for no other",
         ),
         Mode(
             "zero2",
             _data_parallel("sharded", 2),
-            _always_tight,
+            _tight_beyond_one,
             True,
             "and keeps its share of the gradients alone",
         ),
         Mode(
             "zero3",
             _data_parallel("sharded", 3),
-            _always_tight,
+            _tight_beyond_one,
             True,
             "and of the parameters, which are gathered block by block when they are needed",
         ),
-        Mode("fsdp", _data_parallel("fsdp", 3), _always_tight, False, "PyTorch's fully_shard, block by block"),
+        Mode("fsdp", _data_parallel("fsdp", 3), _tight_beyond_one, False, "PyTorch's fully_shard, block by block"),
     )
 }
 SHARDED: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).zero)

@@ -244,6 +244,11 @@ class TrainSettings(Strict):
             return self.mode
         return mode_of(self.parallel.sync, self.parallel.zero)
 
+    @property
+    def same_norm(self) -> bool:
+        """True where gradients are clipped by a norm that has the same bits whoever has which of them."""
+        return self.exact or self.deterministic
+
     def split(self, world_size: int) -> Parallel:
         """Expand mode or `parallel:` for a world size.
 

@@ -82,7 +82,7 @@ def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
     """
 
     def call(
-        world_size: int, function: Callable[..., Any], *, deadline_s: float = 45.0, group: bool = True, **arguments: Any
+        world_size: int, function: Callable[..., Any], *, deadline_s: float = 90.0, group: bool = True, **arguments: Any
     ) -> list[Any]:
         request = {
             "file": inspect.getsourcefile(function),

@@ -13,15 +13,15 @@
 Source: Rajbhandari et al. 2020, "ZeRO: Memory optimizations toward training trillion parameter models".
 """
 
-from collections.abc import Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.buckets import ALONE_BYTES, Size, plan_buckets
+from ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
 from ddp.reducer import Reducer
 from ddp.stats import Stats
 from zero.flat import FlatParameters, Named, by_kind
@@ -30,9 +30,9 @@ from zero.gradients import KeptGradients, PassingGradients, may_travel_alone
 from zero.presence import Presence
 from zero.scatter import UNDER_WAY, scatter_for
 from zero.sharded import Sharded
-from zero.units import ROOT, Unit, Units, units_of
+from zero.units import ROOT, Unit, Units, names_of, units_of
 from zero.whole import AlwaysWhole
-from zero.windows import Window, Windows
+from zero.windows import Window, Windows, in_backward
 
 Stage = Literal[1, 2, 3]
 Accumulate = Literal["local", "sharded"]
@@ -80,11 +80,12 @@ class ShardedDataParallel(Sharded):
             raise ValueError(f"accumulate must be 'local' or 'sharded', got {accumulate!r}")
         if exact and accumulate == "sharded":
             raise ValueError("exact sums add micro-batches on each rank first; drop accumulate='sharded' or exact")
+        require_size(bucket_size_mb)
         self.stage = stage
         self.accumulate = accumulate
         self.bucket_size_mb = bucket_size_mb
         self.reshard_after_forward = reshard_after_forward
-        self._asked_units = units
+        self._asked_units = None if units is None else list(units)  # a list is no part of this module, a ModuleList is
         super().__init__(
             module,
             process_group,
@@ -94,17 +95,18 @@ class ShardedDataParallel(Sharded):
         )
 
     def _prepare(self) -> None:
+        _refuse_complex(self.trainable())
         rank = dist.get_rank(self.process_group)
         gather = gather_for(self.process_group, self.device)
         at_most = None if self.stage == 1 else UNDER_WAY
         self.scatter = scatter_for(self.process_group, self.device, exact=self.exact, at_most=at_most)
-        self.scatter.waiting = self._tell
+        self.scatter.waiting = _weakly(self)
         named = list(self.module.named_parameters())
         if self.stage < 3:
             everything = [Unit(ROOT, (), tuple(named))]
             units = everything if self._asked_units is None else units_of(self.module, self._asked_units)
             self.homes = [FlatParameters(part, rank=rank, ranks=self.ranks) for part in self._buckets_of(named)]
-            self.presence: Presence = AlwaysWhole(self.module, units, self.homes, gather, self._wait_for)
+            self.presence: Presence = AlwaysWhole(self.module, units, self.homes, gather, self.weakly())
         else:
             units = units_of(self.module, self._asked_units)
             of_units = [
@@ -115,11 +117,14 @@ class ShardedDataParallel(Sharded):
             for home in self.homes:
                 home.split()
                 home.free()
-            windows = [Window(unit, homes, gather, self._wait_for) for unit, homes in zip(units, of_units, strict=True)]
+            windows = [Window(unit, homes, gather, self.weakly()) for unit, homes in zip(units, of_units, strict=True)]
             self.presence = Windows(self.module, windows, reshard=self.reshard_after_forward)
         self.units = [unit.name for unit in units]
         self.gather = gather
         self._reducer = self._build()
+        if isinstance(self.presence, Windows) and self._reducer is not None:
+            self.presence.launch_with(self._reducer)
+        weakref.finalize(self, self.presence.remove).atexit = False
 
     def _buckets_of(self, named: Named) -> list[Named]:
         """Deal parameters to flat tensors as their gradients are dealt to buckets; frozen ones have their own."""
@@ -155,17 +160,14 @@ class ShardedDataParallel(Sharded):
         message = None if self.communication_dtype == home.dtype else self.communication_dtype
         if self.stage == 1:
             return KeptGradients(number, home, message, alone=may_travel_alone(home, ALONE_BYTES))
-        used_up = None
-        if isinstance(self.presence, Windows):
-            used_up = partial(self.presence.used_up, self.presence.of(home))
-        return PassingGradients(number, home, message, used_up=used_up)
+        return PassingGradients(number, home, message, held=home not in self._root_homes() and self.stage == 3)
 
     def _root_homes(self) -> Sequence[FlatParameters]:
         return self.presence.root.homes if isinstance(self.presence, Windows) else ()
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the module; of a forward with gradients, the backward will be synchronized."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not in_backward():
             self._keep_up()
             if self._reducer is not None:
                 self._reducer.forward_begins()
@@ -212,4 +214,24 @@ class ShardedDataParallel(Sharded):
             "bucket_size_mb": self.bucket_size_mb,
             "accumulate": self.accumulate,
             "reshard_after_forward": self.reshard_after_forward,
+            "units": names_of(self.module, self._asked_units),
         }
+
+
+def _weakly(wrapper: Sharded) -> Callable[[bool], None]:
+    """Return a way to tell a wrapper of waits that does not keep it."""
+    me = weakref.WeakMethod(wrapper._tell)
+
+    def tell(waits: bool) -> None:
+        if (alive := me()) is not None:
+            alive(waits)
+
+    return tell
+
+
+def _refuse_complex(named: Named) -> None:
+    for name, each in named:
+        if each.is_complex():
+            raise ValueError(
+                f"{name} is {each.dtype}: shards are of real numbers; keep torch.view_as_real() of it as the parameter"
+            )

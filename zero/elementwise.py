@@ -39,7 +39,8 @@ def require_elementwise(kind: type[torch.optim.Optimizer]) -> None:
         TypeError: it is no optimizer class.
     """
     if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        raise TypeError(f"optimizer_cls must be a class of torch.optim.Optimizer, got {kind!r}; pass the class itself")
+        what = kind.__name__ if isinstance(kind, type) else f"a {type(kind).__name__}"
+        raise TypeError(f"optimizer_cls must be a class of torch.optim.Optimizer, got {what}; pass the class itself")
     if getattr(kind, "elementwise", False):
         return
     stepper = next((each for each in kind.__mro__ if "step" in vars(each)), kind)

@@ -17,6 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from zero.absent import Leave, as_it_is
 from zero.layout import Layout, Slice
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -86,6 +87,7 @@ class FlatParameters:
         """Give the shard memory of its own, so that the flat tensor's can be given back."""
         self.shard = self.stepped = self.shard.clone()
         self.is_split = True
+        self._leave = Leave(self.names, self.parameters)
 
     def take_memory(self) -> None:
         """Give the flat tensor memory again; what it holds is not defined before it has been gathered."""
@@ -96,6 +98,12 @@ class FlatParameters:
         assert self.is_split
         self.full.untyped_storage().resize_(0)
         self.is_whole = False
+        self._leave.take()
+
+    def arrive(self) -> None:
+        """Hear that the flat tensor holds the whole again."""
+        self.is_whole = True
+        self._leave.end()
 
     def make_masters(self) -> None:
         """Step a float32 copy of the shard from now on."""
@@ -117,8 +125,7 @@ class FlatParameters:
         """Take the shard, and its master, from the whole parameters: they have been written to."""
         if self.is_split:
             self.shard.copy_(self.full[self.begin : self.end])
-        if self.has_masters():
-            self.stepped.copy_(self.shard)
+        self.follow_shard()
 
     @torch.no_grad()
     def follow_shard(self) -> None:
@@ -150,19 +157,22 @@ class FlatParameters:
             RuntimeError: a parameter has another shape, type or device than when it was sharded.
         """
         storage = self.full.untyped_storage()._cdata
-        for place, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
-            at_home = parameter.untyped_storage()._cdata == storage and parameter.storage_offset() == offset
-            if at_home and parameter.shape == self.shapes[place]:
-                continue
-            self._require_same(place, parameter)
-            if not self.is_whole:
-                raise RuntimeError(
-                    f"{self.names[place]}: its data was set while it was sharded; set it within gather_full()"
-                )
-            with torch.no_grad():
-                self.views[place].copy_(parameter)
-                parameter.data = self.views[place]
-            self.adopt()
+        with as_it_is():
+            for place, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
+                at_home = parameter.untyped_storage()._cdata == storage and parameter.storage_offset() == offset
+                if not at_home or parameter.shape != self.shapes[place]:
+                    self._bring_home(place, parameter)
+
+    @torch.no_grad()
+    def _bring_home(self, place: int, parameter: nn.Parameter) -> None:
+        self._require_same(place, parameter)
+        if not self.is_whole:
+            raise RuntimeError(
+                f"{self.names[place]}: its data was set while it was sharded; set it within gather_full()"
+            )
+        self.views[place].copy_(parameter)
+        parameter.data = self.views[place]
+        self.adopt()
 
     def _require_same(self, place: int, parameter: nn.Parameter) -> None:
         found = (parameter.shape, parameter.dtype, parameter.device)

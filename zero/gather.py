@@ -58,10 +58,3 @@ class StreamGather(Gather):
 def gather_for(group: Group, device: torch.device) -> Gather:
     """Choose the way for a device."""
     return StreamGather(group, device) if device.type == "cuda" else RingGather(group)
-
-
-def gather_now(gather: Gather, home: FlatParameters, shard: Tensor) -> Tensor:
-    """Return a whole tensor of which every rank has the shard that is laid out as its parameters': a collective."""
-    whole = torch.empty(home.layout.length, dtype=shard.dtype, device=shard.device)
-    gather.start(home, shard.contiguous(), whole)()
-    return whole

@@ -8,12 +8,11 @@ Both are dealt as the flat parameters are, so that shard and shard fit. Afterwar
 is in `FlatParameters.grad`, and the next synchronization is added to it.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ddp.gradients import UNSHARED, FlatGradients, Slot, owners, refuse_sparse
+from zero.absent import as_it_is
 from zero.flat import FlatParameters
 
 
@@ -25,6 +24,12 @@ class KeptGradients(FlatGradients):
         named = list(zip(home.names, home.parameters, strict=True))
         layout = home.layout
         super().__init__(number, named, message, alone=alone, offsets=layout.offsets, elements=layout.length)
+        self._used: set[str] = set()
+        self._own_gaps = [
+            (max(start, home.begin), min(stop, home.end))
+            for start, stop in layout.gaps
+            if start < home.end and stop > home.begin
+        ]
 
     def take(self, slot: Slot, scale: Tensor | None) -> None:
         """Put a gradient in its place, which may still hold the mean of an earlier synchronization."""
@@ -39,10 +44,12 @@ class KeptGradients(FlatGradients):
     def fill_missing(self, scale: Tensor | None) -> list[str]:
         """Take what has not come."""
         self._clear()
-        return super().fill_missing(scale)
+        return _never_used(self, super().fill_missing(scale))
 
     def pack(self, scale: float) -> Tensor:
         """Return what is sent: gradients were multiplied on their way in; those kept in another type are cast."""
+        for start, stop in self._own_gaps:  # clipping by a norm that is not finite has made them nan, too
+            self.flat[start:stop].zero_()
         if self.message is not self.flat:
             self.message.copy_(self.flat)
         return self.message
@@ -66,41 +73,34 @@ class PassingGradients:
     alone = False
     wants_batches = False  # it is told of each gradient, and packs them when it is sent
 
-    def __init__(
-        self,
-        number: int,
-        home: FlatParameters,
-        message: torch.dtype | None,
-        *,
-        used_up: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, number: int, home: FlatParameters, message: torch.dtype | None, *, held: bool = False) -> None:
         self.number = number
         self.home = home
-        self.slots = [
-            Slot(self, name, each, each)  # type: ignore[arg-type]
-            for name, each in zip(home.names, home.parameters, strict=True)
-        ]
+        with as_it_is():
+            self.slots = [
+                Slot(self, name, each, each)  # type: ignore[arg-type]
+                for name, each in zip(home.names, home.parameters, strict=True)
+            ]
         self.closed: list[Tensor] = []
         self.waiting = len(self.slots)
         self.flat: Tensor | None = None
-        self._used_up = used_up  # hears that all gradients are there: the backward needs the parameters no more
-        self._come = 0
+        self.held = self._held = held  # True: launched when somebody says so, not when all gradients are there
+        self._used: set[str] = set()
         self._type = message or home.dtype
         self.message_bytes = home.layout.length * self._type.itemsize
 
     def take(self, slot: Slot, scale: Tensor | None) -> None:
-        """Leave a gradient where it is, but count it."""
-        self._come += 1
-        if self._come == len(self.slots):
-            self._come = 0
-            if self._used_up is not None:
-                self._used_up()
+        """Leave a gradient where it is."""
 
     def pack(self, scale: float) -> Tensor:
         """Copy the gradients side by side, times `scale`, and let them go; return what is sent.
 
         A large one that is alone is sent as it is, if nobody else has it.
         """
+        with as_it_is():
+            return self._pack(scale)
+
+    def _pack(self, scale: float) -> Tensor:
         if (only := self._only()) is not None:
             self.flat = only if scale == 1.0 else only.mul_(scale)
         else:
@@ -118,6 +118,7 @@ class PassingGradients:
             return None
         gradient = self.slots[0].parameter.grad
         assert gradient is not None
+        refuse_sparse(self.slots[0].name, gradient)
         usable = gradient.is_contiguous() and not gradient.requires_grad and gradient.dtype == self._type
         return gradient.view(-1) if usable and owners(gradient) <= UNSHARED else None
 
@@ -130,7 +131,7 @@ class PassingGradients:
             refuse_sparse(slot.name, gradient)
             views.append(self.flat[offset : offset + size].view(slot.parameter.shape))
             gradients.append(gradient.detach())
-        if scale == 1.0 or self.flat.is_cuda or self.flat.dtype != self.home.dtype:
+        if scale == 1.0 or self.flat.is_cuda or self.flat.itemsize > self.home.dtype.itemsize:
             torch._foreach_copy_(views, gradients)
             if scale != 1.0:
                 self.flat.mul_(scale)
@@ -141,11 +142,12 @@ class PassingGradients:
 
     def fill_missing(self, scale: Tensor | None) -> list[str]:
         """Give zeros to parameters that have no gradient; return the names of those that never had one."""
-        without = [slot for slot in self.slots if not slot.ready and slot.parameter.grad is None]
-        if self.flat is None:
-            for slot in without:
-                slot.parameter.grad = torch.zeros_like(slot.parameter)
-        return [slot.name for slot in without if not slot.earlier]
+        with as_it_is():
+            without = [slot for slot in self.slots if not slot.ready and slot.parameter.grad is None]
+            if self.flat is None:
+                for slot in without:
+                    slot.parameter.grad = torch.zeros_like(slot.parameter)
+        return _never_used(self, [slot.name for slot in without if not slot.earlier])
 
     def close_shard(self) -> None:
         """Keep the gradients as those of a virtual shard, and begin the next one without any."""
@@ -157,14 +159,23 @@ class PassingGradients:
 
     def deliver(self, mean: Tensor) -> None:
         """Hand this rank's part over, in the parameters' type, without the memory of the whole around it."""
-        self.home.add_gradient(mean.to(self.home.dtype, copy=True) if self.home.layout.ranks > 1 else mean)
+        self.home.add_gradient(mean.to(self.home.dtype, copy=self.home.layout.ranks > 1))
         self.flat = None
 
     def reset(self) -> None:
         """Wait for all gradients anew."""
-        self.waiting, self.closed, self.flat, self._come = len(self.slots), [], None, 0
+        self.waiting, self.closed, self.flat, self.held = len(self.slots), [], None, self._held
         for slot in self.slots:
             slot.ready = slot.earlier = False
+
+
+def _never_used(bucket: KeptGradients | PassingGradients, without: list[str]) -> list[str]:
+    """Leave out parameters that an earlier synchronization gave a gradient, which is in the shard still."""
+    if bucket.home.grad is None:
+        bucket._used = set()
+    never = [name for name in without if name not in bucket._used]
+    bucket._used.update({slot.name for slot in bucket.slots}.difference(never))
+    return never
 
 
 def may_travel_alone(home: FlatParameters, alone_bytes: int) -> bool:

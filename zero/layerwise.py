@@ -117,7 +117,7 @@ class Layerwise(Sharded):
             self._tell(True)
             all_gather(home.full, home.shard, group=self.process_group)
             self._tell(False)
-            home.is_whole = True
+            home.arrive()
 
     def free(self, layer: Layer) -> None:
         """Give the memory of a layer's whole parameters back."""

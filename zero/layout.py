@@ -47,7 +47,7 @@ class Layout:
         extent = self.offsets[-1] + self.sizes[-1] if self.sizes else 0
         return -(-extent // (self.ranks * self.align)) * self.ranks * self.align
 
-    @property
+    @cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """What lies between the tensors and at the end, as ranges."""
         ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]

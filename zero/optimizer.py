@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ddp.checks import require_member
 from ddp.norms import clip_by, plain_norm, reproducible_norm
 from zero import loading, states
+from zero.absent import as_it_is
 from zero.agreement import require_same, settings_in_words, together
 from zero.elementwise import require_elementwise
 from zero.flat import FlatParameters, Held
@@ -91,7 +92,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.inner = self.fresh({}, [nn.Parameter(torch.zeros(0))])
             self.inner.param_groups.clear()
             self.inner.state.clear()
-            super().__init__(params, dict(self.inner.defaults))
+            with as_it_is():  # parameters may be freed
+                super().__init__(params, dict(self.inner.defaults))
         self._shard(self.param_groups)
         self._is_built = True
 
@@ -107,13 +109,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         if not self._is_built:  # its checks of all groups come first, then they are compared
             _refuse_duplicates(param_group)
-            super().add_param_group(param_group)
+            with as_it_is():
+                super().add_param_group(param_group)
             return
         known = len(self.param_groups)
         try:
             with together(self.group):
                 _refuse_duplicates(param_group)
-                super().add_param_group(param_group)
+                with as_it_is():
+                    super().add_param_group(param_group)
             self._shard(self.param_groups[known:])
         except Exception:
             del self.param_groups[known:]
@@ -151,11 +155,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.source.mend()
-        for outer, inner, segments in zip(self.param_groups, self.inner.param_groups, self.segments, strict=True):
-            inner.update(_settings(outer))
-            for segment in segments:
-                gradient = self.source.gradient(segment.home, segment.slices)
-                segment.stepped.grad = None if gradient is None else gradient.to(segment.stepped.dtype)
+        self.source.collect()
+        self._take_settings()
+        for segment in self._all():
+            gradient = self.source.gradient(segment.home, segment.slices)
+            segment.stepped.grad = None if gradient is None else gradient.to(segment.stepped.dtype)
         if not overflow(self, [segment.stepped for segment in self._all()]):
             self.inner.step(**keywords)
         for segment in self._all():
@@ -166,7 +170,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, whole ones and shards."""
         self.source.forget()
-        super().zero_grad(set_to_none)
+        with as_it_is():
+            super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -182,6 +187,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's shards of the mean gradients, to be changed in place before the step."""
+        self.source.collect()
         shards = (self.source.gradient(segment.home, segment.slices) for segment in self._all())
         return [shard for shard in shards if shard is not None]
 
@@ -262,6 +268,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         raise TypeError("a ShardedOptimizer cannot be copied or pickled; save its state_dict() or full_state_dict()")
 
+    def _take_settings(self) -> None:
+        """Let the inner optimizer have the hyper-parameters as they are now."""
+        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            inner.update(_settings(outer))
+
     def _segments(self, home: FlatParameters, wanted: set[int]) -> list[Segment]:
         if self.masters and home.dtype.itemsize == 2:
             home.make_masters()
@@ -293,5 +304,5 @@ def _refuse_duplicates(group: dict[str, Any]) -> None:
 
 
 def _named(group: Mapping[str, Any], number: int) -> list[tuple[str, nn.Parameter]]:
-    names = group.get(NAMES) or [f"{number}.{place}" for place in range(len(group[PARAMS]))]
+    names = group.get(NAMES) or [f"groups[{number}][{place}]" for place in range(len(group[PARAMS]))]
     return list(zip(names, group[PARAMS], strict=True))

@@ -1,8 +1,9 @@
 """When parameters are whole: what the wrappers ask of whoever knows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from zero.flat import FlatParameters
 
@@ -25,3 +26,25 @@ class Presence(ABC):
     @abstractmethod
     def synchronize(self) -> None:
         """Wait for what is under way outside a forward."""
+
+    def remove(self) -> None:  # noqa: B027 - some leave nothing
+        """Leave the module as it is without a wrapper: that has been deleted."""
+
+
+class Hook:
+    """A hook of a module that its copies do without: `deepcopy` and `pickle` take a module's hooks along."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *given: Any) -> Any:
+        """Call what was given."""
+        return self.call(*given)
+
+    def __reduce__(self) -> Any:
+        """Become a hook that does nothing."""
+        return Hook, (_nothing,)
+
+
+def _nothing(*given: Any) -> None:
+    pass

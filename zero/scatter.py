@@ -7,7 +7,6 @@
 gloo's own reduce_scatter sends as much as an all-reduce, and is one (pytorch#118911).
 """
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -32,28 +31,29 @@ class Scatter(Mean):
 
     def __init__(self, group: Group, at_most: int | None = None) -> None:
         super().__init__(group)
-        self._at_most = at_most
-        self._under_way: deque[Wait] = deque()
+        self.at_most = at_most
         self.waiting: Callable[[bool], None] = lambda waits: None  # hears True before and False after every wait
 
     def start(self, bucket: Gradients) -> Wait:
-        """Start a bucket; waiting hands this rank's part of the mean to the bucket, which keeps it."""
-        while self._at_most is not None and len(self._under_way) >= self._at_most:
-            self._under_way.popleft()()
-        arrive = self._send(bucket)
-        delivered = False
+        """Start a bucket; waiting hands this rank's part of the mean to the bucket, which keeps it.
+
+        Waiting again is harmless, and raises again what it raised.
+        """
+        arrive: Callable[[], Tensor] | None = self._send(bucket)
 
         def wait() -> None:
-            nonlocal delivered
-            if not delivered:
-                delivered = True
-                self.waiting(True)
+            nonlocal arrive
+            if arrive is None:
+                return
+            self.waiting(True)
+            try:
                 mean = arrive()
+            finally:
                 self.waiting(False)
+            arrive = None  # it holds the whole gradients
+            if self.wanted:
                 bucket.deliver(mean)
 
-        if self._at_most is not None:
-            self._under_way.append(wait)
         return wait
 
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
@@ -123,10 +123,12 @@ class StreamScatter(Scatter):
         self.scale = 1.0 if self._averages else 1.0 / self.ranks
 
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
+        # Packed on the stream that made the gradients: they can be freed at once, and the message once it has been
+        # waited for, without the allocator handing out memory that the other stream still reads.
+        message = bucket.pack(self.scale)
+        mine = bucket.home.parts(message)[bucket.home.rank]
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            message = bucket.pack(self.scale)
-            mine = bucket.home.parts(message)[bucket.home.rank]
             op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
             if self.ranks > 1:
                 reduce_scatter(mine, message, op=op, group=self.group)

@@ -1,7 +1,9 @@
 """What a module whose parameters, or their optimizer's state, are held in shards can do, whatever the stage."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +13,9 @@ from ddp.base import DataParallel, learning
 from ddp.checks import NAMED_AT_MOST
 from ddp.means import Wait
 from ddp.timeouts import Entered, waiting_for
+from zero.absent import as_it_is
 from zero.flat import FlatParameters, Held
-from zero.gather import Gather, gather_now
+from zero.gather import Gather
 from zero.optimizer import ShardedOptimizer
 from zero.presence import Presence
 from zero.sources import Joined
@@ -22,12 +25,16 @@ class Sharded(DataParallel):
     """A module in flat tensors, `homes`, of which each rank answers for its shard.
 
     `presence` knows when parameters are whole. `on_wait` hears True before and False after every wait in a step.
+
+    What is written to parameters between steps counts, if it is the same on all ranks; those of 16 bits that have
+    masters are written by `load_state_dict`, or within `gather_full(writes=True)`.
     """
 
     homes: Sequence[FlatParameters]
     presence: Presence
     gather: Gather
     on_wait: Callable[[bool], None] | None = None
+    _spreads = 0  # how often parameters have followed their shards
 
     def optimizer(
         self,
@@ -68,8 +75,10 @@ class Sharded(DataParallel):
         for home in self.homes:
             if home.grad is None:
                 continue
-            views = home.views_of(gather_now(self.gather, home, home.grad))
-            whole |= {name: view for name, view in zip(home.names, views, strict=True) if name not in unused}
+            flat = torch.empty(home.layout.length, dtype=home.grad.dtype, device=home.device)
+            self._wait_for(home, self.gather.start(home, home.grad, flat))
+            views = zip(home.names, home.views_of(flat), strict=True)
+            whole |= {name: view for name, view in views if name not in unused}
         return whole
 
     def held_parameters(self) -> list[Held]:
@@ -84,6 +93,7 @@ class Sharded(DataParallel):
                 home.write_back()
             elif home.has_masters():
                 home.stepped.copy_(home.shard)
+        self._spreads += 1
         self.presence.spread(self.homes)
         self.synchronize()
 
@@ -92,6 +102,7 @@ class Sharded(DataParallel):
         homes = [home for home in self.homes if home.trains]
         for home in homes:
             home.write_back()
+        self._spreads += 1
         self.presence.spread(homes)
 
     def forget_gradients(self) -> None:
@@ -101,24 +112,32 @@ class Sharded(DataParallel):
         self._forget_shards()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, whole ones and shards."""
+        """Forget all gradients, whole ones and shards; what is there to be set to zero is not there in between."""
         self.forget_gradients()
-        super().zero_grad(set_to_none)
+        with as_it_is():
+            for home in self.homes:
+                for each in home.parameters:
+                    each.grad = None
 
     def state_dict(self, *args: Any, **keywords: Any) -> Any:
         """Return the module's own state dict, whole; in stage 3 a collective, of copies."""
         with self.gather_full():
             whole = self.module.state_dict(*args, **keywords)
-            if all(home.is_whole and not home.is_split for home in self.homes):
-                return whole
-            return type(whole)(
-                (name, each.clone() if isinstance(each, Tensor) else each) for name, each in whole.items()
-            )
+            freed = {home.full.untyped_storage()._cdata for home in self.homes if home.is_split}
+            for name, each in whole.items():
+                if isinstance(each, Tensor) and each.untyped_storage()._cdata in freed:
+                    whole[name] = each.detach().clone()
+            return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
         """Load a state dict of the module, the same on every rank; in stage 3 a collective."""
         with self.gather_full(writes=True):
             return self.module.load_state_dict(state_dict, *args, **keywords)
+
+    def named_parameters(self, *args: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by the module's own names; those of stages 1 and 2 are there then."""
+        self.synchronize()
+        return super().named_parameters(*args, **keywords)
 
     @property
     def unused(self) -> frozenset[str]:
@@ -127,22 +146,21 @@ class Sharded(DataParallel):
 
     def _keep_up(self) -> None:
         """Refuse parameters that are others than when they were sharded, or learn now and did not then."""
-        if learning(self.module) == self._learnt:
-            return
+        with as_it_is():
+            if learning(self.module) == self._learnt:
+                return
         wrapped = {
-            id(each): name
+            (id(each), home.dtype, home.device): name
             for home in self.homes
             if home.trains
             for name, each in zip(home.names, home.parameters, strict=True)
         }
-        now = {id(each): name for name, each in self.trainable()}
-        changed = sorted(
-            {wrapped[key] for key in wrapped.keys() - now.keys()} | {now[key] for key in now.keys() - wrapped.keys()}
-        )
-        what = ", ".join(changed[:NAMED_AT_MOST]) or "a parameter's type or device"
+        now = {(id(each), each.dtype, each.device): name for name, each in self.trainable()}
+        changed = sorted({(wrapped | now)[key] for key in wrapped.keys() ^ now.keys()})
+        more = f" and {len(changed) - NAMED_AT_MOST} more" if len(changed) > NAMED_AT_MOST else ""
         raise RuntimeError(
-            f"{what}: changed after the module was sharded; freeze, replace and convert parameters before wrapping, "
-            "or build the wrapper and its optimizer anew"
+            f"{', '.join(changed[:NAMED_AT_MOST])}{more}: changed after the module was sharded; "
+            "freeze, replace and convert parameters before wrapping, or build the wrapper and its optimizer anew"
         )
 
     def _apply(self, *args: Any, **keywords: Any) -> Any:
@@ -156,9 +174,26 @@ class Sharded(DataParallel):
             self.on_wait(waits)
 
     def _wait_for(self, home: FlatParameters, wait: Wait) -> None:
-        """Wait for flat parameters to be whole; a time-out names them."""
+        """Wait for a flat tensor to be whole; a time-out names it."""
         self._tell(True)
-        entered = Entered(0, self.homes.index(home), len(self.homes), 0, home.names[0], home.names[-1], home.full_bytes)
-        with waiting_for(entered, self.process_group):
-            wait()
-        self._tell(False)
+        try:
+            with waiting_for(partial(self._entered, home), self.process_group):
+                wait()
+        finally:
+            self._tell(False)
+
+    def _entered(self, home: FlatParameters) -> Entered:
+        """Say, after a failure, what was waited for."""
+        place, count = next(n for n, each in enumerate(self.homes) if each is home), len(self.homes)
+        launched = place + 1 if home.is_split else count
+        names = home.names[0], home.names[-1]
+        return Entered(self._spreads, place, count, launched, *names, home.full_bytes, what="flat parameters")
+
+    def weakly(self) -> Callable[[FlatParameters, Wait], None]:
+        """Return a way to wait that does not keep the wrapper: the module's hooks have it."""
+        me = weakref.ref(self)
+
+        def wait_for(home: FlatParameters, wait: Wait) -> None:
+            wait() if (alive := me()) is None else alive._wait_for(home, wait)
+
+        return wait_for

@@ -46,6 +46,14 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def collect(self) -> None:
+        """Make gradients ready to be looked at.
+
+        Raises:
+            RuntimeError: one cannot be shared out; on every rank that has it.
+        """
+
+    @abstractmethod
     def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
         """Return the mean gradient of slices that are stepped as one tensor, to be changed in place.
 
@@ -102,17 +110,20 @@ class Alone(Source):
             home.mend()
             home.follow_shard()
 
+    def collect(self) -> None:
+        """Make all gradients row-major, as parameters are; most are."""
+        for home in self.made:
+            for name, parameter in zip(home.names, home.parameters, strict=True):
+                if (gradient := parameter.grad) is not None:
+                    refuse_sparse(name, gradient)
+                    if not gradient.is_contiguous():
+                        parameter.grad = gradient.contiguous()
+
     def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
-        """View this rank's part of a parameter's gradient; one that is not row-major is made so."""
+        """View this rank's part of a parameter's gradient."""
         (at,) = slices
-        parameter = home.parameters[at.tensor]
-        gradient = parameter.grad
-        if gradient is None:
-            return None
-        refuse_sparse(home.names[at.tensor], gradient)
-        if not gradient.is_contiguous():
-            gradient = parameter.grad = gradient.contiguous()
-        return gradient.detach().view(-1)[at.start : at.stop]
+        gradient = home.parameters[at.tensor].grad
+        return None if gradient is None else gradient.detach().view(-1)[at.start : at.stop]
 
     def clipped_with(self, shards: list[Tensor]) -> list[Tensor]:
         """Scale whole gradients, which every rank has: they stay the same on all."""
@@ -179,6 +190,9 @@ class Joined(Source):
         self.wrapper.synchronize()
         for home in self.wrapper.homes:
             home.mend()
+
+    def collect(self) -> None:
+        """Do nothing: shards have come with the backward."""
 
     def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
         """View a part of the shard that has come; a parameter that no rank has used is not stepped."""

@@ -86,9 +86,17 @@ def _groups(optimizer: "ShardedOptimizer") -> list[State]:
 
 
 def _numbered(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor]]]:
-    """List the slices of this rank that have a state, by the numbers of their parameters."""
+    """List the slices of this rank that have a state, by the numbers of their parameters.
+
+    A master that says no more than its parameter, for that was never stepped, is left out: torch's optimizers take an
+    entry of the state for one that is complete.
+    """
     numbers = numbers_of(optimizer)
-    found = [(numbers[id(home.parameters[at.tensor])], at, kept) for home, at, kept in slices_of(optimizer) if kept]
+    found = [
+        (numbers[id(home.parameters[at.tensor])], at, kept)
+        for home, at, kept in slices_of(optimizer)
+        if kept and not (kept.keys() == {MASTER} and torch.equal(kept[MASTER], home.of(home.shard, at).float()))
+    ]
     return sorted(found, key=lambda each: each[0])
 
 

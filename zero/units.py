@@ -30,6 +30,15 @@ class Unit:
         return not self.modules
 
 
+def names_of(module: nn.Module, asked: Units | None) -> str:
+    """Name the units that were asked for, so that ranks can compare them."""
+    if asked is None:
+        return "default"
+    names = {id(part): name for name, part in module.named_modules()}
+    groups = [list(each) if isinstance(each, Sequence) else [each] for each in asked]
+    return str([[names.get(id(each), f"a {type(each).__name__} of no part") for each in group] for group in groups])
+
+
 def units_of(module: nn.Module, asked: Units | None) -> list[Unit]:
     """Cut a module into units, those of `asked` or its children, in their order; the root unit is the last.
 

@@ -2,26 +2,33 @@
 
 step   gather  [1 ][2 ][3 ]
 forward          [1 ][2 ][3 ]             each unit waits for its own parameters; without units all wait at once
+
+A module of a unit waits for the whole unit. Every other one waits for what is in it and in no unit, so that a part that
+somebody calls by itself waits too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from ddp.means import Wait
 from zero.flat import FlatParameters
 from zero.gather import Gather
-from zero.presence import Presence
+from zero.presence import Hook, Presence
 from zero.units import Unit
 
 Waiting = Callable[[FlatParameters, Wait], None]  # waits, and tells who wants to know
 
 
 class AlwaysWhole(Presence):
-    """Flat parameters that are whole but for the time between a step and the forward that follows."""
+    """Flat parameters that are whole but for the time between a step and the forward that follows.
+
+    The module's hooks hold it; `waiting` must not hold the wrapper in turn.
+    """
 
     def __init__(
         self,
@@ -35,12 +42,16 @@ class AlwaysWhole(Presence):
         self._gather = gather
         self._waiting = waiting
         self._under_way: dict[int, tuple[FlatParameters, Wait]] = {}  # by identity
-        home_of = {id(each): home for home in homes for each in home.parameters}
-        for unit in units:
-            own = list({id(home_of[id(each)]): home_of[id(each)] for _, each in unit.parameters}.values())
-            for part in unit.modules or (module,):
-                part.register_forward_pre_hook(partial(self._before, own), prepend=True)
-        module.register_state_dict_pre_hook(lambda *_: self.synchronize())  # type: ignore[no-untyped-call]
+        self._handles = [
+            part.register_forward_pre_hook(Hook(partial(self._before, needed)), prepend=True)
+            for part, needed in _needs(module, units, homes)
+        ]
+        synchronize, adopt = Hook(lambda *_: self.synchronize()), Hook(lambda *_: self._adopt())
+        self._handles += [
+            module.register_state_dict_pre_hook(synchronize),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(synchronize),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(adopt),  # type: ignore[no-untyped-call]
+        ]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -56,17 +67,46 @@ class AlwaysWhole(Presence):
     def spread(self, homes: Sequence[FlatParameters]) -> None:
         """Begin to gather what was stepped, what the forward needs first, first."""
         for home in reversed(homes):
+            torch.autograd.graph.increment_version(home.parameters)  # graphs made before the step are refused
             self._under_way[id(home)] = (home, self._gather.start(home, home.shard, home.full))
 
     def synchronize(self) -> None:
         """Wait for all that is under way."""
-        for home, wait in list(self._under_way.values()):
-            self._waiting(home, wait)
-            del self._under_way[id(home)]
+        if self._under_way:
+            self._before([home for home, _ in self._under_way.values()])
 
-    def _before(self, homes: Sequence[FlatParameters], module: nn.Module, inputs: Any) -> None:
+    def remove(self) -> None:
+        """Wait, and take the hooks away; who broke the group has heard of it elsewhere."""
+        with suppress(RuntimeError):
+            self.synchronize()
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, homes: Sequence[FlatParameters], *_: Any) -> None:
+        """Wait for some, before a forward that needs them."""
         if self._under_way:
             for home in homes:
                 if (waited := self._under_way.get(id(home))) is not None:
                     self._waiting(*waited)
                     del self._under_way[id(home)]
+
+    def _adopt(self) -> None:
+        """Take what was loaded past the wrapper."""
+        for home in self.homes:
+            home.adopt()
+
+
+def _needs(
+    module: nn.Module, units: Sequence[Unit], homes: Sequence[FlatParameters]
+) -> Iterator[tuple[nn.Module, list[FlatParameters]]]:
+    """Yield modules, each with the flat tensors that it must wait for."""
+    home_of = {id(each): home for home in homes for each in home.parameters}
+    unit_of = {id(part): unit for unit in units for each in unit.modules for part in each.modules()}
+    in_units = {id(each) for unit in units if not unit.is_root for _, each in unit.parameters}
+    for part in module.modules():
+        needed = [each for each in part.parameters() if id(each) not in in_units]
+        if (unit := unit_of.get(id(part))) is not None:
+            needed += [each for _, each in unit.parameters]
+        own = {id(home_of[id(each)]): home_of[id(each)] for each in needed}
+        if own:
+            yield part, list(own.values())

@@ -5,15 +5,18 @@
                 free              1   2     -                  the last stays: the backward begins with it
     backward    gather            [2 ][1 ]
                 compute       [3 ][2 ][1 ]
-                free              3   2   1 root               each when its last gradient is there
+                free              3   2   1 root
+                scatter           [3 ][2 ][1 ][root]           the gradients
 
-Which unit follows which is what the forward before showed. A unit's backward begins with the gradient of its output.
+Which unit follows which is what the forward before showed. A unit's backward begins with the gradient of what it has
+returned. Autograd runs what was recorded last first: where a unit's backward begins, that of all units that ran after
+it is over, and what has no gradient by then gets none. So on all ranks that run the same units in one order, whatever
+parameters each uses of them, gathers and scatters come in one order.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,9 +25,11 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from ddp.means import Wait
+from ddp.reducer import Reducer
+from zero.absent import as_it_is
 from zero.flat import FlatParameters
 from zero.gather import Gather
-from zero.presence import Presence
+from zero.presence import Hook, Presence
 from zero.units import Unit
 
 Waiting = Callable[[FlatParameters, Wait], None]  # waits, and tells who wants to know
@@ -36,13 +41,23 @@ class Window:
     def __init__(self, unit: Unit, homes: Sequence[FlatParameters], gather: Gather, waiting: Waiting) -> None:
         self.unit = unit
         self.homes = homes
-        self.has_frozen = any(not each.trains for each in homes)
-        self.learns = sum(each.trains for each in homes)
+        self.buckets: list[Any] = []  # of its gradients
         self.is_whole = False
+        self.is_running = False  # True: from the beginning of its first module to the end of its last
+        self.run = 0  # which one of the forward it is in, or was last
         self._gather = gather
         self._waiting = waiting
         self._under_way: list[tuple[FlatParameters, Wait]] = []
-        self._used_up = 0
+        self._attributes = [vars(part) for each in unit.modules for part in each.modules()]
+
+    def left_behind(self) -> Iterator[Tensor]:
+        """Yield tensors that its modules keep as attributes: a part of the loss, perhaps, beside what they return."""
+        for attributes in self._attributes:
+            for value in attributes.values():
+                if isinstance(value, Tensor):
+                    yield value
+                elif type(value) in (list, tuple):
+                    yield from (each for each in value if isinstance(each, Tensor))
 
     def begin(self) -> None:
         """Start to gather, if nobody has."""
@@ -59,7 +74,7 @@ class Window:
         self.begin()
         for home, wait in self._under_way:
             self._waiting(home, wait)
-            home.is_whole = True
+            home.arrive()
         self._under_way.clear()
         self.is_whole = True
 
@@ -67,16 +82,13 @@ class Window:
         """Free them; those under way are waited for first."""
         if self._under_way:
             self.open()
-        self._used_up = 0
         if self.is_whole:
             self.is_whole = False
             for home in self.homes:
                 home.free()
 
-    def used_up(self) -> bool:
-        """Hear that all gradients of one flat tensor are there; True when those of all are."""
-        self._used_up += 1
-        return self._used_up >= self.learns
+
+Runs = list[Window]  # the units of one forward, in order
 
 
 class Windows(Presence):
@@ -86,37 +98,53 @@ class Windows(Presence):
         self.windows = windows
         self.root = windows[-1]
         self.reshard = reshard
+        self._reducer: Reducer | None = None
         self._inside = 0  # forwards of the wrapper that run now
         self._held_open = 0
-        self._in_backward = False
-        self._pass: list[Window] = []  # of this forward, in order
-        self._after: dict[int, Window] = {}  # what followed a window in the forward before
-        self._before: dict[int, Window] = {}
-        self._last: Window | None = None
+        self._runs: Runs = []  # of this forward
+        self._expected: Runs = []  # of the one before
+        self._place = 0  # in it
+        self._idle: list[Window] = []  # gathered ahead, or kept for the backward
+        self._task = -1  # of autograd, the backward that runs now or ran last
+        self._over: dict[int, Runs] = {}  # windows, by identity, whose backward is over, in which forward's graph
+        self._unsettled: list[Window] = []  # of those, whose gradients are not launched yet
+        self._handles = []
         for window in windows[:-1]:
-            modules = window.unit.modules
-            for each in modules:
-                each.register_forward_pre_hook(partial(self._begins, window), prepend=True)
-            modules[-1].register_forward_hook(partial(self._ends, window), always_call=False)
-        owner = {id(each): window for window in windows for _, each in window.unit.parameters}
-        for name, part in module.named_modules():
-            needed = {id(owner[id(each)]): owner[id(each)] for each in part.parameters(recurse=False)}
-            if needed:
-                part.register_forward_pre_hook(partial(_require_open, name or "the module", list(needed.values())))
-        module.register_state_dict_pre_hook(self._require_all)  # type: ignore[no-untyped-call]
+            begins = Hook(partial(self._begins, window))
+            for each in window.unit.modules:
+                ends = Hook(partial(self._ends, window, each is window.unit.modules[-1]))
+                self._handles += [
+                    each.register_forward_pre_hook(begins, prepend=True),
+                    each.register_forward_hook(ends),
+                ]
+
+    def launch_with(self, reducer: Reducer) -> None:
+        """Tell a reducer, whose buckets are of these windows, when a unit's gradients are all there."""
+        self._reducer = reducer
+        for window in self.windows:
+            homes = {id(home) for home in window.homes}
+            window.buckets = [bucket for bucket in reducer.buckets if id(bucket.home) in homes]
+
+    def remove(self) -> None:
+        """Take the hooks away. Parameters stay where they are, and say so."""
+        for handle in self._handles:
+            handle.remove()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Let units open and close within it, as a forward of the wrapper does."""
-        self._pass = []
+        if in_backward():  # all of it is forwarded again
+            yield
+            return
+        self._start()
         self._inside += 1
-        self.root.open()
-        if self._after and (first := self._after.get(id(self.root))) is not None:
-            first.begin()
         try:
             yield
-        finally:
+        except BaseException:
             self._inside -= 1
+            self.close()
+            raise
+        self._inside -= 1
         self._learn()
         if not torch.is_grad_enabled():
             self.close()
@@ -125,11 +153,11 @@ class Windows(Presence):
     def all_open(self) -> Iterator[None]:
         """Hold all parameters, whole, within it."""
         self._held_open += 1
-        for window in self.windows:
-            window.begin()
-        for window in self.windows:
-            window.open()
         try:
+            for window in self.windows:
+                window.begin()
+            for window in self.windows:
+                window.open()
             yield
         finally:
             self._held_open -= 1
@@ -137,104 +165,161 @@ class Windows(Presence):
 
     def close(self) -> None:
         """Free all that nobody holds open."""
-        if not self._held_open:
+        if not (self._held_open or self._inside):
             for window in self.windows:
                 window.close()
 
-    def of(self, home: FlatParameters) -> Window:
-        """Return the window that a flat tensor belongs to."""
-        return next(window for window in self.windows if any(each is home for each in window.homes))
-
     def spread(self, homes: Sequence[FlatParameters]) -> None:
-        """Free what was gathered before a step: it is old now."""
-        held, self._held_open = self._held_open, 0
-        self.close()
-        self._held_open = held
-        if held:
+        """Free what was gathered before a step: it is old now. Graphs made before it are refused."""
+        for home in homes:
+            with as_it_is():
+                torch.autograd.graph.increment_version(home.parameters)
+        for window in self.windows:
+            window.close()
+        if self._held_open:
             for window in self.windows:
                 window.open()
 
     def synchronize(self) -> None:
         """Do nothing: nothing is under way outside a forward or backward."""
 
-    def used_up(self, window: Window) -> None:
-        """Hear that a unit's backward has made all gradients of one of its flat tensors."""
-        if window.used_up() and window is not self.root and not window.has_frozen and not self._held_open:
-            window.close()
+    # The forward ----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Begin with the root unit, and with the first unit of the forward before."""
+        self._runs, self._place, self._idle = [], 0, self._expected[:1]
+        self.root.begin()
+        for window in self.windows[:-1]:
+            window.is_running = False
+            if self.reshard and not self._held_open and window not in self._idle:
+                window.close()  # left by a forward without a backward, or by one that failed
+        for window in self._idle:
+            window.begin()
+        self.root.open()
 
     def _begins(self, window: Window, module: nn.Module, inputs: Any) -> None:
         """Open a unit before one of its modules runs, and begin with the next."""
-        if not (self._inside or self._in_backward or self._held_open):
+        if in_backward():  # forwarded again, of a checkpoint
+            self._enter_backward()
+        elif self._inside and not window.is_running:
+            window.is_running = True
+            window.run = len(self._runs)
+            self._runs.append(window)
+            ahead = self._next(window)
+            for each in self._idle:
+                if each is not window and each is not ahead and self.reshard and not self._held_open:
+                    each.close()  # another unit runs than before
+            window.open()
+            self._idle = [] if ahead is None or ahead is window else [ahead]
+            for each in self._idle:
+                each.begin()
+        elif not (self._inside or self._held_open):
             raise RuntimeError(
                 f"{window.unit.name}: used outside the forward of its ShardedDataParallel, where it has no parameters; "
                 "call the wrapper, or use it within gather_full()"
             )
         window.open()
-        if self._in_backward:  # forwarded again, of a checkpoint
-            return
-        if not self._pass or self._pass[-1] is not window:
-            self._pass.append(window)
-        if (following := self._after.get(id(window))) is not None:
-            following.begin()
 
-    def _ends(self, window: Window, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        """Prepare a unit's backward, and free it."""
-        if self._in_backward:
+    def _next(self, window: Window) -> Window | None:
+        """Find a unit in the forward before, from where this one is; return the one that followed."""
+        expected, place = self._expected, self._place
+        if window in expected[place:]:
+            self._place = expected.index(window, place) + 1
+        return expected[self._place] if self._place < len(expected) else None
+
+    def _ends(self, window: Window, is_last: bool, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """Prepare the backward of what a unit has returned; after its last module, free it."""
+        if not self._inside or in_backward():
             return
+        learns = torch.is_grad_enabled()
+        if learns:
+            self._prepare_backward(window, outputs)
+        if not is_last:
+            return
+        window.is_running = False
+        if self._held_open or (learns and not self.reshard):
+            return
+        following = self._expected[self._place : self._place + 1]
+        if window in following or (learns and self._expected and not following):
+            self._idle.append(window)  # it runs again at once, or its backward comes first
+            return
+        window.close()
+        if torch.is_autocast_enabled(window.homes[0].device.type):
+            torch.clear_autocast_cache()  # whole parameters in 16 bits
+
+    def _prepare_backward(self, window: Window, outputs: Any) -> None:
+        tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        if not tensors:
+            raise RuntimeError(
+                f"{window.unit.name}: returns a {type(outputs).__name__} without a tensor in it that can be found; "
+                "let units return tensors, or tuples, lists and dictionaries of them"
+            )
+        begins = partial(self._backward_begins, window, self._runs, window.run, len(self._runs))
+        for each in (*tensors, *window.left_behind()):
+            if each.grad_fn is not None:
+                each.register_hook(begins)  # type: ignore[no-untyped-call]
+
+    def _learn(self) -> None:
+        """Remember in which order the units have run; in the reverse order gradients are launched."""
+        if torch.is_grad_enabled() and self._reducer is not None and self._runs != self._expected:
+            first = {id(window): -place for place, window in reversed(list(enumerate(self._runs)))}
+            first[id(self.root)] = 2
+            order = {id(each): first.get(id(window), 1) for window in self.windows for each in window.buckets}
+            self._reducer.reorder(lambda bucket: order[id(bucket)])
+        self._expected = self._runs
+
+    # The backward ---------------------------------------------------------------------------------------------------
+
+    def _enter_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._over, self._unsettled = task, {}, []
+            Variable._execution_engine.queue_callback(self._backward_ends)
+        self.root.open()
+
+    def _backward_begins(self, window: Window, runs: Runs, run: int, end: int, gradient: Tensor) -> None:
+        """Free the units after one, launch their gradients; open this one, and begin with the one before.
+
+        It was number `run` of the forward, and number `end` began after it had ended.
+        """
         if torch.is_grad_enabled():
-            tensors = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
-            if not tensors:
-                raise RuntimeError(
-                    f"{window.unit.name}: returns a {type(outputs).__name__} without a tensor in it that can be found; "
-                    "let units return tensors, or tuples, lists and dictionaries of them"
-                )
-            for each in tensors:
-                if each.requires_grad:
-                    each.register_hook(partial(self._backward_begins, window))  # type: ignore[no-untyped-call]
-            if not self.reshard or window is self._last:
-                return
+            raise RuntimeError(
+                f"{window.unit.name}: a backward with create_graph=True, whose own backward would need parameters that "
+                "are freed; keep them whole with stage=2"
+            )
+        self._enter_backward()
+        if self._over.get(id(window)) is runs:  # what it returned is an input of its own
+            return
+        with as_it_is():
+            for place in range(end, len(runs)):
+                if self._over.get(id(runs[place])) is runs:
+                    break
+                if runs[place] not in runs[:end]:
+                    self._is_over(runs[place], runs)
+            self._launch(window if run == 0 else None)
+        window.open()
+        if run:
+            runs[run - 1].begin()
+
+    def _is_over(self, window: Window, runs: Runs) -> None:
+        self._over[id(window)] = runs
+        self._unsettled.append(window)
         if not self._held_open:
             window.close()
 
-    def _backward_begins(self, window: Window, gradient: Tensor) -> None:
-        """Open a unit for its backward, and begin with the one before."""
-        if not self._in_backward:
-            self._in_backward = True
-            Variable._execution_engine.queue_callback(self._backward_ends)
-            self.root.open()
-        window.open()
-        if (before := self._before.get(id(window))) is not None:
-            before.begin()
-        following = self._after.get(id(window))
-        if following is not None and following.has_frozen and not self._held_open:
-            following.close()  # its backward is over, for that made this gradient
+    def _launch(self, first: Window | None) -> None:
+        """Launch the gradients of units whose backward is over; those of the first one when they have come."""
+        if self._reducer is not None:
+            if first is not None:
+                self._reducer.release(first.buckets, are_over=False)
+            self._unsettled = [each for each in self._unsettled if not self._reducer.release(each.buckets)]
 
     def _backward_ends(self) -> None:
-        self._in_backward = False
-        self.close()
-
-    def _learn(self) -> None:
-        """Remember in which order the units have run."""
-        if not self._pass:
-            return
-        chain = [self.root, *self._pass]
-        self._after = {id(each): following for each, following in pairwise(chain)}
-        self._before = {id(b): a for a, b in pairwise(self._pass)}
-        self._last = self._pass[-1]
-
-    def _require_all(self, *_: Any) -> None:
-        if not all(window.is_whole for window in self.windows):
-            raise RuntimeError(
-                "this module's parameters are sharded; call state_dict() of its ShardedDataParallel, on every rank, "
-                "or take it within gather_full()"
-            )
+        if not in_backward():  # a reentrant checkpoint has backwards of its own
+            self._task = -1
+            self.close()
 
 
-def _require_open(name: str, windows: Sequence[Window], module: nn.Module, inputs: Any) -> None:
-    """Refuse to run a module whose parameters are not there."""
-    for window in windows:
-        if not window.is_whole:
-            raise RuntimeError(
-                f"{name}: runs while the parameters of {window.unit.name} are not gathered; call the wrapper and not a "
-                "part of it, name what runs by itself as a unit, or use gather_full()"
-            )
+def in_backward() -> bool:
+    """True while autograd works on a node: what runs then is forwarded again, for a checkpoint."""
+    return torch._C._current_autograd_node() is not None

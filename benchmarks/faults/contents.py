@@ -63,7 +63,7 @@ def newest_of_a_living_run(bench: Bench) -> Outcome:
         pids = live.ranks()
         signal_all(list(pids.values()), signal.SIGSTOP)
         time.sleep(0.5)  # a save in flight is committed or not, but does not move on any more
-        _flip(CheckpointDir(live.committed()[-1]))
+        flip(CheckpointDir(live.committed()[-1]))
         began = time.time()
         signal_all([pids[1]], signal.SIGKILL)
         signal_all(list(pids.values()), signal.SIGCONT)
@@ -117,7 +117,8 @@ def told_differently(bench: Bench) -> Outcome:
 # How a checkpoint is changed ------------------------------------------------------------------------------------------
 
 
-def _flip(folder: CheckpointDir, at: float = 0.7) -> None:
+def flip(folder: CheckpointDir, at: float = 0.7) -> None:
+    """Change one bit of rank 0's shard."""
     path = folder.shard(0)
     data = bytearray(path.read_bytes())
     data[int(len(data) * at)] ^= 1
@@ -239,7 +240,7 @@ FAULTS = (
           killed_in_saves, quick=True),
     Fault(11, "leader died after the last .ok", "manifest removed", AS_IT_IS, changed(_uncommit, to_previous=False),
           quick=True),
-    Fault(12, "one bit flipped", "newest shard", FROM_PREVIOUS, changed(_flip), quick=True),
+    Fault(12, "one bit flipped", "newest shard", FROM_PREVIOUS, changed(flip), quick=True),
     Fault(12, "one bit flipped, run alive", "newest shard; kill -9 rank 1", Expected(attempts=2),
           newest_of_a_living_run),
     Fault(12, "one bit of the manifest flipped", "newest manifest", AS_IT_IS, changed(_flip_manifest)),

@@ -7,8 +7,8 @@
     stepping        float32 copies of 16-bit gradients, while the optimizer steps; activations are gone by then
 
 Mixed-precision Adam has 2 + 2 + 12 bytes a parameter (Rajbhandari et al. 2020): 16 P becomes 4 P + 12 P / N with
-ZeRO-1, 2 P + 14 P / N with 2, 16 P / N with 3; our stage 3 has no 16-bit shard beside the master: 14 P / N. DeepSpeed's
-own estimator counts fp32 gradients too and says 18 where this says 16: `collectives_bench/cost/known.py`.
+ZeRO-1, 2 P + 14 P / N with 2, 16 P / N with 3: a 16-bit shard stays beside its master. DeepSpeed's own estimator counts
+fp32 gradients too and says 18 where this says 16: `collectives_bench/cost/known.py`.
 
 Not counted: the interpreter with torch (300 MB on a CPU), the allocator's slack, a convolution's scratch memory,
 NCCL's channels.
@@ -65,12 +65,9 @@ def memory_of(way: Way, load: Load) -> Memory | None:
         return _tensor(load)
     ranks = 1 if way.family == "single" else load.ranks
     held = states(load.model.elements, load.recipe, zero=way.zero, ranks=ranks)
-    parameters = held.parameters
-    if way.name == "zero3" and load.recipe.master:
-        parameters = 0.0  # the master is the shard
     stored, again = _kept(load, load.model.parts)
     return Memory(
-        parameters,
+        held.parameters,
         held.gradients,
         held.optimizer,
         buffers=load.buffer_bytes,

@@ -100,7 +100,7 @@ class DataParallelEngine:
         self.clip_norm = settings.clip_norm
         self.dropout_seed = settings.seed if settings.model.dropout > 0.0 else None
         self.norms = [module for module in self.module.modules() if isinstance(module, _NormBase)]
-        self.exact = settings.exact
+        self.same_norm = settings.same_norm
         self.held = replica.held(optimizer, self.scaler.state())
         self.tracking = True
 
@@ -113,7 +113,7 @@ class DataParallelEngine:
             losses.append(self._shard(step, shard, last=shard is shards[-1]))
         self.replica.finish()
         replica = self.replica
-        self.scaler.step(self.optimizer, replica.gradients(), self.clip_norm, replica.shard_group, exact=self.exact)
+        self.scaler.step(self.optimizer, replica.gradients(), self.clip_norm, replica.shard_group, exact=self.same_norm)
         self.replica.clock.lap("optimizer")
         return losses
 

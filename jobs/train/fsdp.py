@@ -130,7 +130,9 @@ class FsdpReplica(Replica):
         """Run the model without gradients; parameters stay shared out."""
         with self.clock.muted():
             outputs = super().predict(inputs)
-        self.root.reshard()  # its own parameters stay whole after a forward, for a backward
+        for each in self.module.modules():
+            if isinstance(each, FSDPModule):
+                each.reshard()  # the root's parameters, or all, stay whole after a forward: a backward would need them
         return outputs
 
     def full_gradients(self) -> dict[str, Tensor]:

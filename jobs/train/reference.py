@@ -118,7 +118,7 @@ class Reference:
         norm = self.setting.settings.clip_norm
         if norm is None:
             return 0.0
-        before = float(clip(gradients_of(self.names.values()), norm, exact=self.setting.settings.exact))
+        before = float(clip(gradients_of(self.names.values()), norm, exact=self.setting.settings.same_norm))
         return float(torch.stack([each.norm() for each in magnitudes]).norm()) / max(before, 1e-30)
 
     def _shard(self, step: int, shard: ShardInput) -> float:

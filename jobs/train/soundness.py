@@ -16,7 +16,7 @@ from jobs.train.state import MODEL
 from jobs.train.world import World
 
 LOG_POINTS: Final = 3  # in a row without a single loss that is a number
-ADVICE: Final = "lower train.optimizer.lr, or set train.clip_norm; with muster resume --from, from a step before"
+ADVICE: Final = "lower train.optimizer.lr, or set train.clip_norm"
 
 
 class NotFiniteError(ArithmeticError):

@@ -61,7 +61,11 @@ def whole_part(name: str, tensor: Tensor) -> Part:
 
 def buffer_parts(module: nn.Module) -> list[Part]:
     """List the buffers that belong to the state, in the model's order; a shared one once."""
-    persistent = module.state_dict().keys()
+    persistent = {
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, part in module.named_modules()
+        for name in part._buffers.keys() - part._non_persistent_buffers_set
+    }
     return [whole_part(MODEL + name, buffer) for name, buffer in module.named_buffers() if name in persistent]
 
 

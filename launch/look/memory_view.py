@@ -22,12 +22,13 @@ not explained: the peak less the formula's: scratch memory of kernels, the alloc
 
 def records(memory: RankMemory, formula: "Memory | None") -> list[dict[str, Any]]:
     """Set a rank's figures beside the formula's: {"what", "measured", "formula", "ratio"}, in bytes."""
-    rows = [_record(kind, memory.held[kind], formula and getattr(formula, kind)) for kind in KINDS]
-    measured = sum(memory.held.values())
+    expected = _expected(formula)
+    rows = [_record(kind, memory.held[kind], expected.get(kind)) for kind in KINDS]
     if memory.rest is not None:
-        rows.append(_record("all of these", measured, formula and formula.states + formula.buffers))
-        rows.append(_record("after a step", memory.rest, formula and formula.states + formula.buffers))
-        rows.append(_record("peak", memory.peak, formula and formula.total))
+        at_rest = expected.get("at rest")
+        rows.append(_record("all of these", sum(memory.held.values()), at_rest))
+        rows.append(_record("after a step", memory.rest, at_rest))
+        rows.append(_record("peak", memory.peak, expected.get("total")))
         if formula is not None:
             rows.append(_record("not explained", round(memory.peak - formula.total), None))
     if memory.reserved is not None:
@@ -66,6 +67,13 @@ def _rows(shown: Sequence[tuple[RankMemory, "Memory | None"]]) -> Iterator[list[
         for row in records(memory, formula):
             ratio = None if row["ratio"] is None else f"{row['ratio']:.3f}"
             yield [memory.rank, row["what"], text(row["measured"]), text(row["formula"]), ratio]
+
+
+def _expected(formula: "Memory | None") -> dict[str, float]:
+    if formula is None:
+        return {}
+    kinds: dict[str, float] = {kind: getattr(formula, kind) for kind in KINDS}
+    return {**kinds, "at rest": sum(kinds.values()), "total": formula.total}
 
 
 def _record(what: str, measured: int, formula: float | None) -> dict[str, Any]:

@@ -48,9 +48,7 @@ def test_single_runs_on_one_rank_only() -> None:
         ("gather_scatter", ["bitwise", "bitwise", "bitwise"]),
         ("allreduce", ["bitwise", "bitwise", "tight"]),
         # divided before they are added: three thirds need not make one
-        *((name, ["bitwise", "tight", "tight"]) for name in ("flat", "overlap", "bucketed", "ddp")),
-        # clipped by a norm that is summed over shards, of which one rank has one, of all parameters side by side
-        *((name, ["tight", "tight", "tight"]) for name in ("zero1", "zero2", "zero3", "fsdp")),
+        *((name, ["bitwise", "tight", "tight"]) for name in ("flat", "overlap", "bucketed", "ddp", *SHARDED)),
     ],
 )
 def test_a_mode_promises_no_more_than_its_sums_allow(name: str, promises: list[str]) -> None:

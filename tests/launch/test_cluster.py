@@ -1,5 +1,6 @@
 """The same job over every transport, on four nodes of a box: real sshd, real pdsh, real Slurm."""
 
+import functools
 import json
 import signal
 import subprocess
@@ -126,6 +127,7 @@ TRANSPORTS = {
     "slurm": over("slurm"),
     "submitit": submitit,
 }
+soaked = functools.partial(pytest.param, marks=pytest.mark.soak)
 REMOTE = [name for name in TRANSPORTS if name != "local"]
 
 
@@ -141,14 +143,26 @@ def losses(muster: Muster) -> list[float]:
     return [row["loss"] for row in read_lines(muster.newest().metrics) if "step_s" in row]
 
 
+def took_the_interface_between_the_nodes_and_left_nothing(muster: Muster) -> bool:
+    attempt = muster.newest().attempt(0)
+    commands = [json.loads(attempt.command(node).read_text()) for node in range(4)]
+    taken = {command["warm"]["env"]["GLOO_SOCKET_IFNAME"] for command in commands}
+    return taken == {"eth1"} and not of_run(muster.newest().run_id)
+
+
 @pytest.mark.parametrize("transport", REMOTE)
 def test_training_gives_the_same_bits_over_every_transport(transport, muster, losses_on_one_machine) -> None:
     code, said = TRANSPORTS[transport](muster, VGG)
     assert code == 0, said
     assert len(losses_on_one_machine) == 3
     assert losses(muster) == losses_on_one_machine
+    placed = json.loads(muster.newest().attempt(0).placement.read_text())["nodes"]
+    assert [node["host"] for node in placed] == [f"node{node}" for node in range(4)]
+    assert took_the_interface_between_the_nodes_and_left_nothing(muster)
 
 
+# The training above goes the same way, and has to communicate for the same bits.
+@pytest.mark.soak
 @pytest.mark.parametrize("transport", REMOTE)
 def test_hello_sums_over_four_hosts(transport, muster) -> None:
     code, said = TRANSPORTS[transport](muster, HELLO)
@@ -158,9 +172,7 @@ def test_hello_sums_over_four_hosts(transport, muster) -> None:
         text = attempt.out(rank).read_text()
         assert text.startswith(f"rank {rank} of 4 on node {rank} (node{rank}, ")
         assert "sum to 6" in text
-    commands = [json.loads(attempt.command(node).read_text()) for node in range(4)]
-    assert {command["warm"]["env"]["GLOO_SOCKET_IFNAME"] for command in commands} == {"eth1"}
-    assert not of_run(muster.newest().run_id)
+    assert took_the_interface_between_the_nodes_and_left_nothing(muster)
 
 
 WORDS = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=12) | st.sampled_from(
@@ -182,7 +194,8 @@ WORDS = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters
 )
 
 
-@pytest.mark.parametrize("transport", REMOTE)
+# test_ssh_transport.py does this over ssh and pdsh too, with harder words and more examples.
+@pytest.mark.parametrize("transport", [soaked(name) if name in {"ssh", "pdsh"} else name for name in REMOTE])
 @settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(words=st.lists(WORDS, min_size=1, max_size=8))
 def test_arguments_and_variables_survive_byte_for_byte(transport, muster, tmp_path, words: list[str]) -> None:
@@ -203,8 +216,10 @@ def test_arguments_and_variables_survive_byte_for_byte(transport, muster, tmp_pa
 # Bad nodes and lost ones ----------------------------------------------------------------------------------------------
 
 
+# To the supervisor a killed node is a closed connection, as a killed agent is: see test_run.py, and the kills of nodes.
 @pytest.mark.parametrize(
-    ("how", "transport"), [("power", "ssh"), ("kill", "ssh"), ("unplug", "ssh"), ("freeze", "ssh"), ("power", "pdsh")]
+    ("how", "transport"),
+    [("power", "ssh"), soaked("kill", "ssh"), ("unplug", "ssh"), ("freeze", "ssh"), ("power", "pdsh")],
 )
 def test_a_lost_node_is_named_and_nothing_is_left(how, transport, muster) -> None:
     box = muster.box
@@ -224,7 +239,8 @@ def test_a_lost_node_is_named_and_nothing_is_left(how, transport, muster) -> Non
     wait_until(lambda: not of_run(run.run_id), "the end of all ranks")
 
 
-@pytest.mark.parametrize("transport", ["ssh", "pdsh"])
+# The agents end with their connection or their lease, whichever client made it; pdsh's are in test_ssh_transport.py.
+@pytest.mark.parametrize("transport", ["ssh", soaked("pdsh")])
 def test_a_killed_supervisor_leaves_nothing_on_any_node(transport, muster) -> None:
     process = muster.start("run", muster.job(), "--hosts", muster.box.spelt, "--on", transport, job=SLEEP)
     muster.wait_for("started", 4)

@@ -51,7 +51,16 @@ def test_rank_0_is_shown_on_standard_output_and_the_rest_on_standard_error(tmp_p
 
 
 def test_the_first_failing_ranks_own_code_is_the_exit_code(tmp_path: Path) -> None:
-    code = "import os, time; rank = os.environ['RANK']; print('I am', rank); time.sleep(1000 * (rank != '2')); exit(7)"
+    # Rank 2 fails when the others are there, not before one of them could be started.
+    code = f"""
+import os, time
+rank, folder = os.environ['RANK'], {str(tmp_path)!r}
+print('I am', rank)
+open(f'{{folder}}/here-{{rank}}', 'w').close()
+while rank != '2' or not all(os.path.exists(f'{{folder}}/here-{{each}}') for each in range(4)):
+    time.sleep(0.02)
+exit(7)
+"""
     live = LiveRun(tmp_path, two_by_two(code))
     assert live.end() == 7
     verdict = live.verdict()
@@ -82,19 +91,21 @@ def test_a_dead_rank_is_the_cause_and_those_that_lost_it_are_victims(tmp_path: P
 
 
 def test_a_rank_that_prints_megabytes_keeps_its_own_code(tmp_path: Path) -> None:
-    code = "import sys; sys.stdout.write('yes\\n' * 5_000_000); sys.stderr.write('x' * 20_000_000); sys.exit(9)"
+    code = "import sys; sys.stdout.write('yes\\n' * 1_000_000); sys.stderr.write('x' * 4_000_000); sys.exit(9)"
     live = LiveRun(tmp_path, argv(code))
     assert live.end() == 9
-    assert live.out.count("yes\n") == 5_000_000
+    assert live.out.count("yes\n") == 1_000_000
     assert all(len(line) < 2_000 for line in live.verdict()["first"]["last_lines"])
 
 
 def test_ranks_that_fail_at_the_same_moment_are_one_failure(tmp_path: Path) -> None:
     """Once a stop order buried ranks whose reports the selector still held: the keeper fell over a closed pipe."""
-    for attempt in range(4):
-        folder = tmp_path / str(attempt)
+    runs = []
+    for number in range(4):
+        folder = tmp_path / str(number)
         folder.mkdir()
-        live = LiveRun(folder, "ranks_per_node: 8\n" + argv("import sys; sys.exit(64)"))
+        runs.append(LiveRun(folder, "ranks_per_node: 8\n" + argv("import sys; sys.exit(64)")))
+    for live in runs:
         assert live.end() == 64, live.err
         assert "Traceback" not in live.err
         assert live.verdict()["class"] == "failed"

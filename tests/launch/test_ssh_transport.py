@@ -32,6 +32,8 @@ from support.sshd import ADDRESSES, Sshd
 pytestmark = pytest.mark.ranks
 
 TRANSPORTS = pytest.mark.parametrize("transport", ["ssh", "pdsh"])
+# What agents and runs do by themselves, whichever client started them: with pdsh it is a soak.
+OF_AGENTS = pytest.mark.parametrize("transport", ["ssh", pytest.param("pdsh", marks=pytest.mark.soak)])
 HELLO = "name: hello\nnodes: 2\nranks_per_node: 2\nbench: {operation: hello}\n"
 SLEEP = "nodes: 2\ngrace_s: 1\n" + argv("import time; print('ready', flush=True); time.sleep(1000)")
 # The line lands in the run folder, beside the logs; JSON, so that any bytes can be told.
@@ -134,7 +136,7 @@ HARD = [
 
 
 @TRANSPORTS
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(words=HARD, variables={f"X{number}": text for number, text in enumerate(HARD)})
 @given(words=st.lists(TEXT, max_size=4), variables=st.dictionaries(NAMES, TEXT, max_size=4))
 def test_argv_and_environment_survive_byte_for_byte(
@@ -290,7 +292,7 @@ def test_a_killed_supervisor_takes_the_ranks_with_it(launch: Launch, transport: 
     wait_for_nothing(live, found)
 
 
-@TRANSPORTS
+@OF_AGENTS
 def test_a_supervisor_that_stands_still_loses_its_ranks_to_the_lease(launch: Launch, transport: str) -> None:
     live = launch(transport, SLEEP)
     found = started(live)
@@ -366,7 +368,7 @@ def muster(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=50, check=False)
 
 
-@TRANSPORTS
+@OF_AGENTS
 def test_a_detached_run_goes_on_without_its_starter_until_it_is_stopped(launch: Launch, transport: str) -> None:
     live = launch(transport, SLEEP, "--detach")
     assert live.end() == 0, live.err

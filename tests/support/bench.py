@@ -36,7 +36,7 @@ def _mismatch() -> None:
 
 def _slow(run: Callable[[], None]) -> None:
     run()
-    time.sleep(0.6)
+    time.sleep(1.1)
 
 
 def _loop() -> None:

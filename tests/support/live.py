@@ -13,7 +13,7 @@ from jobs.files import read_lines
 from jobs.rundir import RunDir
 from launch.processes import of_run
 
-DEADLINE_S = 40.0
+DEADLINE_S = 90.0
 
 
 class LiveRun:

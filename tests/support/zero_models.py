@@ -66,6 +66,13 @@ class Several(nn.Module):
         return inputs.float()
 
 
+def row_major(module: nn.Module) -> nn.Module:
+    """Lay parameters out as sharding does: where vectors end in memory can change the last bit of a 16-bit step."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
+    return module
+
+
 def seeded(build: Callable[[], nn.Module], seed: int = 1, dtype: torch.dtype | None = None) -> nn.Module:
     """Build a module from a seed."""
     with torch.random.fork_rng(devices=[]):
@@ -85,7 +92,9 @@ def draw_gradients(module: nn.Module, step: int, without: Collection[str] = (), 
     for place, (name, parameter) in enumerate(module.named_parameters()):
         random = torch.Generator().manual_seed(1000 * step + place)
         drawn = torch.randn(parameter.shape, generator=random, dtype=torch.float64) * scale
-        parameter.grad = drawn.to(parameter.dtype) if parameter.requires_grad and name not in without else None
+        with torch.no_grad():  # laid out as autograd does
+            gradient = torch.empty_like(parameter).copy_(drawn)
+        parameter.grad = gradient if parameter.requires_grad and name not in without else None
 
 
 def own_groups(module: nn.Module) -> list[dict[str, Any]]:

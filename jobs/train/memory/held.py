@@ -47,11 +47,15 @@ def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, wrapper: Any
     inner = getattr(optimizer, "inner", optimizer)
     asked, stepped = _parameters(optimizer), _parameters(inner)
     homes = getattr(wrapper, "homes", ())
-    parameters = [*module.parameters(), *asked]
+    at_home = {id(each) for home in homes for each in home.parameters}  # these may have no memory to ask for
+    every = [*module.parameters(), *asked]
     return {
-        "parameters": [*parameters, *(flat for home in homes for flat in (home.full, home.shard))],
+        "parameters": [
+            *(each for each in every if id(each) not in at_home),
+            *(flat for home in homes for flat in (home.full, home.shard)),
+        ],
         "gradients": [
-            *(each.grad for each in (*parameters, *stepped) if each.grad is not None),
+            *(each.grad for each in (*every, *stepped) if each.grad is not None),
             *(home.grad for home in homes if home.grad is not None),
         ],
         "optimizer": [*stepped, *_tensors(inner.state)],

@@ -78,10 +78,10 @@ SAID = {
 @pytest.mark.parametrize("how", SAID)
 def test_a_player_that_fails_is_a_row_with_the_reason_and_the_rest_is_measured(how, on_ranks, tmp_path):
     fault = {"how": how, "operation": "broadcast", "rank": 1}
-    codes, found = bench(on_ranks, tmp_path, fault=fault, timeout_s=1.5)
+    late = how in ("stop", "loop")  # these wait it out; what else is measured must not take as long on a busy machine
+    codes, found = bench(on_ranks, tmp_path, fault=fault, timeout_s=1.5 if late else 20.0)
     assert codes == [1, 0, 0]
     states = by_operation(found)
-    late = how in ("stop", "loop")
     assert states == {
         "all_reduce": {"ok"},
         "broadcast": {"failed"} | {"timeout"} if late else {"failed"},
@@ -97,18 +97,18 @@ def test_a_player_that_fails_is_a_row_with_the_reason_and_the_rest_is_measured(h
 def test_a_call_that_ends_and_took_too_long_is_given_up_without_a_culprit(on_ranks, tmp_path):
     """gloo's own time-out is one of each message, and begins anew with every one of them."""
     fault = {"how": "slow", "operation": "broadcast", "rank": -1}
-    codes, found = bench(on_ranks, tmp_path, fault=fault, timeout_s=0.5)
+    codes, found = bench(on_ranks, tmp_path, fault=fault, timeout_s=1.0)
     assert codes == [1, 0, 0]
     assert by_operation(found) == {"all_reduce": {"ok"}, "broadcast": {"timeout"}, "barrier": {"ok"}}
     late = [each for each in found if each["state"] == "timeout"]
     assert [each["rank"] for each in late] == [None, None]
-    assert all(each["reason"].endswith("s on the slowest rank, longer than 0.5 s (timeout_s)") for each in late)
+    assert all(each["reason"].endswith("s on the slowest rank, longer than 1 s (timeout_s)") for each in late)
 
 
 def test_gloos_abort_on_a_size_mismatch_is_told_with_its_last_words(on_ranks, tmp_path):
     """Who receives more than it has room for is aborted from a thread of gloo's: no exception, no way to catch it."""
     fault = {"how": "mismatch", "operation": "broadcast", "rank": 0}
-    codes, found = bench(on_ranks, tmp_path, ranks=2, fault=fault, timeout_s=5)
+    codes, found = bench(on_ranks, tmp_path, ranks=2, fault=fault, timeout_s=20.0)
     assert codes == [1, 0]
     (first,) = (each for each in found if each["rank"] is not None)
     assert first["rank"] == 1

@@ -1,4 +1,7 @@
-"""`python -m jobs.train` without an agent: by flags, under torchrun, and when a rank is missing or different."""
+"""`python -m jobs.train` without an agent: by flags, under torchrun, and when a rank is missing or different.
+
+What is said of the start itself is tested with processes that are started; the rest with forks of one that has torch.
+"""
 
 import json
 import os
@@ -6,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from jobs.rundir import RunDir
 from jobs.train.direct_run import placement_of
 from launch.look.runstate import read_state
 from support.live import LiveRun
+from support.modules import run_module
 
 pytestmark = pytest.mark.ranks
 
@@ -36,19 +40,41 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def by_hand(
+def pasted(
     folder: Path, ranks: range, world_size: int, *more: str, jobs: Sequence[Path] = (JOB,), port: int = 0
-) -> list:
-    """Start ranks as pasted lines do; rank r gets the r-th job file, or the last one."""
+) -> list[list[str]]:
+    """The arguments of pasted lines; rank r gets the r-th job file, or the last one."""
     where = ["--master-ip", "127.0.0.1", "--master-port", str(port or free_port()), "--num-nodes", str(world_size)]
-    started = []
-    for rank in ranks:
-        job = str(jobs[min(rank, len(jobs) - 1)])
-        command = [sys.executable, "-m", "jobs.train", job, *where, "--rank", str(rank), "--runs", str(folder), *more]
-        started.append(
+    named = [str(jobs[min(rank, len(jobs) - 1)]) for rank in ranks]
+    return [
+        [job, *where, "--rank", str(rank), "--runs", str(folder), *more] for job, rank in zip(named, ranks, strict=True)
+    ]
+
+
+def by_hand(folder: Path, ranks: range, world_size: int, *more: str) -> list:
+    """Start ranks as pasted lines do."""
+    commands = [
+        [sys.executable, "-m", "jobs.train", *arguments] for arguments in pasted(folder, ranks, world_size, *more)
+    ]
+    return finish(
+        [
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-        )
-    return finish(started)
+            for command in commands
+        ]
+    )
+
+
+@pytest.fixture
+def run_here(on_ranks, tmp_path_factory) -> Callable[..., list]:
+    """Return a function that runs `jobs.train` with each list of arguments, in forks."""
+    said = tmp_path_factory.mktemp("said")
+    return lambda *argvs: run_module(on_ranks, "jobs.train", argvs, environment(), said)
+
+
+@pytest.fixture
+def forked(run_here) -> Callable[..., list]:
+    """Return a function that does what `by_hand` does, in forks."""
+    return lambda *words, **more: run_here(*pasted(*words, **more))
 
 
 def finish(started: list) -> list:
@@ -88,15 +114,14 @@ def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(tmp_path):
     assert losses(only_run(tmp_path / "torchrun")) == losses(run)
 
 
-def test_one_rank_needs_no_flags_and_no_port(tmp_path):
-    command = [sys.executable, "-m", "jobs.train", str(JOB), "--runs", str(tmp_path), "--set", "train.mode=single"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
-    assert done.returncode == 0, done.stderr
+def test_one_rank_needs_no_flags_and_no_port(run_here, tmp_path):
+    ((_, err, code),) = run_here([str(JOB), "--runs", str(tmp_path), "--set", "train.mode=single"])
+    assert code == 0, err
     assert len(losses(only_run(tmp_path))) == 4
 
 
-def test_a_rank_that_never_arrives_is_named_within_the_start_time_out(tmp_path):
-    ((_, err, code),) = by_hand(tmp_path, range(1), 2, "--set", "start_timeout_s=2.0")
+def test_a_rank_that_never_arrives_is_named_within_the_start_time_out(forked, tmp_path):
+    ((_, err, code),) = forked(tmp_path, range(1), 2, "--set", "start_timeout_s=2.0")
     assert code == 124
     assert "muster: rank 1 of 2 did not arrive at 127.0.0.1:" in err
     assert "Traceback" not in err
@@ -109,48 +134,48 @@ def test_without_a_master_the_others_say_where_they_looked(tmp_path):
     assert "rank 1 found no master within 2 s" in line
 
 
-def test_a_taken_port_is_refused_with_what_to_do(tmp_path):
+def test_a_taken_port_is_refused_with_what_to_do(forked, tmp_path):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
-        ((_, err, code),) = by_hand(tmp_path, range(1), 2, port=taken.getsockname()[1])
+        ((_, err, code),) = forked(tmp_path, range(1), 2, port=taken.getsockname()[1])
     assert code == 78
     (line,) = err.splitlines()
     assert line.endswith("is taken on this machine; choose another --master-port")
 
 
-def test_a_rank_with_another_job_file_is_refused_on_all_ranks_by_name(tmp_path):
+def test_a_rank_with_another_job_file_is_refused_on_all_ranks_by_name(forked, tmp_path):
     other = tmp_path / "other.yaml"
     other.write_text(JOB.read_text().replace("1e-3", "1e-2"))
-    for _, err, code in by_hand(tmp_path / "runs", range(2), 2, jobs=(JOB, other)):
+    for _, err, code in forked(tmp_path / "runs", range(2), 2, jobs=(JOB, other)):
         assert code == 78
         assert "muster: the job file of rank 1 differs from rank 0's; give every rank the same one" in err
 
 
-def test_nodes_that_read_different_data_are_refused_by_name(tmp_path):
+def test_nodes_that_read_different_data_are_refused_by_name(forked, tmp_path):
     jobs = []
     for rank, letter in enumerate("ab"):
         text = tmp_path / f"text-{rank}"
         text.write_text(letter * 4096)
         jobs.append(tmp_path / f"job-{rank}.yaml")
         jobs[-1].write_text(JOB.read_text().replace("data: synthetic", f"data: {{text: {text}}}"))
-    for _, err, code in by_hand(tmp_path / "runs", range(2), 2, jobs=jobs):
+    for _, err, code in forked(tmp_path / "runs", range(2), 2, jobs=jobs):
         assert code == 78
         assert "of rank 1 differs from rank 0's; copy rank 0's files to those nodes" in err
 
 
-def test_the_losses_are_those_of_muster_run(tmp_path):
-    direct = by_hand(tmp_path / "direct", range(2), 2)
+def test_the_losses_are_those_of_muster_run(forked, tmp_path):
+    direct = forked(tmp_path / "direct", range(2), 2)
     assert [code for _, _, code in direct] == [0, 0], direct
     live = LiveRun(tmp_path, JOB.read_text())
     assert live.end() == 0, live.err
     assert losses(live.run.path) == losses(only_run(tmp_path / "direct"))
 
 
-def test_a_folder_that_cannot_be_made_ends_every_rank_with_the_reason(tmp_path):
+def test_a_folder_that_cannot_be_made_ends_every_rank_with_the_reason(forked, tmp_path):
     blocker = tmp_path / "file"
     blocker.write_text("")
-    for _, err, code in by_hand(blocker / "runs", range(2), 2):
+    for _, err, code in forked(blocker / "runs", range(2), 2):
         assert code == 73
         assert "choose another folder with --runs DIR" in err
 
@@ -169,10 +194,9 @@ def test_pretend_nodes_by_hand_are_nodes_and_the_run_took_from_its_first_moment_
     assert began < state.started < began + waited / 2
 
 
-def test_a_job_of_two_ranks_that_is_started_as_one_says_so_and_goes_on(tmp_path):
-    command = [sys.executable, "-m", "jobs.train", str(JOB), "--runs", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
-    assert (done.returncode, done.stderr) == (
+def test_a_job_of_two_ranks_that_is_started_as_one_says_so_and_goes_on(run_here, tmp_path):
+    ((_, err, code),) = run_here([str(JOB), "--runs", str(tmp_path)])
+    assert (code, err) == (
         0,
         "muster: the job asks for 2 ranks, this start has 1 (no rank variables found: see muster env); "
         "--num-nodes and --rank start more\n",
@@ -204,12 +228,12 @@ def test_a_node_is_what_the_start_called_one_as_far_as_the_hosts_agree(hosts, no
     assert [(node.first_rank, node.ranks) for node in placement.nodes] == blocks
 
 
-def test_a_run_goes_on_from_its_newest_checkpoint_under_any_launcher(tmp_path):
+def test_a_run_goes_on_from_its_newest_checkpoint_under_any_launcher(forked, tmp_path):
     saves = ("--set", "checkpoint.every_steps=2")
-    results = by_hand(tmp_path, range(2), 2, *saves, "--set", "train.steps=3")
+    results = forked(tmp_path, range(2), 2, *saves, "--set", "train.steps=3")
     assert [code for _, _, code in results] == [0, 0], results
     run = only_run(tmp_path)
-    results = by_hand(tmp_path, range(2), 2, *saves, "--set", "train.steps=5", "--resume", run.name[-6:])
+    results = forked(tmp_path, range(2), 2, *saves, "--set", "train.steps=5", "--resume", run.name[-6:])
     assert [code for _, _, code in results] == [0, 0], results
     assert "goes on from step-00000003.a000, step 3 of 5" in results[0][0]
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -221,9 +245,9 @@ def test_a_run_goes_on_from_its_newest_checkpoint_under_any_launcher(tmp_path):
     assert [path.name for path in sorted((run / "checkpoints").glob("step-*"))][-1] == "step-00000005.a001"
 
 
-def test_a_run_without_a_checkpoint_cannot_be_gone_on_with_on_any_rank(tmp_path):
-    (_, _, code), _ = by_hand(tmp_path, range(2), 2)
+def test_a_run_without_a_checkpoint_cannot_be_gone_on_with_on_any_rank(forked, tmp_path):
+    (_, _, code), _ = forked(tmp_path, range(2), 2)
     assert code == 0
-    for _, err, code in by_hand(tmp_path, range(2), 2, "--resume", only_run(tmp_path).name):
+    for _, err, code in forked(tmp_path, range(2), 2, "--resume", only_run(tmp_path).name):
         assert code == 66
         assert "no usable checkpoint; leave --resume out to begin anew" in err

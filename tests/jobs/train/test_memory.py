@@ -89,8 +89,6 @@ def test_what_ranks_hold_is_what_the_formulas_say(on_ranks, tmp_path, monkeypatc
                 found, expected = memory.held[kind], getattr(formula, kind)
                 if abs(found - expected) > 0.05 * expected:
                     wrong.append(f"{name}, rank {memory.rank}: {kind} {found}, expected {expected}")
-            if memory.peak < 0.9 * formula.states and formula.states > 2**22:
-                wrong.append(f"{name}, rank {memory.rank}: peak {memory.peak}, states {formula.states}")
     assert wrong == []
 
 

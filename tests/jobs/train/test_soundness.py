@@ -10,12 +10,13 @@ from jobs.reports import Reporter
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
 from jobs.train.data import open_data
 from jobs.train.loop import build_trainer, train
+from jobs.train.main import guarded
 from jobs.train.metrics import Files
 from jobs.train.saving import NotSaving
 from jobs.train.soundness import LOG_POINTS, NotFiniteError, Soundness, require_finite
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
-from support.live import LiveRun
+from launch.look.advice import next_step
 
 pytestmark = pytest.mark.ranks
 
@@ -101,19 +102,15 @@ def test_weights_that_the_last_step_has_lost_are_not_saved(on_ranks, tmp_path):
     assert on_ranks(2, last_step, folder=str(tmp_path), lr=0.1) == [["", True]] * 2
 
 
-JOB = """
-nodes: 1
-restart: {max: 3, backoff: 0}
-checkpoint: {every_steps: 2}
-train: {model: gpt-nano, data: python-source, batch_size: 2, steps: 30, log_every: 1, evaluate: false, mode: single,
-        optimizer: {name: sgd, lr: 1.0e+30}}
-"""
+def test_the_rank_ends_with_1_and_one_line_so_that_another_attempt_may_find_the_numbers_again(capsys):
+    def work(reporter: Reporter) -> int:
+        raise NotFiniteError("loss is not finite since step 3: lower it")
+
+    assert guarded(work) == 1
+    assert capsys.readouterr().err == "muster: loss is not finite since step 3: lower it\n"
 
 
-def test_a_run_that_loses_its_numbers_is_tried_once_more_and_then_given_up(tmp_path):
-    live = LiveRun(tmp_path, JOB)
-    assert live.end() == 93, live.err
-    assert len(live.events("attempt")) == 2
-    said = live.events("ended")[-1]["message"]
-    assert said.startswith("the same failure at the same step")
-    assert "loss is not finite since step" in said
+def test_what_it_says_is_known_to_the_advice():
+    said = heard([NAN], [NAN], [NAN])
+    failure = {"rank": 0, "code": 1, "signal": None, "message": f"NotFiniteError: {said}", "last_lines": []}
+    assert next_step("failed", failure).startswith("the loss is no number any more")

@@ -294,6 +294,9 @@ def test_ctrl_c_ends_the_point_and_the_sweep(tmp_path: Path) -> None:
 # In a box -----------------------------------------------------------------------------------------------------------
 
 ON = [["--on", "slurm"], ["--on", "submitit", "--executor", "slurm"]]
+BOTH = pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
+# Past the submission, which is tested for both, the jobs are followed and stopped in the same way.
+SLURM = pytest.mark.parametrize("on", [ON[0], pytest.param(ON[1], marks=pytest.mark.soak)], ids=["slurm", "submitit"])
 
 
 class BoxedSweep:
@@ -332,7 +335,7 @@ def boxed(box: LiveBox, tmp_path: Path) -> Iterator[BoxedSweep]:
 
 @cluster
 @patient
-@pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
+@BOTH
 def test_points_of_one_shape_are_one_array(boxed: BoxedSweep, on: list[str]) -> None:
     process = boxed.start(LISTED, "--grid", "env.WHAT=a,b", "--grid", "nodes=1,2", "--limit", "1", *on)
     out, err = process.communicate(timeout=150)
@@ -350,7 +353,7 @@ def test_points_of_one_shape_are_one_array(boxed: BoxedSweep, on: list[str]) -> 
 
 @cluster
 @patient
-@pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
+@SLURM
 def test_each_points_own_code_comes_back_from_an_array(boxed: BoxedSweep, on: list[str]) -> None:
     process = boxed.start(EXIT, "--grid", "env.CODE='0','7','9'", *on)
     out, err = process.communicate(timeout=150)
@@ -360,7 +363,7 @@ def test_each_points_own_code_comes_back_from_an_array(boxed: BoxedSweep, on: li
 
 @cluster
 @patient
-@pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
+@SLURM
 def test_ctrl_c_stops_what_runs_and_cancels_what_waits(boxed: BoxedSweep, on: list[str]) -> None:
     process = boxed.start(SLEEP, "--grid", "env.WHAT=a,b,c", "--limit", "1", *on)
     wait_until(lambda: boxed.runs.is_dir() and list_runs(boxed.runs), "the runs")
@@ -374,7 +377,7 @@ def test_ctrl_c_stops_what_runs_and_cancels_what_waits(boxed: BoxedSweep, on: li
 
 @cluster
 @patient
-@pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
+@BOTH
 def test_a_shape_that_is_refused_ends_its_points_only(boxed: BoxedSweep, on: list[str]) -> None:
     process = boxed.start(LISTED, "--set", "env.WHAT=x", "--grid", "slurm.partition=nowhere,batch", *on)
     out, err = process.communicate(timeout=100)

@@ -1,0 +1,212 @@
+"""Mistakes that a sharded wrapper refuses with a sentence, on every rank that makes them or on all, and no hang."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp import timeouts
+from jobs.train.world import World
+from support.data_parallel_models import CASES, ToyModel, seeded
+from support.sharded import SMALL_MB
+from zero import ShardedDataParallel, scatter
+
+pytestmark = pytest.mark.ranks
+
+TOY = CASES["toy"]
+TIMEOUT_S = 3.0
+
+
+def said_by(call: Callable[[], object], kind: type[Exception]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def wrap(world: World, module: nn.Module | None = None, **settings) -> ShardedDataParallel:
+    settings = {"stage": 2, "bucket_size_mb": SMALL_MB, **settings}
+    return ShardedDataParallel(seeded(ToyModel, 1) if module is None else module, world.group, **settings)
+
+
+def refused_settings(world: World) -> dict[str, str]:
+    strange = nn.Linear(2, 2)
+    calls: dict[str, Callable[[], object]] = {
+        "stage": lambda: wrap(world, stage=4),
+        "accumulate": lambda: wrap(world, accumulate="global"),
+        "both": lambda: wrap(world, accumulate="sharded", exact=True),
+        "size": lambda: wrap(world, bucket_size_mb=-1.0),
+        "part": lambda: wrap(world, units=[strange]),
+        "root": lambda: wrap(world, module := ToyModel(), units=[module]),  # type: ignore[misc]
+        "complex": lambda: wrap(world, nn.Linear(2, 2, dtype=torch.complex64)),
+    }
+    return {which: said_by(call, ValueError) for which, call in calls.items()}
+
+
+def test_settings_that_cannot_be_are_refused_on_every_rank(on_ranks):
+    first, second = on_ranks(2, refused_settings)
+    assert first == second
+    assert first == {
+        "stage": "stage must be 1, 2 or 3, got 4",
+        "accumulate": "accumulate must be 'local' or 'sharded', got 'global'",
+        "both": "exact sums add micro-batches on each rank first; drop accumulate='sharded' or exact",
+        "size": "bucket_size_mb must be a number of MB, or None for one bucket, got -1.0",
+        "part": "units[0]: a Linear that is not a part of the module; name its own",
+        "root": "units[0] is the module itself, which is the root unit; name parts of it",
+        "complex": (
+            "weight is torch.complex64: shards are of real numbers; keep torch.view_as_real() of it as the parameter"
+        ),
+    }
+
+
+def differing(world: World) -> list[str]:
+    """Rank 1 asks for something else each time."""
+    module = seeded(ToyModel, 1)
+    others: list[dict] = [
+        {"stage": 1},
+        {"accumulate": "sharded"},
+        {"bucket_size_mb": 1.0},
+        {"units": [module.fc1]},
+        {"reshard_after_forward": False},
+        {"module": nn.Linear(2, 2)},
+    ]
+    return [
+        said_by(lambda: wrap(world, **({"module": module, **other} if world.rank == 1 else {})), ValueError)  # noqa: B023
+        for other in others
+    ]
+
+
+def test_ranks_that_differ_are_told_how_on_all(on_ranks):
+    told = [
+        ("setting stage=2", "setting stage=1"),
+        ("setting accumulate=local", "setting accumulate=sharded"),
+        (f"setting bucket_size_mb={SMALL_MB}", "setting bucket_size_mb=1.0"),
+        ("setting units=default", "setting units=[['fc1']]"),
+        ("setting reshard_after_forward=True", "setting reshard_after_forward=False"),
+        ("parameter fc1.weight (20, 10) float32 trainable", "parameter weight (2, 2) float32 trainable"),
+    ]
+    for rank, found in enumerate(on_ranks(2, differing)):
+        for (zero, one), said in zip(told, found, strict=True):
+            here = [" (here)" if rank == each else "" for each in (0, 1)]
+            assert said.startswith("the ranks' modules or wrappers differ: ")
+            assert f"{zero} on rank 0{here[0]} but {one} on rank 1{here[1]}; " in said
+
+
+def changed(world: World) -> dict[str, str]:
+    changes: dict[str, Callable[[nn.Module], object]] = {
+        "frozen": lambda module: module.fc1.requires_grad_(False),
+        "replaced": lambda module: setattr(module, "fc2", nn.Linear(20, 5, bias=False)),
+        "converted": lambda module: module.norm.double(),
+        "moved": lambda module: module.norm.to("meta"),
+    }
+    found = {}
+    for which, change in changes.items():
+        for stage in (1, 2):
+            model = wrap(world, stage=stage)
+            change(model.module)
+            found[f"{which} {stage}"] = said_by(lambda: model(torch.ones(2, 10)), RuntimeError)  # noqa: B023
+    thawed = seeded(ToyModel, 1)
+    thawed.fc2.requires_grad_(False)
+    model = wrap(world, thawed)
+    thawed.fc2.requires_grad_(True)
+    found["thawed 2"] = said_by(lambda: model(torch.ones(2, 10)), RuntimeError)
+    return found
+
+
+def test_parameters_that_change_after_wrapping_are_named(on_ranks):
+    names = {"frozen": "fc1.weight", "replaced": "fc2.weight", "thawed": "fc2.weight"}
+    for which, said in on_ranks(1, changed)[0].items():
+        assert said == (
+            f"{names.get(which.split()[0], 'norm.bias, norm.weight')}: changed after the module was sharded; freeze, "
+            "replace and convert parameters before wrapping, or build the wrapper and its optimizer anew"
+        )
+
+
+def misused(world: World) -> dict[str, str]:
+    found = {}
+    for stage in (1, 2):
+        never = CASES["never used"]
+        model = wrap(world, never.build(1), stage=stage)
+        found[f"unused {stage}"] = said_by(lambda: never.loss(model, 0).backward(), RuntimeError)  # noqa: B023
+        module = nn.Sequential(nn.Embedding(64, 16, sparse=True))
+        model = wrap(world, module, stage=stage, bucket_size_mb=0.0)
+        found[f"sparse {stage}"] = said_by(
+            lambda: model(torch.ones(1, dtype=torch.long)).sum().backward(), RuntimeError
+        )  # noqa: B023
+        model = wrap(world, stage=stage)
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+        loss = TOY.loss(model, world.rank)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        found[f"old graph {stage}"] = said_by(loss.backward, RuntimeError)
+        model.synchronize()
+    return found
+
+
+def test_misuse_in_a_step_is_told(on_ranks):
+    for found in on_ranks(2, misused):
+        for stage in (1, 2):
+            assert found[f"unused {stage}"].startswith("1 of 3 parameters got no gradient on any rank: sometimes; if ")
+            assert found[f"sparse {stage}"].startswith("0.weight: its gradient is sparse, a bucket holds dense ones;")
+            assert "modified by an inplace operation" in found[f"old graph {stage}"]  # as without a wrapper
+
+
+def absent(world: World) -> list[str]:
+    """All take a step; of the next one rank 1 takes the backward only, and the others wait for its parameters."""
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+    model = ShardedDataParallel(seeded(ToyModel, 1), group, stage=2)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    for step in range(2):
+        TOY.loss(model, world.rank).backward()
+        if step == 0:
+            optimizer.step()
+    said = []
+    if world.rank != 1:
+        with mock.patch.object(timeouts, "LATER_S", 0.3):
+            optimizer.step()
+            said = [said_by(lambda: model(torch.ones(2, 10)), RuntimeError)]
+    dist.barrier()
+    return said
+
+
+def test_a_gather_to_which_a_rank_does_not_come_is_named(on_ranks):
+    first, late, last = on_ranks(3, absent)
+    assert late == []
+    told = [said for said in (*first, *last) if "did not end within" in said]
+    assert told  # the other may have lost its connection to the first
+    for said in told:
+        assert ": step 2: flat parameters 1 of 1 (fc2.weight ... fc1.weight; " in said
+        assert "it was not entered by rank 1: " in said
+    for said in (*first, *last):
+        assert ": step 2: flat parameters 1 of 1 (fc2.weight ... fc1.weight; " in said
+
+
+def failing(world: World) -> list[str]:
+    """The first bucket of four fails while the third is made ready, and whenever it is waited for."""
+
+    def times_out(*_: object) -> None:
+        raise RuntimeError("[gloo] Timed out waiting 700ms for recv operation to complete")
+
+    said = []
+    model = wrap(world, CASES["chain"].build(1), bucket_size_mb=16 / 1024)
+    told: list[bool] = []
+    model.on_wait = told.append
+    with (
+        mock.patch.object(scatter, "ring_reduce_scatter", times_out),
+        mock.patch.multiple(timeouts, LATER_S=0.0),
+    ):
+        said.append(said_by(lambda: CASES["chain"].loss(model, 0).backward(), RuntimeError))
+        said.append(said_by(lambda: CASES["chain"].loss(model, 0).backward(), RuntimeError))
+    return said if told == [True, False] * (len(told) // 2) else [str(told)]
+
+
+def test_a_bucket_that_fails_during_the_backward_is_named_every_time(on_ranks):
+    for found in on_ranks(1, failing):
+        assert len(found) == 2
+        for said in found:
+            assert "step 1: bucket 1 of 4 (layers.3.weight; 0.0156 MB) did not end within 0.7 s" in said

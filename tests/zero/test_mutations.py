@@ -1,0 +1,145 @@
+"""Tests of the tests: a sharded wrapper with a mistake in it must be reported by the checks that the other tests run."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp.primitives import ring_all_gather
+from jobs.train.world import World
+from support.sharded import Run, not_sharded, wrong_training
+from zero import data_parallel, scatter, whole
+from zero.flat import FlatParameters
+from zero.gather import RingGather
+from zero.gradients import PassingGradients
+from zero.optimizer import Segment
+from zero.scatter import Scatter
+
+pytestmark = pytest.mark.ranks
+
+
+def together(*patches: Any) -> Any:
+    stack = ExitStack()
+    for each in patches:
+        stack.enter_context(each)
+    return stack
+
+
+class WholeScatter(Scatter):
+    """An all-reduce, of which every rank keeps all."""
+
+    def _send(self, bucket: Any) -> Callable[[], Tensor]:
+        mean = bucket.pack(1.0) / self.ranks
+        dist.all_reduce(mean, group=self.group)
+        return lambda: mean
+
+
+def nothing_sharded() -> Any:
+    """Every rank has all of it, and steps all of it."""
+
+    def unsharded(named: Any, **_: Any) -> FlatParameters:
+        return FlatParameters(named, rank=0, ranks=1)
+
+    return together(
+        mock.patch.object(data_parallel, "FlatParameters", unsharded),
+        mock.patch.object(data_parallel, "scatter_for", lambda group, *_, **__: WholeScatter(group)),
+        gather_left_out(),
+    )
+
+
+def gather_left_out() -> Any:
+    return mock.patch.object(RingGather, "start", lambda *_: lambda: None)
+
+
+def whole_gradients_kept() -> Any:
+    """A shard is a view of the whole."""
+    return mock.patch.object(PassingGradients, "deliver", lambda bucket, mean: bucket.home.add_gradient(mean))
+
+
+def state_of_another_shard() -> Any:
+    """The optimizer steps what is the next rank's, with this rank's gradients."""
+    made = Segment.__init__
+
+    def of_the_next(segment: Segment, home: FlatParameters, slices: Any) -> None:
+        made(segment, home, slices)
+        theirs = home.parts(home.full)[(home.rank + 1) % home.layout.ranks]
+        segment.stepped = nn.Parameter(theirs[segment.begin : segment.end])
+
+    return mock.patch.object(Segment, "__init__", of_the_next)
+
+
+@contextmanager
+def gathered_when_waited_for() -> Iterator[None]:
+    """Nothing is gathered before somebody waits, so that a wait that is missing is seen: no mistake by itself."""
+
+    def start(gather: RingGather, home: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
+        left = [lambda: ring_all_gather(shard, home.parts(out), gather.group)]
+        return lambda: left.pop()() if left else None
+
+    with mock.patch.object(RingGather, "start", start):
+        yield
+
+
+def no_wait_before_the_forward() -> Any:
+    return together(gathered_when_waited_for(), mock.patch.object(whole, "_needs", lambda *_: ()))
+
+
+MUTANTS: dict[str, Callable[[], Any]] = {
+    "no mistake": nullcontext,
+    "gathered when waited for": gathered_when_waited_for,
+    "nothing sharded": nothing_sharded,
+    "whole gradients kept": whole_gradients_kept,
+    "any number of buckets under way": lambda: mock.patch.object(data_parallel, "UNDER_WAY", None),
+    "no reduce": lambda: mock.patch.object(scatter, "ring_reduce_scatter", lambda *_: None),
+    "state of another rank's shard": state_of_another_shard,
+    "gather left out": gather_left_out,
+    "no wait before the forward": no_wait_before_the_forward,
+}
+
+
+def trains(world: World, stage: int) -> list[str]:
+    return wrong_training(world, Run("toy", "adamw", stage))
+
+
+# which check must report it, in which stages
+MISTAKES: dict[str, tuple[Callable[[World, int], list[str]], tuple[int, ...]]] = {
+    "nothing sharded": (not_sharded, (1, 2)),
+    "whole gradients kept": (not_sharded, (2,)),
+    "any number of buckets under way": (not_sharded, (2,)),
+    "no reduce": (trains, (1, 2)),
+    "state of another rank's shard": (trains, (1, 2)),
+    "gather left out": (trains, (1, 2)),
+    "no wait before the forward": (trains, (1, 2)),
+}
+
+
+def reported(world: World) -> dict[str, bool]:
+    """Return, of each mutant and stage, whether its check finds something wrong; of none, whether any check does."""
+    found = {}
+    for mutant, make in MUTANTS.items():
+        checks = MISTAKES.get(mutant, (lambda *given: [*trains(*given), *not_sharded(*given)], (1, 2)))
+        for stage in checks[1]:
+            with make():
+                found[f"{mutant}, {stage}"] = bool(checks[0](world, stage))
+    return found
+
+
+def test_every_mistake_is_reported_on_some_rank_and_nothing_else_is(on_ranks):
+    first, second = on_ranks(2, reported)
+    found = {each: first[each] or second[each] for each in first}
+    assert found == {each: each.split(",")[0] in MISTAKES for each in found}
+    assert {each.split(",")[0] for each in found} == set(MUTANTS)
+
+
+def nothing_sharded_trains(world: World) -> list[str]:
+    with nothing_sharded():
+        return trains(world, 1)
+
+
+def test_what_is_not_sharded_trains_right_so_numbers_alone_would_not_tell(on_ranks):
+    assert on_ranks(2, nothing_sharded_trains) == [[]] * 2

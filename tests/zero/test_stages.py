@@ -1,0 +1,75 @@
+"""Steps of a sharded wrapper are those of one process, in all stages, at worlds 1 to 4, whatever the module is."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch.distributed as dist
+
+from jobs.train.world import World
+from support.sharded import Run, wrong_training
+
+pytestmark = pytest.mark.ranks
+
+EXACT = {"exact": True}
+
+
+def wrong_runs(world: World, runs: list[dict]) -> list[str]:
+    problems = []
+    for given in runs:
+        run = Run(**given)
+        problems += [f"{run}: {each}" for each in wrong_training(world, run)]
+    return problems
+
+
+# In exact sums bits are those of one process, clipped or not; virtual shards are added in one order.
+EVERYWHERE = [
+    {"case": "ragged", "how": "adamw", "shards": 2, "clip": 0.1, "settings": EXACT},
+    {"case": "ragged", "how": "sgd", "groups": True, "clip": 0.1},
+    {"case": "masters", "how": "adamw", "steps": 2},
+]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_stage_trains_as_one_process(on_ranks, world_size):
+    runs = [{**run, "stage": stage} for stage, run in product((1, 2, 3), EVERYWHERE)]
+    assert on_ranks(world_size, wrong_runs, runs=runs) == [[]] * world_size
+
+
+LARGER = {"bucket_size_mb": 16 / 1024}
+ONCE = [
+    {"case": "ragged", "how": "adamw", "groups": True, "settings": EXACT},
+    {"case": "gpt", "how": "adamw fused", "units": ("block1", "block2"), "settings": {**EXACT, **LARGER}},
+    {"case": "masters", "how": "adamw", "clip": 0.5, "settings": EXACT},
+    {"case": "never used", "how": "sgd", "shards": 2, "settings": EXACT},
+    {"case": "tiny", "how": "sgd", "settings": {"bucket_size_mb": 0.0}},
+    {"case": "double", "how": "adamw"},
+    {"case": "masters", "how": "sgd", "shards": 2},
+    {"case": "unused in odd shards", "how": "adamw"},
+    {"case": "never used", "how": "adamw"},
+    {"case": "vgg11", "how": "sgd", "steps": 2, "settings": {"bucket_size_mb": 1.0}},
+    {"case": "odd", "how": "sgd", "settings": {"communication_dtype": "bfloat16"}},
+    {"case": "ragged", "how": "adamw", "shards": 2, "settings": {"accumulate": "sharded"}},
+    {"case": "recomputed", "how": "adamw", "shards": 2, "settings": {"bucket_size_mb": None}},
+]
+
+
+def test_other_modules_and_settings_train_as_one_process_too(on_ranks):
+    runs = [{**run, "stage": stage} for stage, run in product((1, 2), ONCE)]
+    assert on_ranks(3, wrong_runs, runs=runs) == [[]] * 3
+
+
+def in_a_part_of_the_world(world: World) -> list[str]:
+    ranks = [1, 3]
+    group = dist.new_group(ranks)
+    problems = []
+    if world.rank in ranks:
+        part = replace(world, rank=ranks.index(world.rank), size=2, group=group)
+        for stage in (1, 2, 3):
+            problems += wrong_training(part, Run("ragged", "adamw", stage, settings=EXACT))
+    dist.barrier()
+    return problems
+
+
+def test_a_sub_group_trains_by_itself(on_ranks):
+    assert on_ranks(4, in_a_part_of_the_world) == [[]] * 4

@@ -1,0 +1,399 @@
+"""Uses of stages 1 and 2 that are not a plain step: each ends as it does in one process, or in a sentence."""
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from ddp.primitives.peers import Peers
+from jobs.train.world import World
+from support.data_parallel_models import CASES, ToyModel, seeded
+from support.sharded import SMALL_MB, not_sharded
+from zero import ShardedDataParallel
+from zero.gather import RingGather
+
+pytestmark = pytest.mark.ranks
+
+TOY = CASES["toy"]
+Optimizer = torch.optim.Optimizer
+
+
+def wrap(world: World, stage: int, build: Callable = ToyModel, **settings) -> ShardedDataParallel:
+    settings = {"bucket_size_mb": SMALL_MB, "exact": True, **settings}
+    return ShardedDataParallel(seeded(build, 1), world.group, stage=stage, **settings)
+
+
+def sgd(given, module: nn.Module) -> Optimizer:
+    """Build the same optimizer, sharded or not."""
+    settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}
+    if isinstance(given, ShardedDataParallel):
+        return given.optimizer(torch.optim.SGD, **settings)
+    return torch.optim.SGD(module.parameters(), **settings)
+
+
+class Alone:
+    """One process, used as the wrapper is: its backward has the mean of all ranks' shards for a gradient."""
+
+    def __init__(self, ranks: int) -> None:
+        self.module, self.ranks = seeded(ToyModel, 1), ranks
+
+    def backward(self, step: int) -> None:
+        total = {name: torch.zeros_like(each) for name, each in self.module.named_parameters()}
+        before = {name: each.grad for name, each in self.module.named_parameters()}
+        for shard in range(step * self.ranks, (step + 1) * self.ranks):
+            for each in self.module.parameters():
+                each.grad = None
+            TOY.loss(self.module, shard).backward()
+            for name, each in self.module.named_parameters():
+                total[name] += each.grad
+        for name, each in self.module.named_parameters():
+            mean = total[name] / self.ranks if self.ranks > 1 else total[name]
+            each.grad = mean if before[name] is None else before[name] + mean
+
+
+class Wrapped:
+    """A wrapper, used as `Alone` is."""
+
+    def __init__(self, model: ShardedDataParallel, rank: int) -> None:
+        self.model, self.module, self.rank = model, model.module, rank
+
+    def backward(self, step: int) -> None:
+        TOY.loss(self.model, step * self.model.ranks + self.rank).backward()
+
+
+def plain(side, optimizer: Optimizer) -> None:
+    for step in range(2):
+        optimizer.zero_grad()
+        side.backward(step)
+        optimizer.step()
+
+
+def adds_up(side, optimizer: Optimizer) -> None:
+    """Backwards without zero_grad between; then steps without forward, and one without a gradient."""
+    side.backward(0)
+    side.backward(1)
+    optimizer.step()
+    optimizer.step()
+    side.backward(2)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def scheduled(side, optimizer: Optimizer) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for step in range(3):
+        optimizer.zero_grad()
+        side.backward(step)
+        optimizer.step()
+        scheduler.step()
+        optimizer.param_groups[0]["momentum"] *= 0.9
+
+
+def with_closures(side, optimizer: Optimizer) -> None:
+    def closure() -> None:
+        optimizer.zero_grad()
+        side.backward(1)
+
+    plain(side, optimizer)
+    optimizer.step(closure)
+
+
+def evaluated_between(side, optimizer: Optimizer) -> None:
+    call = side.model if isinstance(side, Wrapped) else side.module
+    plain(side, optimizer)
+    with torch.no_grad():
+        call(torch.ones(2, 10))
+    call(torch.ones(2, 10))  # with gradients, of which nobody asks any
+    plain(side, optimizer)
+
+
+def parts_called_by_themselves(side, optimizer: Optimizer) -> None:
+    """What a part of the module returns after a step, in the middle of it, becomes a parameter."""
+    plain(side, optimizer)
+    with torch.no_grad():
+        seen = side.module.fc2(torch.ones(1, 20)).sum() + side.module.norm(torch.ones(1, 20)).sum()
+        next((side.module if isinstance(side, Alone) else side.model).parameters()).mul_(seen)
+    plain(side, optimizer)
+
+
+def raised(side, optimizer: Optimizer) -> None:
+    """Errors in the forward, and in the midst of a backward; then training goes on."""
+
+    def fails(*_) -> None:
+        raise KeyError("on purpose")
+
+    plain(side, optimizer)
+    for register in (side.module.norm.register_forward_hook, side.module.norm.weight.register_hook):
+        handle = register(fails)
+        with pytest.raises(KeyError, match="on purpose"):
+            side.backward(1)
+        handle.remove()
+        optimizer.zero_grad()
+        plain(side, optimizer)
+
+
+USES = {
+    use.__name__: use
+    for use in (plain, adds_up, scheduled, with_closures, evaluated_between, parts_called_by_themselves, raised)
+}
+
+
+def used_apart(world: World) -> list[str]:
+    problems = []
+    for name, use in USES.items():
+        alone = Alone(world.size)
+        use(alone, sgd(None, alone.module))
+        for stage in (1, 2):
+            model = wrap(world, stage)
+            use(Wrapped(model, world.rank), sgd(model, model.module))
+            found, wanted = model.state_dict(), alone.module.state_dict()
+            problems += [f"{name}, stage {stage}: {key}" for key in wanted if not torch.equal(found[key], wanted[key])]
+    return problems
+
+
+def test_uses_end_as_in_one_process(on_ranks):
+    assert on_ranks(3, used_apart) == [[]] * 3
+
+
+class Either(nn.ModuleDict):
+    def __init__(self) -> None:
+        super().__init__({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+
+    def forward(self, which: str, inputs: torch.Tensor) -> torch.Tensor:
+        return self[which](inputs)
+
+
+def unused_once(world: World) -> list[str]:
+    """A parameter that only the first of two backwards uses keeps that one's gradient, and is stepped."""
+    problems = []
+    for stage in (1, 2):
+        model = wrap(
+            world,
+            stage,
+            Either,
+            find_unused_parameters=True,
+        )
+        optimizer = model.optimizer(torch.optim.SGD, lr=1.0)
+        before = model.module["a"].bias.detach().clone()
+        for which in ("a", "b"):
+            model(which, torch.ones(1, 3)).sum().backward()
+        if set(model.full_gradients()) != {"a.weight", "a.bias", "b.weight", "b.bias"}:
+            problems.append(f"stage {stage}: gradients of {sorted(model.full_gradients())}")
+        optimizer.step()
+        model.synchronize()
+        problems += [] if torch.equal(model.module["a"].bias, before - 1) else [f"stage {stage}: a was not stepped"]
+        optimizer.zero_grad()
+        model("b", torch.ones(1, 3)).sum().backward()
+        problems += [] if set(model.full_gradients()) == {"b.weight", "b.bias"} else [f"stage {stage}: a is used still"]
+    return problems
+
+
+def not_finite(world: World) -> list[str]:
+    """Gradients clipped by a norm that is not a number are forgotten with zero_grad, what lies between them too."""
+    problems = []
+    for stage in (1, 2):
+        model = wrap(world, stage, lambda: nn.Linear(3, 5), exact=False)  # with gaps after both parameters
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+        for value in (float("nan"), 1.0):
+            optimizer.zero_grad()
+            model(torch.full((1, 3), value)).sum().backward()
+            norm = float(optimizer.clip_grad_norm_(1.0))
+        problems += [] if norm == pytest.approx(20**0.5) else [f"stage {stage}: norm {norm}"]
+    return problems
+
+
+def test_gradients_of_one_backward_do_not_count_for_another(on_ranks):
+    assert on_ranks(2, unused_once) == [[]] * 2
+    assert on_ranks(2, not_finite) == [[]] * 2
+
+
+def shares(world: World) -> list[str]:
+    return [f"stage {stage}: {each}" for stage in (1, 2, 3) for each in not_sharded(world, stage)]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_every_rank_holds_its_share(on_ranks, world_size):
+    assert on_ranks(world_size, shares) == [[]] * world_size
+
+
+def sent_bytes(world: World) -> list[int]:
+    """Return what a rank sends in a step of stages 1 and 2, and twice the gradients' share that a ring sends."""
+    sent: list[int] = []
+    post = Peers.post
+
+    def counted(peers: Peers, **posted):
+        sent.extend(tensor.nbytes for tensor, _ in posted["sends"])
+        return post(peers, **posted)
+
+    found = []
+    for stage in (1, 2):
+        model = wrap(world, stage, CASES["chain"].build.args[0], exact=False)
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+        CASES["chain"].loss(model, 0).backward()  # the first asks who uses what
+        with mock.patch.object(Peers, "post", counted):
+            model.zero_grad()
+            CASES["chain"].loss(model, 0).backward()
+            optimizer.step()
+            model.synchronize()
+        found.append(sum(sent))
+        sent.clear()
+    whole = sum(each.nbytes for each in model.module.parameters())
+    return [*found, 2 * whole * (world.size - 1) // world.size]
+
+
+def test_a_step_sends_gradients_once_and_parameters_once(on_ranks):
+    for one, two, wanted in on_ranks(4, sent_bytes):
+        assert one == two == wanted
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            inputs = torch.tanh(block(inputs))
+        return inputs
+
+
+def order_of_events(world: World) -> list[str]:
+    """Let the gathers end as late as they may: each begins when the block before the one that needs it has begun."""
+    events: list[str] = []
+
+    class LateGather(RingGather):
+        def start(self, home, shard, out):
+            waits: list = []
+
+            def wait() -> None:
+                events.append(f"waits for {home.names[0].removesuffix('.bias')}")
+                waits[0]() if waits else None
+
+            waits.append(super().start(home, shard, out))
+            return wait
+
+    with mock.patch("zero.gather.RingGather", LateGather):
+        module = seeded(Blocks, 1)
+        model = ShardedDataParallel(module, world.group, stage=2, units=module.blocks, bucket_size_mb=2 * SMALL_MB)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    for name, block in enumerate(module.blocks):
+        block.register_forward_hook(lambda *_, name=name: events.append(f"ran {name}"))
+    model(torch.ones(2, 16))
+    return events
+
+
+def test_a_unit_waits_for_its_own_parameters_only_when_it_runs(on_ranks):
+    wanted = [event for place in range(4) for event in (f"waits for blocks.{place}", f"ran {place}")]
+    assert on_ranks(2, order_of_events) == [wanted] * 2
+
+
+def states(world: World) -> list[str]:
+    """Load, by the wrapper and past it, while parameters are under way; 16-bit ones, with their masters."""
+    problems = []
+    for stage in (1, 2):
+        for past in (False, True):
+            half = {"build": lambda: nn.Linear(4, 4).bfloat16()}
+            model, other = wrap(world, stage, **half), nn.Linear(4, 4).bfloat16()
+            for each in other.parameters():
+                nn.init.constant_(each, 0.25)
+            optimizer = model.optimizer(torch.optim.SGD, lr=0.5)
+            model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            (model.module if past else model).load_state_dict(other.state_dict())
+            optimizer.step()
+            model.synchronize()
+            if not torch.equal(model.module.bias, torch.full((4,), -0.25, dtype=torch.bfloat16)):
+                problems.append(f"stage {stage}, past {past}: {model.module.bias.tolist()}")
+            if [*model.state_dict()] != ["weight", "bias"] or [n for n, _ in model.named_parameters()] != [
+                "weight",
+                "bias",
+            ]:
+                problems.append("names are not the module's")
+    return problems
+
+
+def within_another(world: World) -> list[str]:
+    problems = []
+    for stage in (1, 2, 3):
+        outer, plainly = nn.Sequential(wrap(world, stage), nn.Linear(5, 5)), nn.Sequential(ToyModel(), nn.Linear(5, 5))
+        if list(state := outer.state_dict()) != list(plainly.state_dict()):
+            problems.append(f"stage {stage}: {list(state)}")
+        with pytest.raises(RuntimeError, match="cannot be moved or converted"):
+            outer.double()
+        if stage < 3:
+            outer.load_state_dict(plainly.state_dict())
+            found = outer(torch.ones(2, 10))
+            problems += [] if torch.equal(found, plainly(torch.ones(2, 10))) else [f"stage {stage}: loaded otherwise"]
+    return problems
+
+
+def test_states_are_the_modules_own(on_ranks):
+    assert on_ranks(2, states) == [[]] * 2
+    assert on_ranks(2, within_another) == [[]] * 2
+
+
+def let_go(world: World) -> list[str]:
+    problems = []
+    gc.disable()  # nobody looks for circles
+    for stage in (1, 2):
+        model = wrap(world, stage, exact=False)
+        module, optimizer = model.module, sgd(model, model.module)
+        plain(Wrapped(model, world.rank), optimizer)
+        for copying in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"copy its \.module"):
+                copying(model)
+        model.synchronize()
+        copied, pickled = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
+        dead = [weakref.ref(each) for each in (model, model._reducer, model._reducer._buckets[0], model.presence)]
+        wanted = copy.deepcopy(model.state_dict())
+        optimizer.zero_grad()
+        Wrapped(model, world.rank).backward(7)
+        optimizer.step()
+        del model, optimizer
+        problems += [f"stage {stage}: {place} lives" for place, each in enumerate(dead) if each() is not None]
+        if any(part._forward_pre_hooks or part._state_dict_pre_hooks for part in module.modules()):
+            problems.append(f"stage {stage}: hooks are left")
+        for which in (copied, pickled):
+            which(torch.ones(1, 10))
+            same = all(torch.equal(which.state_dict()[name], each) for name, each in wanted.items())
+            problems += [] if same else [f"stage {stage}: the copy has other values"]
+        again = ShardedDataParallel(module, world.group, stage=stage)  # on the same group, of what was gathered last
+        plain(Wrapped(again, world.rank), sgd(again, module))
+    return problems
+
+
+def test_a_deleted_wrapper_leaves_the_module_whole_and_nothing_else(on_ranks):
+    assert on_ranks(2, let_go) == [[]] * 2
+
+
+def heard(world: World) -> list[list[bool]]:
+    """Return what is heard of waits: of a step, and of a forward whose wait fails."""
+    found = []
+    for stage in (1, 2):
+        model = wrap(world, stage)
+        told: list[bool] = []
+        model.on_wait = told.append
+        plain(Wrapped(model, world.rank), sgd(model, model.module))
+        model.synchronize()
+        found.append(told[:])
+        model.presence._under_way[id(model.homes[0])] = (model.homes[0], lambda: 1 / 0)  # type: ignore[arg-type]
+        with pytest.raises(ZeroDivisionError):
+            model.synchronize()
+        found.append(told[len(found[-1]) :])
+    return found
+
+
+def test_every_wait_is_told_of_and_its_end_too(on_ranks):
+    for found in on_ranks(2, heard):
+        for told in found:
+            assert told
+            assert told == [True, False] * (len(told) // 2)
