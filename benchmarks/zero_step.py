@@ -7,7 +7,8 @@
     checked     gradients of the first step agree (other buckets sum in another order), and so do the weights after all
 
 VGG-11 and a GPT of 5 M parameters (benchmarks/ddp_models.py has the sizes and batches), one thread a rank, AdamW for
-both; `--optimizer sgd` takes SGD with momentum. Sides are those of benchmarks/zero_sides.py.
+both; `--optimizer sgd` takes SGD with momentum. `--light` has a sequence and two images a rank, which leaves less to
+compute beside what is compared. Sides are those of benchmarks/zero_sides.py.
 
     .venv/bin/python benchmarks/zero_step.py [--ranks 2,4] [--repeats 9] [--steps 4] [--quick]    loopback
     sudo .venv/bin/python benchmarks/zero_step.py --box 1gbit                                      four nodes
@@ -24,6 +25,7 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
@@ -35,6 +37,7 @@ CLOCKS = ("cpu", "wall")
 SAME_GRADIENTS = 1e-5  # of the largest
 SAME_WEIGHTS = 0.05  # of the distance that they have moved
 MODELS = ("gpt-5m", "vgg11")
+LIGHT = {"gpt-5m": 1, "vgg11": 2}  # samples of a rank
 FAMILIES = {
     "stages 1, 2": ("zero1", "zero, tuned", "zero, defaults", "zero2"),
     "stage 3": ("zero3", "ddp", "fsdp2"),
@@ -60,7 +63,14 @@ CLAIMS = (
 
 
 def measure(
-    model: str, sides: Sequence[str], repeats: int, steps: int, *, optimizer: str = "adamw", tiny: bool = False
+    model: str,
+    sides: Sequence[str],
+    repeats: int,
+    steps: int,
+    *,
+    optimizer: str = "adamw",
+    light: bool = False,
+    tiny: bool = False,
 ) -> dict[str, Any]:
     """Be one rank, in the default process group: return the sides' times by repeat, and how far apart they are."""
     import torch.distributed as dist
@@ -68,6 +78,7 @@ def measure(
     from zero_sides import loop_of
 
     task, rank = (TINY if tiny else TASKS)[model], dist.get_rank()
+    task = replace(task, samples=LIGHT[model]) if light else task
     loops = {side: loop_of(side, task.build(), task.batches(rank), optimizer) for side in sides}
     before = loops[sides[0]].weights()
     for loop in loops.values():
@@ -114,7 +125,7 @@ def rank_main(args: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     found = {
         model: [
-            measure(model, FAMILIES[family], args.repeats, args.steps, optimizer=args.optimizer)
+            measure(model, FAMILIES[family], args.repeats, args.steps, optimizer=args.optimizer, light=args.light)
             for family in args.families
         ]
         for model in args.models
@@ -127,7 +138,7 @@ def rank_main(args: argparse.Namespace) -> None:
 def launch(args: argparse.Namespace, where: int | str) -> dict[str, Any]:
     """Start fresh ranks, as many on the loopback or in a box with links of this speed; return what they measured."""
     arguments = ["--repeats", str(args.repeats), "--steps", str(args.steps), "--optimizer", args.optimizer]
-    arguments += ["--models", *args.models, "--families", *args.families]
+    arguments += ["--models", *args.models, "--families", *args.families, *(["--light"] if args.light else [])]
     if isinstance(where, int):
         return dict(on_loopback(__file__, arguments, where, LIMIT_S))
     from cloudlab.box.control import box_up
@@ -180,6 +191,7 @@ def main() -> int:
     parser.add_argument("--box", metavar="RATE", help="instead, four nodes with links of this speed, or none")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--light", action="store_true", help="1 sequence, 2 images a rank")
     parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4, help="in a block")
@@ -199,7 +211,7 @@ def main() -> int:
     reached = all(row["reached"] for row in rows)
     print(f"reach, all of it: {'yes' if reached else 'NO'}")
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "steps": args.steps}
-    told = {"benchmark": "zero step", "optimizer": args.optimizer, "reached": reached, **machine}
+    told = {"benchmark": "zero step", "optimizer": args.optimizer, "light": args.light, "reached": reached, **machine}
     print(json.dumps({**told, "rows": rows}))
     return 0 if reached else 1
 

@@ -190,8 +190,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("transcript", transcripts(), ids=lambda transcript: transcript.steps[0][0])
 def test_transcripts_show_what_happens(transcript: Transcript, seen: Ahead[Transcript, list[Ended]]) -> None:
     ended = seen.result(transcript)
-    for (command, code, said), (_, shown) in zip(ended, transcript.steps, strict=False):
-        last = len(transcript.steps) - 1
-        assert code == (transcript.exit_code if command == transcript.steps[last][0] else 0), said
-        assert pattern(shown).fullmatch(said), f"$ {command}\n{said}"
+    for number, (command, code, said) in enumerate(ended, 1):
+        assert code == (transcript.exit_code if number == len(transcript.steps) else 0), said
+        assert pattern(transcript.steps[number - 1][1]).fullmatch(said), f"$ {command}\n{said}"
     assert len(ended) == len(transcript.steps)

@@ -148,7 +148,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
         """Step the shard, then make the parameters whole; `keywords` go to the inner optimizer's step.
 
-        A parameter without a gradient is not stepped, as in an optimizer that is not sharded.
+        A parameter without a gradient is not stepped, as in an optimizer that is not sharded: on all ranks, or on none.
         """
         loss = None
         if closure is not None:
@@ -215,7 +215,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the state, and the groups; `load_state_dict` takes it on the same rank.
 
-        It is this rank's alone: tools that take a state dict for the same on all ranks want `full_state_dict`.
+        It is this rank's alone: tools that take a state dict for the same on all ranks, as torch.distributed.checkpoint
+        does, are to be given `full_state_dict`.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)

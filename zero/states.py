@@ -85,24 +85,29 @@ def _groups(optimizer: "ShardedOptimizer") -> list[State]:
     ]
 
 
-def _numbered(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor]]]:
+def _numbered(optimizer: "ShardedOptimizer") -> list[tuple[int, Slice, dict[str, Tensor], bool]]:
     """List the slices of this rank that have a state, by the numbers of their parameters.
 
-    A master that says no more than its parameter, for that was never stepped, is left out: torch's optimizers take an
-    entry of the state for one that is complete.
+    The last is False for a master that says no more than its parameter, as one that was never stepped: such a state is
+    left out where all of a parameter's are, for torch's optimizers take an entry for one that is complete.
     """
     numbers = numbers_of(optimizer)
     found = [
-        (numbers[id(home.parameters[at.tensor])], at, kept)
+        (
+            numbers[id(home.parameters[at.tensor])],
+            at,
+            kept,
+            kept.keys() != {MASTER} or not torch.equal(kept[MASTER], home.of(home.shard, at).float()),
+        )
         for home, at, kept in slices_of(optimizer)
-        if kept and not (kept.keys() == {MASTER} and torch.equal(kept[MASTER], home.of(home.shard, at).float()))
+        if kept
     ]
     return sorted(found, key=lambda each: each[0])
 
 
 def local(optimizer: "ShardedOptimizer") -> State:
     """Return this rank's shard: copies of nothing, as `torch.optim` does."""
-    state = {number: {RANGE: (at.start, at.stop), **kept} for number, at, kept in _numbered(optimizer)}
+    state = {number: {RANGE: (at.start, at.stop), **kept} for number, at, kept, tells in _numbered(optimizer) if tells}
     return {"state": state, "param_groups": _groups(optimizer), SHARD: (optimizer.rank, optimizer.ranks)}
 
 
@@ -113,36 +118,51 @@ def full(optimizer: "ShardedOptimizer", recipient: int | None) -> State | None:
     """
     mine = _numbered(optimizer)
     table = [
-        [number, at.start, at.stop, {key: _told(value) for key, value in kept.items()}] for number, at, kept in mine
+        [number, at.start, at.stop, {key: _told(value) for key, value in kept.items()}, tells]
+        for number, at, kept, tells in mine
     ]
-    told = list(gather_json(table, optimizer.group, device_of(optimizer.group)).values())
+    given = list(gather_json(table, optimizer.group, device_of(optimizer.group)).values())
+    telling = {number for lines in given for number, *_, tells in lines if tells}
+    told = [[line for *line, _ in lines if line[0] in telling] for lines in given]
+    own = {number: kept for number, _, kept, _ in mine}
     parameters = parameters_of(optimizer)
     state: dict[int, dict[str, Tensor]] = {}
     for owner, lines in enumerate(told):
-        columns: dict[tuple[str, torch.device], list[tuple[int, int, int, str]]] = {}
-        for number, start, stop, kept in lines:
-            for key, (dtype, *scalar) in kept.items():
-                if scalar:
-                    state.setdefault(number, {})[key] = torch.tensor(scalar[0], dtype=getattr(torch, dtype))
-                else:
-                    columns.setdefault((dtype, parameters[number].device), []).append((number, start, stop, key))
-        own = {number: kept for number, _, kept in mine} if owner == optimizer.rank else None
-        for (dtype, device), ranges in columns.items():
-            elements = sum(stop - start for _, start, stop, _ in ranges)
-            have = None if own is None else torch.cat([own[number][key] for number, _, _, key in ranges])
-            wanted = torch.empty(elements, dtype=getattr(torch, dtype), device=device) if have is None else have
-            message = _hand_over(optimizer, wanted, owner, recipient)
-            if message is None:
+        for number, _, _, kept in lines:
+            ones = {key: torch.tensor(one[0], dtype=_dtype(name)) for key, (name, *one) in kept.items() if one}
+            state.setdefault(number, {}).update(ones)
+        for (name, device), ranges in _messages(lines, parameters).items():
+            elements = [stop - start for _, start, stop, _ in ranges]
+            if owner == optimizer.rank:
+                message = torch.cat([own[number][key] for number, _, _, key in ranges])
+            else:
+                message = torch.empty(sum(elements), dtype=_dtype(name), device=device)
+            if not _hand_over(optimizer, message, owner, recipient):
                 continue
-            parts = torch.split(message, [stop - start for _, start, stop, _ in ranges])
-            for (number, start, stop, key), part in zip(ranges, parts, strict=True):
-                entries = state.setdefault(number, {})
-                if key not in entries:
-                    entries[key] = torch.zeros(parameters[number].shape, dtype=part.dtype, device=device)
-                entries[key].view(-1)[start:stop] = part
+            for (number, start, stop, key), part in zip(ranges, torch.split(message, elements), strict=True):
+                if key not in state[number]:
+                    state[number][key] = torch.empty(parameters[number].shape, dtype=part.dtype, device=device)
+                state[number][key].view(-1)[start:stop] = part
     if recipient not in (None, optimizer.rank):
         return None
     return {"state": dict(sorted(state.items())), "param_groups": _groups(optimizer)}
+
+
+def _messages(
+    lines: Sequence[Any], parameters: Sequence[Tensor]
+) -> dict[tuple[str, torch.device], list[tuple[int, int, int, str]]]:
+    """Sort what a rank has told by what can travel together: type and device; each a number, a range and a key."""
+    sorted_: dict[tuple[str, torch.device], list[tuple[int, int, int, str]]] = {}
+    for number, start, stop, kept in lines:
+        for key, (name, *one) in kept.items():
+            if not one:
+                sorted_.setdefault((name, parameters[number].device), []).append((number, start, stop, key))
+    return sorted_
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _told(value: Tensor) -> list[Any]:
@@ -151,14 +171,13 @@ def _told(value: Tensor) -> list[Any]:
     return [dtype, value.item()] if value.dim() == 0 else [dtype]
 
 
-def _hand_over(optimizer: "ShardedOptimizer", message: Tensor, owner: int, recipient: int | None) -> Tensor | None:
-    """Bring a message from its owner to the recipient, or to all; return it where it is wanted."""
+def _hand_over(optimizer: "ShardedOptimizer", message: Tensor, owner: int, recipient: int | None) -> bool:
+    """Bring a message from its owner to the recipient, or to all; True where it is wanted, and has come."""
     group, rank = optimizer.group, optimizer.rank
     if recipient is None:
         dist.broadcast(message, group=group, group_src=owner)
-        return message
-    if owner != recipient and rank == owner:
+    elif owner != recipient and rank == owner:
         dist.send(message, group=group, group_dst=recipient)
     elif owner != recipient and rank == recipient:
         dist.recv(message, group=group, group_src=owner)
-    return message if rank == recipient else None
+    return recipient in (None, rank)

@@ -158,20 +158,6 @@ def _wrong_clip(
     return wrong
 
 
-def storages() -> dict[int, int]:
-    """Return the bytes of all tensor memory that Python can reach on this rank, by storage."""
-    found = {}
-    for each in gc.get_objects():
-        if type(each) in (Tensor, nn.Parameter):
-            memory = each.untyped_storage()
-            found[memory._cdata] = memory.nbytes()
-    return found
-
-
-def bytes_of(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.untyped_storage().nbytes()
-
-
 def not_sharded(world: World, stage: int) -> list[str]:
     """What a rank holds in a backward, after it, and after a step must be its share; by memory, not by views of it."""
     run = Run("chain", "adamw", stage, settings={"bucket_size_mb": 16 / 1024})  # four buckets of 16 KiB
@@ -206,7 +192,8 @@ def not_sharded(world: World, stage: int) -> list[str]:
     parameters = memory([each for home in model.homes for each in (home.full, home.shard)])
     if parameters != (share if stage == 3 else whole):
         problems.append(f"{parameters} bytes of parameters")
-    held = torch.tensor(sum(each.stop - each.start for each in optimizer.held_state() if each.shape))
+    elements = sum(each.stop - each.start for each in optimizer.held_state() if each.shape)
+    held = torch.tensor(elements, device=world.device)
     dist.all_reduce(held, group=world.group)
     if held != 2 * whole // 4:
         problems.append(f"{held} elements of state over all ranks, wanted {2 * whole // 4}")

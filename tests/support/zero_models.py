@@ -83,6 +83,7 @@ def seeded(build: Callable[[], nn.Module], seed: int = 1, dtype: torch.dtype | N
 def ragged_loss(module: nn.Module, shard: int) -> Tensor:
     """Return a loss that depends on nothing but the parameters and the number of a shard."""
     tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(100 + shard))
+    tokens = tokens.to(next(module.parameters()).device)
     logits = module(tokens[:, :-1]).float()  # (batch, tokens, vocabulary)
     return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 

@@ -88,10 +88,13 @@ def writing_forgotten() -> AbstractContextManager[Any]:
 
 
 def others_state_forgotten() -> AbstractContextManager[Any]:
-    """A whole state has the shard of its own rank only."""
-    return mock.patch.object(
-        states, "_hand_over", lambda mine, message, owner, wanted: message if owner == mine.rank else message.zero_()
-    )
+    """A whole state has zeros where it is another rank's."""
+
+    def own_only(mine: Any, message: torch.Tensor, owner: int, recipient: int | None) -> bool:
+        message *= owner == mine.rank
+        return True
+
+    return mock.patch.object(states, "_hand_over", own_only)
 
 
 MUTANTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {  # and which check must report it

@@ -1,8 +1,7 @@
-"""Tests of the tests: a sharded wrapper with a mistake in it must be reported by the checks that the other tests run."""
+"""Tests of the tests: a sharded wrapper with a mistake in it must be reported by the checks that others run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -10,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.base import DataParallel
 from ddp.primitives import ring_all_gather
 from jobs.train.world import World
 from support.sharded import Run, not_sharded, wrong_training
@@ -19,6 +19,7 @@ from zero.gather import RingGather
 from zero.gradients import PassingGradients
 from zero.optimizer import Segment
 from zero.scatter import Scatter
+from zero.sharded import Sharded
 
 pytestmark = pytest.mark.ranks
 
@@ -45,15 +46,19 @@ def nothing_sharded() -> Any:
     def unsharded(named: Any, **_: Any) -> FlatParameters:
         return FlatParameters(named, rank=0, ranks=1)
 
+    def copied(gather: RingGather, home: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
+        out.copy_(shard)
+        return lambda: None
+
     return together(
         mock.patch.object(data_parallel, "FlatParameters", unsharded),
         mock.patch.object(data_parallel, "scatter_for", lambda group, *_, **__: WholeScatter(group)),
-        gather_left_out(),
+        mock.patch.object(RingGather, "start", copied),
     )
 
 
 def gather_left_out() -> Any:
-    return mock.patch.object(RingGather, "start", lambda *_: lambda: None)
+    return mock.patch.object(RingGather, "start", return_value=lambda: None)
 
 
 def whole_gradients_kept() -> Any:
@@ -86,7 +91,11 @@ def gathered_when_waited_for() -> Iterator[None]:
 
 
 def no_wait_before_the_forward() -> Any:
-    return together(gathered_when_waited_for(), mock.patch.object(whole, "_needs", lambda *_: ()))
+    return together(
+        gathered_when_waited_for(),
+        mock.patch.object(whole, "_needs", return_value=()),
+        mock.patch.object(Sharded, "named_parameters", DataParallel.named_parameters),  # it waits too
+    )
 
 
 MUTANTS: dict[str, Callable[[], Any]] = {
@@ -95,7 +104,7 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "nothing sharded": nothing_sharded,
     "whole gradients kept": whole_gradients_kept,
     "any number of buckets under way": lambda: mock.patch.object(data_parallel, "UNDER_WAY", None),
-    "no reduce": lambda: mock.patch.object(scatter, "ring_reduce_scatter", lambda *_: None),
+    "no reduce": lambda: mock.patch.object(scatter, "ring_reduce_scatter"),
     "state of another rank's shard": state_of_another_shard,
     "gather left out": gather_left_out,
     "no wait before the forward": no_wait_before_the_forward,

@@ -1,6 +1,9 @@
 """Stage 3 trains as one process does, whatever units are, and holds two of them at a time beside the root."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 5
+STEPS = 3
 
 
 def bytes_whole(model: ShardedDataParallel) -> int:
@@ -69,6 +72,126 @@ def every_case(world: World, names: list[str], **settings: Any) -> dict[str, lis
     return {name: problems for name, problems in found.items() if problems}
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_gradients_and_parameters_have_the_bits_of_one_process(on_ranks, ranks):
-    assert on_ranks(ranks, every_case, names=list(CASES)) == [{}] * ranks
+@pytest.mark.parametrize(
+    ("ranks", "names"), [(1, ["chain", "twice", "reentrant"]), (2, list(CASES)), (4, ["a part of each", "some used"])]
+)
+def test_gradients_and_parameters_have_the_bits_of_one_process(on_ranks, ranks, names):
+    assert on_ranks(ranks, every_case, names=names) == [{}] * ranks
+
+
+def other_settings(world: World) -> dict[str, Any]:
+    return {
+        "kept": every_case(world, ["twice", "in turns", "checkpoints around"], reshard_after_forward=False),
+        "16 bits": every_case(world, ["chain"], dtype=torch.bfloat16),
+        "sharded": every_case(world, ["some used"], exact=False, shards=1, accumulate="sharded"),
+        "local": every_case(world, ["adapted"], exact=False),
+    }
+
+
+def test_other_settings_train_as_one_process_too(on_ranks):
+    assert on_ranks(2, other_settings) == [{"kept": {}, "16 bits": {}, "sharded": {}, "local": {}}] * 2
+
+
+def parameters_held(world: World) -> list[int]:
+    """Return the bytes of parameters on this rank: before, the most within, and after a step; and what was wanted."""
+    case = CASES["chain"]
+    model = wrap(world, case)
+    optimizer, windows = model.optimizer(torch.optim.SGD, lr=0.1), model.presence.windows
+    shards = sum(home.shard.untyped_storage().nbytes() for home in model.homes)
+    whole = sum(home.full_bytes for home in model.homes)
+    one = max(sum(home.full_bytes for home in window.homes) for window in windows)
+    most: list[int] = []
+    for home in model.homes:
+        home.take_memory = partial(take_and_tell, home.take_memory, model, most)
+    for step in range(2):
+        before = bytes_whole(model)
+        backwards(world, model, step, 1)
+        within = bytes_whole(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [shards * world.size - whole, before, within, bytes_whole(model), max(most) - 2 * one]
+
+
+def take_and_tell(take: Callable[[], None], model: ShardedDataParallel, most: list[int]) -> None:
+    take()
+    most.append(bytes_whole(model))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_holds_its_shard_and_within_a_step_two_units(on_ranks, ranks):
+    assert on_ranks(ranks, parameters_held) == [[0] * 5] * ranks
+
+
+def events(world: World, reshard: bool = True) -> list[str]:
+    """Return what happens in the second step of four blocks: gathers that begin, blocks that run, frees."""
+    model = wrap(world, CASES["chain"], reshard_after_forward=reshard)
+    told: list[str] = []
+    for window in model.presence.windows[:-1]:
+        (home,), (block,) = window.homes, window.unit.modules
+        home.take_memory = partial(tell, told, f"gather {window.unit.name}", home.take_memory)
+        home.free = partial(tell, told, f"free {window.unit.name}", home.free)
+        block.up.register_forward_hook(lambda *_, name=window.unit.name: told.append(f"run {name}"))
+        block.up.register_forward_hook(partial(tell_backward, told, f"back {window.unit.name}"))
+    backwards(world, model, 0, 1)
+    told.clear()
+    backwards(world, model, 1, 1)
+    return told
+
+
+def tell(told: list[str], what: str, do: Callable[[], None]) -> None:
+    told.append(what)
+    do()
+
+
+def tell_backward(told: list[str], what: str, module: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.register_hook(lambda gradient: told.append(what))
+
+
+FORWARD = """gather b0, gather b1, run b0, free b0, gather b2, run b1, free b1, gather b3, run b2, free b2, run b3"""
+BACKWARD = """gather b2, back b3, free b3, gather b1, back b2, free b2, gather b0, back b1, free b1, back b0, free b0"""
+
+
+def test_a_unit_is_gathered_while_the_one_before_it_computes(on_ranks):
+    (found,) = on_ranks(1, events)
+    assert ", ".join(found) == f"{FORWARD}, {BACKWARD}"
+    (found,) = on_ranks(1, events, reshard=False)
+    assert ", ".join(found) == (
+        "gather b0, gather b1, run b0, gather b2, run b1, gather b3, run b2, run b3, "
+        "back b3, free b3, back b2, free b2, back b1, free b1, back b0, free b0"
+    )
+
+
+MUTANTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "never freed": ("zero.flat.FlatParameters", "free", lambda home: setattr(home, "is_whole", False)),
+    "never gathered again": ("zero.windows.Window", "close", lambda window: None),
+    "freed in the end only": ("zero.windows.Windows", "_is_over", lambda self, window, runs: self._unsettled.append(window)),
+    "a neighbour's shard": ("zero.flat.FlatParameters", "parts", lambda home, flat: list(flat.chunk(home.layout.ranks))[::-1]),
+    "nothing reduced": ("zero.scatter", "ordered_mean_part", lambda shards, mine, group: None),
+    "gradients kept": ("zero.data_parallel.PassingGradients", "deliver", lambda bucket, mean: keep(bucket, mean)),
+    "nothing gathered ahead": ("zero.windows.Windows", "_next", lambda self, window: None),
+}  # fmt: skip
+
+
+def keep(bucket: Any, mean: torch.Tensor) -> None:
+    bucket.home.add_gradient(mean)
+    bucket.slots[0].parameter.grad = torch.zeros(bucket.home.shapes[0])
+
+
+def mutated(world: World) -> dict[str, list[str]]:
+    found = {}
+    for name, (where, what, instead) in MUTANTS.items():
+        with mock.patch(f"{where}.{what}", instead):
+            if name == "nothing gathered ahead":
+                found[name] = [] if FORWARD in ", ".join(events(world)) else ["another order"]
+            else:
+                found[name] = wrong_training(world, CASES["chain"], shards=1)
+    return found
+
+
+def test_mistakes_are_noticed(on_ranks):
+    for found in on_ranks(2, mutated):
+        assert [name for name, problems in found.items() if not problems] == []
+        told = {name: problems[0] for name, problems in found.items()}
+        assert "bytes of whole parameters" in told["never freed"]
+        assert "whole gradients" in told["gradients kept"]
+        assert told["freed in the end only"] == "4 units whole at a time, 2 wanted"

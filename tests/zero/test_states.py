@@ -54,6 +54,23 @@ def consolidated(world: World) -> list[str]:
     return problems
 
 
+def stepped_in_part(world: World) -> list[str]:
+    """Step one element of each parameter: the masters of other ranks say no more than the parameter, and count too."""
+    made = pair("sgd plain", dtype=torch.bfloat16)
+    for each in made.module.parameters():
+        each.grad = torch.zeros_like(each)
+        each.grad.view(-1)[:1] = 2.0**-7
+    made.follow()
+    made.step()
+    full = made.optimizer.full_state_dict()["state"]
+    twins = list(made.twin.parameters())
+    return [f"master of {number}" for number in full if not same_bits(full[number]["master"], twins[number].detach())]
+
+
+def test_masters_that_were_stepped_in_part_are_whole(on_ranks):
+    assert on_ranks(3, stepped_in_part) == [[]] * 3
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_whole_state_is_that_of_an_optimizer_that_is_not_sharded(on_ranks, ranks):
     assert on_ranks(ranks, consolidated) == [[]] * ranks

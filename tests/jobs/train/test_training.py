@@ -58,9 +58,9 @@ EXACT = {
     "flat": (4,),
     "overlap": (4,),
     "bucketed": (1, 2, 4),
-    "zero1": (4,),
+    "zero1": (2,),
     "zero2": (2,),
-    "zero3": (1, 2, 4),
+    "zero3": (4,),
 }
 ALONE: dict[str, tuple[set[str], list[float], list[float]]] = {}  # by model: what one rank makes
 
@@ -76,7 +76,7 @@ def exact(on_ranks, folder: Path, settings: dict, mode: str, world_size: int) ->
 
 @pytest.mark.parametrize(
     ("settings", "mode"),
-    [*((VGG, mode) for mode in ("gather_scatter", "allreduce", "bucketed", "zero3")), *((GPT, mode) for mode in EXACT)],
+    [*((VGG, mode) for mode in ("gather_scatter", "allreduce", "bucketed")), *((GPT, mode) for mode in EXACT)],
     ids=lambda value: value if isinstance(value, str) else str(value["model"]),
 )
 def test_exact_training_has_the_same_bits_and_losses_in_every_mode_on_one_two_and_four_ranks(

@@ -72,7 +72,7 @@ def test_a_scaler_s_state_is_what_a_checkpoint_fills():
 
 
 def overflow(world: World, mode: str, accumulate: int) -> list:
-    """Train 4 steps in fp16; on the last rank, in step 1, the last micro-batch's gradient is infinite."""
+    """Train 4 steps in fp16; on the last rank, in step 1, the last micro-batch's gradient has an infinity."""
     from jobs.train.data import open_data
     from jobs.train.loading import move
     from jobs.train.loop import build_trainer
@@ -98,13 +98,16 @@ def overflow(world: World, mode: str, accumulate: int) -> list:
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
         seen[0] += 1
-        last = seen[0] == 2 * accumulate and world.rank == world.size - 1
-        return torch.full_like(gradient, float("inf")) if last else gradient
+        if seen[0] != 2 * accumulate or world.rank != world.size - 1:
+            return gradient
+        poisoned = gradient.clone()
+        poisoned[0, 0, 0] = float("inf")  # one element of one parameter: of those that share it out, one rank's
+        return poisoned
 
     def watch(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
         output.register_hook(poison)
 
-    engine.module.embed.register_forward_hook(watch)
+    engine.module.embed.token.register_forward_hook(watch)
     for number in range(4):
         shards = move(steps[number], world.device, trainer.dtype).shards
         engine.train_step(number, shards)
