@@ -4,14 +4,14 @@ To read freed memory would end the process. So a parameter's class is another on
 it does anything with the parameter. Nothing else changes: it is the same object, and what autograd keeps of it too.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-_NAMES: Final = WeakIdKeyDictionary()  # of the parameters that are absent
+_NAMES: Final[MutableMapping[Tensor, str]] = WeakIdKeyDictionary()  # of the parameters that are absent
 _TOLD: Final = (
     *("dtype", "device", "grad", "is_cpu", "is_cuda", "is_meta", "is_sparse", "layout", "ndim"),
     *("shape", "requires_grad", "itemsize", "nbytes", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
@@ -23,7 +23,7 @@ _CALLED: Final = (
 _HARMLESS: Final = {
     *(getattr(Tensor, name).__get__ for name in _TOLD),
     *(getattr(Tensor, name) for name in _CALLED),
-    Tensor.grad.__set__,  # type: ignore[attr-defined]
+    vars(torch._C.TensorBase)["grad"].__set__,
 }
 
 as_it_is = torch._C.DisableTorchFunctionSubclass  # within it nobody is asked: for those who know what they touch
@@ -69,7 +69,7 @@ def _named(args: Any, keywords: Any) -> str:
     given = [*args, *(keywords or {}).values()]
     for each in given:
         if isinstance(each, Absent):
-            return str(_NAMES.get(each, "a parameter"))
+            return _NAMES.get(each, "a parameter")
         if isinstance(each, (list, tuple)):
             given += each
     return "a parameter"

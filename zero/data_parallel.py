@@ -32,7 +32,8 @@ from zero.scatter import UNDER_WAY, scatter_for
 from zero.sharded import Sharded
 from zero.units import ROOT, Unit, Units, names_of, units_of
 from zero.whole import AlwaysWhole
-from zero.windows import Window, Windows, in_backward
+from zero.window import Window
+from zero.windows import Windows, in_backward
 
 Stage = Literal[1, 2, 3]
 Accumulate = Literal["local", "sharded"]

@@ -118,7 +118,6 @@ class PassingGradients:
             return None
         gradient = self.slots[0].parameter.grad
         assert gradient is not None
-        refuse_sparse(self.slots[0].name, gradient)
         usable = gradient.is_contiguous() and not gradient.requires_grad and gradient.dtype == self._type
         return gradient.view(-1) if usable and owners(gradient) <= UNSHARED else None
 

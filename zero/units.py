@@ -3,6 +3,9 @@
     embed | block1 | block2 | ... | norm | head          units: the blocks; root: embed, norm, head
 
 A parameter that two units share, as a head that is tied to an embedding, is the root's: it must be there for both.
+
+All ranks run the same units in the same order, for each gather is a collective. Nothing of a unit's graph leaves it but
+by what its modules return, or keep as attributes: that is where its backward is seen to begin.
 """
 
 from collections.abc import Sequence
@@ -59,6 +62,11 @@ def units_of(module: nn.Module, asked: Units | None) -> list[Unit]:
                 )
             if each is module:
                 raise ValueError(f"units[{number}] is the module itself, which is the root unit; name parts of it")
+            if isinstance(each, (nn.ModuleList, nn.ModuleDict)):
+                kind = type(each).__name__
+                raise ValueError(
+                    f"units[{number}] is {names[id(each)]!r}, a {kind}, which is never called; name its parts"
+                )
         for part in {id(part): part for each in group for part in each.modules()}.values():
             if id(part) in seen:
                 raise ValueError(

@@ -10,7 +10,8 @@ import torch
 
 from jobs.train.world import World
 from support.data_parallel import same_bits
-from support.zero_units import CASES, Alone, Case, Watch, backwards, wrap
+from support.stage3 import Alone, Watch, backwards, wrap
+from support.zero_units import CASES, Case
 from zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks
@@ -161,15 +162,8 @@ def test_a_unit_is_gathered_while_the_one_before_it_computes(on_ranks):
     )
 
 
-MUTANTS: dict[str, tuple[str, str, Callable[..., Any]]] = {
-    "never freed": ("zero.flat.FlatParameters", "free", lambda home: setattr(home, "is_whole", False)),
-    "never gathered again": ("zero.windows.Window", "close", lambda window: None),
-    "freed in the end only": ("zero.windows.Windows", "_is_over", lambda self, window, runs: self._unsettled.append(window)),
-    "a neighbour's shard": ("zero.flat.FlatParameters", "parts", lambda home, flat: list(flat.chunk(home.layout.ranks))[::-1]),
-    "nothing reduced": ("zero.scatter", "ordered_mean_part", lambda shards, mine, group: None),
-    "gradients kept": ("zero.data_parallel.PassingGradients", "deliver", lambda bucket, mean: keep(bucket, mean)),
-    "nothing gathered ahead": ("zero.windows.Windows", "_next", lambda self, window: None),
-}  # fmt: skip
+def backwards_parts(home: Any, flat: torch.Tensor) -> list[torch.Tensor]:
+    return list(flat.chunk(home.layout.ranks))[::-1]
 
 
 def keep(bucket: Any, mean: torch.Tensor) -> None:
@@ -177,10 +171,21 @@ def keep(bucket: Any, mean: torch.Tensor) -> None:
     bucket.slots[0].parameter.grad = torch.zeros(bucket.home.shapes[0])
 
 
+MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "never freed": ("zero.flat.FlatParameters.free", lambda home: setattr(home, "is_whole", False)),
+    "never gathered again": ("zero.window.Window.close", lambda window: None),
+    "freed in the end only": ("zero.windows.Windows._is_over", lambda self, window, runs: None),
+    "a neighbour's shard": ("zero.flat.FlatParameters.parts", backwards_parts),
+    "nothing reduced": ("zero.scatter.ordered_mean_part", lambda shards, mine, group: None),
+    "gradients kept": ("zero.data_parallel.PassingGradients.deliver", keep),
+    "nothing gathered ahead": ("zero.windows.Windows._next", lambda self, window: None),
+}
+
+
 def mutated(world: World) -> dict[str, list[str]]:
     found = {}
-    for name, (where, what, instead) in MUTANTS.items():
-        with mock.patch(f"{where}.{what}", instead):
+    for name, (what, instead) in MUTANTS.items():
+        with mock.patch(what, instead):
             if name == "nothing gathered ahead":
                 found[name] = [] if FORWARD in ", ".join(events(world)) else ["another order"]
             else:

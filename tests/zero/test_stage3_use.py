@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from jobs.train.world import World
 from support.data_parallel import same_bits
+from support.stage3 import Watch, backwards, inputs_of, loss_of, wrap
 from support.zero_models import row_major, seeded
-from support.zero_units import CASES, Net, Watch, backwards, blocks, inputs_of, loss_of, wrap
+from support.zero_units import CASES, Net, blocks
 from zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks
@@ -40,8 +41,9 @@ def reads(world: World) -> dict[str, str]:
         "sum": weight.sum, "data": lambda: weight.data, "tolist": weight.tolist, "print": lambda: print(weight),
         "plus": lambda: 1 - weight, "item": lambda: weight[0], "write": lambda: nn.init.zeros_(weight),
         "set": lambda: setattr(weight, "data", torch.zeros(9, 6)), "list": lambda: torch.stack([x, weight]),
-        "copy": lambda: copy.deepcopy(net), "save": lambda: torch.save(net, io.BytesIO()), "pickle": lambda: pickle.dumps(weight),
-        "state": net.state_dict, "load": lambda: larger.load_state_dict(dict.fromkeys(larger.state_dict(), torch.zeros(6))),
+        "copy": lambda: copy.deepcopy(net), "save": lambda: torch.save(net, io.BytesIO()),
+        "pickle": lambda: pickle.dumps(weight), "state": net.state_dict,
+        "load": lambda: larger.load_state_dict(dict.fromkeys(larger.state_dict(), torch.zeros(6))),
         "optimizer": lambda: torch.optim.SGD(model.parameters(), lr=1.0), "convert": net.double,
         "norm": lambda: torch._foreach_norm(list(net.parameters())), "part": lambda: net.b0.up(x),
         "recurrent part": lambda: recurrent.module.b0.lstm(x),

@@ -137,7 +137,8 @@ def raised(side, optimizer: Optimizer) -> None:
             side.backward(1)
         handle.remove()
         optimizer.zero_grad()
-        plain(side, optimizer)
+        side.backward(2)
+        optimizer.step()
 
 
 USES = {

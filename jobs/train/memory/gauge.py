@@ -42,7 +42,8 @@ def overall(device: torch.device) -> dict[str, int]:
 def _peaks(device: torch.device) -> dict[str, int]:
     found = {"rss": resident.status("VmHWM")[0]}
     if device.type == "cuda":
-        torch.cuda.init()  # type: ignore[no-untyped-call]  # the allocator of a rank that is alone has not been asked for anything yet
+        # The allocator of a rank that is alone has not been asked for anything yet.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         found["allocated"] = torch.cuda.max_memory_allocated(device)
         found["reserved"] = torch.cuda.max_memory_reserved(device)
     return found

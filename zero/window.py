@@ -1,0 +1,66 @@
+"""One unit's flat parameters, gathered and freed together."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ddp.means import Wait
+from zero.flat import FlatParameters
+from zero.gather import Gather
+from zero.units import Unit
+
+Waiting = Callable[[FlatParameters, Wait], None]  # waits, and tells who wants to know
+
+
+class Window:
+    """One unit's flat parameters, there or not."""
+
+    def __init__(self, unit: Unit, homes: Sequence[FlatParameters], gather: Gather, waiting: Waiting) -> None:
+        self.unit = unit
+        self.homes = homes
+        self.buckets: list[Any] = []  # of its gradients
+        self.is_whole = False
+        self.is_running = False  # True: from the beginning of its first module to the end of its last
+        self.run = 0  # which one of the forward it is in, or was last
+        self._gather = gather
+        self._waiting = waiting
+        self._under_way: list[tuple[FlatParameters, Wait]] = []
+        self._attributes = [vars(part) for each in unit.modules for part in each.modules()]
+
+    def left_behind(self) -> Iterator[Tensor]:
+        """Yield tensors that its modules keep as attributes: a part of the loss, perhaps, beside what they return."""
+        for attributes in self._attributes:
+            for value in attributes.values():
+                if type(value) is Tensor:  # to ask whether it is an instance takes ten times as long
+                    yield value
+                elif type(value) in (list, tuple):
+                    yield from (each for each in value if type(each) is Tensor)
+
+    def begin(self) -> None:
+        """Start to gather, if nobody has."""
+        if self.is_whole or self._under_way:
+            return
+        for home in self.homes:
+            home.take_memory()
+            self._under_way.append((home, self._gather.start(home, home.shard, home.full)))
+
+    def open(self) -> None:
+        """Return when the parameters are there."""
+        if self.is_whole:
+            return
+        self.begin()
+        for home, wait in self._under_way:
+            self._waiting(home, wait)
+            home.arrive()
+        self._under_way.clear()
+        self.is_whole = True
+
+    def close(self) -> None:
+        """Free them; those under way are waited for first."""
+        if self._under_way:
+            self.open()
+        if self.is_whole:
+            self.is_whole = False
+            for home in self.homes:
+                home.free()
