@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import hypothesis  # noqa: F401 - as pytest: test files import them, 0.1 s on every rank if not once here
 import pytest  # noqa: F401
 import torch
-import torch._dynamo  # noqa: F401 - the first optimizer that a process builds imports it: 1.4 s on every rank
+import torch._dynamo
 import torch.distributed as dist
 
 import jobs.train.verify  # noqa: F401 - imported once here instead of once on every rank

@@ -1,16 +1,22 @@
-"""What a parameter is while its memory is given back: it can be counted and named, and refuses to be read.
+"""What a parameter is while it is not there: it can be counted and named, and refuses to be read, or waits.
 
-To read freed memory would end the process. So a parameter's class is another one meanwhile, which PyTorch asks before
-it does anything with the parameter. Nothing else changes: it is the same object, and what autograd keeps of it too.
+    Absent    its memory is given back (stage 3): to read it would end the process
+    Coming    it is being gathered after a step (stages 1 and 2): to read it would bring half of it
+
+A parameter's class is another one meanwhile, which PyTorch asks before it does anything with the parameter. Nothing
+else changes: it is the same object, and what autograd keeps of it too.
 """
 
-from collections.abc import MutableMapping, Sequence
+import copy
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+_Wait = Callable[[], Callable[[], None] | None]
+_WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # what waits for those coming
 _NAMES: Final[MutableMapping[Tensor, str]] = WeakIdKeyDictionary()  # of the parameters that are absent
 _TOLD: Final = (
     *("dtype", "device", "grad", "is_cpu", "is_cuda", "is_meta", "is_sparse", "layout", "ndim"),
@@ -45,6 +51,50 @@ class Absent(nn.Parameter):
         )
 
 
+class Coming(nn.Parameter):
+    """A parameter that is on its way."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
+        """Wait for it, which makes it a parameter again, unless it is only asked what it is."""
+        if function in _HARMLESS:
+            with as_it_is():
+                return function(*args, **(keywords or {}))
+        for each in _all_of(Coming, args, keywords):
+            _wait_for(each)
+        with as_it_is():
+            return function(*args, **(keywords or {}))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Wait, and copy what it is then: PyTorch would ask for the class first."""
+        _wait_for(self)
+        return copy.deepcopy(self, memo)
+
+
+def _wait_for(parameter: Any) -> None:
+    if type(parameter) is Coming and (wait := _WAITS[parameter]()) is not None:
+        wait()
+
+
+class Expect:
+    """Some parameters, to be coming and to have come; `wait`, a weak reference, ends it for all that are."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], wait: _Wait) -> None:
+        self._kinds = [(parameter, type(parameter)) for parameter in parameters]
+        for parameter in parameters:
+            _WAITS[parameter] = wait
+
+    def begin(self) -> None:
+        """Let who reads them wait."""
+        for parameter, _ in self._kinds:
+            parameter.__class__ = Coming
+
+    def end(self) -> None:
+        """Make them what they were."""
+        for parameter, kind in self._kinds:
+            parameter.__class__ = kind
+
+
 class Leave:
     """The names and classes of some parameters, to be absent and to come back."""
 
@@ -66,10 +116,15 @@ class Leave:
 
 def _named(args: Any, keywords: Any) -> str:
     """Name the first absent parameter among arguments."""
-    given = [*args, *(keywords or {}).values()]
-    for each in given:
-        if isinstance(each, Absent):
-            return _NAMES.get(each, "a parameter")
-        if isinstance(each, (list, tuple)):
+    return next((str(_NAMES.get(each, "a parameter")) for each in _all_of(Absent, args, keywords)), "a parameter")
+
+
+def _all_of(kind: type[nn.Parameter], args: Any, keywords: Any) -> list[Any]:
+    """List the parameters of a class among arguments, those in lists too."""
+    given, found = [*args, *(keywords or {}).values()], []
+    for each in given:  # grows
+        if isinstance(each, kind):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
             given += each
-    return "a parameter"
+    return found

@@ -49,7 +49,8 @@ class ShardedDataParallel(Sharded):
     `units` are modules, or tuples of modules that run one after the other, whose parameters are gathered (and in stage
     3 freed) together; what is in none of them is the root unit, gathered first and kept through the step. Default: in
     stage 3 the module's children, those of lists and sequences one by one; in stages 1 and 2 everything is waited for
-    before the forward. A unit's parameters are to be used by its own modules only, while they run.
+    before the forward. A unit's parameters are to be used by its own modules only, while they run. In stage 3 all
+    ranks run the same units in one order, for each gather is a collective; on CPUs that is checked before a step.
 
     With `accumulate` "local" whole gradients add up on each rank while in `no_sync()`; with "sharded" every backward is
     synchronized, and no rank ever holds more than two buckets of whole gradients (stages 2 and 3).
@@ -119,7 +120,7 @@ class ShardedDataParallel(Sharded):
                 home.split()
                 home.free()
             windows = [Window(unit, homes, gather, self.weakly()) for unit, homes in zip(units, of_units, strict=True)]
-            self.presence = Windows(self.module, windows, reshard=self.reshard_after_forward)
+            self.presence = Windows(self.module, windows, gather, reshard=self.reshard_after_forward)
         self.units = [unit.name for unit in units]
         self.gather = gather
         self._reducer = self._build()

@@ -66,6 +66,7 @@ class Sharded(DataParallel):
             yield self.module
             if writes:
                 for home in self.homes:
+                    home.mend()
                     home.adopt()
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -105,17 +106,16 @@ class Sharded(DataParallel):
         self._spreads += 1
         self.presence.spread(homes)
 
-    def forget_gradients(self) -> None:
-        """Drop the shards of gradients, and virtual shards."""
-        for home in self.homes:
-            home.grad = None
+    def forget_virtual_shards(self) -> None:
+        """Drop the gradients of virtual shards."""
         self._forget_shards()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, whole ones and shards; what is there to be set to zero is not there in between."""
-        self.forget_gradients()
+        self._forget_shards()
         with as_it_is():
             for home in self.homes:
+                home.grad = None
                 for each in home.parameters:
                     each.grad = None
 
@@ -130,7 +130,13 @@ class Sharded(DataParallel):
             return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **keywords: Any) -> Any:
-        """Load a state dict of the module, the same on every rank; in stage 3 a collective."""
+        """Load a state dict of the module, the same on every rank; in stage 3 a collective.
+
+        Raises:
+            ValueError: with `assign`, which would put other parameters in the place of the sharded ones.
+        """
+        if keywords.get("assign"):
+            raise ValueError("assign=True would replace the sharded parameters; load without it, or before wrapping")
         with self.gather_full(writes=True):
             return self.module.load_state_dict(state_dict, *args, **keywords)
 

@@ -5,15 +5,16 @@ Joined    a wrapper's: gradients arrive as shards, and the wrapper gathers when 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, Protocol
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp.buckets import Size, plan_buckets
 from ddp.gradients import refuse_sparse
 from ddp.timeouts import Entered, waiting_for
+from zero.absent import as_it_is
 from zero.flat import FlatParameters, Named
 from zero.gather import Gather, gather_for
 from zero.layout import Slice
@@ -163,7 +164,7 @@ class Wrapper(Protocol):
 
     def spread(self) -> None: ...
 
-    def forget_gradients(self) -> None: ...
+    def forget_virtual_shards(self) -> None: ...
 
 
 class Joined(Source):
@@ -173,6 +174,7 @@ class Joined(Source):
         self.wrapper = wrapper
         self.group = wrapper.process_group
         self.exact = wrapper.exact
+        self._mine: set[int] = set()  # parameters, by identity
         self.joins = not wrapper.find_unused_parameters and not wrapper.exact  # vector kernels end with a tensor
 
     def homes(self, parameters: Named) -> list[FlatParameters]:
@@ -181,6 +183,7 @@ class Joined(Source):
         if strange := [name for name, each in parameters if id(each) not in known]:
             raise ValueError(f"parameter {strange[0]} of a group is not one of the wrapped module's; pass those only")
         asked = {id(each) for _, each in parameters}
+        self._mine |= asked
         return [
             home for home in self.wrapper.homes if home.trains and any(id(each) in asked for each in home.parameters)
         ]
@@ -192,7 +195,26 @@ class Joined(Source):
             home.mend()
 
     def collect(self) -> None:
-        """Do nothing: shards have come with the backward."""
+        """Check that shards have come with the backward, and nothing else.
+
+        Raises:
+            RuntimeError: a parameter has a gradient of this rank alone.
+        """
+        with as_it_is():
+            left = [name for home, name, each in self._own() if each.grad is not None and home.trains]
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise RuntimeError(
+                f"{left[0]}{more}: has a .grad of this rank alone, which a step would leave out; run the last backward "
+                "outside no_sync(), and do not set .grad by hand"
+            )
+
+    def _own(self) -> Iterator[tuple[FlatParameters, str, nn.Parameter]]:
+        """Yield this optimizer's parameters."""
+        for home in self.wrapper.homes:
+            for name, each in zip(home.names, home.parameters, strict=True):
+                if id(each) in self._mine:
+                    yield home, name, each
 
     def gradient(self, home: FlatParameters, slices: Sequence[Slice]) -> Tensor | None:
         """View a part of the shard that has come; a parameter that no rank has used is not stepped."""
@@ -210,5 +232,12 @@ class Joined(Source):
         self.wrapper.spread()
 
     def forget(self) -> None:
-        """Drop the shards of gradients."""
-        self.wrapper.forget_gradients()
+        """Drop the shards of this optimizer's gradients; another one of the same wrapper keeps its own."""
+        for home in {id(home): home for home, _, _ in self._own()}.values():
+            if all(id(each) in self._mine for each in home.parameters):
+                home.grad = None
+            elif home.grad is not None:
+                for at in home.slices:
+                    if id(home.parameters[at.tensor]) in self._mine:
+                        home.of(home.grad, at).zero_()
+        self.wrapper.forget_virtual_shards()

@@ -7,6 +7,7 @@ A module of a unit waits for the whole unit. Every other one waits for what is i
 somebody calls by itself waits too.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from ddp.means import Wait
+from zero.absent import Expect
 from zero.flat import FlatParameters
 from zero.gather import Gather
 from zero.presence import Hook, Presence
@@ -42,6 +44,8 @@ class AlwaysWhole(Presence):
         self._gather = gather
         self._waiting = waiting
         self._under_way: dict[int, tuple[FlatParameters, Wait]] = {}  # by identity
+        me = weakref.WeakMethod(self.synchronize)
+        self._expected = {id(home): Expect(home.parameters, me) for home in homes}
         self._handles = [
             part.register_forward_pre_hook(Hook(partial(self._before, needed)), prepend=True)
             for part, needed in _needs(module, units, homes)
@@ -69,6 +73,7 @@ class AlwaysWhole(Presence):
         for home in reversed(homes):
             torch.autograd.graph.increment_version(home.parameters)  # graphs made before the step are refused
             self._under_way[id(home)] = (home, self._gather.start(home, home.shard, home.full))
+            self._expected[id(home)].begin()
 
     def synchronize(self) -> None:
         """Wait for all that is under way."""
@@ -87,8 +92,9 @@ class AlwaysWhole(Presence):
         if self._under_way:
             for home in homes:
                 if (waited := self._under_way.get(id(home))) is not None:
-                    self._waiting(*waited)
+                    self._expected[id(home)].end()
                     del self._under_way[id(home)]
+                    self._waiting(*waited)
 
     def _adopt(self) -> None:
         """Take what was loaded past the wrapper."""

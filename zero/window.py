@@ -1,9 +1,7 @@
 """One unit's flat parameters, gathered and freed together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from ddp.means import Wait
 from zero.flat import FlatParameters
@@ -26,16 +24,6 @@ class Window:
         self._gather = gather
         self._waiting = waiting
         self._under_way: list[tuple[FlatParameters, Wait]] = []
-        self._attributes = [vars(part) for each in unit.modules for part in each.modules()]
-
-    def left_behind(self) -> Iterator[Tensor]:
-        """Yield tensors that its modules keep as attributes: a part of the loss, perhaps, beside what they return."""
-        for attributes in self._attributes:
-            for value in attributes.values():
-                if type(value) is Tensor:  # to ask whether it is an instance takes ten times as long
-                    yield value
-                elif type(value) in (list, tuple):
-                    yield from (each for each in value if type(each) is Tensor)
 
     def begin(self) -> None:
         """Start to gather, if nobody has."""

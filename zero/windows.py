@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_leaves
 from ddp.reducer import Reducer
 from zero.absent import as_it_is
 from zero.flat import FlatParameters
+from zero.gather import Gather
+from zero.order import SameOrder
 from zero.presence import Hook, Presence
 from zero.window import Window
 
@@ -36,7 +38,7 @@ Runs = list[Window]  # the units of one forward, in order
 class Windows(Presence):
     """The windows of all units, the root's last, and the hooks that open and close them."""
 
-    def __init__(self, module: nn.Module, windows: Sequence[Window], *, reshard: bool) -> None:
+    def __init__(self, module: nn.Module, windows: Sequence[Window], gather: Gather, *, reshard: bool) -> None:
         self.windows = windows
         self.root = windows[-1]
         self.reshard = reshard
@@ -50,7 +52,9 @@ class Windows(Presence):
         self._task = -1  # of autograd, the backward that runs now or ran last
         self._over: dict[int, Runs] = {}  # windows, by identity, whose backward is over, in which forward's graph
         self._unsettled: list[Window] = []  # of those, whose gradients are not launched yet
+        self._order = SameOrder(gather.group, next(home.device for each in windows for home in each.homes))
         self._handles = []
+        self._of = {home.full.untyped_storage()._cdata: window for window in windows for home in window.homes}
         for window in windows[:-1]:
             begins = Hook(partial(self._begins, window))
             for each in window.unit.modules:
@@ -81,7 +85,8 @@ class Windows(Presence):
         self._start()
         self._inside += 1
         try:
-            yield
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
         except BaseException:
             self._inside -= 1
             self.close()
@@ -123,7 +128,12 @@ class Windows(Presence):
                 window.open()
 
     def synchronize(self) -> None:
-        """Do nothing: nothing is under way outside a forward or backward."""
+        """Check, before a step, that all ranks have run the same units.
+
+        Raises:
+            RuntimeError: they have not.
+        """
+        self._order.require(lambda: ", ".join(each.unit.name for each in self._expected))
 
     # The forward ----------------------------------------------------------------------------------------------------
 
@@ -197,7 +207,7 @@ class Windows(Presence):
                 "let units return tensors, or tuples, lists and dictionaries of them"
             )
         begins = partial(self._backward_begins, window, self._runs, window.run, len(self._runs))
-        for each in (*tensors, *window.left_behind()):
+        for each in tensors:
             if each.grad_fn is not None:
                 each.register_hook(begins)  # type: ignore[no-untyped-call]
 
@@ -209,6 +219,37 @@ class Windows(Presence):
             order = {id(each): first.get(id(window), 1) for window in self.windows for each in window.buckets}
             self._reducer.reorder(lambda bucket: order[id(bucket)])
         self._expected = self._runs
+        if torch.is_grad_enabled():
+            self._order.ask([self.windows.index(each) for each in self._runs])
+
+    # What autograd saves -------------------------------------------------------------------------------------------
+
+    def _pack(self, saved: Tensor) -> tuple[Tensor, int, Window | None]:
+        """Note of which window a saved tensor is a part, and its version, which PyTorch leaves to hooks."""
+        strided = saved.layout == torch.strided
+        return saved, saved._version, self._of.get(saved.untyped_storage()._cdata) if strided else None
+
+    def _unpack(self, packed: tuple[Tensor, int, Window | None]) -> Tensor:
+        """Return a saved tensor, there: a graph may leave its unit in ways that no hook on outputs sees.
+
+        Raises:
+            RuntimeError: it has been written to since, as parameters are by a step.
+        """
+        saved, version, window = packed
+        if saved._version != version:
+            what = (
+                "a parameter was stepped"
+                if window is not None
+                else f"a tensor of shape {tuple(saved.shape)} was written to"
+            )
+            raise RuntimeError(
+                f"{what} between its forward and its backward, which needs what it was: a variable needed for gradient "
+                "computation has been modified by an inplace operation"
+            )
+        if window is not None:
+            self._enter_backward()
+            window.open()
+        return saved
 
     # The backward ---------------------------------------------------------------------------------------------------
 

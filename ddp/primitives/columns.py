@@ -17,7 +17,7 @@ Column: TypeAlias = Generator[None, None, None]
 
 # Bytes of a message: shorter ones are not worth cutting, longer ones are cut. What gloo brings is added while it is in
 # the cache; to NCCL a message costs about what 16 MB of NVLink do.
-SEGMENT_BYTES: Final = {"cpu": (2**17, 2**20), "cuda": (2**24, 2**26)}
+SEGMENT_BYTES: Final = {"cpu": (2**17, 2**22), "cuda": (2**24, 2**26)}
 UNDER_WAY: Final = 2  # columns at a time: one travels while the other is added; more would share the link unfairly
 
 

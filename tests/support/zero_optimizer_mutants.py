@@ -1,7 +1,7 @@
 """Sharded optimizers with one mistake each, for tests of the tests."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -30,7 +30,10 @@ def nothing_sharded() -> AbstractContextManager[Any]:
 
 def no_gather() -> AbstractContextManager[Any]:
     """Each rank has stepped its shard, and nobody hears of it."""
-    return mock.patch.object(RingGather, "start", return_value=lambda: None)
+    made = ExitStack()
+    made.enter_context(mock.patch("zero.gather.on_one_host", return_value=False))
+    made.enter_context(mock.patch.object(RingGather, "start", return_value=lambda: None))
+    return made
 
 
 def gradient_of_another_shard() -> AbstractContextManager[Any]:

@@ -31,6 +31,11 @@ def together(*patches: Any) -> Any:
     return stack
 
 
+def over_links() -> Any:
+    """Let ranks gather as ranks of several hosts do."""
+    return mock.patch("zero.gather.on_one_host", return_value=False)
+
+
 class WholeScatter(Scatter):
     """An all-reduce, of which every rank keeps all."""
 
@@ -54,11 +59,12 @@ def nothing_sharded() -> Any:
         mock.patch.object(data_parallel, "FlatParameters", unsharded),
         mock.patch.object(data_parallel, "scatter_for", lambda group, *_, **__: WholeScatter(group)),
         mock.patch.object(RingGather, "start", copied),
+        over_links(),
     )
 
 
 def gather_left_out() -> Any:
-    return mock.patch.object(RingGather, "start", return_value=lambda: None)
+    return together(over_links(), mock.patch.object(RingGather, "start", return_value=lambda: None))
 
 
 def whole_gradients_kept() -> Any:
@@ -86,7 +92,7 @@ def gathered_when_waited_for() -> Iterator[None]:
         left = [lambda: ring_all_gather(shard, home.parts(out), gather.group)]
         return lambda: left.pop()() if left else None
 
-    with mock.patch.object(RingGather, "start", start):
+    with over_links(), mock.patch.object(RingGather, "start", start):
         yield
 
 
@@ -95,6 +101,7 @@ def no_wait_before_the_forward() -> Any:
         gathered_when_waited_for(),
         mock.patch.object(whole, "_needs", return_value=()),
         mock.patch.object(Sharded, "named_parameters", DataParallel.named_parameters),  # it waits too
+        mock.patch.object(whole.Expect, "begin"),  # who reads a parameter waits
     )
 
 

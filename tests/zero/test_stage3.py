@@ -188,6 +188,10 @@ def mutated(world: World) -> dict[str, list[str]]:
         with mock.patch(what, instead):
             if name == "nothing gathered ahead":
                 found[name] = [] if FORWARD in ", ".join(events(world)) else ["another order"]
+            elif name == "gradients kept":
+                with pytest.raises(RuntimeError) as refused:
+                    wrong_training(world, CASES["chain"], shards=1)
+                found[name] = [str(refused.value)]
             else:
                 found[name] = wrong_training(world, CASES["chain"], shards=1)
     return found
@@ -198,5 +202,5 @@ def test_mistakes_are_noticed(on_ranks):
         assert [name for name, problems in found.items() if not problems] == []
         told = {name: problems[0] for name, problems in found.items()}
         assert "bytes of whole parameters" in told["never freed"]
-        assert "whole gradients" in told["gradients kept"]
+        assert "b0.scale and 3 more: has a .grad of this rank alone" in told["gradients kept"]
         assert told["freed in the end only"] == "4 units whole at a time, 2 wanted"

@@ -6,6 +6,7 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,7 +18,8 @@ from jobs.train.world import World
 from support.data_parallel_models import CASES, ToyModel, seeded
 from support.sharded import SMALL_MB, not_sharded
 from zero import ShardedDataParallel
-from zero.gather import RingGather
+from zero.flat import FlatParameters
+from zero.gather import BroadcastGather, RingGather
 
 pytestmark = pytest.mark.ranks
 
@@ -225,6 +227,11 @@ def test_every_rank_holds_its_share(on_ranks, world_size):
     assert on_ranks(world_size, shares) == [[]] * world_size
 
 
+def over_links() -> Any:
+    """Let ranks think that they are on several hosts."""
+    return mock.patch("zero.gather.on_one_host", return_value=False)
+
+
 def sent_bytes(world: World) -> list[int]:
     """Return what a rank sends in a step of stages 1 and 2, and twice the gradients' share that a ring sends."""
     sent: list[int] = []
@@ -236,7 +243,8 @@ def sent_bytes(world: World) -> list[int]:
 
     found = []
     for stage in (1, 2):
-        model = wrap(world, stage, CASES["chain"].build.args[0], exact=False)
+        with over_links():
+            model = wrap(world, stage, CASES["chain"].build.args[0], exact=False)
         optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
         CASES["chain"].loss(model, 0).backward()  # the first asks who uses what
         with mock.patch.object(Peers, "post", counted):
@@ -253,6 +261,29 @@ def sent_bytes(world: World) -> list[int]:
 def test_a_step_sends_gradients_once_and_parameters_once(on_ranks):
     for one, two, wanted in on_ranks(4, sent_bytes):
         assert one == two == wanted
+
+
+def gathered(world: World) -> list[bool]:
+    """Return, of each way to gather on CPUs, whether it makes whole what ranks have parts of; waited for twice."""
+    right = []
+    for kind in (RingGather, BroadcastGather):
+        home = FlatParameters(
+            [("a", nn.Parameter(torch.zeros(37))), ("b", nn.Parameter(torch.zeros(5)))], **place(world)
+        )
+        home.shard.fill_(world.rank + 1)
+        wait = kind(world.group).start(home, home.shard, home.full)
+        wait()
+        wait()
+        right.append(all(bool((part == rank + 1).all()) for rank, part in enumerate(home.parts(home.full))))
+    return right
+
+
+def place(world: World) -> dict[str, int]:
+    return {"rank": world.rank, "ranks": world.size}
+
+
+def test_a_ring_and_broadcasts_gather_the_same(on_ranks):
+    assert on_ranks(3, gathered) == [[True, True]] * 3
 
 
 class Blocks(nn.Module):
@@ -281,7 +312,7 @@ def order_of_events(world: World) -> list[str]:
             waits.append(super().start(home, shard, out))
             return wait
 
-    with mock.patch("zero.gather.RingGather", LateGather):
+    with over_links(), mock.patch("zero.gather.RingGather", LateGather):
         module = seeded(Blocks, 1)
         model = ShardedDataParallel(module, world.group, stage=2, units=module.blocks, bucket_size_mb=1100 / 2**20)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
