@@ -16,6 +16,7 @@ from collectives_bench.catalog import OPERATIONS
 from collectives_bench.known import SEGMENT
 from collectives_bench.records import Cell
 from collectives_bench.sizes import size_text
+from ddp.primitives.columns import SEGMENT_BYTES, UNDER_WAY
 from jobs import free, resident
 
 # glibc's largest threshold for mapping: a smaller copy may lie in memory that the warm-up left to a thread's own arena.
@@ -49,8 +50,8 @@ def _of_all(nbytes: int, ranks: int) -> float:
 
 
 def _columns(nbytes: int, ranks: int) -> float:
-    """Three columns under way, of messages of up to 1 MB: two or three of each are held (ddp/primitives)."""
-    return min(9 * SEGMENT, 3 * nbytes / ranks)
+    """Two columns under way, of each of which two messages are held (ddp/primitives)."""
+    return 2.0 * min(UNDER_WAY * SEGMENT_BYTES["cpu"][1], nbytes / ranks)
 
 
 # What gloo (torch 2.13) takes inside a call, on every rank, and our own building blocks with it: as the sources say
