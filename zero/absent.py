@@ -24,7 +24,7 @@ _TOLD: Final = (
 )
 _CALLED: Final = (
     *("dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "nelement", "numel", "size"),
-    *("stride", "__hash__", "register_post_accumulate_grad_hook"),
+    *("stride", "__hash__", "register_hook", "register_post_accumulate_grad_hook"),
 )
 _HARMLESS: Final = {
     *(getattr(Tensor, name).__get__ for name in _TOLD),

@@ -165,7 +165,7 @@ class Sharded(DataParallel):
         changed = sorted({(wrapped | now)[key] for key in wrapped.keys() ^ now.keys()})
         more = f" and {len(changed) - NAMED_AT_MOST} more" if len(changed) > NAMED_AT_MOST else ""
         raise RuntimeError(
-            f"{', '.join(changed[:NAMED_AT_MOST])}{more}: changed after the module was sharded; "
+            f"{', '.join(changed[:NAMED_AT_MOST]) or 'names or order of parameters'}{more}: changed after the module was sharded; "
             "freeze, replace and convert parameters before wrapping, or build the wrapper and its optimizer anew"
         )
 
