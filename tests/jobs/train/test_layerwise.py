@@ -16,7 +16,7 @@ from jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 
-VGG_SHAPES["vgg-tiny"] = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
+TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 24, "clip_norm": 1.0, "optimizer": SGD}
 GPT = {
@@ -44,6 +44,7 @@ def trained(world: World, job: dict[str, Any]) -> tuple[Trainer, list[float], se
 
 
 def wrong(world: World, runs: list[list[str]]) -> list[str]:
+    VGG_SHAPES["vgg-tiny"] = TINY_VGG
     problems = []
     for which, precision in runs:
         job = {**JOBS[which], "precision": precision}

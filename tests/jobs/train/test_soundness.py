@@ -21,7 +21,7 @@ from launch.look.advice import next_step
 pytestmark = pytest.mark.ranks
 
 NAN = math.nan
-VGG_SHAPES["vgg-tiny"] = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
+TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 24, "steps": 8, "evaluate": False}
 
 
@@ -52,6 +52,7 @@ def test_losses_that_come_back_are_forgiven():
 
 
 def weights(world: World, mode: str) -> list[str]:
+    VGG_SHAPES["vgg-tiny"] = TINY_VGG
     settings = TrainSettings.model_validate({**VGG, "mode": mode})
     trainer = build_trainer(settings, open_data(settings), world)
     said = []
@@ -85,6 +86,7 @@ class Saves(NotSaving):
 
 def last_step(world: World, folder: str, lr: float) -> list[str | bool]:
     """Train for one step: its loss is that of the first weights, and a number."""
+    VGG_SHAPES["vgg-tiny"] = TINY_VGG
     job = {**VGG, "steps": 1, "mode": "ddp", "optimizer": {"name": "sgd", "lr": lr}}
     settings = TrainSettings.model_validate(job)
     trainer, saves, said = build_trainer(settings, open_data(settings), world), Saves(), ""
