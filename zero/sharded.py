@@ -164,8 +164,9 @@ class Sharded(DataParallel):
         now = {(id(each), each.dtype, each.device): name for name, each in self.trainable()}
         changed = sorted({(wrapped | now)[key] for key in wrapped.keys() ^ now.keys()})
         more = f" and {len(changed) - NAMED_AT_MOST} more" if len(changed) > NAMED_AT_MOST else ""
+        what = ", ".join(changed[:NAMED_AT_MOST]) or "names or order of parameters"
         raise RuntimeError(
-            f"{', '.join(changed[:NAMED_AT_MOST]) or 'names or order of parameters'}{more}: changed after the module was sharded; "
+            f"{what}{more}: changed after the module was sharded; "
             "freeze, replace and convert parameters before wrapping, or build the wrapper and its optimizer anew"
         )
 
