@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +85,11 @@ def error_of(ended: Ended, code: int) -> str:
     return line
 
 
+def installing(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test that installs anew: .ci/run does that twice itself, so these are for who changes setup.sh."""
+    return pytest.mark.cluster(pytest.mark.soak(test))
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Call setup.sh twice at once in a folder with a space in its name, and beside that for a module's torch."""
@@ -132,6 +138,7 @@ def copy(tmp_path: Path) -> Path:
     return copy_to(tmp_path / "copy")
 
 
+@installing
 def test_a_second_call_does_nothing_within_5_s(installed: Path) -> None:
     def trees() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (installed / ".venv").rglob("*") if path.suffix != ".pyc"}
@@ -150,6 +157,7 @@ def test_a_second_call_does_nothing_within_5_s(installed: Path) -> None:
     assert trees() == before
 
 
+@installing
 def test_launcher_only_gives_a_muster_that_plans_without_torch(installed: Path, tmp_path: Path) -> None:
     muster = installed / ".venv/bin/muster"
     job = REPOSITORY / "jobs/examples/hello.yaml"
@@ -159,6 +167,7 @@ def test_launcher_only_gives_a_muster_that_plans_without_torch(installed: Path, 
     assert b"No module named 'torch'" in torch.stderr
 
 
+@installing
 def test_a_users_own_jobs_folder_does_not_stand_before_ours(installed: Path, tmp_path: Path) -> None:
     for name in PACKAGES:
         script(tmp_path / name / "__init__.py", "raise SystemExit('the wrong one')")
@@ -182,6 +191,7 @@ def test_a_users_own_jobs_folder_does_not_stand_before_ours(installed: Path, tmp
     assert where.stdout.strip() == str(installed / "jobs/exits.py")
 
 
+@installing
 def test_what_one_call_added_the_next_keeps(installed: Path) -> None:
     pip = installed / ".venv/setup.log"
     added = setup(installed, "--dev", "--launcher-only")
@@ -204,6 +214,7 @@ def test_a_half_made_venv_is_begun_anew_and_without_a_network_it_says_so(copy: P
     assert (copy / ".venv/bin/python").is_symlink()
 
 
+@installing
 def test_a_moved_venv_is_begun_anew_and_a_call_that_had_no_network_is_gone_on_with(installed: Path, copy: Path) -> None:
     # All that setup.sh looks at; it says where it was made.
     (copy / ".venv").mkdir()
@@ -225,6 +236,7 @@ def test_someone_elses_venv_is_left_alone(copy: Path) -> None:
     assert [path.name for path in (copy / ".venv").iterdir()] == ["theirs"]
 
 
+@installing
 def test_torch_of_a_module_is_used_when_new_enough(made: Made) -> None:
     assert f"using torch 2.11.0+cu130 of {made.module}/bin/python" in made.said_of_module
     shown = subprocess.run(
@@ -290,5 +302,6 @@ def test_every_requirement_is_one_exact_version() -> None:
     assert [line for line in lines if "==" not in line.partition(";")[0] or "*" in line] == []
 
 
+@installing
 def test_two_calls_at_once_take_turns(made: Made) -> None:
     assert sum("making .venv" in said for said in made.said) == 1

@@ -32,9 +32,10 @@ WHOLE = [name for name in OF_MANY if name not in SHARDED]  # every rank has all 
 # State that is shared out is tried on fewer worlds here: test_sharded.py has every stage on each of them, exact.
 WORLDS = [
     *((mode, size) for mode in WHOLE for size in (1, 2, 3, 4)),
-    *(("zero1", 1), ("zero1", 4), ("zero2", 3), ("zero3", 2), ("zero3", 4), ("fsdp", 1), ("fsdp", 3)),
+    *(("zero1", 4), ("zero2", 3), ("zero3", 4), ("fsdp", 3)),
 ]
 EXACT = [name for name, mode in MODES.items() if mode.can_be_exact]
+WIRED = [mode for mode in EXACT if mode in WHOLE or mode == "zero2"]  # one of each way to send
 # Several of one parameter and of many, for models this small.
 SMALL_BUCKETS = {mode: {"bucket_size_mb": 0.02} for mode in ("bucketed", "zero1", "zero2")}
 
@@ -89,7 +90,7 @@ def test_in_double_precision_another_order_is_off_by_less_than_1e_12(on_ranks, m
     assert far == []
 
 
-@pytest.mark.parametrize("mode", [*WHOLE, "zero1", "fsdp"])
+@pytest.mark.parametrize("mode", [*WHOLE, "zero3"])
 def test_accumulation_clipping_and_a_schedule_change_nothing_about_equality(on_ranks, mode):
     more = {"grad_accumulation": 3, "clip_norm": 0.5, "schedule": {"name": "cosine", "warmup_steps": 2}, "steps": 3}
     check(on_ranks, 2, mode=mode, **{**VGG, "batch_size": 29}, **{k: v for k, v in more.items() if k != "steps"})
@@ -102,7 +103,8 @@ def test_a_short_last_batch_with_an_empty_shard_matches_one_process(on_ranks, mo
 
 
 @pytest.mark.parametrize(
-    ("mode", "world_size"), [(mode, size) for mode in EXACT for size in (2, 4) if size == 4 or mode in WHOLE]
+    ("mode", "world_size"),
+    [(mode, size) for mode in EXACT for size in (2, 4) if mode in WHOLE or (mode, size) == ("zero3", 4)],
 )
 def test_exact_is_bitwise_one_process_on_every_world_that_divides(on_ranks, mode, world_size):
     more = {"exact": True, "virtual_ranks": 4, "grad_accumulation": 2, "clip_norm": 0.5}
@@ -125,7 +127,7 @@ def test_every_way_to_share_out_agrees_with_one_process(on_ranks, more):
     check(on_ranks, 3, **{**VGG, "batch_size": 29}, **more, grad_accumulation=3, clip_norm=0.5)
 
 
-@pytest.mark.parametrize(("mode", "sent_as"), [*zip(EXACT, cycle(("bf16", "fp16"))), ("bucketed", "fp16")])
+@pytest.mark.parametrize(("mode", "sent_as"), [*zip(WIRED, cycle(("bf16", "fp16"))), ("bucketed", "fp16")])
 def test_gradients_sent_in_a_coarser_type_stay_within_its_rounding(on_ranks, mode, sent_as):
     record = check(on_ranks, 2, mode=mode, **{**VGG, "communication_dtype": sent_as})
     assert record["class"] == "tight"
