@@ -63,7 +63,8 @@ class Queue:
 
     def output(self, job_id: str) -> str:
         """Return what its batch script printed."""
-        return (self.folder / f"slurm-{job_id}.out").read_text()
+        path = self.folder / f"slurm-{job_id}.out"
+        return path.read_text() if path.exists() else ""  # Slurm makes it a moment after the job runs
 
     def cancel(self) -> None:
         for job_id in self.job_ids:

@@ -74,6 +74,7 @@ def test_a_job_that_takes_too_much_memory_is_ended_and_says_so(box: Box, tmp_pat
     assert "exceeded memory limit" in (tmp_path / f"{job}.out").read_text()
 
 
+@pytest.mark.soak
 def test_a_job_of_the_low_partition_makes_room_and_is_queued_again(box: Box, tmp_path: Path) -> None:
     low = submit(box, tmp_path, "echo start; sleep 60", "--partition=preempt", "--nodes=4", "--exclusive")
     assert reaches(box, low, "RUNNING")

@@ -320,6 +320,7 @@ def test_in_slurm_every_node_has_its_ranks_and_the_code_comes_back(boxed: Boxed)
 
 @cluster
 @patient
+@pytest.mark.soak
 def test_in_slurm_the_signal_before_the_end_queues_the_job_again(boxed: Boxed) -> None:
     process = boxed.start("run", job_of(AGAIN))
     for rank in (0, 3):  # rank 0, which is shown, and the last
