@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.base import DataParallel
 from ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
 from ddp.means import mean_for
+from ddp.reduced import Reduced
 from ddp.reducer import Reducer
-from ddp.stats import Stats
 
 
-class _Buckets(DataParallel):
+class _Buckets(Reduced):
     """Average gradients bucket by bucket."""
 
     hooks = True  # False: nothing before the backward is over
@@ -45,29 +44,6 @@ class _Buckets(DataParallel):
             if self._reducer is not None:
                 self._reducer.forward_begins()
         return self.module(*inputs, **keywords)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Finish what the backward has not: with hooks only a backward that reached no parameter.
-
-        Raises:
-            RuntimeError: a parameter got no gradient on any rank; the message names it.
-        """
-        if self._reducer is not None:
-            if self._reducer.has_shards and not self._local:
-                self._require_gradients()
-            self._reducer.finish(asked=True)
-
-    def stats(self) -> Stats:
-        """Return what the last synchronization took; on CUDA the host waits for it to have ended."""
-        return Stats() if self._reducer is None else self._reducer.measured()
-
-    def _close_shard(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close_shard()
-
-    def _forget_shards(self) -> None:
-        if self._reducer is not None:
-            self._reducer.forget_shards()
 
     def _set_local(self, local: bool) -> None:
         super()._set_local(local)

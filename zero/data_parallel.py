@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
+from ddp.reduced import Reduced
 from ddp.reducer import Reducer
-from ddp.stats import Stats
 from zero.flat import FlatParameters, Named, by_kind
 from zero.gather import gather_for
 from zero.gradients import KeptGradients, PassingGradients, may_travel_alone
@@ -40,7 +40,7 @@ Accumulate = Literal["local", "sharded"]
 STAGES: Final = (1, 2, 3)
 
 
-class ShardedDataParallel(Sharded):
+class ShardedDataParallel(Sharded, Reduced):
     """Wrap a module so that optimizer state (stage 1), gradients (2) and parameters (3) are held in shards.
 
     Building one is a collective: parameters and buffers are broadcast from the group's rank 0. Parameters become
@@ -176,21 +176,6 @@ class ShardedDataParallel(Sharded):
         with self.presence.forward():
             return self.module(*inputs, **keywords)
 
-    def finish_gradient_synchronization(self) -> None:
-        """Finish what the backward has not: only a backward that reached no parameter leaves something.
-
-        Raises:
-            RuntimeError: a parameter got no gradient on any rank; the message names it.
-        """
-        if self._reducer is not None:
-            if self._reducer.has_shards and not self._local:
-                self._require_gradients()
-            self._reducer.finish(asked=True)
-
-    def stats(self) -> Stats:
-        """Return what the last synchronization of gradients took; on CUDA the host waits for it to have ended."""
-        return Stats() if self._reducer is None else self._reducer.measured()
-
     @property
     def unused(self) -> frozenset[str]:
         """Names of the parameters that no rank has used in the last step, where `find_unused_parameters` asks."""
@@ -200,14 +185,6 @@ class ShardedDataParallel(Sharded):
         super()._set_local(local)
         if self._reducer is not None:
             self._reducer.local = local and self.accumulate == "local"
-
-    def _close_shard(self) -> None:
-        if self._reducer is not None:
-            self._reducer.close_shard()
-
-    def _forget_shards(self) -> None:
-        if self._reducer is not None:
-            self._reducer.forget_shards()
 
     def _settings(self) -> dict[str, object]:
         return {

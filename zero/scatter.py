@@ -7,6 +7,7 @@
 gloo's own reduce_scatter sends as much as an all-reduce, and is one (pytorch#118911).
 """
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -56,9 +57,9 @@ class Scatter(Mean):
 
         return wait
 
+    @abstractmethod
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
         """Start; what is returned waits for this rank's part."""
-        raise NotImplementedError
 
 
 class RingScatter(Scatter):

@@ -1,0 +1,34 @@
+"""A wrapper whose gradients a reducer takes from the backward: what buckets and shards have in common."""
+
+from ddp.base import DataParallel
+from ddp.reducer import Reducer
+from ddp.stats import Stats
+
+
+class Reduced(DataParallel):
+    """A wrapper with a reducer, or with none where there is nothing to synchronize."""
+
+    _reducer: Reducer | None = None
+
+    def finish_gradient_synchronization(self) -> None:
+        """Finish what the backward has not: with hooks only a backward that reached no parameter.
+
+        Raises:
+            RuntimeError: a parameter got no gradient on any rank; the message names it.
+        """
+        if self._reducer is not None:
+            if self._reducer.has_shards and not self._local:
+                self._require_gradients()
+            self._reducer.finish(asked=True)
+
+    def stats(self) -> Stats:
+        """Return what the last synchronization of gradients took; on CUDA the host waits for it to have ended."""
+        return Stats() if self._reducer is None else self._reducer.measured()
+
+    def _close_shard(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close_shard()
+
+    def _forget_shards(self) -> None:
+        if self._reducer is not None:
+            self._reducer.forget_shards()
