@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
+from ddp.malloc import keep_freed_memory
 from ddp.reduced import Reduced
 from ddp.reducer import Reducer
 from zero.flat import FlatParameters, Named, by_kind
@@ -116,6 +117,7 @@ class ShardedDataParallel(Sharded, Reduced):
                 for unit in units
             ]
             self.homes = [home for homes in of_units for home in homes]
+            keep_freed_memory()  # units' is taken and given back all the time
             for home in self.homes:
                 home.split()
                 home.free()

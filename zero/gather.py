@@ -56,11 +56,12 @@ class BroadcastGather(Gather):
         """Start them; waiting twice is harmless."""
         parts = home.parts(out)
         own = parts[home.rank]
+        works = [
+            dist.broadcast(shard if part is own else part, group=self.group, group_src=rank, async_op=True)
+            for rank, part in enumerate(parts)
+        ]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        works = [
-            dist.broadcast(part, group=self.group, group_src=rank, async_op=True) for rank, part in enumerate(parts)
-        ]
 
         def wait() -> None:
             while works:

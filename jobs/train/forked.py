@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, NoReturn
 
+import torch
+
 from jobs import linux
 from jobs.leftovers import state_of
 from jobs.page import Page
@@ -158,6 +160,9 @@ def _become(work: Work, parent: int, writing: int, process: Forked) -> NoReturn:
         os.dup2(process._words, STANDARD_ERROR)
         faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
         os.close(process._pipe)
+        # torch makes its pool of threads anew after a fork, when it is first asked for; autograd's threads ask at once,
+        # and one of them finds none: "Invalid thread pool!"
+        torch.set_num_threads(torch.get_num_threads())
 
         def tell(message: dict[str, Any]) -> None:
             data = memoryview((json.dumps(message) + "\n").encode())

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ddp.malloc import keep_freed_memory
 from jobs import exits, ranks
 from jobs.errors import MusterError, RefusedError, StartTimeoutError
 from jobs.failover_settings import CheckpointSettings
@@ -185,6 +186,7 @@ def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
         RunFolderError, StorageError: the folder cannot be written.
         RefusedError, NoCheckpointError: the checkpoint to go on from is not there, or not this job's.
     """
+    keep_freed_memory()
     folder = start.run.attempt(start.attempt)
     try:
         folder.path.mkdir(parents=True, exist_ok=True)  # a node without the shared folder keeps its own part

@@ -35,9 +35,10 @@ def wrong_on_gpus(world: World, folder: str) -> list[str]:
                 wrong.append(f"{dtype}: {found.item()!r}, on a CPU {wanted.item()!r}")
             if near.item() != pytest.approx(wanted.item(), rel=1e-5):
                 wrong.append(f"{dtype}: plain norm {near.item()!r}, wanted {wanted.item()!r}")
-            clip_by([whole], wanted, 1.0)
-            if not torch.equal(mine[0].cpu(), whole[world.rank :: world.size]):
-                wrong.append(f"{dtype}: clipped to other bits than on a CPU")
+            on_gpu_whole = whole.to(on_gpu.device)
+            clip_by([on_gpu_whole], wanted.to(on_gpu.device), 1.0)
+            if not torch.equal(mine[0], on_gpu_whole[world.rank :: world.size]):
+                wrong.append(f"{dtype}: a shard is clipped to other bits than the whole")
         nothing = reproducible_norm([], on_gpu.group, reduce=True)
         if nothing.item() != 0.0 or not nothing.is_cuda:
             wrong.append(f"without a tensor: {nothing}")
