@@ -14,7 +14,7 @@ whatever the number of ranks: shard s of rank r is number r * shards + s.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -136,6 +136,17 @@ class DataParallel(nn.Module, ABC):
         """Forget all gradients, those of virtual shards too."""
         self._forget_shards()
         super().zero_grad(set_to_none)
+
+    def gradients_are_ready(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Hear that gradients are whole, from who makes them outside of a backward; what can be sent, is.
+
+        A pipeline runs its micro-batches within `no_sync()`, where gradients add up, and says so here, there or later,
+        as soon as parameters have had their last one. Nothing more may be added to these. Afterwards
+        `finish_gradient_synchronization()`, out of `no_sync()`, does the rest.
+
+        Raises:
+            RuntimeError: one was said to be ready before in this synchronization.
+        """
 
     @abstractmethod
     def finish_gradient_synchronization(self) -> None:

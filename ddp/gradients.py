@@ -44,7 +44,8 @@ class FlatGradients:
     """One flat tensor and the parameters whose gradients lie in it, all of one type on one device.
 
     With `alone` it has one parameter, and no tensor of its own: `flat` is the gradient, from when it is taken on.
-    `offsets` and `elements` say where each begins, and how long the tensor is, if not simply one behind the other.
+    `offsets` and `elements` say where each begins, and how long the tensor is, if not simply one behind the other;
+    `flat` is the tensor, if it shall be a certain one.
     """
 
     held = False  # True: not launched before it is released
@@ -58,6 +59,7 @@ class FlatGradients:
         alone: bool,
         offsets: Sequence[int] | None = None,
         elements: int | None = None,
+        flat: Tensor | None = None,
     ) -> None:
         like = named[0][1]
         if offsets is None or elements is None:
@@ -66,7 +68,9 @@ class FlatGradients:
         self.number = number  # in the order of launches
         self.alone = alone
         self._nothing = torch.empty(0, dtype=like.dtype, device=like.device)
-        self.flat = self._nothing if alone else torch.zeros(elements, dtype=like.dtype, device=like.device)
+        if flat is None:
+            flat = self._nothing if alone else torch.zeros(elements, dtype=like.dtype, device=like.device)
+        self.flat = flat
         self.slots: list[Slot] = []
         for (name, parameter), start in zip(named, offsets, strict=True):
             part = self.flat[start : start + parameter.numel()]

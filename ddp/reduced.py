@@ -1,5 +1,9 @@
 """A wrapper whose gradients a reducer takes from the backward: what buckets and shards have in common."""
 
+from collections.abc import Iterable
+
+from torch import nn
+
 from ddp.base import DataParallel
 from ddp.reducer import Reducer
 from ddp.stats import Stats
@@ -20,6 +24,15 @@ class Reduced(DataParallel):
             if self._reducer.has_shards and not self._local:
                 self._require_gradients()
             self._reducer.finish(asked=True)
+
+    def gradients_are_ready(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Count these down: a bucket whose last one is among them is launched, in its turn.
+
+        Raises:
+            RuntimeError: one was said to be ready before in this synchronization.
+        """
+        if self._reducer is not None:
+            self._reducer.complete(parameters)
 
     def stats(self) -> Stats:
         """Return what the last synchronization of gradients took; on CUDA the host waits for it to have ended."""

@@ -9,7 +9,7 @@ Li et al. 2020 (PyTorch Distributed) describe the countdown and why the order mu
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,7 @@ class Reducer:
         self._watch: Watch | None = None
         me = weakref.ref(self)  # a wrapper that is gone leaves hooks that do nothing
         slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        self._slots = {id(slot.parameter): slot for slot in slots}
         self._handles = [
             slot.parameter.register_post_accumulate_grad_hook(partial(_ready, me, slot))
             for slot in (slots if hooks else ())
@@ -176,9 +177,13 @@ class Reducer:
 
     def ready(self, slot: Slot) -> None:
         """Take a gradient that autograd has just finished."""
-        bucket = slot.bucket
+        if slot.ready:
+            raise RuntimeError(
+                f"{slot.name}: a second gradient in one synchronization; run every backward but the last in no_sync(), "
+                "and let torch.utils.checkpoint have use_reentrant=False"
+            )
         if self.local:
-            bucket.take(slot, None)
+            slot.bucket.take(slot, None)
             self._owed = True
             return
         if not self._running:
@@ -186,11 +191,24 @@ class Reducer:
         if not self._asked:
             self._asked = True
             Variable._execution_engine.queue_callback(self._backward_is_over)
-        if slot.ready:
-            raise RuntimeError(
-                f"{slot.name}: a second gradient in one synchronization; run every backward but the last in no_sync(), "
-                "and let torch.utils.checkpoint have use_reentrant=False"
-            )
+        self._count(slot)
+
+    def complete(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take gradients that are whole though no backward has said so; nothing ends before `finish`.
+
+        Raises:
+            RuntimeError: one is there already in this synchronization.
+        """
+        for parameter in parameters:
+            if (slot := self._slots.get(id(parameter))) is None or parameter.grad is None:
+                continue  # it does not learn, or nobody used it, which `finish` judges
+            if slot.ready:
+                raise RuntimeError(f"{slot.name}: its gradient was said to be ready before in this synchronization")
+            self._running = True
+            self._count(slot)
+
+    def _count(self, slot: Slot) -> None:
+        bucket = slot.bucket
         slot.ready = True
         if not bucket.wants_batches:
             bucket.take(slot, self._scale)

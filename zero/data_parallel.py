@@ -19,17 +19,18 @@ from typing import Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
 from ddp.malloc import keep_freed_memory
 from ddp.reduced import Reduced
 from ddp.reducer import Reducer
 from zero.flat import FlatParameters, Named, by_kind
-from zero.gather import gather_for
+from zero.gather import Gather, NeighbourGather, gather_for
 from zero.gradients import KeptGradients, PassingGradients, may_travel_alone
+from zero.neighbours import neighbours_of
 from zero.presence import Presence
-from zero.scatter import UNDER_WAY, scatter_for
+from zero.scatter import UNDER_WAY, NeighbourScatter, Scatter, scatter_for
 from zero.sharded import Sharded
 from zero.units import ROOT, Unit, Units, names_of, units_of
 from zero.whole import AlwaysWhole
@@ -100,15 +101,14 @@ class ShardedDataParallel(Sharded, Reduced):
     def _prepare(self) -> None:
         _refuse_complex(self.trainable())
         rank = dist.get_rank(self.process_group)
-        gather = gather_for(self.process_group, self.device)
-        at_most = None if self.stage == 1 else UNDER_WAY
-        self.scatter = scatter_for(self.process_group, self.device, exact=self.exact, at_most=at_most)
-        self.scatter.waiting = _weakly(self)
+        self.neighbours = neighbours_of(self.process_group, self.device)
+        gather = gather_for(self.process_group, self.device, self.neighbours)
         named = list(self.module.named_parameters())
         if self.stage < 3:
             everything = [Unit(ROOT, (), tuple(named))]
             units = everything if self._asked_units is None else units_of(self.module, self._asked_units)
             self.homes = [FlatParameters(part, rank=rank, ranks=self.ranks) for part in self._buckets_of(named)]
+            self._settle(gather)
             self.presence: Presence = AlwaysWhole(self.module, units, self.homes, gather, self.weakly())
         else:
             units = units_of(self.module, self._asked_units)
@@ -121,14 +121,46 @@ class ShardedDataParallel(Sharded, Reduced):
             for home in self.homes:
                 home.split()
                 home.free()
+            self._settle(gather)
             windows = [Window(unit, homes, gather, self.weakly()) for unit, homes in zip(units, of_units, strict=True)]
             self.presence = Windows(self.module, windows, gather, reshard=self.reshard_after_forward)
         self.units = [unit.name for unit in units]
         self.gather = gather
+        self.scatter = self._scatter()
+        self.scatter.waiting = _weakly(self)
         self._reducer = self._build()
         if isinstance(self.presence, Windows) and self._reducer is not None:
             self.presence.launch_with(self._reducer)
         weakref.finalize(self, self.presence.remove).atexit = False
+
+    def _settle(self, gather: Gather) -> None:
+        """Move what the other ranks read to where neighbours can: their parts of the whole, or the shards."""
+        self._flats: dict[int, list[Tensor]] = {}
+        if self.neighbours is None:
+            return
+        assert isinstance(gather, NeighbourGather)
+        rank = dist.get_rank(self.process_group)
+        lengths = [len(home.shard) if home.is_split else home.layout.length for home in self.homes]
+        shared = self.neighbours.share([(each, home.dtype) for each, home in zip(lengths, self.homes, strict=True)])
+        for home, tensors in zip(self.homes, shared, strict=True):
+            if home.is_split:
+                home.settle_shard(tensors[rank])
+                gather.know(home, tensors)
+            else:
+                home.settle(tensors[rank])
+                gather.know(home, [home.parts(whole)[each] for each, whole in enumerate(tensors)])
+        if self.stage == 1 and not self.exact and self.communication_dtype is None:
+            learning = [home for home in self.homes if home.trains]
+            gradients = self.neighbours.share([(home.layout.length, home.dtype) for home in learning])
+            self._flats = {id(home): tensors for home, tensors in zip(learning, gradients, strict=True)}
+
+    def _scatter(self) -> Scatter:
+        if self._flats:
+            assert self.neighbours is not None
+            return NeighbourScatter(self.process_group, self.neighbours, self._flats)
+        at_most = None if self.stage == 1 else UNDER_WAY
+        within_host = self.neighbours is not None and self.stage == 3
+        return scatter_for(self.process_group, self.device, exact=self.exact, at_most=at_most, within_host=within_host)
 
     def _buckets_of(self, named: Named) -> list[Named]:
         """Deal parameters to flat tensors as their gradients are dealt to buckets; frozen ones have their own."""
@@ -162,6 +194,8 @@ class ShardedDataParallel(Sharded, Reduced):
 
     def _gradients(self, number: int, home: FlatParameters) -> KeptGradients | PassingGradients:
         message = None if self.communication_dtype == home.dtype else self.communication_dtype
+        if self.stage == 1 and (flats := self._flats.get(id(home))) is not None:
+            return KeptGradients(number, home, message, alone=False, flat=flats[home.rank])
         if self.stage == 1:
             return KeptGradients(number, home, message, alone=may_travel_alone(home, ALONE_BYTES))
         return PassingGradients(number, home, message, held=home not in self._root_homes() and self.stage == 3)

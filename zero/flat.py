@@ -89,6 +89,19 @@ class FlatParameters:
         self.is_split = True
         self._leave = Leave(self.names, self.parameters)
 
+    @torch.no_grad()
+    def settle(self, full: Tensor) -> None:
+        """Move the whole to other memory of its length."""
+        self.full, self.views = full.copy_(self.full), self.views_of(full)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.data = view
+        self.shard = self.stepped = full[self.begin : self.end]
+
+    @torch.no_grad()
+    def settle_shard(self, shard: Tensor) -> None:
+        """Move the shard, which has memory of its own, to other memory of its length."""
+        self.shard = self.stepped = shard.copy_(self.shard)
+
     def take_memory(self) -> None:
         """Give the flat tensor memory again; what it holds is not defined before it has been gathered."""
         self.full.untyped_storage().resize_(self.full_bytes)

@@ -2,6 +2,7 @@
 
     RingGather        CPUs on several hosts: a ring, by the group's thread, within 6 % of what the links can
     BroadcastGather   CPUs of one host: a broadcast of each shard, by gloo's threads
+    NeighbourGather   CPUs of one host whose ranks can read each other's memory: copies
     StreamGather      GPUs: the backend's all-gather on a stream beside the computing one
 
 All bring the same bits. Between hosts gloo's broadcasts at once take 2.3 times a ring's time; within one nothing is
@@ -9,6 +10,8 @@ sent twice over a link, and they need a third less of the CPU than our ring's me
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +22,7 @@ from ddp.checks import gather_json
 from ddp.means import Group, Task, Wait, beside, thread_of
 from ddp.primitives import ring_all_gather
 from zero.flat import FlatParameters
+from zero.neighbours import Neighbours, at_once, once
 from zero.scatter import all_gather
 
 
@@ -28,6 +32,15 @@ class Gather(ABC):
     def __init__(self, group: Group) -> None:
         self.group = group
         self.ranks = dist.get_world_size(group)
+
+    def written(self) -> None:  # noqa: B027 - for most a start says it
+        """Hear that shards have been written, before any is gathered."""
+
+    def meet(self) -> None:  # noqa: B027 - messages keep ranks together as far as they must be
+        """Return when nobody looks at shards any more that this rank may write to next: a collective."""
+
+    def started(self) -> None:  # noqa: B027 - for most a wait says it
+        """Hear that all that has been written has been started, where shards are parts of the parameters."""
 
     @abstractmethod
     def start(self, home: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
@@ -70,6 +83,63 @@ class BroadcastGather(Gather):
         return wait
 
 
+class NeighbourGather(Gather):
+    """Copy the others' shards out of their memory.
+
+    All meet when shards have been written, before anybody reads them. Nobody need wait for the others before a step
+    writes again: a shard is stepped after its gradients have been scattered, to which every rank comes when it has done
+    with that shard. Where a shard is a part of the parameters themselves, to which the user may write at any time, all
+    copy at once and meet again.
+    """
+
+    def __init__(self, group: Group, neighbours: Neighbours) -> None:
+        super().__init__(group)
+        self._neighbours = neighbours
+        self._shards: dict[int, Sequence[Tensor]] = {}  # of each flat tensor, by identity: those of all ranks
+        self._others = BroadcastGather(group)
+        self._written: Wait = at_once
+        self._read: Wait = at_once
+
+    def know(self, home: FlatParameters, shards: Sequence[Tensor]) -> None:
+        """Learn where the ranks have their shards."""
+        self._shards[id(home)] = shards
+
+    def meet(self) -> None:
+        """Wait for all: what they are doing with shards is done."""
+        self._neighbours.meeting()()
+
+    def written(self) -> None:
+        """Come to a meeting, which is waited for before shards are read."""
+        self._written = self._neighbours.meeting()
+
+    def started(self) -> None:
+        """Come to a meeting of all who have copied what they started."""
+        self._read = self._neighbours.meeting()
+
+    def start(self, home: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
+        """Copy, or let the wait do so. What is no shard of parameters is broadcast."""
+        shards = self._shards.get(id(home))
+        if shards is None or shard is not home.shard:
+            return self._others.start(home, shard, out)
+        copied = once(lambda: self._copy(home, shards, out))
+        if home.is_split:
+            return copied
+        with suppress(RuntimeError):  # a rank does not come: who waits tries again, and says for what
+            copied()
+
+        def wait() -> None:
+            copied()
+            self._read()
+
+        return wait
+
+    def _copy(self, home: FlatParameters, shards: Sequence[Tensor], out: Tensor) -> None:
+        self._written()
+        for part, theirs in zip(home.parts(out), shards, strict=True):
+            if part.data_ptr() != theirs.data_ptr():
+                part.copy_(theirs)
+
+
 class StreamGather(Gather):
     """The backend's all-gather, on a stream beside the computing one."""
 
@@ -86,10 +156,12 @@ class StreamGather(Gather):
         return lambda: torch.cuda.current_stream().wait_event(done)
 
 
-def gather_for(group: Group, device: torch.device) -> Gather:
+def gather_for(group: Group, device: torch.device, neighbours: Neighbours | None = None) -> Gather:
     """Choose the way for a device and where the ranks are, never by how fast one is: a collective."""
     if device.type == "cuda":
         return StreamGather(group, device)
+    if neighbours is not None:
+        return NeighbourGather(group, neighbours)
     return BroadcastGather(group) if on_one_host(group) else RingGather(group)
 
 

@@ -8,6 +8,8 @@ Both are dealt as the flat parameters are, so that shard and shard fit. Afterwar
 is in `FlatParameters.grad`, and the next synchronization is added to it.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -19,11 +21,20 @@ from zero.flat import FlatParameters
 class KeptGradients(FlatGradients):
     """Whole gradients in a flat tensor of their own."""
 
-    def __init__(self, number: int, home: FlatParameters, message: torch.dtype | None, *, alone: bool) -> None:
+    def __init__(
+        self,
+        number: int,
+        home: FlatParameters,
+        message: torch.dtype | None,
+        *,
+        alone: bool,
+        flat: Tensor | None = None,
+    ) -> None:
         self.home = home
+        self.before_writing: Callable[[], None] = _at_once  # returns when nobody reads the flat tensor any more
         named = list(zip(home.names, home.parameters, strict=True))
         layout = home.layout
-        super().__init__(number, named, message, alone=alone, offsets=layout.offsets, elements=layout.length)
+        super().__init__(number, named, message, alone=alone, offsets=layout.offsets, elements=layout.length, flat=flat)
         self._used: set[str] = set()
         self._own_gaps = [
             (max(start, home.begin), min(stop, home.end))
@@ -61,7 +72,8 @@ class KeptGradients(FlatGradients):
             slot.parameter.grad = None
 
     def _clear(self) -> None:
-        """Move a mean that nobody has used yet out of the way."""
+        """Let the others finish to read, and move a mean that nobody has used yet out of the way."""
+        self.before_writing()
         mean = self.home.grad
         if mean is not None and mean.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr():
             self.home.grad = mean.clone()
@@ -181,3 +193,7 @@ def may_travel_alone(home: FlatParameters, alone_bytes: int) -> bool:
     """True for a flat tensor of one large parameter on a CPU, whose gradient need not be copied to travel."""
     only = home.parameters[0]
     return len(home.parameters) == 1 and not home.layout.gaps and not only.is_cuda and only.nbytes >= alone_bytes
+
+
+def _at_once() -> None:
+    pass

@@ -1,6 +1,8 @@
 """How a bucket of gradients becomes this rank's shard of their mean. Each way starts it and returns what to wait for.
 
     RingScatter      CPUs: a ring of sends and receives, by the group's thread, while the backward goes on
+    ExchangeScatter  CPUs of one host: an exchange by gloo's threads
+    NeighbourScatter CPUs of one host, stage 1: each rank adds up its part out of the others' memory
     OrderedScatter   exact: an exchange, then sums in the order of ranks and virtual shards, and one division
     StreamScatter    GPUs: the backend's reduce-scatter on a stream beside the computing one
 
@@ -8,7 +10,7 @@ gloo's own reduce_scatter sends as much as an all-reduce, and is one (pytorch#11
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from ddp.means import Group, Mean, Task, Wait, beside, is_nccl, ordered_mean_part, thread_of
 from ddp.primitives import ring_reduce_scatter
 from zero.gradients import KeptGradients, PassingGradients
+from zero.neighbours import Neighbours, at_once, once
 
 UNDER_WAY: Final = 2  # buckets whose whole gradients are held at a time, where they are not kept
 
@@ -85,6 +88,78 @@ class RingScatter(Scatter):
         return arrive
 
 
+class ExchangeScatter(Scatter):
+    """Let gloo's threads exchange the parts, then add them up in the order of ranks.
+
+    Between hosts this is a little slower than a ring; within one, rings wake Python for every message. It holds as much
+    again as it sends: for units of stage 3, not for buckets.
+    """
+
+    def __init__(self, group: Group, at_most: int | None = None) -> None:
+        super().__init__(group, at_most)
+        self.scale = 1.0 / self.ranks
+
+    def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
+        message = bucket.pack(self.scale)
+        received = torch.empty_like(message)
+        work = dist.all_to_all_single(received, message, group=self.group, async_op=True)
+        assert work is not None
+
+        def arrive() -> Tensor:
+            work.wait()
+            mine, *others = received.view(self.ranks, -1)  # (ranks, elements of a shard)
+            for each in others:
+                mine += each
+            return _as_parameter(bucket, mine)
+
+        return arrive
+
+
+class NeighbourScatter(Scatter):
+    """Add up this rank's parts where the ranks of this host have them, in the order of ranks from this one on.
+
+    A rank reads its own parts only, so sums can be taken in place. Before a flat tensor is written to again, all meet.
+    """
+
+    def __init__(self, group: Group, neighbours: Neighbours, flats: Mapping[int, Sequence[Tensor]]) -> None:
+        super().__init__(group)
+        self.scale = 1.0 / self.ranks
+        self._neighbours = neighbours
+        self._flats = flats  # of each flat tensor of parameters, by identity: the gradients of all ranks
+        self._waited_for = 0  # buckets that are under way
+        self._read: Wait = at_once
+
+    def start(self, bucket: Gradients) -> Wait:
+        """Start a bucket; when the last one has been waited for, all meet again."""
+        assert isinstance(bucket, KeptGradients)
+        self._waited_for += 1
+        bucket.before_writing = lambda: self._read()
+        wait = super().start(bucket)
+
+        def summed() -> None:
+            wait()
+            self._waited_for -= 1
+            if not self._waited_for:
+                self._read = self._neighbours.meeting()
+
+        return once(summed)
+
+    def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
+        bucket.pack(self.scale)
+        ready = self._neighbours.meeting()
+        home = bucket.home
+
+        def arrive() -> Tensor:
+            ready()
+            flats = self._flats[id(home)]
+            mine = flats[home.rank][home.begin : home.end]
+            for step in range(1, self.ranks):
+                mine.add_(flats[(home.rank + step) % self.ranks][home.begin : home.end])
+            return mine
+
+        return arrive
+
+
 class OrderedScatter(Scatter):
     """Sum in the order of ranks and virtual shards; a thread does so on CPUs, a stream on CUDA."""
 
@@ -137,11 +212,15 @@ class StreamScatter(Scatter):
         return _after(done, lambda: _as_parameter(bucket, mine))
 
 
-def scatter_for(group: Group, device: torch.device, *, exact: bool, at_most: int | None) -> Scatter:
-    """Choose the way for a device and what was promised, never by how fast one is."""
+def scatter_for(
+    group: Group, device: torch.device, *, exact: bool, at_most: int | None, within_host: bool = False
+) -> Scatter:
+    """Choose the way for a device, where the ranks are and what was promised, never by how fast one is."""
     if exact:
         return OrderedScatter(group, device, at_most)
-    return StreamScatter(group, device, at_most) if device.type == "cuda" else RingScatter(group, at_most)
+    if device.type == "cuda":
+        return StreamScatter(group, device, at_most)
+    return ExchangeScatter(group, at_most) if within_host else RingScatter(group, at_most)
 
 
 def _as_parameter(bucket: Gradients, mine: Tensor) -> Tensor:

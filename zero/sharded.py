@@ -68,6 +68,7 @@ class Sharded(DataParallel):
                 for home in self.homes:
                     home.mend()
                     home.adopt()
+                self.gather.written()
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the mean gradients, whole, of the parameters that have one: a collective."""

@@ -70,10 +70,12 @@ class AlwaysWhole(Presence):
 
     def spread(self, homes: Sequence[FlatParameters]) -> None:
         """Begin to gather what was stepped, what the forward needs first, first."""
+        self._gather.written()
         for home in reversed(homes):
             torch.autograd.graph.increment_version(home.parameters)  # graphs made before the step are refused
             self._under_way[id(home)] = (home, self._gather.start(home, home.shard, home.full))
             self._expected[id(home)].begin()
+        self._gather.started()
 
     def synchronize(self) -> None:
         """Wait for all that is under way."""

@@ -40,6 +40,7 @@ class Windows(Presence):
 
     def __init__(self, module: nn.Module, windows: Sequence[Window], gather: Gather, *, reshard: bool) -> None:
         self.windows = windows
+        self._gather = gather
         self.root = windows[-1]
         self.reshard = reshard
         self._reducer: Reducer | None = None
@@ -95,6 +96,7 @@ class Windows(Presence):
         self._learn()
         if not torch.is_grad_enabled():
             self.close()
+            self._gather.meet()
 
     @contextmanager
     def all_open(self) -> Iterator[None]:
@@ -105,6 +107,7 @@ class Windows(Presence):
                 window.begin()
             for window in self.windows:
                 window.open()
+            self._gather.meet()
             yield
         finally:
             self._held_open -= 1
@@ -121,6 +124,7 @@ class Windows(Presence):
         for home in homes:
             with as_it_is():
                 torch.autograd.graph.increment_version(home.parameters)
+        self._gather.written()
         for window in self.windows:
             window.close()
         if self._held_open:

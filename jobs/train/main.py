@@ -46,7 +46,6 @@ from jobs.train.restoring import Resume, restore
 from jobs.train.saving import Saver, Target
 from jobs.train.schedule import Schedule, failures_so_far
 from jobs.train.soundness import NotFiniteError
-from jobs.train.state import aliases
 from jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
 from jobs.train_settings import TrainSettings
 from jobs.words import counted
@@ -134,7 +133,7 @@ def join(job: Job, env: RankEnv, reporter: Reporter) -> World:
     settings.check(env.world_size)
     make_deterministic(settings)
     reporter.arrived()
-    if needs_group(settings.split(env.world_size).sync, env.world_size):
+    if needs_group(settings.split(env.world_size)):
         store = connect(env, job.start_timeout_s)
         world = join_group(store, job, env, meet(store, env, job.start_timeout_s))
     else:
@@ -205,7 +204,8 @@ def train_in(start: Start, job: Job, world: World, reporter: Reporter) -> int:
             first, replay = go_on(start, start.resume, trainer, kept, reporter)
         if job.checkpoint is not None and first < trainer.steps:
             saving = build_saver(start, first, job.checkpoint, trainer, kept, reporter)
-    files = Files(folder.metrics(world.rank), start.run.metrics if world.rank == 0 else None)
+    runs = (start.run.metrics, folder.timeline) if world.rank == 0 else (None, None)
+    files = Files(folder.metrics(world.rank), *runs)
     profiling = build_profiling(start, job, trainer, first)
     memory.watch(trainer.engine)
     with memory:
@@ -247,7 +247,7 @@ def facts_of(start: Start, job: Job, world: World) -> dict[str, Any]:
         "attempt": start.attempt,
         "host": socket.gethostname(),
         "job": job.name,
-        "mode": settings_of(job).mode,
+        "mode": settings_of(job).mode_name,
         "device": world.device.type,
         "torch": torch.__version__,
     }
@@ -284,7 +284,7 @@ def build_saver(
             world_size=trainer.world.size,
             parent=parent,
             losses=losses,
-            aliases=aliases(trainer.engine.module),
+            aliases=trainer.engine.forms.aliases,
         )
 
     elapsed_s, failures = failures_so_far(start.run)

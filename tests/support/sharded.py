@@ -6,8 +6,8 @@ are promised, that process trains on its own; where not, it takes the wrapper's 
 
 import copy
 import gc
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +31,16 @@ ALL_CASES = {
     "masters": Case(partial(seeded, partial(Several, HALF)), partial(squares, width=9)),
 }
 SMALL_MB = 1 / 1024  # a bucket or two of every module here
+
+
+@contextmanager
+def over_links() -> Iterator[None]:
+    """Let ranks talk as ranks of several hosts do, who cannot read each other's memory."""
+    with (
+        mock.patch("zero.gather.on_one_host", return_value=False),
+        mock.patch("zero.data_parallel.neighbours_of", return_value=None),
+    ):
+        yield
 
 
 @dataclass(frozen=True)

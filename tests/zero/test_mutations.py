@@ -6,17 +6,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp.base import DataParallel
 from ddp.primitives import ring_all_gather
 from jobs.train.world import World
-from support.sharded import Run, not_sharded, wrong_training
+from support.sharded import Run, not_sharded, over_links, wrong_training
 from zero import data_parallel, scatter, whole
 from zero.flat import FlatParameters
 from zero.gather import RingGather
 from zero.gradients import PassingGradients
+from zero.neighbours import Neighbours
 from zero.optimizer import Segment
 from zero.scatter import Scatter
 from zero.sharded import Sharded
@@ -29,11 +31,6 @@ def together(*patches: Any) -> Any:
     for each in patches:
         stack.enter_context(each)
     return stack
-
-
-def over_links() -> Any:
-    """Let ranks gather as ranks of several hosts do."""
-    return mock.patch("zero.gather.on_one_host", return_value=False)
 
 
 class WholeScatter(Scatter):
@@ -65,6 +62,12 @@ def nothing_sharded() -> Any:
 
 def gather_left_out() -> Any:
     return together(over_links(), mock.patch.object(RingGather, "start", return_value=lambda: None))
+
+
+def _own_alone(neighbours: Neighbours, sizes: Any) -> list[list[Tensor]]:
+    """Every rank sees its own memory in the place of all others'."""
+    ranks = dist.get_world_size(neighbours.group)
+    return [[torch.zeros(elements, dtype=dtype)] * ranks for elements, dtype in sizes]
 
 
 def whole_gradients_kept() -> Any:
@@ -111,7 +114,8 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "nothing sharded": nothing_sharded,
     "whole gradients kept": whole_gradients_kept,
     "any number of buckets under way": lambda: mock.patch.object(data_parallel, "UNDER_WAY", None),
-    "no reduce": lambda: mock.patch.object(scatter, "ring_reduce_scatter"),
+    "no reduce": lambda: together(over_links(), mock.patch.object(scatter, "ring_reduce_scatter")),
+    "neighbours who see themselves": lambda: mock.patch.object(Neighbours, "share", _own_alone),
     "state of another rank's shard": state_of_another_shard,
     "gather left out": gather_left_out,
     "no wait before the forward": no_wait_before_the_forward,
@@ -128,6 +132,7 @@ MISTAKES: dict[str, tuple[Callable[[World, int], list[str]], tuple[int, ...]]] =
     "whole gradients kept": (not_sharded, (2,)),
     "any number of buckets under way": (not_sharded, (2,)),
     "no reduce": (trains, (1, 2)),
+    "neighbours who see themselves": (trains, (1, 2)),
     "state of another rank's shard": (trains, (1, 2)),
     "gather left out": (trains, (1, 2)),
     "no wait before the forward": (trains, (1, 2)),

@@ -6,7 +6,6 @@ import math
 import pickle
 import weakref
 from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +15,7 @@ from torch import nn
 from ddp.primitives.peers import Peers
 from jobs.train.world import World
 from support.data_parallel_models import CASES, ToyModel, seeded
-from support.sharded import SMALL_MB, not_sharded
+from support.sharded import SMALL_MB, not_sharded, over_links
 from zero import ShardedDataParallel
 from zero.flat import FlatParameters
 from zero.gather import BroadcastGather, RingGather
@@ -225,11 +224,6 @@ def shares(world: World) -> list[str]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_every_rank_holds_its_share(on_ranks, world_size):
     assert on_ranks(world_size, shares) == [[]] * world_size
-
-
-def over_links() -> Any:
-    """Let ranks think that they are on several hosts."""
-    return mock.patch("zero.gather.on_one_host", return_value=False)
 
 
 def sent_bytes(world: World) -> list[int]:

@@ -1,0 +1,111 @@
+"""Ranks of one host read each other's memory; where one cannot, all go back to messages."""
+
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from jobs.train.world import World
+from support.sharded import Run, over_links, wrong_training
+from zero import ShardedDataParallel, neighbours
+from zero.gather import NeighbourGather, RingGather
+from zero.neighbours import neighbours_of
+from zero.scatter import ExchangeScatter, NeighbourScatter, RingScatter
+
+pytestmark = pytest.mark.ranks
+
+CPU = torch.device("cpu")
+
+
+def sees_what_others_write(world: World) -> list[object]:
+    """Return what this rank reads in every rank's memory, and how many files without a name stay open."""
+    near = neighbours_of(world.group, CPU)
+    assert near is not None
+    whole, nothing, odd = near.share([(4, torch.float32), (0, torch.float32), (3, torch.bfloat16)])
+    whole[world.rank].fill_(world.rank + 1.0)
+    odd[world.rank].fill_(-1.0 - world.rank)
+    near.meeting()()
+    open_files = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()]
+    return [
+        [each.tolist() for each in whole],
+        [each.tolist() for each in odd],
+        [each.numel() for each in nothing],
+        sum("memfd:shard" in name for name in open_files),
+    ]
+
+
+def test_a_rank_reads_what_the_others_write(on_ranks):
+    wanted = [[[1.0] * 4, [2.0] * 4, [3.0] * 4], [[-1.0] * 3, [-2.0] * 3, [-3.0] * 3], [0, 0, 0], 0]
+    assert on_ranks(3, sees_what_others_write) == [wanted] * 3
+
+
+def when_one_cannot(world: World) -> list[object]:
+    """Return what is found when rank 1 cannot read, when rank 1 has no such files, and what a failed mapping says."""
+    cannot = mock.patch.object(neighbours, "_reads", return_value=world.rank != 1)
+    missing = mock.patch.object(neighbours.os, "memfd_create", side_effect=OSError("none here"))
+    found: list[object] = []
+    with cannot:
+        found.append(neighbours_of(world.group, CPU))
+    if world.rank == 1:
+        with missing:
+            found.append(neighbours_of(world.group, CPU))
+    else:
+        found.append(neighbours_of(world.group, CPU))
+    near = neighbours_of(world.group, CPU)
+    assert near is not None
+    fails = mock.patch.object(neighbours, "_mapped", side_effect=RuntimeError("no memory left\nC++ says more"))
+    with fails if world.rank == 1 else nullcontext(), pytest.raises(RuntimeError) as caught:
+        near.share([(4, torch.float32)])
+    return [*found, str(caught.value)]
+
+
+def test_where_one_rank_cannot_none_does_and_a_failure_is_told_to_all(on_ranks):
+    said = "memory that the ranks of this host share could not be mapped: rank 1: no memory left"
+    assert on_ranks(3, when_one_cannot) == [[None, None, said]] * 3
+
+
+def ways(world: World) -> list[str]:
+    """Return what is wrong with trainings over messages, and with which ways are taken near and far."""
+    problems = []
+    for far, gather, scatters in (
+        (False, NeighbourGather, (NeighbourScatter, RingScatter, ExchangeScatter)),
+        (True, RingGather, (RingScatter, RingScatter, RingScatter)),
+    ):
+        with over_links() if far else nullcontext():
+            for stage, scatter in zip((1, 2, 3), scatters, strict=True):
+                model = ShardedDataParallel(nn.Linear(3, 5), world.group, stage=stage)
+                if (type(model.gather), type(model.scatter)) != (gather, scatter):
+                    problems.append(f"stage {stage}, far {far}: {type(model.gather)}, {type(model.scatter)}")
+                if far:
+                    problems += wrong_training(world, Run("ragged", "adamw", stage, clip=0.1))
+    return problems
+
+
+def test_ranks_that_are_far_train_over_messages(on_ranks):
+    assert on_ranks(3, ways) == [[]] * 3
+
+
+def accumulates(world: World) -> list[str]:
+    """Two synchronizations without a step between: nobody overwrites what another rank still adds up."""
+    problems = []
+    for stage in (1, 2, 3):
+        layer = nn.Linear(64, 64, bias=False)
+        nn.init.eye_(layer.weight)
+        model = ShardedDataParallel(nn.Sequential(layer), world.group, stage=stage)
+        optimizer = model.optimizer(torch.optim.SGD, lr=0.0)
+        for turn in range(20):
+            optimizer.zero_grad()
+            for part in (1.0, 2.0):
+                model(torch.full((1, 64), part * (world.rank + 1))).sum().backward()
+            found = model.full_gradients()["0.weight"]
+            mean = 3.0 * sum(range(1, world.size + 1)) / world.size
+            if not torch.allclose(found, torch.full_like(found, mean)):
+                problems.append(f"stage {stage}, turn {turn}: {found.unique().tolist()}, wanted {mean}")
+    return problems
+
+
+def test_gradients_that_are_synchronized_twice_are_the_sum_of_both_means(on_ranks):
+    assert on_ranks(4, accumulates) == [[]] * 4
