@@ -101,9 +101,11 @@ class ShardedDataParallel(Sharded, Reduced):
     def _prepare(self) -> None:
         _refuse_complex(self.trainable())
         rank = dist.get_rank(self.process_group)
-        self.neighbours = neighbours_of(self.process_group, self.device)
-        gather = gather_for(self.process_group, self.device, self.neighbours)
         named = list(self.module.named_parameters())
+        # Of 16 bits only the masters are kept, which the others cannot read as parameters.
+        rounds = self.stage == 3 and any(each.itemsize == 2 for _, each in named)
+        self.neighbours = None if rounds else neighbours_of(self.process_group, self.device)
+        gather = gather_for(self.process_group, self.device, self.neighbours)
         if self.stage < 3:
             everything = [Unit(ROOT, (), tuple(named))]
             units = everything if self._asked_units is None else units_of(self.module, self._asked_units)
@@ -118,6 +120,8 @@ class ShardedDataParallel(Sharded, Reduced):
             ]
             self.homes = [home for homes in of_units for home in homes]
             keep_freed_memory()  # units' is taken and given back all the time
+            for home in self.homes:
+                home.keeps_rounded = False
             for home in self.homes:
                 home.split()
                 home.free()

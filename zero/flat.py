@@ -7,7 +7,8 @@ In stages 1 and 2 the flat tensor is always there, and the shard is a view of it
 already. In stage 3 the shard has memory of its own, and the flat tensor's is taken and given back (`whole`, `free`);
 views stay views of it meanwhile, what autograd has saved for the backward too.
 
-A parameter of 16 bits may have a *master*: the shard in float32, which is what is stepped then.
+A parameter of 16 bits may have a *master*: the shard in float32, which is what is stepped then. Where the whole is
+gathered anew each time (stage 3), the master is all that is kept: it is rounded into its place of the whole.
 """
 
 from collections.abc import Sequence
@@ -67,11 +68,33 @@ class FlatParameters:
             for parameter, view in zip(self.parameters, self.views, strict=True):
                 view.copy_(parameter)
                 parameter.data = view
-        self.shard = self.full[self.begin : self.end]
-        self.stepped = self.shard  # or its master
+        self._shard: Tensor | None = self.full[self.begin : self.end]
+        self._lent: Tensor | None = None  # what a shard that is not kept would be
+        self.stepped = self._shard  # or its master
+        self.keeps_rounded = True  # False: of a parameter with a master only that is kept, and rounded for every gather
         self.grad: Tensor | None = None
         self.is_split = False  # True: the shard has memory of its own
         self.is_whole = True  # False: the flat tensor has no memory now
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's part. One that is not kept is made anew, and forgotten when the master is stepped."""
+        if self._shard is not None:
+            return self._shard
+        if self._lent is None:
+            self._lent = self.stepped.detach().to(self.dtype)
+        return self._lent
+
+    def sent(self) -> Tensor:
+        """Return this rank's part as a gather of the whole sends it."""
+        if self._shard is not None:
+            return self._shard
+        with torch.no_grad():
+            return self.full[self.begin : self.end].copy_(self.stepped)
+
+    def kept(self) -> list[Tensor]:
+        """List the memory that parameters are in: of the whole, which may have none now, and of the shard."""
+        return [each for each in (self.full, self._shard, self._lent) if each is not None]
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Cut a tensor of the whole's length into the ranks' shards, as views."""
@@ -85,7 +108,7 @@ class FlatParameters:
 
     def split(self) -> None:
         """Give the shard memory of its own, so that the flat tensor's can be given back."""
-        self.shard = self.stepped = self.shard.clone()
+        self._shard = self.stepped = self.shard.clone()
         self.is_split = True
         self._leave = Leave(self.names, self.parameters)
 
@@ -95,12 +118,12 @@ class FlatParameters:
         self.full, self.views = full.copy_(self.full), self.views_of(full)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.data = view
-        self.shard = self.stepped = full[self.begin : self.end]
+        self._shard = self.stepped = full[self.begin : self.end]
 
     @torch.no_grad()
     def settle_shard(self, shard: Tensor) -> None:
         """Move the shard, which has memory of its own, to other memory of its length."""
-        self.shard = self.stepped = shard.copy_(self.shard)
+        self._shard = self.stepped = shard.copy_(self.shard)
 
     def take_memory(self) -> None:
         """Give the flat tensor memory again; what it holds is not defined before it has been gathered."""
@@ -120,18 +143,21 @@ class FlatParameters:
 
     def make_masters(self) -> None:
         """Step a float32 copy of the shard from now on."""
-        if self.stepped is self.shard:
+        if not self.has_masters():
             self.stepped = self.shard.float()
+            if not self.keeps_rounded:
+                self._shard = None
 
     def has_masters(self) -> bool:
         """True when what is stepped is a copy in another type."""
-        return self.stepped is not self.shard
+        return self.stepped is not self._shard
 
     @torch.no_grad()
     def write_back(self) -> None:
         """Round what was stepped into the shard."""
-        if self.has_masters():
-            self.shard.copy_(self.stepped)
+        self._lent = None
+        if self._shard is not None and self.has_masters():
+            self._shard.copy_(self.stepped)
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -143,7 +169,7 @@ class FlatParameters:
     @torch.no_grad()
     def follow_shard(self) -> None:
         """Take into the master what has been written to the parameters since it was rounded into them."""
-        if self.has_masters():
+        if self.has_masters() and (self._shard is not None or self._lent is not None):
             rounded = self.stepped.to(self.dtype)
             torch.where(rounded == self.shard, self.stepped, self.shard.float(), out=self.stepped)
 

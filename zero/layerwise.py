@@ -115,7 +115,7 @@ class Layerwise(Sharded):
         for home in layer.homes:
             home.take_memory()
             self._tell(True)
-            all_gather(home.full, home.shard, group=self.process_group)
+            all_gather(home.full, home.sent(), group=self.process_group)
             self._tell(False)
             home.arrive()
 

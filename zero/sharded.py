@@ -95,6 +95,7 @@ class Sharded(DataParallel):
                 home.write_back()
             elif home.has_masters():
                 home.stepped.copy_(home.shard)
+                home.write_back()
         self._spreads += 1
         self.presence.spread(self.homes)
         self.synchronize()

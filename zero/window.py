@@ -31,7 +31,7 @@ class Window:
             return
         for home in self.homes:
             home.take_memory()
-            self._under_way.append((home, self._gather.start(home, home.shard, home.full)))
+            self._under_way.append((home, self._gather.start(home, home.sent(), home.full)))
 
     def open(self) -> None:
         """Return when the parameters are there."""

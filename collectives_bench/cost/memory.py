@@ -7,8 +7,8 @@
     stepping        float32 copies of 16-bit gradients, while the optimizer steps; activations are gone by then
 
 Mixed-precision Adam has 2 + 2 + 12 bytes a parameter (Rajbhandari et al. 2020): 16 P becomes 4 P + 12 P / N with
-ZeRO-1, 2 P + 14 P / N with 2, 16 P / N with 3: a 16-bit shard stays beside its master. DeepSpeed's own estimator counts
-fp32 gradients too and says 18 where this says 16: `collectives_bench/cost/known.py`.
+ZeRO-1, 2 P + 14 P / N with 2, 16 P / N with 3; our zero3 keeps no 16-bit shard beside its master, 14 P / N. DeepSpeed's
+own estimator counts fp32 gradients too and says 18 where this says 16: `collectives_bench/cost/known.py`.
 
 Not counted: the interpreter with torch (300 MB on a CPU), the allocator's slack, a convolution's scratch memory,
 NCCL's channels.
@@ -67,7 +67,7 @@ def memory_of(way: Way, load: Load) -> Memory | None:
     held = states(load.model.elements, load.recipe, zero=way.zero, ranks=ranks)
     stored, again = _kept(load, load.model.parts)
     return Memory(
-        held.parameters,
+        0.0 if way.name == "zero3" and load.recipe.master else held.parameters,
         held.gradients,
         held.optimizer,
         buffers=load.buffer_bytes,

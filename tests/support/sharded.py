@@ -199,7 +199,7 @@ def not_sharded(world: World, stage: int) -> list[str]:
     kept = sum(each.numel() for state in optimizer.inner.state.values() for each in state.values() if each.dim())
     if kept != 2 * share // 4:
         problems.append(f"{kept} elements of optimizer state, wanted {2 * share // 4}")
-    parameters = memory([each for home in model.homes for each in (home.full, home.shard)])
+    parameters = memory([each for home in model.homes for each in home.kept()])
     if parameters != (share if stage == 3 else whole):
         problems.append(f"{parameters} bytes of parameters")
     elements = sum(each.stop - each.start for each in optimizer.held_state() if each.shape)

@@ -52,7 +52,7 @@ def tensors_of(module: nn.Module, optimizer: torch.optim.Optimizer, wrapper: Any
     return {
         "parameters": [
             *(each for each in every if id(each) not in at_home),
-            *(flat for home in homes for flat in (home.full, home.shard)),
+            *(flat for home in homes for flat in home.kept()),
         ],
         "gradients": [
             *(each.grad for each in (*every, *stepped) if each.grad is not None),

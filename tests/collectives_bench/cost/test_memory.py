@@ -156,7 +156,8 @@ def test_the_xl_of_a_course_in_fp32_on_two_ranks_shards_11_gib_of_adamws_states_
 def test_16_bit_gradients_are_stepped_as_float32_ones_of_what_a_rank_steps():
     of = load("gpt-small", recipe=MIXED_ADAM, itemsize=2)
     p = of.model.elements
-    assert memory("zero3", of).states == memory("fsdp", of).states == pytest.approx(16 * p / 4)
+    assert memory("fsdp", of).states == pytest.approx(16 * p / 4)
+    assert memory("zero3", of).states == pytest.approx(14 * p / 4)
     assert memory("zero3", of).stepping == pytest.approx(4 * p / 4)
     assert memory("bucketed", of).stepping == 4 * p
 
