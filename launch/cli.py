@@ -32,6 +32,7 @@ GROUPS = (
             ("status", "show one run: how far it is, and every rank"),
             ("logs", "print or follow what the ranks wrote, each line with its rank"),
             ("profile", "show what ranks recorded: times, overlap, operators, and where the traces lie"),
+            ("timeline", "draw what the ranks of a pipeline did in a step, and how long they were idle"),
             ("memory", "predict what a rank holds in every mode, or show what a run's ranks held, by purpose"),
             ("why", "name the first failure, its last lines, and the next step"),
             ("checkpoint", "list, verify, show or export what a run has saved"),
@@ -49,6 +50,7 @@ GROUPS = (
         (
             ("bench", "measure collectives, or models alone; show, compare, plot and fit what came of it"),
             ("predict", "predict times, the best bucket and a job's steps from what was measured"),
+            ("schedule", "draw a pipeline's step: who computes what when, and how long ranks are idle"),
         ),
     ),
     (

@@ -1,0 +1,23 @@
+"""Model parallel as a library, on any `nn.Sequential`: stages, schedules, a pipeline's executor, tensor parallel."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipe.local import Pipe as Pipe
+    from pipe.pipeline import Pipeline as Pipeline
+
+_HOME = {
+    "Pipe": "pipe.local",
+    "Pipeline": "pipe.pipeline",
+}
+
+__all__ = ["Pipe", "Pipeline"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class when it is first named: schedules need no torch."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'pipe' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOME[name]), name)

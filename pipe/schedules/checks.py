@@ -1,0 +1,171 @@
+"""Proofs that a schedule and its program are right: all of a step once, nothing crossed, nobody waits for ever."""
+
+from collections import Counter, defaultdict, deque
+from itertools import pairwise
+
+from pipe.schedules.actions import Action, Kind, Schedule, ScheduleError
+from pipe.schedules.programs import Program, Receive, Send, Step, received_before, sent_after
+
+
+def check_actions(schedule: Schedule) -> None:
+    """Prove that a schedule does all of a step, once, in an order that keeps the bits of a loop over micro-batches.
+
+    Raises:
+        ScheduleError: An action is missing, there twice, on another rank than its stage, or before an earlier
+            micro-batch of its stage; or a backward is both whole and split.
+    """
+    done = Counter(action for row in schedule.actions for action in row)
+    if twice := [action for action, times in done.items() if times > 1]:
+        raise ScheduleError(f"schedule {schedule.name}: {twice[0]} is done {done[twice[0]]} times, wanted once")
+    _check_places(schedule)
+    places: list[dict[Action, int]] = [{} for _ in range(schedule.stages)]
+    for row in schedule.actions:
+        for place, action in enumerate(row):
+            places[action.stage][action] = place
+    for stage, position in enumerate(places):
+        _check_stage(schedule, stage, position)
+
+
+def _check_places(schedule: Schedule) -> None:
+    stages, microbatches = schedule.stages, schedule.microbatches
+    for rank, row in enumerate(schedule.actions):
+        for action in row:
+            if not (0 <= action.stage < stages and 0 <= action.microbatch < microbatches):
+                limits = f"{stages} stages and {microbatches} micro-batches"
+                raise ScheduleError(f"schedule {schedule.name}: rank {rank} does {action}, there are {limits}")
+            if schedule.rank_of[action.stage] != rank:
+                owner = schedule.rank_of[action.stage]
+                raise ScheduleError(
+                    f"schedule {schedule.name}: rank {rank} does {action}, whose stage rank {owner} has"
+                )
+
+
+def _check_stage(schedule: Schedule, stage: int, position: dict[Action, int]) -> None:
+    rank = schedule.rank_of[stage]
+    split = any(action.kind in ("I", "W") for action in position)
+    kinds: tuple[Kind, ...] = ("F", "I", "W") if split else ("F", "B")
+    for kind in kinds:
+        for index in range(schedule.microbatches):
+            if Action(kind, stage, index) not in position:
+                raise ScheduleError(f"schedule {schedule.name}: rank {rank} never does {kind}{stage}.{index}")
+    if extra := [action for action in position if action.kind not in kinds]:
+        raise ScheduleError(f"schedule {schedule.name}: stage {stage} does {extra[0]}, and splits its backward too")
+    pairs = [
+        (Action(kind, stage, index - 1), Action(kind, stage, index))
+        for kind in kinds
+        for index in range(1, schedule.microbatches)
+    ]
+    for first, second in pairwise(kinds):
+        pairs += [(Action(first, stage, index), Action(second, stage, index)) for index in range(schedule.microbatches)]
+    for before, after in pairs:
+        if position[before] > position[after]:
+            places = f"{position[after]} and {position[before]}"
+            raise ScheduleError(
+                f"schedule {schedule.name}: rank {rank} does {after} before {before} (places {places}), wanted after it"
+            )
+
+
+def check(program: Program) -> None:
+    """Prove that a program runs, and runs right, however long anything takes and whatever sends do.
+
+    Raises:
+        ScheduleError: Its actions are not the schedule's, or not a whole step; a message is missing, there twice,
+            before its maker or after its consumer, or to a wrong rank; two messages overtake each other on the way
+            from a rank to another; or the ranks wait for each other when sends wait until they are received.
+    """
+    check_actions(program.schedule)
+    _check_messages(program)
+    _check_ways(program)
+    _check_run(program)
+
+
+def _check_messages(program: Program) -> None:
+    """Hold every rank's sends against what its actions make, its receives against what they need."""
+    name, rank_of = program.schedule.name, program.schedule.rank_of
+    if len(program.steps) != program.schedule.ranks:
+        raise ScheduleError(f"program of {name}: steps of {len(program.steps)} ranks, wanted {program.schedule.ranks}")
+    for rank, (steps, row) in enumerate(zip(program.steps, program.schedule.actions, strict=True)):
+        where = f"program of {name}: rank {rank}"
+        actions = tuple(step for step in steps if isinstance(step, Action))
+        if actions != row:
+            same = next(
+                (place for place, pair in enumerate(zip(actions, row, strict=False)) if pair[0] != pair[1]), None
+            )
+            found = (
+                f"{len(actions)} actions, wanted {len(row)}" if same is None else f"{actions[same]}, wanted {row[same]}"
+            )
+            raise ScheduleError(f"{where} does {found}: not the actions of its schedule")
+        position: dict[Step, int] = {}
+        for place, step in enumerate(steps):
+            if step in position:
+                raise ScheduleError(f"{where} has {step} twice, at places {position[step]} and {place}")
+            position[step] = place
+        wanted: set[Step] = set(row)
+        for action in row:
+            send, receive = sent_after(action, rank_of), received_before(action, rank_of)
+            wanted |= {step for step in (send, receive) if step}
+            if send and position.get(send, -1) < position[action]:
+                raise ScheduleError(f"{where} {_has(send, position)}, wanted after {action} (place {position[action]})")
+            if receive and not position.get(receive, len(steps)) < position[action]:
+                raise ScheduleError(
+                    f"{where} {_has(receive, position)}, wanted before {action} (place {position[action]})"
+                )
+        if extra := sorted(position.keys() - wanted, key=position.__getitem__):
+            step = extra[0]
+            raise ScheduleError(f"{where} {_has(step, position)}, which nobody needs")
+
+
+def _has(step: Step, position: dict[Step, int]) -> str:
+    peer = f" (rank {step.peer})" if isinstance(step, (Send, Receive)) else ""
+    return f"has {step}{peer} at place {position[step]}" if step in position else f"lacks {step}{peer}"
+
+
+def _check_ways(program: Program) -> None:
+    """Hold the order of sends on each way from a rank to another against the order of receives."""
+    sent: dict[tuple[int, int], list[Send]] = defaultdict(list)
+    got: dict[tuple[int, int], list[Receive]] = defaultdict(list)
+    for rank, steps in enumerate(program.steps):
+        for step in steps:
+            if isinstance(step, Send):
+                sent[rank, step.peer].append(step)
+            elif isinstance(step, Receive):
+                got[step.peer, rank].append(step)
+    for source, target in sorted(sent):
+        for place, (send, receive) in enumerate(zip(sent[source, target], got[source, target], strict=False)):
+            if not _same(send, receive):
+                raise ScheduleError(
+                    f"program of {program.schedule.name}: messages cross: number {place} from rank {source} to rank "
+                    f"{target} is sent as {send} and received as {receive}; first in, first out is wanted"
+                )
+
+
+def _same(message: Send | Receive, other: Send | Receive) -> bool:
+    """Tell whether two are ends of one message, sent or received."""
+    return (message.what, message.stage, message.microbatch) == (other.what, other.stage, other.microbatch)
+
+
+def _check_run(program: Program) -> None:
+    """Run a program whose sends wait until they are received, one step of a rank at a time."""
+    at = [0 for _ in program.steps]
+
+    def step_of(rank: int) -> Step | None:
+        return program.steps[rank][at[rank]] if at[rank] < len(program.steps[rank]) else None
+
+    to_try = deque(range(len(at)))
+    while to_try:
+        rank = to_try.popleft()
+        while isinstance(step_of(rank), Action):
+            at[rank] += 1
+        step = step_of(rank)
+        if not isinstance(step, (Send, Receive)):
+            continue
+        other = step_of(step.peer)
+        meets = isinstance(other, Receive) if isinstance(step, Send) else isinstance(other, Send)
+        if meets and isinstance(other, (Send, Receive)) and other.peer == rank and _same(step, other):
+            at[rank] += 1
+            at[step.peer] += 1
+            to_try.extend((rank, step.peer))
+    if stuck := [f"rank {rank} at {step_of(rank)} (place {at[rank]})" for rank in range(len(at)) if step_of(rank)]:
+        raise ScheduleError(
+            f"program of {program.schedule.name}: deadlock when sends wait until they are received: {', '.join(stuck)}"
+        )

@@ -1,0 +1,154 @@
+"""A pipeline's step as a drawing: one row a rank, for the terminal and as SVG, of simulated and of measured times.
+
+    rank 0  F0F1F2........B0--B1--B2--          gpipe, 3 ranks, 3 micro-batches, a backward of two forwards
+    rank 1  ..F0F1F2....B0--B1--B2--..
+    rank 2  ....F0F1F2B0--B1--B2--....
+
+A cell begins with its kind and its micro-batch; dots are idle time, tildes idle time in which a message of the rank is
+under way. Of two stages on a rank the second has small letters; of more, cells say stage.micro-batch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from pipe.schedules.actions import Action
+from pipe.schedules.programs import Send, Step
+
+IDLE: Final = "."
+UNDER_WAY: Final = "~"
+COMPUTE: Final = ("F", "B", "I", "W")
+COLOURS: Final = {"F": 75, "B": 114, "I": 151, "W": 215, "message": 183}  # of a terminal with 256
+RESET: Final = "\x1b[0m"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One cell of a row: what a rank did, or a message of its, from when to when.
+
+    `kind` is F, B, I, W, `send` or `receive`. `chunk` counts the stages of the rank: 0 for its first one.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    start_s: float
+    end_s: float
+    chunk: int = 0
+
+    @property
+    def computes(self) -> bool:
+        """True for what keeps a rank busy, false for messages."""
+        return self.kind in COMPUTE
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end_s - self.start_s
+
+
+Rows = Sequence[Sequence[Bar]]
+
+
+def bar(step: Step, start_s: float, end_s: float, rank_of: Sequence[int]) -> Bar:
+    """Make the bar of an action, or of a message. `rank_of[stage]` is the rank that has a stage."""
+    kind = step.kind if isinstance(step, Action) else "send" if isinstance(step, Send) else "receive"
+    stage = step.stage
+    # A message belongs to the chunk that makes or takes it; `stage` is the one it is for.
+    chunk = rank_of[:stage].count(rank_of[stage]) if isinstance(step, Action) else 0
+    return Bar(kind, stage, step.microbatch, start_s, end_s, chunk)
+
+
+def text(rows: Rows, *, width: int = 100, names: Sequence[str] = (), colour: bool = False) -> str:
+    """Draw rows as lines of at most `width` columns, on one time scale from the first start to the last end.
+
+    A cell that is too small for its label keeps its kind; what is smaller than a column may be lost. `names` are the
+    heads of the rows (`rank 0` and so on). `colour` adds the escape codes of a terminal.
+    """
+    heads = [*names] or [f"rank {rank}" for rank in range(len(rows))]
+    indent = max(map(len, heads), default=0) + 2
+    begin_s, end_s = extent(rows)
+    chunks = 1 + max((each.chunk for row in rows for each in row), default=0)
+    columns_per_s = _scale(rows, chunks, end_s - begin_s, max(width - indent, 1))
+    total = round((end_s - begin_s) * columns_per_s)
+    lines = []
+    for head, row in zip(heads, rows, strict=True):
+        cells = [(IDLE, "")] * total
+        for each in sorted(row, key=lambda each: each.computes):  # what a rank computes hides its messages
+            start, end = (round((at - begin_s) * columns_per_s) for at in (each.start_s, each.end_s))
+            drawn = _cell(each, end - start, chunks) if each.computes else UNDER_WAY * (end - start)
+            cells[start:end] = [(column, each.kind) for column in drawn]
+        lines.append(f"{head:{indent}}{_joined(cells, colour)}")
+    return "\n".join(lines)
+
+
+def legend(rows: Rows) -> str:
+    """Say in a line or two what the letters of a text mean, as far as they occur."""
+    kinds = {each.kind for row in rows for each in row}
+    phrases = [f"{kind} {phrase}" for kind, phrase in PHRASES.items() if kind in kinds]
+    if any(not each.computes for row in rows for each in row):
+        phrases.append(f"{UNDER_WAY} idle, a message under way")
+    chunks = 1 + max((each.chunk for row in rows for each in row), default=0)
+    numbers = "number: micro-batch" if chunks <= 2 else "numbers: stage.micro-batch"
+    small = ["small letters: the rank's second stage"] if chunks == 2 else []
+    return ", ".join([*phrases, f"{IDLE} idle", numbers, *small])
+
+
+PHRASES: Final = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
+
+
+def extent(rows: Rows) -> tuple[float, float]:
+    """Return the first start and the last end of rows; zeros for empty ones."""
+    every = [each for row in rows for each in row]
+    return min((each.start_s for each in every), default=0.0), max((each.end_s for each in every), default=0.0)
+
+
+def gaps(row: Iterable[Bar], begin_s: float, end_s: float) -> list[tuple[float, float]]:
+    """List the times in which a rank computes nothing, within an extent."""
+    found, at_s = [], begin_s
+    for each in sorted((each for each in row if each.computes), key=lambda each: each.start_s):
+        if each.start_s > at_s:
+            found.append((at_s, each.start_s))
+        at_s = max(at_s, each.end_s)
+    return [*found, (at_s, end_s)] if end_s > at_s else found
+
+
+def label(each: Bar, chunks: int) -> str:
+    """Return what a cell says: F3, of a second of two stages f3, of more stages F5.3."""
+    if chunks > 2:
+        return f"{each.kind}{each.stage}.{each.microbatch}"
+    return f"{each.kind if each.chunk == 0 else each.kind.lower()}{each.microbatch}"
+
+
+def _scale(rows: Rows, chunks: int, total_s: float, width: int) -> float:
+    """Return columns a second: enough for the label of the shortest cell and a space, as far as the width allows."""
+    computing = [each for row in rows for each in row if each.computes and each.seconds > 0]
+    fitting = width / total_s if total_s > 0 else 0.0
+    if not computing:
+        return fitting
+    shortest_s = min(each.seconds for each in computing)
+    wanted = 1 + max(len(label(each, chunks)) for each in computing)
+    columns_per_s = min(wanted / shortest_s, fitting)
+    # A whole number of columns for the shortest makes cells of the same length look the same.
+    columns = int(columns_per_s * shortest_s + 1e-9)
+    return columns / shortest_s if columns else columns_per_s
+
+
+def _cell(each: Bar, columns: int, chunks: int) -> str:
+    """Write a label, then a line to the cell's end, whose last column stays free where there is room."""
+    said = label(each, chunks)
+    if len(said) > columns:
+        said = said[:1][:columns]
+    room = columns - len(said)
+    return said + "-" * (room - 1) + " " * (room > 0)
+
+
+def _joined(cells: Iterable[tuple[str, str]], colour: bool) -> str:
+    """Join columns, each with the kind it belongs to; with colours, cells of a kind that touch share their codes."""
+    parts = []
+    for kind, columns in groupby(cells, key=lambda cell: cell[1]):
+        part = "".join(column for column, _ in columns)
+        code = COLOURS.get(kind, COLOURS["message"])
+        parts.append(f"\x1b[30;48;5;{code}m{part}{RESET}" if colour and kind else part)
+    return "".join(parts).rstrip()

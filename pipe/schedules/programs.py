@@ -1,0 +1,68 @@
+"""Messages of a schedule, and programs: a schedule's actions with the messages between them."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pipe.schedules.actions import Action, Schedule
+
+What = Literal["activation", "gradient"]
+
+
+@dataclass(frozen=True, order=True)
+class Send:
+    """Send a tensor to rank `peer`: what `stage` there needs for a micro-batch."""
+
+    what: What
+    stage: int
+    microbatch: int
+    peer: int
+
+    def __str__(self) -> str:
+        return f">{self.what[0]}{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, order=True)
+class Receive:
+    """Receive a tensor from rank `peer`: what our `stage` needs for a micro-batch."""
+
+    what: What
+    stage: int
+    microbatch: int
+    peer: int
+
+    def __str__(self) -> str:
+        return f"<{self.what[0]}{self.stage}.{self.microbatch}"
+
+
+Step = Action | Send | Receive
+
+
+@dataclass(frozen=True)
+class Program:
+    """A schedule with its messages: what every rank does, first to last."""
+
+    schedule: Schedule
+    steps: tuple[tuple[Step, ...], ...]
+
+
+def sent_after(action: Action, rank_of: tuple[int, ...]) -> Send | None:
+    """Return the message that an action makes; None where the next stage is on the same rank, or there is none."""
+    if action.kind == "F" and action.stage + 1 < len(rank_of):
+        return _between_ranks(Send("activation", action.stage + 1, action.microbatch, -1), action.stage, rank_of)
+    if action.kind in ("B", "I") and action.stage:
+        return _between_ranks(Send("gradient", action.stage - 1, action.microbatch, -1), action.stage, rank_of)
+    return None
+
+
+def received_before(action: Action, rank_of: tuple[int, ...]) -> Receive | None:
+    """Return the message that an action needs; None where what it needs is made on its own rank."""
+    what: What = "activation" if action.kind == "F" else "gradient"
+    source = action.stage + (-1 if action.kind == "F" else 1)
+    if action.kind == "W" or not 0 <= source < len(rank_of) or rank_of[source] == rank_of[action.stage]:
+        return None
+    return Receive(what, action.stage, action.microbatch, rank_of[source])
+
+
+def _between_ranks(message: Send, source: int, rank_of: tuple[int, ...]) -> Send | None:
+    peer = rank_of[message.stage]
+    return None if peer == rank_of[source] else replace(message, peer=peer)

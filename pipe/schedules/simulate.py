@@ -1,0 +1,98 @@
+"""How long a program takes on ranks that do nothing else, how long they idle, how many activations they hold."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipe.schedules.actions import Action
+from pipe.schedules.costs import Costs as Costs
+from pipe.schedules.programs import Program, Step
+from pipe.schedules.tables import SCHEDULES
+from pipe.schedules.times import times
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a rank did from when to when."""
+
+    step: Step
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What came of a simulation.
+
+    `spans[rank]` are a rank's actions with their times, `messages[rank]` what it sends, from leaving to arriving.
+    `bubble` is the share of all ranks' time, from the first start to the last end of anybody, in which they idle.
+    `bubble_without_barrier` is what is left of it where every rank begins the next step when it has done its own: a
+    step then takes what the rank takes that needs longest from its first start to its last end. An activation is in
+    flight from the begin of its forward to the end of its backward, of one that is split to the end of W:
+    `peak_in_flight` counts the most on each rank, `peak_until_input_gradient` those to the end of I only.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    messages: tuple[tuple[Span, ...], ...]
+    makespan_s: float
+    bubble: float
+    bubble_without_barrier: float
+    peak_in_flight: tuple[int, ...]
+    peak_until_input_gradient: tuple[int, ...]
+
+
+def simulate(program: Program, costs: Costs | None = None) -> Simulated:
+    """Run a program in simulated time: every action begins when its rank is free and what it needs is there.
+
+    Messages leave when their makers end and travel while ranks compute, on each way from a rank to another one by one.
+
+    Raises:
+        ScheduleError: Ranks wait for each other for ever.
+        ValueError: Costs for another number of stages.
+    """
+    costs = costs or Costs()
+    costs.require(program.schedule.stages)
+    orders = tuple(tuple(step for step in row if isinstance(step, Action)) for row in program.steps)
+    found = times(program.schedule.rank_of, orders, costs)
+    spans = tuple(
+        tuple(Span(action, start, end) for action, (start, end) in zip(order, row, strict=True))
+        for order, row in zip(orders, found.actions, strict=True)
+    )
+    makespan_s = max((row[-1].end_s for row in spans if row), default=0.0)
+    return Simulated(
+        spans=spans,
+        messages=tuple(tuple(Span(send, *when) for send, when in row) for row in found.messages),
+        makespan_s=makespan_s,
+        bubble=_share(sum(_busy(row) for row in spans), len(spans) * makespan_s),
+        bubble_without_barrier=_without_barrier(spans),
+        peak_in_flight=tuple(_peak(row, "BW") for row in orders),
+        peak_until_input_gradient=tuple(_peak(row, "BI") for row in orders),
+    )
+
+
+def bubble_formula(name: str, ranks: int, microbatches: int, chunks: int = 2) -> float:
+    """Return the share of a step in which ranks idle, by formula: stages alike, F = I = W, messages free."""
+    return SCHEDULES[name].bubble(ranks, microbatches, chunks)
+
+
+def _busy(row: tuple[Span, ...]) -> float:
+    return sum(span.end_s - span.start_s for span in row)
+
+
+def _share(busy_s: float, whole_s: float) -> float:
+    return max(0.0, 1 - busy_s / whole_s) if whole_s else 0.0
+
+
+def _without_barrier(spans: tuple[tuple[Span, ...], ...]) -> float:
+    longest = max((row[-1].end_s - row[0].start_s for row in spans if row), default=0.0)
+    return _share(sum(_busy(row) for row in spans), len(spans) * longest)
+
+
+def _peak(order: tuple[Action, ...], ends: str) -> int:
+    return max(_in_flight(order, ends), default=0)
+
+
+def _in_flight(order: tuple[Action, ...], ends: str) -> Iterator[int]:
+    held = 0
+    for action in order:
+        held += (action.kind == "F") - (action.kind in ends)
+        yield held

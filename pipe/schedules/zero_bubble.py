@@ -1,0 +1,205 @@
+"""zb1p and zbv: backwards are split in two, so that gradients of weights fill what would be a bubble.
+
+Qi et al. 2024, "Zero bubble pipeline parallelism" (ZB-H1) and "Pipeline parallelism with controllable memory" (V-ZB).
+The papers draw them for F = I = W; here they fit any costs. zb1p is 1F1B with W some micro-batches after their I; zbv
+is a list scheduling over simulated time: a rank that is free takes the most urgent action whose inputs are there,
+forwards only as far as activations may be in flight, W when there is nothing else to do or no memory for anything else.
+What is more urgent, F or I, of which stage, depends on costs: several rules are tried, and the shortest step is taken.
+Nothing but sums, products and comparisons of the given numbers decides, so every rank finds the same.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from pipe.schedules.actions import Action, Kind
+from pipe.schedules.costs import Costs
+from pipe.schedules.times import times
+
+Orders = tuple[tuple[Action, ...], ...]
+
+MANY_ACTIONS = 20_000  # beyond this one order is made: the time to choose would be seconds
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What decides between actions that a rank could take.
+
+    `in_flight` bounds a rank's forwards without their W. `first` is the kind that comes first, F or I; of two stages' I
+    or W the older micro-batch's does, or without `oldest` the later stage's; of their F the later stage's, or with
+    `alternate` the one that was not last. `through`, if given, divides the number of stages between a rank's two: so
+    many micro-batches and two more may be on their way there once backwards have begun, others wait for W. `patience`
+    is the share of a W's time that a rank rather waits for what is on its way.
+    """
+
+    in_flight: int
+    first: Kind = "I"
+    alternate: bool = False
+    oldest: bool = True
+    through: int = 0
+    patience: float = 0.0
+
+
+def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
+    """Order zb1p: as many activations in flight on a rank as 1F1B has on the first, each until its W.
+
+    1F1B with its backwards split in place is tried too, so that in simulated time zb1p is never the slower.
+    """
+    after = [tuple(range(ranks)), tuple((rank + 1) // 2 for rank in range(ranks)), (0,) * ranks]
+    drawn = (_h1(ranks, microbatches, each) for each in after)
+    listed = (_listed(rank_of, microbatches, costs, rules) for rules in (Rules(ranks, patience=0.5),))
+    return _shortest(chain(drawn, listed), rank_of, costs)
+
+
+def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
+    """Order zbv: 2 ranks activations in flight on a rank, of stages half as large as zb1p's, each until its W.
+
+    The order for F = I = W is tried for other costs too.
+    """
+    tried = (
+        Rules(2 * ranks, first="F", alternate=True, through=2),
+        Rules(2 * ranks, first="F", patience=0.5),
+        Rules(2 * ranks, first="I", alternate=True, through=2),
+        Rules(2 * ranks, first="F", alternate=True, through=2, oldest=False),
+    )
+    orders = (_listed(rank_of, microbatches, costs, rules) for rules in tried)
+    alike = (two_chunks(rank_of, ranks, microbatches, each) for each in (Costs(),) if costs != each)
+    return _shortest(chain(orders, alike), rank_of, costs)
+
+
+def _shortest(candidates: Iterable[Orders], rank_of: tuple[int, ...], costs: Costs) -> Orders:
+    """Choose the order with the shortest step, the first of equals; the first that cannot be beaten, or is large."""
+    best: tuple[float, Orders] | None = None
+    for orders in candidates:
+        seconds = max(row[-1][1] for row in times(rank_of, orders, costs).actions)
+        if best is None or seconds < best[0]:
+            best = seconds, orders
+        if best[0] <= least_seconds(rank_of, orders, costs) * (1 + 1e-9) or sum(map(len, orders)) > MANY_ACTIONS:
+            break
+    assert best is not None
+    return best[1]
+
+
+def least_seconds(rank_of: tuple[int, ...], orders: Orders, costs: Costs) -> float:
+    """Return what no order of these actions beats: a rank begins when a micro-batch is there, and does all it has."""
+    arrives = [0.0]
+    for stage in range(1, len(rank_of)):
+        elsewhere = rank_of[stage] != rank_of[stage - 1]
+        message_s = costs.between(stage - 1, stage) if elsewhere else 0.0
+        arrives.append(arrives[-1] + costs.of(Action("F", stage - 1, 0)) + message_s)
+    return max(arrives[rank_of.index(rank)] + sum(map(costs.of, order)) for rank, order in enumerate(orders))
+
+
+def _h1(ranks: int, microbatches: int, after: Sequence[int]) -> Orders:
+    """Order 1F1B with W of rank r `after[r]` micro-batches after its I; the paper's ZB-H1 where that is r."""
+    return tuple(tuple(_h1_rank(stage, ranks, microbatches, after[stage])) for stage in range(ranks))
+
+
+def _h1_rank(stage: int, ranks: int, microbatches: int, after: int) -> Iterator[Action]:
+    forwards, weights = min(ranks - stage, microbatches), 0
+    yield from (Action("F", stage, index) for index in range(forwards))
+    for index in range(microbatches):
+        yield Action("I", stage, index)
+        if index >= after:
+            yield Action("W", stage, weights)
+            weights += 1
+        if forwards < microbatches:
+            yield Action("F", stage, forwards)
+            forwards += 1
+    yield from (Action("W", stage, index) for index in range(weights, microbatches))
+
+
+def _listed(rank_of: tuple[int, ...], microbatches: int, costs: Costs, rules: Rules) -> Orders:
+    """Order actions by list scheduling: at any time every rank that is free takes the most urgent it can."""
+    listing = _Listing(rank_of, microbatches, costs, rules)
+    listing.run()
+    return tuple(tuple(order) for order in listing.orders)
+
+
+class _Listing:
+    """A list scheduling under way: who has begun how much, and what is ready when."""
+
+    def __init__(self, rank_of: tuple[int, ...], microbatches: int, costs: Costs, rules: Rules) -> None:
+        stages = range(len(rank_of))
+        ranks = range(max(rank_of) + 1)
+        self.rank_of, self.costs, self.rules = rank_of, costs, rules
+        self.chunks = [tuple(stage for stage in stages if rank_of[stage] == rank) for rank in ranks]
+        self.begun: dict[Kind, list[int]] = {kind: [0 for _ in stages] for kind in ("F", "I", "W")}
+        self.ready: dict[Kind, list[list[float]]] = {kind: [[] for _ in stages] for kind in ("F", "I", "W")}
+        self.ready["F"][0] = [0.0] * microbatches
+        self.free = [0.0 for _ in ranks]
+        self.last_forward = [-1 for _ in ranks]
+        self.orders: list[list[Action]] = [[] for _ in ranks]
+        self.awake = [(0.0, rank) for rank in ranks]  # when a rank may have something to begin
+
+    def run(self) -> None:
+        """Begin all actions, in the order of time."""
+        while self.awake:
+            now, rank = heapq.heappop(self.awake)
+            if self.free[rank] <= now and (action := self._most_urgent(rank, now)):
+                self._begin(action, rank, now)
+
+    def _most_urgent(self, rank: int, now: float) -> Action | None:
+        """Return what a rank should begin; None where it can do nothing, or should wait."""
+        found, awaited = [], now
+        for chunk, stage in enumerate(self.chunks[rank]):
+            for kind, begun in self.begun.items():
+                index, ready = begun[stage], self.ready[kind][stage]
+                if index == len(ready) or (kind == "F" and not self._may_forward(rank, chunk)):
+                    continue
+                if ready[index] <= now:
+                    found.append((self._urgency(kind, rank, chunk, index), Action(kind, stage, index)))
+                elif kind != "W":
+                    awaited = ready[index] if awaited == now else min(awaited, ready[index])
+        if not found:
+            return None
+        action = min(found)[1]
+        waits = now < awaited < now + self.rules.patience * self.costs.of(action)
+        return None if action.kind == "W" and waits else action
+
+    def _may_forward(self, rank: int, chunk: int) -> bool:
+        """Tell whether memory allows a forward; the last place is left to a rank's last stage, so that any can end."""
+        begun, stages = self.begun, self.chunks[rank]
+        stage, last = stages[chunk], stages[-1]
+        in_flight = sum(begun["F"][each] - begun["W"][each] for each in stages)
+        reserved = 0 if stage == last or begun["F"][last] > begun["W"][last] else 1
+        return in_flight + reserved < self.rules.in_flight
+
+    def _urgency(self, kind: Kind, rank: int, chunk: int, index: int) -> tuple[int, ...]:
+        """Rank an action, the most urgent least: F 0 or 2, I 1, W 3, and 4 for an F that waits for W."""
+        rules, stages = self.rules, self.chunks[rank]
+        if kind != "F":
+            return (1 if kind == "I" else 3), index if rules.oldest else 0, -chunk
+        urgent = 0 if rules.first == "F" else 2
+        if rules.through and chunk == 0 and self.begun["I"][stages[1]]:
+            on_their_way = self.begun["F"][stages[0]] - self.begun["F"][stages[1]]
+            if on_their_way >= (stages[1] - stages[0]) // rules.through + 2:
+                urgent = 4
+        if rules.alternate:
+            return urgent, 0, int(self.last_forward[rank] == stages[chunk])
+        return urgent, 0, -chunk
+
+    def _begin(self, action: Action, rank: int, now: float) -> None:
+        stage, end = action.stage, now + self.costs.of(action)
+        self.begun[action.kind][stage] += 1
+        self.orders[rank].append(action)
+        if action.kind == "F":
+            self.last_forward[rank] = stage
+        self.free[rank] = end
+        heapq.heappush(self.awake, (end, rank))
+        if action.kind == "I":
+            self._offer("W", stage, stage, end)
+        if action.kind == "F" and stage == len(self.rank_of) - 1:
+            self._offer("I", stage, stage, end)
+        elif action.kind == "F":
+            self._offer("F", stage + 1, stage, end)
+        elif action.kind == "I" and stage:
+            self._offer("I", stage - 1, stage, end)
+
+    def _offer(self, kind: Kind, stage: int, maker: int, end: float) -> None:
+        """Note when an action has all that it needs."""
+        elsewhere = self.rank_of[stage] != self.rank_of[maker]
+        at = end + self.costs.between(stage, maker) if elsewhere else end
+        self.ready[kind][stage].append(at)
+        heapq.heappush(self.awake, (at, self.rank_of[stage]))

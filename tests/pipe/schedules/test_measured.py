@@ -1,0 +1,107 @@
+"""Records of a step: their bubble, the costs that they show, and that they are drawn as simulated ones are."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from pipe.schedules.actions import Action, Schedule
+from pipe.schedules.draw import bar, text
+from pipe.schedules.measured import Record, bars, bubble, compare, mean_costs, record_of
+from pipe.schedules.messages import with_messages
+from pipe.schedules.simulate import Costs, simulate
+from pipe.schedules.tables import SCHEDULES, schedule
+
+COSTS = Costs(forward=1.0, input_gradient=1.25, weight_gradient=0.75, message=0.125)
+
+
+def recorded(plan: Schedule, costs: Costs = COSTS) -> list[Record]:
+    """A step that went exactly as simulated, with a message beside every action."""
+    spans = simulate(with_messages(plan), costs).spans
+    records = []
+    for rank, row in enumerate(spans):
+        for each in row:
+            action = each.step
+            assert isinstance(action, Action)
+            records.append(Record(rank, action.kind, action.stage, action.microbatch, each.start_s, each.end_s))
+            records.append(Record(rank, "send", action.stage, action.microbatch, each.end_s, each.end_s + 50))
+            records.append(Record(rank, "wait", action.stage, action.microbatch, each.start_s - 50, each.start_s))
+    return records
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (4, 8), (4, 2)])
+def test_a_step_as_simulated_has_the_simulated_bubble_and_the_costs_it_was_made_of(
+    name: str, ranks: int, microbatches: int
+):
+    plan = schedule(name, ranks, microbatches)
+    stages, across = range(plan.stages), zip(plan.rank_of, plan.rank_of[1:], strict=False)
+    costs = replace(
+        COSTS,
+        forward=tuple(1.0 + 0.25 * stage for stage in stages),
+        input_gradient=tuple(1.5 + 0.125 * stage for stage in stages),
+        message=tuple(0.0 if here == there else 0.125 for here, there in across),
+    )
+    records = recorded(plan, costs)
+    simulated = simulate(with_messages(plan), costs)
+    assert bubble(records, ranks) == pytest.approx(simulated.bubble)
+    found = compare([records, records], plan)
+    assert found.measured == pytest.approx(simulated.bubble)
+    assert found.simulated == pytest.approx(simulated.bubble, abs=0.02)  # messages that nobody waits for are not seen
+    assert found.costs.forward == pytest.approx(costs.forward)
+    for action in {action for row in plan.actions for action in row}:
+        assert found.costs.of(action) == pytest.approx(costs.of(action))
+
+
+def test_the_bubble_is_what_lies_between_the_first_start_and_the_last_end():
+    records = [
+        Record(0, "F", 0, 0, 10.0, 12.0),  # 2 of 8
+        Record(0, "wait", 0, 0, 12.0, 17.0),
+        Record(0, "B", 0, 0, 17.0, 18.0),  # 1 of 8
+        Record(1, "send", 1, 0, 0.0, 30.0),
+        Record(1, "I", 1, 0, 12.0, 14.0),
+        Record(1, "W", 1, 0, 13.0, 15.0),  # 3 of 8, for a second is counted once
+    ]
+    assert bubble(records, 2) == pytest.approx(1 - 6 / 16)
+    assert bubble(records, 3) == pytest.approx(1 - 6 / 24)  # a rank that did nothing
+    assert bubble([], 2) == 0.0
+
+
+def test_a_message_takes_what_a_rank_that_is_free_waits_and_a_busy_rank_says_nothing():
+    plan = schedule("gpipe", 2, 2)
+    records = [
+        Record(0, "F", 0, 0, 0.0, 1.0),
+        Record(1, "F", 1, 0, 1.25, 3.0),  # waited 0.25
+        Record(0, "F", 0, 1, 1.0, 2.0),
+        Record(1, "F", 1, 1, 3.0, 4.0),  # was busy until then
+        Record(1, "B", 1, 0, 4.0, 5.0),
+        Record(0, "B", 0, 0, 5.75, 6.0),  # waited 0.75
+        Record(1, "B", 1, 1, 5.0, 6.0),
+        Record(0, "B", 0, 1, 6.5, 7.0),  # waited 0.5
+    ]
+    costs = mean_costs([records], plan)
+    assert costs.message == pytest.approx((0.5,))
+    assert costs.forward == pytest.approx((1.0, 1.375))
+    busy = [replace(each, start_s=each.start_s + 9 * (each.kind == "B"), end_s=each.end_s + 9) for each in records]
+    assert mean_costs([records, busy], plan).message != costs.message
+
+
+def test_records_that_lack_an_action_are_refused_by_its_name():
+    plan = schedule("zb1p", 2, 3)
+    records = [each for each in recorded(plan) if (each.kind, each.stage) != ("W", 1)]
+    with pytest.raises(ValueError, match=r"none of W1; wanted every action of 'zb1p'"):
+        mean_costs([records], plan)
+
+
+def test_records_go_through_json_and_are_drawn_as_the_simulation_is():
+    plan = schedule("zbv", 3, 6)
+    records = [record_of(json.loads(json.dumps(each.as_dict()))) for each in recorded(plan)]
+    assert records == recorded(plan)
+    spans = simulate(with_messages(plan), COSTS).spans
+    drawn = [[bar(each.step, each.start_s, each.end_s, plan.rank_of) for each in row] for row in spans]
+    actions = [each for each in records if each.kind not in ("send", "wait")]
+    assert bars(actions, plan.rank_of) == drawn
+    assert text(bars(actions, plan.rank_of)) == text(drawn)
+    assert {each.kind for row in bars(records, plan.rank_of) for each in row} == {"F", "I", "W", "send", "receive"}
+    with pytest.raises(ValueError, match=r"record: found \['kind'\]; wanted"):
+        record_of({"kind": "F"})
