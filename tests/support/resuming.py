@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,18 @@ def tensors(folder: Path) -> dict[str, bytes]:
 def hashes(folder: Path) -> dict[str, str]:
     """Return the sha256 of every tensor of a run's newest checkpoint."""
     return {name: hashlib.sha256(data).hexdigest() for name, data in tensors(folder).items()}
+
+
+def agree_within_rounding(parts: Path, whole: Path) -> None:
+    """Check that the newest checkpoints of two runs in float64 have the same tensors, within 1e-12."""
+    theirs, ours = tensors(whole), tensors(parts)
+    assert ours.keys() == theirs.keys()
+    for name, mine in ours.items():
+        if name.endswith("/step"):
+            assert mine == theirs[name]
+            continue
+        pairs = zip(struct.iter_unpack("<d", mine), struct.iter_unpack("<d", theirs[name]), strict=True)
+        assert max(abs(a - b) for (a,), (b,) in pairs) < 1e-12, name
 
 
 def attempt_apart(folder: Path, settings: dict, device: str = "cuda:0", **more: int) -> list:

@@ -1,0 +1,249 @@
+"""Activations and gradients between the stages of a pipeline, received ahead into buffers that are used again.
+
+    rank 0   F0.0 send ───────────┐      F0.1 send ─┐
+    rank 1   ........ receive a1.0┴─ F1.0 ......... ┴ ...     a1.1 was asked for before the wait for a1.0
+
+Both ends of a boundary must know what its tensors are like. The first message of a form - so many samples of inputs of
+a shape - has a header: shape, strides, type, and whether a gradient comes back. Later ones have none, and are received
+ahead: `AHEAD` messages of each boundary beyond the one that is waited for. A buffer is free again when the backward
+that needed it is over, so memory is what the schedule has in flight, and `AHEAD`.
+
+What is sent stays until it has gone; the next tensor for the same boundary waits until only `OUTSTANDING` are going.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipe.failures import LostError
+from pipe.schedules.programs import Receive, Send
+from pipe.wires import Message, Wire, dense
+
+AHEAD: Final = 1  # beyond the one that is waited for
+OUTSTANDING: Final = 1
+DIMENSIONS: Final = 8  # of a tensor in a header
+DTYPES: Final = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
+LOSS_TAG: Final = 2
+TIED_TAG: Final = 3
+HEADER_TAG: Final = 4
+OUTPUT_TAG: Final = 5
+FIRST_TAG: Final = 8
+
+Form = Any  # of a micro-batch: what every rank knows of it, and what decides the shapes of all activations
+Way = tuple[int, str, int]
+Boundary = tuple[str, int, Form]  # activation or gradient, for a stage
+
+
+class Layout(NamedTuple):
+    """What the tensors at a boundary are like."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    learns: bool  # a gradient comes back
+
+    def header(self) -> Tensor:
+        """Write it as numbers."""
+        if len(self.shape) > DIMENSIONS:
+            raise ValueError(f"a tensor between stages has shape {self.shape}; {DIMENSIONS} dimensions at most")
+        room = [0] * (DIMENSIONS - len(self.shape))
+        head = [len(self.shape), DTYPES.index(self.dtype), int(self.learns)]
+        return torch.tensor([*head, *self.shape, *room, *self.strides, *room])
+
+    def in_words(self) -> str:
+        """Say what an error needs."""
+        return f"{self.shape} of {self.dtype}{'' if self.learns else ' without a gradient'}"
+
+
+def layout_of(header: Tensor) -> Layout:
+    """Read a header."""
+    dimensions, dtype, learns, *sizes = header.tolist()
+    shape, strides = sizes[:dimensions], sizes[DIMENSIONS : DIMENSIONS + dimensions]
+    return Layout(tuple(shape), tuple(strides), DTYPES[dtype], bool(learns))
+
+
+class Arrival(NamedTuple):
+    """A tensor that came, or will; None where nothing is sent, for nothing learns."""
+
+    step: Receive
+    buffer: Tensor | None
+    learns: bool
+    message: Message | None
+
+
+class _Queue:
+    """What comes on one way in a step, in the order in which it is sent."""
+
+    def __init__(self, steps: Iterable[Receive]) -> None:
+        self.unasked = deque(steps)
+        self.asked: deque[Arrival] = deque()
+
+
+class Channels:
+    """This rank's ends of all boundaries."""
+
+    def __init__(self, wire: Wire, control: Wire, device: torch.device, microbatches: int) -> None:
+        self._wire, self._control, self._device = wire, control, device
+        self._microbatches = microbatches
+        self._known: dict[Boundary, Layout] = {}
+        self._free: dict[Layout, list[Tensor]] = {}
+        self._buffers: set[int] = set()  # by the address of their memory
+        self._going: dict[Way, deque[tuple[Message, Tensor]]] = {}
+        self._queues: dict[Way, _Queue] = {}
+        self._here: dict[Receive, Arrival] = {}
+        self._forms: list[Form] = []
+        self._outstanding = OUTSTANDING
+
+    def begin(self, steps: Iterable[Receive], forms: list[Form], *, forwards_only: bool) -> None:
+        """Begin a step of these receives, in order; `forms` has one for each micro-batch. Ask for the first.
+
+        With `forwards_only` no send waits: their order is no program's that was proved.
+        """
+        self._forms = forms
+        self._outstanding = len(forms) if forwards_only else OUTSTANDING
+        ways: dict[Way, list[Receive]] = {}
+        for step in steps:
+            ways.setdefault(self._way(step), []).append(step)
+        self._queues = {way: _Queue(each) for way, each in ways.items()}
+        for queue in self._queues.values():
+            self._ask_ahead(queue)
+
+    def ask(self, step: Receive) -> None:
+        """Ask for a message now, if it was not asked for ahead, and for what comes after it."""
+        queue = self._queues[self._way(step)]
+        while step not in self._here:
+            if not queue.asked:
+                self._ask_for(queue, self._layout_to_come(queue.unasked[0]))
+            arrival = queue.asked.popleft()
+            self._here[arrival.step] = arrival
+        self._ask_ahead(queue)
+
+    def wait(self, step: Receive) -> Arrival:
+        """Wait for a message that was asked for; its buffer is the caller's until `release`.
+
+        Raises:
+            LostError: it will not come.
+        """
+        arrival = self._here.pop(step)
+        if arrival.message is not None:
+            try:
+                arrival.message.wait()
+            except LostError as error:
+                raise LostError(f"waiting for {words(step)}: {error}") from error
+        return arrival
+
+    def release(self, arrival: Arrival) -> None:
+        """Give back a buffer: the next message may overwrite it."""
+        assert arrival.buffer is not None
+        self._free[self._known[self._boundary(arrival.step)]].append(arrival.buffer)
+
+    def is_buffer(self, tensor: Tensor) -> bool:
+        """True when a tensor lies in the memory of a buffer."""
+        return tensor.untyped_storage().data_ptr() in self._buffers
+
+    def send(self, step: Send, tensor: Tensor, *, learns: bool) -> None:
+        """Begin to send an activation to the stage that continues with it, or a gradient to the one that waits for it.
+
+        Raises:
+            ValueError: it is not like the last one of this form.
+            LostError: the peer is gone.
+        """
+        tensor = dense(tensor)
+        key = self._boundary(step)
+        layout = Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, learns)
+        known = self._known.get(key)
+        if known is None:
+            self._send(step, layout.header(), self._control, header=True)
+            self._learn(key, layout)
+        elif known != layout:
+            if known._replace(strides=layout.strides) != layout:
+                raise ValueError(
+                    f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage} is {layout.in_words()}, "
+                    f"earlier ones for as many samples were {known.in_words()}; shapes must follow from those of the "
+                    "inputs: where they do not, build a new Pipeline"
+                )
+            same = torch.empty_strided(known.shape, known.strides, dtype=known.dtype, device=tensor.device)
+            tensor = same.copy_(tensor)
+        self._send(step, tensor, self._wire)
+
+    def finish(self) -> None:
+        """Wait until all has gone that was sent."""
+        for going in self._going.values():
+            self._settle(going, 0)
+
+    def _send(self, step: Send, tensor: Tensor, wire: Wire, *, header: bool = False) -> None:
+        if self.is_buffer(tensor):
+            tensor = tensor.clone()  # the buffer may be asked for again before this has gone
+        going = self._going.setdefault(self._way(step), deque())
+        going.append((wire.send(tensor, step.peer, self._tag(step, header=header)), tensor))
+        self._settle(going, self._outstanding)
+
+    def _settle(self, going: deque[tuple[Message, Tensor]], left: int) -> None:
+        while len(going) > left:
+            going.popleft()[0].wait()
+
+    def _ask_ahead(self, queue: _Queue) -> None:
+        while queue.unasked and len(queue.asked) < AHEAD:
+            step = queue.unasked[0]
+            comes, layout = self._comes(step), self._known.get(self._boundary(step))
+            if comes is None or (comes and layout is None):  # the header is not there yet
+                return
+            self._ask_for(queue, layout)
+
+    def _comes(self, step: Receive) -> bool | None:
+        """True when there is such a message: no gradient of what does not learn; None where that is not known yet."""
+        if step.what == "activation":
+            return True
+        activation = self._known.get(("activation", step.stage + 1, self._forms[step.microbatch]))
+        return None if activation is None else activation.learns
+
+    def _ask_for(self, queue: _Queue, layout: Layout | None) -> None:
+        """Ask for the next message of a peer; None where nothing comes."""
+        step = queue.unasked.popleft()
+        if layout is None:
+            queue.asked.append(Arrival(step, None, False, None))
+            return
+        free = self._free[layout]
+        buffer = free.pop() if free else self._new_buffer(layout)
+        queue.asked.append(Arrival(step, buffer, layout.learns, self._wire.receive(buffer, step.peer, self._tag(step))))
+
+    def _layout_to_come(self, step: Receive) -> Layout | None:
+        key = self._boundary(step)
+        if not self._comes(step):
+            return None
+        if key not in self._known:
+            header = Layout((), (), torch.float32, False).header()
+            try:
+                self._control.receive(header, step.peer, self._tag(step, header=True)).wait()
+            except LostError as error:
+                raise LostError(f"waiting for {words(step)}: {error}") from error
+            self._learn(key, layout_of(header))
+        return self._known[key]
+
+    def _learn(self, key: Boundary, layout: Layout) -> None:
+        self._known[key] = layout
+        self._free.setdefault(layout, [])
+
+    def _way(self, step: Send | Receive) -> Way:
+        """Name what has an order: all between two ranks, or where messages have tags what goes over one boundary."""
+        return (step.peer, "", 0) if self._wire.ordered else (step.peer, step.what, step.stage)
+
+    def _boundary(self, step: Send | Receive) -> Boundary:
+        return step.what, step.stage, self._forms[step.microbatch]
+
+    def _new_buffer(self, layout: Layout) -> Tensor:
+        buffer = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
+        self._buffers.add(buffer.untyped_storage().data_ptr())
+        return buffer
+
+    def _tag(self, step: Send | Receive, *, header: bool = False) -> int:
+        kind = 2 * header + (step.what == "gradient")
+        return FIRST_TAG + 4 * (step.stage * self._microbatches + step.microbatch) + kind
+
+
+def words(step: Send | Receive) -> str:
+    """Name a message."""
+    return f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage}"

@@ -1,0 +1,259 @@
+"""Pipelines within one process: an `nn.Sequential` over several devices, a thread for each.
+
+    model = Pipe(nn.Sequential(...), chunks=4, devices=["cuda:0", "cuda:1"])
+    loss = cross_entropy(model(inputs), targets.to("cuda:1"))           the result is on the last device
+    loss.backward()                                                     through autograd, as ever
+
+The batch is cut into micro-batches, which follow each other through the stages: in tick t stage s has the one of number
+t - s.
+
+    tick       0    1    2    3    4            3 stages, 3 micro-batches, 3 + 3 - 1 ticks
+    stage 0    0    1    2
+    stage 1         0    1    2
+    stage 2              0    1    2
+
+This is GPipe's forward (Huang et al. 2019). The backward is autograd's own: it has a thread for each GPU, so stages
+overlap there too, last micro-batch first; between CPU stages it is one thread. Every micro-batch's activations are
+kept until then. Pipelines over processes, with other schedules, are `pipe.Pipeline`.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipe.across import Ready
+from pipe.nested import batch_of, cut, join
+from pipe.rows import part_lengths
+from pipe.schedules.cuts import Cuts, by_hand, even
+from pipe.workers import Answer, Call, Modes, Task, Workers
+
+
+def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield for every tick what is done in it, as (micro-batch, stage): stage s has micro-batch t - s.
+
+    All of a tick may be done at once, and needs only what ticks before it made. There are microbatches + stages - 1.
+    """
+    for tick in range(microbatches + stages - 1):
+        first, last = max(0, tick - microbatches + 1), min(tick, stages - 1)
+        yield [(tick - stage, stage) for stage in range(first, last + 1)]
+
+
+def split_module(module: nn.Sequential, cuts: Sequence[int] | None = None) -> list[nn.Sequential]:
+    """Cut a sequence into stages of neighbouring layers, which keep their names.
+
+    `cuts` are the first layers of the stages. Without them it is cut where devices change: a layer is where its
+    parameters and buffers are, and one that has none is where the layer before it is (or the first that has some).
+
+    Raises:
+        ValueError: a layer lies on several devices, or the cuts are none.
+    """
+    named = list(module._modules.items())  # named_children() would leave out a layer that stands in it twice
+    found = _cuts_by_device(module) if cuts is None else by_hand(cuts, len(named), len({0, *cuts}))
+    stages = [nn.Sequential() for _ in found]
+    for stage, (start, end) in zip(stages, pairwise((*found, len(named))), strict=True):
+        stage._modules.update(named[start:end])
+        stage.training = module.training
+    return stages
+
+
+class Pipe(nn.Module):
+    """Run an `nn.Sequential` as a pipeline over the devices of this process.
+
+    Each entry of `devices` has one stage and one thread; a device may be named more than once. Stages are cut evenly by
+    count, at `cuts` (the first layers of the stages) or by `balance` (how many layers each has); layers are moved to
+    their devices. Without `devices` the layers stay where they are, and are cut where their devices change.
+
+    A batch is cut into `chunks` micro-batches whose lengths differ by at most one, or into micro-batches of
+    `split_size` samples, the last of which may be shorter. A batch of fewer samples makes fewer micro-batches. Inputs,
+    outputs and what layers hand on may be tuples, lists and dictionaries of tensors; every tensor of the input is cut
+    along its first dimension, and of the output joined along it.
+
+    What differs from calling the module: batch norms see micro-batches, and count each; dropout draws a mask for each
+    (on CPUs in whatever order the threads come by: they share one generator). Sums of gradients are those of one
+    forward of every micro-batch and one backward of all. Tensor subclasses' modes and saved-tensor hooks are not
+    carried to the threads; autograd's modes, autocast, the default device, current streams and context variables are.
+
+    An error in a stage is raised by the forward, at once and as it is: other stages end what they have begun and begin
+    nothing more, and the pipe can be used again. Threads start with the first forward and end with the pipe; copies and
+    pickles start their own. `state_dict` has the module's names after `module.`.
+
+    Raises:
+        TypeError: the module is no `nn.Sequential`.
+        ValueError: more devices than layers, a setting that cannot be, or devices that share a parameter or buffer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        chunks: int | None = None,
+        *,
+        split_size: int | None = None,
+        devices: Sequence[torch.device | str | int] | None = None,
+        cuts: Sequence[int] | None = None,
+        balance: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Sequential):
+            raise TypeError(
+                f"module: found a {type(module).__name__}; wanted an nn.Sequential, whose layers are shared out"
+            )
+        if not len(module):
+            raise ValueError("module: found no layers; wanted one at least")
+        self.chunks, self.split_size = _count(chunks, "chunks"), _count(split_size, "split_size")
+        if (chunks is None) == (split_size is None):
+            raise ValueError(f"chunks is {chunks} and split_size {split_size}; wanted one of the two, to cut a batch")
+        self.module = module
+        self.cuts, self.devices = _placed(module, devices, cuts, balance)
+        self._check_shared()
+        self._place()
+        self._workers: Workers | None = None
+
+    @property
+    def stages(self) -> list[nn.Sequential]:
+        """The module's stages as they are now: a layer that was replaced in the module is replaced here."""
+        return split_module(self.module, self.cuts)
+
+    def __len__(self) -> int:
+        return len(self.module)
+
+    def forward(self, value: Any) -> Any:
+        """Run a batch through all stages; return the whole output, on the last device.
+
+        Raises:
+            ValueError: the inputs have no batch, or outputs of micro-batches cannot be joined.
+        """
+        values = cut(value, self._lengths(batch_of(value)))
+        ready: list[Ready] = [{}] * len(values)
+        stages, inboxes = self.stages, self._threads().inboxes
+        call = Call(Modes.of_this_thread(value, self.devices))
+        answer: Answer | None = None
+        del value
+        try:
+            for tick in clock_cycles(len(values), len(stages)):
+                for microbatch, stage in tick:
+                    task = Task(call, stage, microbatch, stages[stage], values[microbatch], ready[microbatch])
+                    inboxes[stage].put(task)
+                    del task  # who has begun it holds it
+                for _ in tick:
+                    answer = call.answers.get()
+                    if answer.error is not None:
+                        raise self._told(answer.error, answer.stage, answer.microbatch, len(values))
+                    values[answer.microbatch], ready[answer.microbatch] = answer.value, answer.ready
+        finally:
+            answer = None  # an error that held itself would hold its stage's tensors, too
+        return join(values)
+
+    def close(self) -> None:
+        """End the threads and wait for them; another forward starts new ones."""
+        workers, self._workers = self._workers, None
+        if workers is not None and workers.alive:
+            workers.stop()
+            for thread in workers.threads:
+                thread.join()
+
+    def _lengths(self, samples: int) -> list[int]:
+        """Return how many samples each micro-batch has."""
+        if self.split_size is not None:
+            whole, rest = divmod(samples, self.split_size)
+            return [self.split_size] * whole + [rest] * (rest > 0 or whole == 0)
+        assert self.chunks is not None
+        return part_lengths(samples, self.chunks) if samples else [0]
+
+    def _threads(self) -> Workers:
+        if self._workers is None or not self._workers.alive:
+            self._workers = Workers(self.devices)
+            weakref.finalize(self, self._workers.stop)
+        return self._workers
+
+    def _told(self, error: BaseException, stage: int, microbatch: int, microbatches: int) -> BaseException:
+        """Say in which stage an error came up, where Python can add to one."""
+        if hasattr(error, "add_note"):
+            names = list(self.stages[stage]._modules)
+            error.add_note(
+                f"in stage {stage} of {len(self.devices)} on {self.devices[stage]}, layers {names[0]!r} to "
+                f"{names[-1]!r}, micro-batch {microbatch} of {microbatches}"
+            )
+        return error
+
+    def _check_shared(self) -> None:
+        homes: dict[int, tuple[torch.device, str]] = {}
+        for stage, device in zip(self.stages, self.devices, strict=True):
+            for name, tensor in (*stage.named_parameters(), *stage.named_buffers()):
+                home, first = homes.setdefault(id(tensor), (device, name))
+                if home != device:
+                    raise ValueError(
+                        f"{first} and {name} are one tensor, on {home} and on {device}; wanted both layers in one "
+                        "stage, or on one device: choose other cuts"
+                    )
+
+    def _place(self) -> None:
+        for stage, device in zip(self.stages, self.devices, strict=True):
+            for layer in stage:
+                layer.to(device)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Pipe":
+        """Convert the layers as any module's; each stays on its device, whatever one the whole was sent to."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._place()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_workers": None}
+
+
+def _placed(
+    module: nn.Sequential,
+    devices: Sequence[torch.device | str | int] | None,
+    cuts: Sequence[int] | None,
+    balance: Sequence[int] | None,
+) -> tuple[Cuts, tuple[torch.device, ...]]:
+    """Return where stages begin and on which devices they are."""
+    if devices is None:
+        if cuts is not None or balance is not None:
+            raise ValueError("cuts or balance, but no devices; wanted a device for every stage")
+        found = _cuts_by_device(module)
+        return found, tuple(_homes(module)[start] for start in found)
+    named = tuple(torch.device(each) for each in devices)
+    indexed = tuple(
+        torch.device(each.type, torch.cuda.current_device()) if each.type == "cuda" and each.index is None else each
+        for each in named
+    )
+    if balance is not None:
+        if cuts is not None:
+            raise ValueError(f"cuts {list(cuts)} and balance {list(balance)}; wanted one of the two")
+        if sum(balance) != len(module) or min(balance, default=0) < 1 or len(balance) != len(indexed):
+            raise ValueError(
+                f"balance {list(balance)}: wanted {len(indexed)} numbers of layers from 1, which sum to {len(module)}"
+            )
+        cuts = [sum(balance[:stage]) for stage in range(len(balance))]
+    if cuts is None:
+        return even(len(module), len(indexed)), indexed
+    return by_hand(cuts, len(module), len(indexed)), indexed
+
+
+def _cuts_by_device(module: nn.Sequential) -> Cuts:
+    homes = _homes(module)
+    return tuple(layer for layer in range(len(homes)) if layer == 0 or homes[layer] != homes[layer - 1])
+
+
+def _homes(module: nn.Sequential) -> list[torch.device]:
+    """Return every layer's device."""
+    found: list[torch.device | None] = []
+    for name, layer in module._modules.items():
+        assert layer is not None
+        devices = {tensor.device for tensor in (*layer.parameters(), *layer.buffers())}
+        if len(devices) > 1:
+            raise ValueError(f"layer {name!r} lies on {sorted(map(str, devices))}; wanted one device for a layer")
+        found.append(devices.pop() if devices else (found[-1] if found else None))
+    first = next((each for each in found if each is not None), torch.device("cpu"))
+    return [each or first for each in found]
+
+
+def _count(number: int | None, name: str) -> int | None:
+    if number is None or (isinstance(number, int) and not isinstance(number, bool) and number >= 1):
+        return number
+    raise ValueError(f"{name}: must be a whole number from 1, got {number!r}")

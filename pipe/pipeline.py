@@ -1,0 +1,272 @@
+"""A pipeline over the ranks of a group: each holds some stages of a model, and does its row of a schedule.
+
+    pipeline = Pipeline(layers, schedule("1f1b", 4, 8), loss=cross_entropy)
+    optimizer = SGD(pipeline.module.parameters(), lr=0.1)
+    loss = pipeline.step(inputs, targets)                # gradients are those of a loop, bit for bit
+    optimizer.step()
+
+The loop, in one process: for every part of the batch, in order,
+
+    loss = loss_of(model(part_inputs), part_targets);  (loss * (samples of the part / samples)).backward()
+
+Weights that several ranks have (`pipe/ties.py`) get the same sum in another order. Where a rank's stage raises, all end
+with that as the cause (`pipe/failures.py`), and the pipeline cannot be used again.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipe.channels import Channels
+from pipe.failures import LostError, StageFailedError, first_line
+from pipe.meeting import meet
+from pipe.rows import Row, part_lengths, row_of
+from pipe.run import Parts, Run, Span
+from pipe.schedules import cuts as cutting
+from pipe.schedules.actions import Schedule
+from pipe.splitting import WeightQueue
+from pipe.stage import PASSAGES, Hooks, Loss, Stage
+from pipe.ties import Ties, find_ties
+from zero.agreement import require_same
+
+Result = TypeVar("Result")
+
+
+class Held(nn.Module):
+    """Layers under the names that they have in the whole model; whoever runs them knows their order."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, layer in layers:
+            self.add_module(name, layer)
+
+
+class Pipeline:
+    """This rank's stages of a model of layers, and the step that all ranks of a group do together.
+
+    Building one is a collective. Every rank passes the whole model, of which it keeps its layers in `module`, and the
+    same settings; only weights that several ranks have are made equal. `loss` is the mean over a micro-batch, of the
+    model's output and targets. `cuts` are the first layers of stages (`pipe.schedules.cuts`), by default even ones.
+
+    `recompute` keeps only the inputs of stages from forward to backward, `layerwise` those of layers, of which one at
+    a time is then forwarded again and taken back. `exact` keeps a loop's bits where a schedule splits backwards.
+
+    A layer works in place on what another stage has made only where it says so, by an attribute `inplace`, as
+    `nn.ReLU` has: it gets a copy. Batch norms normalize each micro-batch by itself, and update running statistics by
+    one after the other. Layers that draw random numbers draw other ones than in a loop, unless `seeds` are set.
+
+    Raises:
+        TypeError: the model is no `nn.Sequential`.
+        ValueError: more stages than layers, a group of another size than the schedule's, settings that differ between
+            ranks or do not go together, or a parameter that belongs to no layer.
+        ScheduleError: the schedule cannot be run.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        schedule: Schedule,
+        *,
+        loss: Loss,
+        cuts: Sequence[int] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        layerwise: bool = False,
+        recompute: bool = False,
+        exact: bool = False,
+    ) -> None:
+        _check(layers, process_group, schedule, layerwise=layerwise, recompute=recompute)
+        named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
+        count, stages = len(named), schedule.stages
+        bounds = cutting.even(count, stages) if cuts is None else cutting.by_hand(cuts, count, stages)
+        self.schedule, self.cuts, self.hooks = schedule, bounds, Hooks()
+        self.on_last_backward: Callable[[int], None] | None = None  # (stage), when its gradients are complete
+        self.sums_ties = True  # False: `sum_ties()` is called later, as after a mean over data-parallel ranks
+        self.spans: list[Span] = []
+        self.loss_sum: Tensor | None = None
+        self._ended: str | None = None
+        self._running: Run | None = None
+
+        self._meeting = meet(process_group, _device_of(layers))
+        self.rank = self._meeting.rank if self._meeting else 0
+        lengths = cutting.lengths(bounds, count)
+        self.stages = {
+            stage: Stage(stage, begin, named[begin : begin + length], self.hooks)
+            for stage, (begin, length) in enumerate(zip(bounds, lengths, strict=True))
+            if schedule.rank_of[stage] == self.rank
+        }
+        self.module = Held(
+            [each for stage in self.stages.values() for each in zip(stage.names, stage.layers, strict=True)]
+        )
+        for stage in self.stages.values():
+            stage.splits = schedule.splits_backward
+        if (last := self.stages.get(stages - 1)) is not None:
+            last.loss = loss
+        self._device = _device_of(self.module, layers)
+        self._make = PASSAGES["layerwise" if layerwise else "recompute" if recompute else "whole"]
+        self.queue = WeightQueue(self.module, exact=exact) if schedule.splits_backward else None
+        self._rows: dict[tuple[int, bool], Row] = {}
+        self._row(schedule.microbatches)
+        self._channels: Channels | None = None
+        self._ties: Ties | None = None
+        if self._meeting is not None:
+            settings = {
+                "schedule": schedule,
+                "cuts": bounds,
+                "layerwise": layerwise,
+                "recompute": recompute,
+                "exact": exact,
+            }
+            lines = [*(f"{key} {value}" for key, value in settings.items()), *(f"layer {name}" for name, _ in named)]
+            require_same(lines, self._meeting.group, "pipelines")
+            self._channels = Channels(self._meeting.wire, self._meeting.control, self._device, schedule.microbatches)
+            owners = [schedule.rank_of[stage] for stage, length in enumerate(lengths) for _ in range(length)]
+            self._ties = Ties(find_ties(layers, owners, self.rank), self._meeting.wire, self.rank)
+            self._ties.share_weights()
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Map names of this rank's parameters that an earlier rank has too to the names there."""
+        return {} if self._ties is None else dict(self._ties.names())
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward a batch; return its mean loss, a float64 scalar, the same on every rank.
+
+        Every rank passes tensors of the same shapes, samples first; the first stage's reads inputs, the last one's
+        targets. The batch is cut into as many parts as the schedule has micro-batches, of lengths that differ by one at
+        most, larger ones first; fewer where there are fewer samples. Gradients are added to `.grad`.
+
+        Raises:
+            ValueError: no samples, inputs and targets of different numbers, shapes that are others than before.
+            StageFailedError: another rank's stage failed.
+            Exception: what a stage of this rank raised.
+        """
+        return self._together(lambda: self._step(inputs, targets))
+
+    def evaluate(self, inputs: Tensor) -> Tensor:
+        """Run the model in evaluation mode; return the outputs of the whole batch on every rank.
+
+        It is cut as a step cuts it. Raises as `step` does.
+        """
+        return self._together(lambda: self._evaluate(inputs))
+
+    def sum_ties(self) -> None:
+        """Make gradients of weights that several ranks have the sum over all of them: a collective."""
+        if self._ties is not None:
+            self._together(self._ties.sum_gradients)
+
+    def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        if len(targets) != len(inputs):
+            raise ValueError(f"{len(inputs)} inputs but {len(targets)} targets; pass one for each")
+        parts = self._cut(inputs, targets)
+        run = self._running = Run(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
+        run.on_last_backward, self.spans = self.on_last_backward, run.spans
+        with torch.enable_grad():
+            run.run(self._row(len(parts.weights)), parts)
+        if self.queue is not None:
+            self.queue.finish()
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        if run.results:
+            for index, part in enumerate(parts.inputs):
+                total += run.results[index].double() * len(part)
+        self.loss_sum = self._meeting.tell_all(total, self.schedule.rank_of[-1]) if self._meeting else total
+        if self._channels is not None:
+            self._channels.finish()
+        if self._ties is not None and self.sums_ties:
+            self._ties.sum_gradients()
+        return self.loss_sum / len(inputs)
+
+    def _evaluate(self, inputs: Tensor) -> Tensor:
+        parts = self._cut(inputs, None)
+        run = self._running = Run(self.stages, self.schedule.stages - 1, self._channels, None, None)
+        modes = [(each, each.training) for each in self.module.modules()]
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                run.run(self._row(len(parts.weights), forwards_only=True), parts)
+        finally:
+            for each, training in modes:
+                each.training = training
+        if self._channels is not None:
+            self._channels.finish()
+        outputs = torch.cat([run.results[index] for index in range(len(run.results))]) if run.results else None
+        if self._meeting is not None:
+            outputs = self._meeting.deal(outputs, self.schedule.rank_of[-1], self._device)
+        assert outputs is not None
+        return outputs
+
+    def _cut(self, inputs: Tensor, targets: Tensor | None) -> Parts:
+        """Cut a batch into micro-batches."""
+        if not len(inputs):
+            raise ValueError("a batch of 0 samples; pass one at least")
+        lengths = part_lengths(len(inputs), self.schedule.microbatches)
+        kind = (tuple(inputs.shape[1:]), inputs.dtype, targets is None)
+        return Parts(
+            torch.split(inputs, lengths),
+            () if targets is None else torch.split(targets, lengths),
+            [length / len(inputs) for length in lengths],
+            [(length, *kind) for length in lengths],
+        )
+
+    def _row(self, microbatches: int, *, forwards_only: bool = False) -> Row:
+        key = (microbatches, forwards_only)
+        if key not in self._rows:
+            self._rows[key] = row_of(self.schedule, self.rank, microbatches, forwards_only=forwards_only)
+        return self._rows[key]
+
+    def _together(self, work: Callable[[], Result]) -> Result:
+        """Do something that needs all ranks: where one of them fails, all do, with its cause."""
+        if self._ended is not None:
+            raise StageFailedError(f"this pipeline has ended: {self._ended}; build a new one, of a new group")
+        try:
+            return work()
+        except BaseException as error:
+            own = not isinstance(error, LostError)
+            self._end(error, own=own)
+            if own:
+                raise
+            raise StageFailedError(self._ended) from error
+
+    def _end(self, error: BaseException, *, own: bool) -> None:
+        """Tell the others why this rank stops, or hear why another has, and close all connections."""
+        at = self._running.at if self._running is not None else None
+        where = f"rank {self.rank}" if at is None else f"stage {at.stage} on rank {self.rank}"
+        self._ended = f"{where} failed: {first_line(error)}" if own else f"rank {self.rank}: {error}"
+        if self.queue is not None:
+            self.queue.discard()
+        if self._meeting is None:
+            return
+        heard = None if own else self._meeting.board.hear()
+        self._ended = heard or self._meeting.board.tell(self._ended)
+        self._meeting.abort()
+
+
+def _check(
+    layers: nn.Sequential,
+    process_group: dist.ProcessGroup | None,
+    schedule: Schedule,
+    *,
+    layerwise: bool,
+    recompute: bool,
+) -> None:
+    """Refuse what cannot be a pipeline, before anything is sent."""
+    if not isinstance(layers, nn.Sequential):
+        raise TypeError(f"a pipeline is cut from the layers of an nn.Sequential, got a {type(layers).__name__}")
+    ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+    if schedule.ranks != ranks:
+        raise ValueError(f"schedule {schedule.name} is for {schedule.ranks} ranks, the group has {ranks}")
+    if layerwise and recompute:
+        raise ValueError("layerwise and recompute: layerwise forwards every layer again anyway; drop one of the two")
+    of_layers = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
+    for name, each in (*layers.named_parameters(), *layers.named_buffers()):
+        if id(each) not in of_layers:
+            raise ValueError(f"{name} belongs to no layer, so to no stage; move it into one")
+
+
+def _device_of(*modules: nn.Module) -> torch.device:
+    """Return where the first of some modules that has a parameter or buffer is."""
+    held = (each for module in modules for each in (*module.parameters(), *module.buffers()))
+    first = next(held, None)
+    return torch.device("cpu") if first is None else first.device

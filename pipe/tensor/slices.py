@@ -1,0 +1,109 @@
+"""Which part of a global tensor a rank holds, and where elements of that part lie in the whole. No torch.
+
+A part is one range along one dimension. Along dimension 0 it is one range of the whole's row-major elements too; along
+dimension 1 it is a range in every row. A part of a part, as ZeRO cuts one, is a few boxes, however many rows there are:
+
+    down (6, 4), this rank columns 2:4         its elements 1 .. 8, flat      in the whole
+        0  1                                      .  1                        [0:1, 3:4]
+        2  3                                      2  3                        [1:4, 2:4]
+        4  5                                      4  5
+        6  7                                      6  7
+        8  9                                      8  .                        [4:5, 2:3]
+       10 11                                      .  .
+"""
+
+import math
+from dataclasses import dataclass
+
+Range = tuple[int, int]
+Box = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Places [start, stop) along a dimension of a tensor of a global shape; dimension None: all of it, on every rank.
+
+    `answers` says whether this rank speaks for the part where each part is wanted once, as in a checkpoint or a norm:
+    of what every rank holds whole, rank 0 does.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dimension: int | None = None
+    start: int = 0
+    stop: int = 0
+    answers: bool = True
+
+    @property
+    def has_first(self) -> bool:
+        """True on the one rank that answers for the first element, and so for numbers that belong to all of it."""
+        return self.answers and self.start == 0
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def box(self) -> Box:
+        """The part as a range of each dimension."""
+        whole = [(0, size) for size in self.shape]
+        if self.dimension is not None:
+            whole[self.dimension] = (self.start, self.stop)
+        return tuple(whole)
+
+    @property
+    def offset(self) -> int | None:
+        """Where the part begins among the whole's row-major elements; None if they are not one range."""
+        if self.dimension is None:
+            return 0
+        if math.prod(self.shape[: self.dimension]) > 1:
+            return None
+        return self.start * math.prod(self.shape[self.dimension + 1 :])
+
+    def boxes(self, begin: int, end: int) -> list[tuple[Range, Box]]:
+        """Cut elements [begin, end) of the part, flattened row by row, into boxes of the global tensor, in order.
+
+        Each comes with the range of the part's elements that it is: the box's own row-major order is theirs.
+
+        Raises:
+            ValueError: the range does not lie in the part.
+        """
+        elements = math.prod(self.local_shape)
+        if not 0 <= begin <= end <= elements:
+            raise ValueError(f"{self.name}: elements {begin}:{end} do not lie in this rank's 0:{elements}")
+        found, at = [], begin
+        for local in _boxes(self.local_shape, begin, end):
+            size = math.prod(high - low for low, high in local)
+            found.append(((at, at + size), self._in_whole(local)))
+            at += size
+        return found
+
+    def _in_whole(self, local: Box) -> Box:
+        if self.dimension is None:
+            return local
+        low, high = local[self.dimension]
+        moved = (low + self.start, high + self.start)
+        return (*local[: self.dimension], moved, *local[self.dimension + 1 :])
+
+
+def _boxes(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
+    """Cut row-major elements [begin, end) of a tensor into boxes: part of a row, whole rows, part of a row."""
+    if begin == end:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    rest = tuple((0, size) for size in shape[1:])
+    first, last = begin // row, (end - 1) // row
+    if first == last and end - begin < row:
+        return [((first, first + 1), *box) for box in _boxes(shape[1:], begin - first * row, end - first * row)]
+    found: list[Box] = []
+    if begin % row:
+        found += [((first, first + 1), *box) for box in _boxes(shape[1:], begin % row, row)]
+        first += 1
+    if first < end // row:
+        found.append(((first, end // row), *rest))
+    if end % row:
+        found += [((last, last + 1), *box) for box in _boxes(shape[1:], 0, end % row)]
+    return found

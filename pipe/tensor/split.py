@@ -1,0 +1,148 @@
+"""Split the layers of a model over ranks, in place, as a plan says."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipe.tensor.plan import Rule, matches
+from pipe.tensor.region import Region
+from pipe.tensor.slices import TensorSlice
+
+Plan = Mapping[str, Rule]
+Found = list[tuple[str, nn.Module, Rule]]
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """A model whose layers are split: every parameter under its global name, and which part of it this rank has."""
+
+    module: nn.Module
+    region: Region
+    slices: dict[str, TensorSlice] = field(default_factory=dict)
+
+
+def parallelize(
+    module: nn.Module,
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    *,
+    sequence_parallel: bool = False,
+    sequence_dimension: int = 1,
+    partial: bool = False,
+) -> TensorParallel:
+    """Split a model that every rank of a group has whole, in place; what is not split becomes rank 0's.
+
+    Every rank must give the same model and plan, and afterwards the same inputs. Gradients are those of one process, of
+    the part that a rank has; those of whole parameters have the same bits on every rank, and so have their values if
+    each rank steps them alike. `group` None is one rank. A collective, unless parameters are on the meta device.
+
+    With `sequence_parallel`, what lies between split layers is split along `sequence_dimension` of (batch, tokens,
+    ...), which the ranks must divide. Dimension 0, where they divide the batch, spares a copy for each exchange.
+    `partial`: the model is a stage, and rows that match nothing are let be.
+
+    Raises:
+        ValueError: a layer cannot be split so, a row matches nothing, or a shared parameter is split in two ways;
+            before anything is sent or changed.
+    """
+    region = Region(group, sequence_dimension if sequence_parallel else None)
+    found, problems = _find(module, plan, region.ranks, partial=partial)
+    cuts = {id(module.get_parameter(name)): dimension for name, dimension in _cuts(found)}
+    problems += _shared_two_ways(module, dict(_cuts(found)))
+    if problems:
+        raise ValueError("; ".join(problems))
+    slices = {name: _slice_of(name, each, cuts.get(id(each)), region) for name, each in module.named_parameters()}
+    _broadcast([each for each in module.parameters() if id(each) not in cuts] + list(module.buffers()), region)
+    _cut(module, found, slices, region)
+    for _, part, rule in found:
+        if region.splits_sequence or not rule.sequence_only:
+            rule.apply(part, region)
+    return TensorParallel(module, region, slices)
+
+
+def _find(module: nn.Module, plan: Plan, ranks: int, *, partial: bool) -> tuple[Found, list[str]]:
+    """List the modules that rows speak of, and what keeps them from being split."""
+    found, problems = [], []
+    for pattern, rule in plan.items():
+        matched = [(name, part) for name, part in module.named_modules() if matches(pattern, name)]
+        if not matched and not partial:
+            names = ", ".join(name for name, _ in module.named_children())
+            problems.append(f"plan: {pattern!r} matches no module; the model has {names}")
+        for name, part in matched:
+            found.append((name, part, rule))
+            problems += [f"{name}: {each}" for each in rule.problems(part, ranks)]
+    return found, problems
+
+
+def _cuts(found: Found) -> Iterator[tuple[str, int]]:
+    for name, part, rule in found:
+        for own, dimension in rule.cuts(part):
+            yield f"{name}.{own}".removeprefix("."), dimension
+
+
+def _shared_two_ways(module: nn.Module, cuts: Mapping[str, int]) -> list[str]:
+    """Say which parameters of several names are split under one of them otherwise than under another."""
+    first: dict[int, str] = {}
+    problems = []
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        if cuts.get(name) != cuts.get(other):
+            ways = [
+                "whole" if cuts.get(each) is None else f"split along dimension {cuts[each]}" for each in (other, name)
+            ]
+            problems.append(
+                f"{other} and {name} are one parameter, {ways[0]} there and {ways[1]} here; plan both alike"
+            )
+    return problems
+
+
+def _slice_of(name: str, parameter: Tensor, dimension: int | None, region: Region) -> TensorSlice:
+    shape = tuple(parameter.shape)
+    if dimension is None:
+        return TensorSlice(name, shape, answers=region.rank == 0)
+    return TensorSlice(name, shape, dimension, *region.share(shape[dimension]))
+
+
+@torch.no_grad()
+def _broadcast(tensors: list[Tensor], region: Region) -> None:
+    for each in tensors:
+        if region.ranks > 1 and not each.is_meta:
+            whole = each.contiguous()
+            dist.broadcast(whole, group=region.group, group_src=0)
+            each.copy_(whole)
+
+
+def _cut(module: nn.Module, found: Found, slices: Mapping[str, TensorSlice], region: Region) -> None:
+    """Put this rank's parts in place of whole parameters; of one module's, side by side in memory where they can be."""
+    name_of = {id(each): name for name, each in module.named_parameters()}
+    made: dict[int, nn.Parameter] = {}
+    for _, part, rule in found:
+        whole = [(own, part.get_parameter(own)) for own, _ in rule.cuts(part)]
+        for kind in dict.fromkeys(own.rpartition(".")[2] for own, _ in whole):
+            alike = [each for own, each in whole if own.rpartition(".")[2] == kind and id(each) not in made]
+            for each, local in zip(alike, _parts(alike, [slices[name_of[id(one)]] for one in alike]), strict=True):
+                made[id(each)] = nn.Parameter(local, requires_grad=each.requires_grad)
+    for part in module.modules():
+        for own, parameter in part._parameters.items():
+            if id(parameter) in made:
+                part._parameters[own] = made[id(parameter)]
+
+
+@torch.no_grad()
+def _parts(whole: list[nn.Parameter], slices: list[TensorSlice]) -> list[Tensor]:
+    """Copy parts of tensors into one tensor, and view it as them."""
+    if not whole:
+        return []
+    shapes = [each.local_shape for each in slices]
+    flat = whole[0].new_empty(sum(map(math.prod, shapes)))
+    views, at = [], 0
+    for each, cut, shape in zip(whole, slices, shapes, strict=True):
+        assert cut.dimension is not None
+        view = flat[at : at + math.prod(shape)].view(shape)
+        view.copy_(each.narrow(cut.dimension, cut.start, cut.stop - cut.start))
+        views.append(view)
+        at += view.numel()
+    return views

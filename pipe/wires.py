@@ -1,0 +1,122 @@
+"""How a tensor gets from one rank to another: gloo on CPUs, NCCL between GPUs.
+
+    gloo   one group. Tags tell messages apart; a receive is posted long before its message comes.
+    NCCL   one group of two ranks for each way between two of them. NCCL knows no tags: what goes one way keeps its
+           order there, and no way waits for another. A stream beside the computing one launches messages.
+
+Both close for good with `abort`, which ends what other ranks wait for.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipe.failures import LostError
+
+NO_TAG: Final = 1  # nobody sends with it
+AT_ONCE: Final = timedelta(milliseconds=1)
+
+
+class Message(Protocol):
+    """A message on its way."""
+
+    def wait(self) -> None:
+        """Wait until it has come, or gone: on a GPU the current stream waits, not the host.
+
+        Raises:
+            LostError: it will not.
+        """
+        ...
+
+
+class Wire(Protocol):
+    """What tensors travel on; peers are ranks of the pipeline's group."""
+
+    ordered: bool  # what goes from one rank to another is received in the order in which it is sent: there are no tags
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        """Begin to send a dense tensor, which must stay as it is until then."""
+        ...
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
+        """Begin to receive into a dense tensor."""
+        ...
+
+    def abort(self) -> None:
+        """Close all connections; nothing can be sent again."""
+        ...
+
+
+class GlooMessage:
+    """A send or receive of gloo's."""
+
+    __slots__ = ("_peer", "_timeout", "_work")
+
+    def __init__(self, work: dist.Work, timeout: timedelta, peer: int) -> None:
+        self._work, self._timeout, self._peer = work, timeout, peer
+
+    def wait(self) -> None:
+        """Wait for it, as long as the group's time-out at most."""
+        try:
+            self._work.wait(self._timeout)
+        except RuntimeError as error:
+            raise LostError(f"lost rank {self._peer}: {error}") from error
+
+
+class GlooWire:
+    """Messages of gloo's in a group of the pipeline's own, so that nobody else's are taken for them."""
+
+    ordered = False
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self._group, self._timeout = group, timeout
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
+        """Begin to send."""
+        try:
+            return GlooMessage(self._group.send([flat(tensor)], peer, tag), self._timeout, peer)
+        except RuntimeError as error:
+            raise LostError(f"lost rank {peer}: {error}") from error
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
+        """Begin to receive."""
+        try:
+            return GlooMessage(self._group.recv([flat(tensor)], peer, tag), self._timeout, peer)
+        except RuntimeError as error:
+            raise LostError(f"lost rank {peer}: {error}") from error
+
+    def abort(self) -> None:
+        """Close all connections of the group: gloo does so when a wait is over its time.
+
+        A wait for a rank that is lost already ends at once, and closes no other connection.
+        """
+        for peer in range(self._group.size()):
+            if peer != self._group.rank():
+                with contextlib.suppress(RuntimeError):
+                    self._group.recv([torch.empty(1)], peer, NO_TAG).wait(AT_ONCE)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return a dense tensor's memory as a contiguous tensor."""
+    if tensor.is_contiguous():
+        return tensor
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return a tensor that fills its memory, in whatever order of dimensions: itself, or a copy."""
+    if tensor.is_contiguous():
+        return tensor
+    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor if tensor.permute(by_stride).is_contiguous() else tensor.contiguous()
+
+
+def own_group(process_group: dist.ProcessGroup | None, backend: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a further group of a group's ranks: a collective of them, of no others."""
+    ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
+    return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)  # type: ignore[no-any-return]

@@ -1,0 +1,112 @@
+"""What cannot be split is refused with numbers, before anything is sent or changed."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from jobs.shapes import VGG_SHAPES, GptShape
+from jobs.train.models.gpt import assemble_gpt
+from jobs.train.models.tensor_plan import GPT_PLAN, split_gpt
+from jobs.train.models.vgg import build_vgg
+from jobs.train.world import World
+from pipe.tensor import Column, Row, SplitCrossEntropy, Vocabulary, parallelize
+from pipe.tensor.region import Region
+from support.tensor_parallel import SHAPE, Case, build, split
+
+
+def refused(world: World) -> dict[str, str]:
+    """Return what three ranks say of models that they cannot split; nothing may be sent, nor changed."""
+    found = {}
+
+    def ask(name: str, model: nn.Module, plan: dict, **settings: bool) -> None:
+        before = {each: tuple(value.shape) for each, value in model.state_dict().items()}
+        kinds = [type(each) for each in model.modules()]
+        with mock.patch.object(dist, "broadcast", side_effect=AssertionError("sent")):
+            try:
+                parallelize(model, plan, world.group, **settings)
+                found[name] = "split"
+            except ValueError as error:
+                found[name] = str(error)
+        assert before == {each: tuple(value.shape) for each, value in model.state_dict().items()}
+        assert kinds == [type(each) for each in model.modules()]
+
+    def gpt(**changes: int) -> nn.Module:
+        return assemble_gpt(GptShape(**{**SHAPE, "d_model": 12, "heads": 3, "d_ff": 24, "vocabulary": 27, **changes}))
+
+    ask("heads", gpt(heads=4), GPT_PLAN)
+    ask("d_ff", gpt(d_ff=32), GPT_PLAN)
+    ask("vocabulary", gpt(vocabulary=256, tied=False), GPT_PLAN)
+    ask("nowhere", gpt(), {**GPT_PLAN, "block*.mlp.gate": Column()})
+    ask("shared", gpt(tied=True), {"embed.token": Vocabulary()})
+    ask("shared otherwise", gpt(tied=True), {"embed.token": Vocabulary(), "head": Row()})
+    ask("kind", nn.Sequential(nn.Conv2d(3, 3, 1)), {"0": Row()})
+    ask("subclass", nn.Sequential(nn.modules.linear.NonDynamicallyQuantizableLinear(3, 3)), {"0": Column()})
+    ask("padding", nn.Sequential(nn.Embedding(3, 4, padding_idx=0)), {"0": Vocabulary()})
+    return found
+
+
+WANTED = {
+    "heads": "block1.attention: 4 heads cannot be split over 3 ranks: 1 would be left; 6 could be",
+    "d_ff": "block1.mlp.up: 32 outputs cannot be split over 3 ranks: 2 would be left; 33 could be; "
+    "block1.mlp.down: 32 inputs cannot be split over 3 ranks: 2 would be left; 33 could be",
+    "vocabulary": "embed.token: 256 tokens of its vocabulary cannot be split over 3 ranks: 1 would be left; "
+    "258 could be; head: 256 tokens of its vocabulary cannot be split over 3 ranks: 1 would be left; 258 could be",
+    "nowhere": "plan: 'block*.mlp.gate' matches no module; the model has embed, block1, norm, head",
+    "shared": "embed.token.weight and head.weight are one parameter, split along dimension 0 there and whole here; "
+    "plan both alike",
+    "shared otherwise": "embed.token.weight and head.weight are one parameter, split along dimension 0 there and "
+    "split along dimension 1 here; plan both alike",
+    "kind": "0: is a Conv2d, wanted Linear",
+    "subclass": "0: is a NonDynamicallyQuantizableLinear, wanted Linear",
+    "padding": "0: padding_idx is not supported where a vocabulary is split",
+}
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_split_is_refused_with_numbers_and_nothing_is_sent(on_ranks):
+    for found in on_ranks(3, refused):
+        assert found == WANTED
+
+
+def in_use(world: World) -> dict[str, str]:
+    """Return what two ranks say of inputs that do not fit."""
+    found = {}
+    made = split(build(Case(sequence=1)), Case(sequence=1), world)
+    ask = {
+        "sequence": lambda: made.module(torch.zeros(2, 7, dtype=torch.int64)),
+        "token": lambda: made.module(torch.tensor([[0, 24]])),
+        "target": lambda: made.module(torch.zeros(2, 8, dtype=torch.int64), torch.full((2, 8), 24)),
+        "classes": lambda: SplitCrossEntropy(Region(world.group), 24)(torch.zeros(2, 8), torch.zeros(2, dtype=int)),
+    }
+    for name, call in ask.items():
+        with pytest.raises(ValueError, match=r"\d") as error:
+            call()
+        found[name] = str(error.value)
+    return found
+
+
+@pytest.mark.ranks
+def test_inputs_that_do_not_fit_are_refused_with_numbers(on_ranks):
+    for found in on_ranks(2, in_use):
+        assert found == {
+            "sequence": "sequence parallel: dimension 1 of [2, 7, 16] is 7, which 2 ranks do not divide; pad it, or "
+            "parallelize without sequence_parallel",
+            "token": "token 24 is not below the vocabulary of 24, nor 0 or more",
+            "target": "target 24 is not below the vocabulary of 24, nor 0 or more",
+            "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 of them; wanted this rank's 12, or all",
+        }
+
+
+def test_a_stage_may_lack_what_rows_speak_of():
+    stage = assemble_gpt(Case().shape)[1:2]
+    parallelize(stage, GPT_PLAN, None, partial=True)
+    with pytest.raises(ValueError, match=r"'embed.token' matches no module; the model has block1"):
+        parallelize(assemble_gpt(Case().shape)[1:2], GPT_PLAN, None)
+
+
+def test_only_a_gpt_has_a_plan():
+    with pytest.raises(ValueError, match="of other models it has no plan"):
+        split_gpt(build_vgg(VGG_SHAPES["vgg11"], 1), None)

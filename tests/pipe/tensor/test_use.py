@@ -1,0 +1,198 @@
+"""Split models in company: autocast, copies, a backward's order, and data parallel and ZeRO over a mesh."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ddp import BucketedDDP
+from jobs.train.world import World
+from pipe.mesh import Mesh
+from pipe.splitting import WeightQueue
+from pipe.tensor.cross_entropy import SplitCrossEntropy
+from pipe.tensor.linear import ColumnLinear, RowLinear, side_by_side
+from pipe.tensor.region import Pending, Region
+from support.tensor_parallel import WITHIN, Case, batch, build, far, part_of, split, wrong_copies, wrong_gradients
+from zero import ShardedDataParallel
+
+pytestmark = pytest.mark.ranks
+
+
+def wrong_autocast(world: World) -> list[str]:
+    """Under autocast, products are made in bfloat16 and gradients are float32, near those of one process."""
+    problems = []
+    for sequence in (None, 1):
+        case = Case(sequence=sequence)
+        whole = build(case, world, torch.float32)
+        made = split(copy.deepcopy(whole), case, world)
+        losses = []
+        for model in (whole, made.module):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(*batch(0, world.device))
+            loss.backward()
+            losses.append(loss.detach())
+        problems += far(losses[1], losses[0], "loss", 0.05)
+        largest = max(float(each.grad.abs().max()) for each in whole.parameters())
+        problems += wrong_gradients(whole, made, 0.05 * largest) + wrong_copies(world, made)
+        types = {each.grad.dtype for each in made.module.parameters()}
+        problems += [] if types == {torch.float32} else [f"gradients are {types}"]
+    return problems
+
+
+def wrong_copy(world: World) -> list[str]:
+    """A copy of a split model is one, though its weights no longer follow each other; names are those of the whole."""
+    problems = []
+    for sequence in (None, 1):
+        case = Case(sequence=sequence, tied=True)
+        whole = build(case, world)
+        made = split(copy.deepcopy(whole), case, world)
+        other = copy.deepcopy(made.module)
+        for model, joined in ((made.module, True), (other, False)):
+            attention = model.block1.attention
+            weights = [attention.query.weight, attention.key.weight, attention.value.weight]
+            problems += [] if (side_by_side(weights) is not None) is joined else ["weights are not side by side"]
+            model(*batch(0, world.device)).backward()
+        for (name, one), two in zip(made.module.named_parameters(), other.parameters(), strict=True):
+            problems += far(two.grad, one.grad, f"{name}: gradient of a copy", 1e-14)
+        problems += [] if list(made.module.state_dict()) == list(whole.state_dict()) else ["other names"]
+        problems += [] if other.head.weight is other.embed.token.weight else ["no longer tied"]
+    return problems
+
+
+def wrong_losses(world: World) -> list[str]:
+    """The loss of split logits is that of whole ones, ignored targets and large logits too; gradients as well."""
+    problems = []
+    start, stop = Region(world.group).share(12)
+    generator = torch.Generator().manual_seed(world.size)
+    for scale in (1.0, 1e4):
+        logits = (scale * torch.randn(6, 12, generator=generator, dtype=torch.float64)).requires_grad_()
+        targets = torch.tensor([0, 11, -100, 5, 6, -100])
+        own = logits.detach()[:, start:stop].clone().requires_grad_()
+        found = SplitCrossEntropy(Region(world.group), 12)(own, targets)
+        wanted = functional.cross_entropy(logits, targets)
+        (3.0 * found).backward()
+        (3.0 * wanted).backward()
+        problems += far(found.detach(), wanted.detach(), "loss", 1e-12 * scale)
+        problems += far(own.grad, logits.grad[:, start:stop], "gradient of logits", 1e-14)
+    return problems
+
+
+def wrong_later(world: World) -> list[str]:
+    """A zero-bubble pipeline makes gradients of weights after the backward; what was sent was sent before."""
+    problems = []
+    for sequence in (None, 1):
+        case = Case(sequence=sequence)
+        whole = build(case, world)
+        whole(*batch(0, world.device)).backward()
+        made = split(build(case, world), case, world)
+        queue = WeightQueue(made.module)
+        layers = [each for each in made.module.modules() if isinstance(each, (ColumnLinear, RowLinear))]
+        with queue.collecting(0):
+            made.module(*batch(0, world.device)).backward()
+        early = [each for each in layers if each.weight.grad is not None]
+        with mock.patch.object(Region, "_begin", side_effect=AssertionError("sent")):
+            queue.run(0)
+        problems += [f"{len(early)} gradients were made in the backward"] if early or len(layers) != 7 else []
+        problems += wrong_gradients(whole, made, WITHIN) + wrong_copies(world, made)
+    return problems
+
+
+CHECKS = {"later": wrong_later, "autocast": wrong_autocast, "copy": wrong_copy, "losses": wrong_losses}
+
+
+def wrong_checks(world: World) -> list[str]:
+    return [f"{name}: {each}" for name, check in CHECKS.items() for each in check(world)]
+
+
+def test_autocast_copies_and_losses_are_those_of_one_process(on_ranks):
+    assert on_ranks(2, wrong_checks) == [[]] * 2
+
+
+class Products(TorchDispatchMode):
+    """Notes products of a shape."""
+
+    def __init__(self, said: list[str], shapes: dict[tuple[int, ...], str]) -> None:
+        super().__init__()
+        self.said, self.shapes = said, shapes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and tuple(found.shape) in self.shapes:
+            self.said.append(self.shapes[tuple(found.shape)])
+        return found
+
+
+def backward_order(world: World) -> dict[str, list[str]]:
+    """Return, of the column layers, in which order the sum begins, dW is made, and the sum is waited for."""
+    found = {}
+    for sequence, method in ((None, "begin_sum"), (1, "begin_scatter_sum")):
+        case = Case(sequence=sequence, bias=False, norm="rms")
+        model = split(build(case), case, world).module
+        loss = model(*batch(0, world.device))
+        said: list[str] = []
+        made: Callable[[Region, Tensor], Pending] = getattr(Region, method)
+
+        def begin(region: Region, x: Tensor, made: Any = made, said: list[str] = said) -> Pending:
+            said.append("begin")
+            wait = made(region, x)
+            return lambda: said.append("wait") or wait()
+
+        rows = 3 * 16 // world.size
+        with mock.patch.object(Region, method, begin), Products(said, {(rows, 16): "dW"}):
+            loss.backward()
+        found[str(sequence)] = said[said.index("dW") - 1 : said.index("dW") + 2]
+    return found
+
+
+def test_the_gradient_of_the_input_travels_while_that_of_the_weights_is_made(on_ranks):
+    assert on_ranks(2, backward_order) == [{"None": ["begin", "dW", "wait"], "1": ["begin", "dW", "wait"]}] * 2
+
+
+def wrong_products(world: World) -> list[str]:
+    """Two copies of two ranks each: gradients must be the mean of one process over both copies' batches."""
+    mesh = Mesh(data=2, tensor=2)
+    groups = mesh.groups(world.group)
+    data, tensor = mesh.data_rank(world.rank), mesh.tensor_rank(world.rank)
+    apart = World(tensor, 2, groups.tensor, world.device)
+    problems = []
+    for sequence in (None, 1):
+        case = Case(tied=True, sequence=sequence)
+        whole = build(case, world)
+        (sum(whole(*batch(each, world.device)) for each in range(2)) / 2).backward()
+        made = split(build(case, world), case, apart)
+        wrapped = BucketedDDP(made.module, groups.data)
+        wrapped(*batch(data, world.device)).backward()
+        wrapped.finish_gradient_synchronization()
+        problems += wrong_gradients(whole, made, WITHIN) + wrong_copies(apart, made)
+        problems += wrong_zero(case, whole, groups.data, apart, data)
+    return problems
+
+
+def wrong_zero(case: Case, whole: nn.Module, group: Any, apart: World, data: int) -> list[str]:
+    """A step of ZeRO, in every stage, on copies of split models is the step of one process."""
+    problems = []
+    stepped = copy.deepcopy(whole)
+    for mine, theirs in zip(stepped.parameters(), whole.parameters(), strict=True):
+        mine.grad = theirs.grad
+    torch.optim.SGD(stepped.parameters(), lr=0.1).step()
+    for stage in (1, 2, 3):
+        made = split(build(case, apart), case, apart)
+        wrapped = ShardedDataParallel(made.module, group, stage=stage)
+        optimizer = wrapped.optimizer(torch.optim.SGD, lr=0.1)
+        wrapped(*batch(data, apart.device)).backward()
+        optimizer.step()
+        with wrapped.gather_full():
+            for name, each in made.module.named_parameters():
+                wanted = part_of(stepped.get_parameter(name).detach(), made, name)
+                problems += far(each.detach(), wanted, f"zero{stage}: {name}", WITHIN)
+    return problems
+
+
+def test_data_parallel_and_zero_over_split_models_step_as_one_process(on_ranks):
+    assert on_ranks(4, wrong_products) == [[]] * 4

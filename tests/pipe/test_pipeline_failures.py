@@ -1,0 +1,161 @@
+"""A pipeline refuses what cannot be, and ends on all ranks, promptly and with one cause, when one of them fails."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from jobs.train.world import World
+from pipe.pipeline import Pipeline
+from pipe.schedules.tables import schedule
+
+pytestmark = pytest.mark.ranks
+
+PROMPT_S = 20.0  # the groups of tests wait 30 s for a message: nobody ends by waiting
+
+
+def said_by(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+class Failing(nn.Linear):
+    """Does something wrong in one of its forwards, or backwards."""
+
+    def __init__(self, what: str, at: int) -> None:
+        super().__init__(4, 4)
+        self.what, self.at, self.count = what, at, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count != self.at:
+            return super().forward(x)
+        if self.what == "forward":
+            raise ValueError("burst\nin two lines")
+        if self.what == "in place":
+            x.add_(1.0)
+        if self.what == "tuple":
+            return (x,)  # type: ignore[return-value]
+        output = super().forward(x)
+        if self.what == "backward":
+            output.register_hook(lambda _: 1 / 0)
+        return output[:, :2] if self.what == "shape" else output
+
+
+def layers_with(what: str, at: int, stage: int, stages: int = 3) -> nn.Sequential:
+    return nn.Sequential(*(Failing(what if each == stage else "nothing", at) for each in range(stages)))
+
+
+def failing(world: World, name: str, what: str, at: int, stage: int) -> list[Any]:
+    """Step until it fails, and once more; return what was said, and whether the ranks can still talk."""
+    pipeline = Pipeline(
+        layers_with(what, at, stage), schedule(name, world.size, 4), loss=functional.cross_entropy, cuts=(0, 1, 2)
+    )
+    inputs, targets = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
+    said = [said_by(lambda: [pipeline.step(inputs, targets) for _ in range(3)]) for _ in range(2)]
+    number = torch.ones(1)
+    dist.all_reduce(number, group=world.group)
+    return [*said, float(number)]
+
+
+FAILURES = [
+    ("1f1b", "forward", 7, 1, "ValueError: burst\nin two lines", "ValueError: burst"),
+    ("gpipe", "backward", 2, 2, "ZeroDivisionError: division by zero", None),
+    ("1f1b", "in place", 6, 2, "RuntimeError: a leaf Variable that requires grad", None),
+    (
+        "gpipe",
+        "shape",
+        5,
+        0,
+        "ValueError: the activation of micro-batch 0 for stage 1 is (2, 2) of torch.float32, earlier ones for as many "
+        "samples were (2, 4) of torch.float32; shapes must follow from those of the inputs",
+        None,
+    ),
+    ("model", "tuple", 1, 1, "TypeError: stage 1: layer '1' returned a tuple; one tensor crosses a cut", None),
+]
+
+
+@pytest.mark.parametrize(("name", "what", "at", "stage", "own", "cause"), FAILURES, ids=[each[1] for each in FAILURES])
+def test_a_stage_that_raises_ends_all_ranks_and_is_the_cause(on_ranks, name, what, at, stage, own, cause):
+    answers = on_ranks(3, failing, deadline_s=PROMPT_S, name=name, what=what, at=at, stage=stage)
+    told = f"stage {stage} on rank {stage} failed: {cause or own}"
+    for rank, (first, second, ranks) in enumerate(answers):
+        assert first.startswith(own if rank == stage else f"StageFailedError: {told}")
+        assert second.startswith(f"StageFailedError: this pipeline has ended: {told}")
+        assert ranks == 3.0
+
+
+def gone(world: World) -> str:
+    """Rank 1 stops talking in the middle, as a process does that dies."""
+    pipeline = Pipeline(layers_with("nothing", 0, 0), schedule("1f1b", world.size, 4), loss=functional.cross_entropy)
+    inputs, targets = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
+    pipeline.step(inputs, targets)
+    assert pipeline._meeting is not None
+    if world.rank == 1:
+        pipeline._meeting.abort()
+        return "gone"
+    return said_by(lambda: pipeline.step(inputs, targets))
+
+
+def test_a_rank_that_is_gone_ends_the_others(on_ranks):
+    first, _, last = on_ranks(3, gone, deadline_s=PROMPT_S)
+    for said in (first, last):
+        assert said.startswith("StageFailedError: rank ")
+        assert "lost rank 1" in said
+
+
+def refused(world: World) -> list[str]:
+    def built(layers: nn.Module | None = None, name: str = "1f1b", ranks: int = 2, **settings: Any) -> Callable[[], Any]:
+        table = schedule(name, ranks, 4)
+        return lambda: Pipeline(
+            layers or layers_with("nothing", 0, 0),  # type: ignore[arg-type]
+            table,
+            loss=functional.cross_entropy,
+            process_group=world.group,
+            **settings,
+        )
+
+    loose = layers_with("nothing", 0, 0)
+    loose.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    short = schedule("gpipe", 2, 4)
+    short = type(short)(short.name, 4, short.rank_of, (short.actions[0][:-1], short.actions[1]))
+    said = [
+        said_by(built(ranks=4)),
+        said_by(built(nn.Linear(3, 4))),
+        said_by(built(layerwise=True, recompute=True)),
+        said_by(built(loose)),
+        said_by(built(name="zbv")),
+        said_by(built(cuts=(0, 3))),
+        said_by(built(cuts=(0, 1 + world.rank))),
+        said_by(lambda: Pipeline(layers_with("nothing", 0, 0), short, loss=functional.cross_entropy)),
+    ]
+    for inputs, targets in ((0, 0), (3, 2)):
+        pipeline = built()()
+        said.append(said_by(lambda: pipeline.step(torch.ones(inputs, 4), torch.zeros(targets))))  # noqa: B023
+    return said
+
+
+def test_what_cannot_be_is_refused_with_numbers(on_ranks):
+    wanted = [
+        "ValueError: schedule 1f1b is for 4 ranks, the group has 2",
+        "TypeError: a pipeline is cut from the layers of an nn.Sequential, got a Linear",
+        "ValueError: layerwise and recompute: layerwise forwards every layer again anyway; drop one of the two",
+        "ValueError: scale belongs to no layer, so to no stage; move it into one",
+        "ValueError: 4 stages of 3 layers",
+        "ValueError: cuts [0, 3]: there is no layer 3 among 3",
+        "ValueError: the ranks' pipelines differ: ",
+        "ScheduleError: schedule gpipe: rank 0 never does B0.3",
+        "ValueError: a batch of 0 samples; pass one at least",
+        "ValueError: 3 inputs but 2 targets; pass one for each",
+    ]
+    for said in on_ranks(2, refused, deadline_s=PROMPT_S):
+        for found, start in zip(said, wanted, strict=True):
+            assert found.startswith(start), (found, start)
+

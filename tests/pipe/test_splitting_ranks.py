@@ -1,0 +1,175 @@
+"""Backwards in two halves under data parallel: buckets leave as weights have their last gradient, to the same bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ddp import BucketedDDP, GatherScatter, OverlappedDDP
+from ddp.base import DataParallel
+from jobs.train.world import World
+from pipe.mesh import Mesh
+from pipe.pipeline import Pipeline
+from pipe.schedules.tables import schedule
+from pipe.splitting import WeightQueue
+from support.data_parallel import same_bits
+from support.pipelines import MODELS, Loop, batch_of, loss_of, seed_of
+from zero import ShardedDataParallel
+
+pytestmark = pytest.mark.ranks
+
+SMALL_MB = 0.0002
+MICROBATCHES = 3
+WRAPPERS = {
+    "bucketed": lambda module, group: BucketedDDP(module, group, bucket_size_mb=SMALL_MB, exact=True),
+    "bucketed, not exact": lambda module, group: BucketedDDP(module, group, bucket_size_mb=SMALL_MB),
+    "overlapped": lambda module, group: OverlappedDDP(module, group, exact=True),
+    "gathered": lambda module, group: GatherScatter(module, group, exact=True),
+    "zero 1": lambda module, group: ShardedDataParallel(module, group, stage=1, bucket_size_mb=SMALL_MB, exact=True),
+    "zero 2": lambda module, group: ShardedDataParallel(module, group, stage=2, bucket_size_mb=SMALL_MB, exact=True),
+}
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def optimizer_of(model: DataParallel) -> torch.optim.Optimizer:
+    settings = {"lr": 0.1, "momentum": 0.9}
+    if isinstance(model, ShardedDataParallel):
+        return model.optimizer(torch.optim.SGD, **settings)
+    return torch.optim.SGD(model.parameters(), **settings)
+
+
+def plain_step(model: DataParallel, batches: list[torch.Tensor]) -> None:
+    *first, last = batches
+    with model.no_sync():
+        for x in first:
+            model(x).square().sum().backward()
+    model(last).square().sum().backward()
+    model.finish_gradient_synchronization()
+
+
+def split_step(model: DataParallel, queue: WeightQueue, batches: list[torch.Tensor]) -> list[int]:
+    """Return how many buckets were on their way after each parameter that was ready."""
+    launched: list[int] = []
+
+    def ready(parameter: nn.Parameter) -> None:
+        model.gradients_are_ready([parameter])
+        reducer = getattr(model, "_reducer", None)
+        launched.append(len(reducer._waits) if reducer is not None else 0)
+
+    with model.no_sync():
+        outputs = [model(x) for x in batches]
+        for index, y in enumerate(outputs):
+            with queue.collecting(index):
+                y.square().sum().backward()
+        split = {id(each) for layer in queue._layers for each in layer.parameters()}
+        model.gradients_are_ready([each for each in model.module.parameters() if id(each) not in split])
+        for index in range(len(batches)):
+            queue.run(index, ready=ready if index == len(batches) - 1 else None)
+    model.finish_gradient_synchronization()
+    queue.finish()
+    return launched
+
+
+def wrong_halves(world: World) -> list[str]:
+    problems = []
+    for name, wrap in WRAPPERS.items():
+        plain, ours = wrap(mlp(), world.group), wrap(mlp(), world.group)
+        queue = WeightQueue(ours.module, exact=True)
+        optimizers = [optimizer_of(each) for each in (plain, ours)]
+        for step in range(2):
+            torch.manual_seed(10 * step + world.rank)
+            batches = [torch.randn(4, 6) for _ in range(MICROBATCHES)]
+            for each in optimizers:
+                each.zero_grad()
+            plain_step(plain, batches)
+            launched = split_step(ours, queue, batches)
+            if name != "gathered" and not launched[0] < launched[-1]:
+                problems.append(f"{name}: buckets on their way were {launched}")
+            for each in optimizers:
+                each.step()
+        queue.restore()
+        mine, wanted = ours.state_dict(), plain.state_dict()
+        problems += [f"{name}: {key}" for key, each in wanted.items() if not same_bits(mine[key], each)]
+    return problems
+
+
+def test_wrappers_take_gradients_that_are_made_later(on_ranks):
+    assert on_ranks(2, wrong_halves) == [[]] * 2
+
+
+def said_twice(world: World) -> list[str]:
+    model = BucketedDDP(mlp(), world.group)
+    first = next(model.parameters())
+    heard = []
+    with model.no_sync():
+        model(torch.randn(4, 6)).sum().backward()
+        model.gradients_are_ready([first])
+        for again in (lambda: model.gradients_are_ready([first]), lambda: model(torch.randn(4, 6)).sum()):
+            try:
+                again()
+            except RuntimeError as error:
+                heard.append(str(error))
+    model.zero_grad()
+    plain_step(model, [torch.randn(4, 6)] * 2)  # what was given up is forgotten
+    return heard
+
+
+def test_a_gradient_that_is_ready_is_so_once(on_ranks):
+    message = "0.weight: its gradient was said to be ready before in this synchronization"
+    assert on_ranks(2, said_twice) == [[message]] * 2
+
+
+def wrong_products(world: World) -> list[str]:
+    """Two pipelines of two ranks each, zero bubble, whose gradients are averaged, against a loop over both batches."""
+    groups = Mesh(data=2, pipe=2).groups(world.group)
+    data_rank = dist.get_rank(groups.data)
+    problems = []
+    for wrapper, table in (("bucketed", "zb1p"), ("zero 1", "zbv"), ("zero 2", "zb1p")):
+        pipeline = Pipeline(MODELS["gpt"](), schedule(table, 2, 4), loss=loss_of, process_group=groups.pipe, exact=True)
+        model = WRAPPERS[wrapper](pipeline.module, groups.data)
+        launched: list[int] = []
+
+        def over(stage: int, model=model, pipeline=pipeline, launched=launched) -> None:
+            model.gradients_are_ready(pipeline.stages[stage].learning)
+            launched.append(len(model._reducer._waits))
+
+        pipeline.on_last_backward = over
+        optimizer = optimizer_of(model)
+        loops = [Loop("gpt", 4) for _ in range(2)]
+        reference = [torch.optim.SGD(each.module.parameters(), lr=0.1, momentum=0.9) for each in loops]
+        for step in range(2):
+            seeds = seed_of(step)
+            shards = [batch_of("gpt", 6, 2 * step + each) for each in range(2)]
+            optimizer.zero_grad()
+            if isinstance(model, ShardedDataParallel):
+                model.synchronize()
+            pipeline.hooks.seeds = seeds
+            with model.no_sync():
+                pipeline.step(*shards[data_rank])
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            gradients = []
+            for loop, shard in zip(loops, shards, strict=True):
+                loop.module.zero_grad()
+                loop.step(*shard, seeds)
+                gradients.append([each.grad for each in loop.module.parameters()])
+            for loop, each in zip(loops, reference, strict=True):
+                for parameter, first, second in zip(loop.module.parameters(), *copy.copy(gradients), strict=True):
+                    parameter.grad = (first + second) / 2
+                each.step()
+        wanted = loops[0].module.state_dict()
+        mine = model.state_dict()
+        problems += [f"{wrapper}, {table}: {key}" for key, each in mine.items() if not same_bits(each, wanted[key])]
+        if not all(launched):
+            problems.append(f"{wrapper}, {table}: nothing was on its way when a stage was over: {launched}")
+    return problems
+
+
+def test_zero_bubble_pipelines_and_data_parallel_train_as_one_process(on_ranks):
+    assert on_ranks(4, wrong_products) == [[]] * 4

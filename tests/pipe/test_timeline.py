@@ -1,0 +1,101 @@
+"""Spans of all ranks on one clock, however far their own clocks are apart."""
+
+import time
+from dataclasses import astuple
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from jobs.train.world import World
+from pipe.schedules.actions import Action
+from pipe.schedules.measured import Record
+from pipe.schedules.messages import Receive, Send
+from pipe.schedules.simulate import Span
+from pipe.timeline import Offset, clock_offsets, gather, on_one_clock
+
+pytestmark = pytest.mark.ranks
+
+AHEAD_S = 1000.0  # a rank's clock, of the one before
+
+
+def baton(world: World) -> list[Any]:
+    """Let every rank do something, one after the other; return what rank 0 gathers, and what was true."""
+
+    def clock() -> float:
+        return time.monotonic() + AHEAD_S * world.rank
+
+    offsets = clock_offsets(pings=5, clock=clock)
+    token = torch.zeros(1)
+    if world.rank:
+        dist.recv(token, world.rank - 1)
+    began, step = clock(), Action("F", world.rank, 7)
+    spans = [Span(Receive("activation", world.rank, 7, 0), began - 5, began - 4), Span(step, began, began + 3)]
+    spans.append(Span(Send("activation", world.rank + 1, 7, 1), began + 1, began + 2))
+    if world.rank + 1 < world.size:
+        dist.send(token, world.rank + 1)
+    half = dist.new_group([1, 2])
+    records = gather(spans, offsets=offsets)
+    some = gather(spans, half) if world.rank in (1, 2) else None
+    truth: list[Any] = [None] * world.size
+    dist.all_gather_object(truth, began - AHEAD_S * world.rank)
+    return [
+        [astuple(each) for each in offsets],
+        None if records is None else [astuple(each) for each in records],
+        None if some is None else [each.rank for each in some],
+        truth,
+    ]
+
+
+def test_clocks_a_thousand_seconds_apart_are_one_clock_within_what_the_pings_allow(on_ranks: Any):
+    offsets, rows, _, truth = on_ranks(3, baton)[0]
+    for rank, (offset, uncertainty) in enumerate(offsets):
+        assert abs(offset - AHEAD_S * rank) <= uncertainty + 1e-9  # half of a round trip bounds it, whatever delays it
+        assert uncertainty < AHEAD_S / 4
+    records = [Record(*row) for row in rows]
+    forwards = [each for each in records if each.kind == "F"]
+    assert sorted((each.rank, each.stage, each.microbatch) for each in forwards) == [
+        (rank, rank, 7) for rank in range(3)
+    ]
+    for each in forwards:
+        error = abs(each.start_s - (truth[each.rank] - truth[0]))
+        assert error <= 2 * max(uncertainty for _, uncertainty in offsets) + 1e-6
+        assert each.end_s - each.start_s == pytest.approx(3.0)
+    assert [each.kind for each in records].count("wait") == [each.kind for each in records].count("send") == 3
+
+
+def test_only_rank_0_of_the_group_has_the_records_and_ranks_are_counted_in_the_group(on_ranks: Any):
+    found = on_ranks(3, baton)
+    assert [each[1] is not None for each in found] == [True, False, False]
+    assert [each[2] and sorted(each[2]) for each in found] == [None, [0, 0, 0, 1, 1, 1], None]
+
+
+def test_records_count_from_the_first_start_of_an_action_and_lie_in_order():
+    rows = [
+        [Record(0, "F", 0, 0, 100.0, 101.0), Record(0, "send", 1, 0, 101.0, 101.5)],
+        [Record(1, "wait", 1, 0, 598.0, 601.0), Record(1, "F", 1, 0, 601.5, 602.0)],
+    ]
+    records = on_one_clock(rows, [Offset(0.0, 0.0), Offset(500.0, 0.1)])
+    assert [(each.rank, each.kind, each.start_s, each.end_s) for each in records] == [
+        (1, "wait", -2.0, 1.0),
+        (0, "F", 0.0, 1.0),
+        (0, "send", 1.0, 1.5),
+        (1, "F", 1.5, 2.0),
+    ]
+
+
+def test_a_process_without_a_group_is_alone():
+    assert clock_offsets() == [Offset(0.0, 0.0)]
+    records = gather([Span(Action("F", 0, 0), 50.0, 51.0)])
+    assert records == [Record(0, "F", 0, 0, 0.0, 1.0)]
+
+
+def refused(world: World) -> str:
+    with pytest.raises(ValueError, match="found 1; wanted one for each of 2 ranks") as caught:
+        gather([], offsets=[Offset(0.0, 0.0)])
+    return str(caught.value)
+
+
+def test_offsets_of_another_number_of_ranks_are_refused(on_ranks: Any):
+    assert len(on_ranks(2, refused)) == 2
