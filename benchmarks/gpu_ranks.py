@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_pipes import NORMS_WITHIN, PipeRunner, distances, known_loss
 from gpu_sides import LoopSide, Scene, Side, Spec, batches_of, build_side
 from torch import Tensor
 
 WARM_STEPS = 8
 LOSSES_WITHIN = 0.02  # of the loss: bf16 keeps three digits
 MEMORY_STEPS = 3
-# Of an element, between two steps of AdamW: the parameter, both momenta, and the master of one in bfloat16.
-STATE_BYTES = {"fp32": 12, "bf16": 12, "pure_bf16": 14}
+# Of an element, between two steps of AdamW: the parameter, or of one in bfloat16 the master alone, and both momenta.
+STATE_BYTES = {"fp32": 12, "bf16": 12, "pure_bf16": 12}
 PROFILED_STEPS = 4
 CEILING = 8192
 
@@ -94,8 +95,9 @@ class Runner:
         return loss
 
     def losses(self, steps: int) -> list[float]:
-        """Train some steps; return every loss."""
-        return [float(loss) for _ in range(steps) if (loss := self.run(1)) is not None]
+        """Train some steps; return every loss, which some rank of a pipeline knows."""
+        found = [float(loss) for _ in range(steps) if (loss := self.run(1)) is not None]
+        return [known_loss(self.stage.all(loss)) for loss in found] if isinstance(self.side, PipeRunner) else found
 
     def block(self, steps: int) -> float:
         """Return the milliseconds of a step in a block, on the slowest rank."""
@@ -118,12 +120,15 @@ def rank_main(order: dict[str, Any]) -> None:
         torch.cuda.set_device(device)
     limit = timedelta(seconds=300)
     if smoke:
+        torch.set_num_threads(1)  # ranks share the cores
         dist.init_process_group("gloo", timeout=limit)
     else:
         dist.init_process_group("nccl", device_id=device, timeout=limit)
     if hasattr(torch._dynamo.config, "recompile_limit"):
         torch._dynamo.config.recompile_limit = 64
-    scene = Scene(order["model"], order["batch"], rank, ranks, device, smoke, bool(order["stock"]))
+    scene = Scene(
+        order["model"], order["batch"], rank, ranks, device, smoke, bool(order["stock"]), order["microbatches"]
+    )
     stage = Stage(scene)
     pairs = ("options", "numerics")
     specs = [Spec(**each | {key: tuple(map(tuple, each[key])) for key in pairs}) for each in order["specs"]]
@@ -152,6 +157,8 @@ def measure_speed(stage: Stage, specs: list[Spec], order: dict[str, Any]) -> Non
             runners.append(runner)
             losses[spec.name] = found
     compare_losses(stage, specs, losses)
+    for name, worst in distances({each.spec.name: each.side for each in runners}).items():
+        stage.say("gradients", side=name, worst=worst, agree=worst <= NORMS_WITHIN)
     steps = {each.spec.name: steps_for(each.block(3), order["block_s"]) for each in runners}
     for repeat in range(order["repeats"]):
         for runner in runners if repeat % 2 == 0 else runners[::-1]:

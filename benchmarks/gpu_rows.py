@@ -19,6 +19,8 @@ class Row:
     ceiling: bool = False
     limit_s: float = 300.0
     stock: bool = False  # True: the shape that a model's name alone stands for
+    microbatches: int = 0  # of a pipeline, whose `batches` are samples of a micro-batch on all GPUs together
+    claims: tuple[tuple[str, str, float], ...] = ()  # beside `reach`: side, other side, times as fast
 
 
 def side(name: str, kind: str, **more: Any) -> dict[str, Any]:

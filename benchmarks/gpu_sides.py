@@ -3,7 +3,8 @@
     torch      the loop that people write: autocast, PyTorch's DistributedDataParallel, fused optimizer
     bucketed   the same loop with our BucketedDDP in its place
     engine     our training engine, as a job file would set it up
-    zero1, zero2, zero3, torch zero, torch fsdp     the same loop, sharded: benchmarks/gpu_sharded.py
+    zero1, zero2, zero3, torch zero, torch fsdp     the same loop, sharded: gpu_sharded.py
+    pipe, torch pipe                                stages of the model: gpu_pipes.py
 
 All sides of a row begin with the same weights and see the same batches, so their losses can be compared.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
+import gpu_pipes
 import gpu_sharded
 import torch
 import torch.distributed as dist
@@ -37,7 +39,7 @@ class Spec:
     """One side: what it is called and how it is put together."""
 
     name: str
-    kind: str  # torch, bucketed, engine, or one of gpu_sharded.py
+    kind: str  # torch, bucketed, engine, or one of gpu_sharded.py or gpu_pipes.py
     precision: str = "bf16"  # fp32, bf16 (autocast), pure_bf16 (weights too; the engine keeps fp32 masters)
     compiled: str = ""  # "", whole, inside (DDP compiled around the model, split at its buckets), blocks
     graph: bool = False
@@ -53,12 +55,13 @@ class Scene:
     """What all sides of a row share on one rank."""
 
     model: str
-    batch: int  # samples a GPU
+    batch: int  # samples a GPU; of a pipeline's micro-batch
     rank: int
     ranks: int
     device: torch.device
     smoke: bool = False
     stock: bool = False  # a GPT as a job file has it without a word on its shape
+    microbatches: int = 0  # of a pipeline
 
     @property
     def is_gpt(self) -> bool:
@@ -68,14 +71,17 @@ class Scene:
     @property
     def units(self) -> int:
         """Tokens, or images, of a step on one GPU."""
-        return self.batch * (self.shape["context"] if self.is_gpt else 1)
+        samples = self.batch * self.microbatches / self.ranks if self.microbatches else self.batch
+        return round(samples * (self.shape["context"] if self.is_gpt else 1))
 
     @property
     def shape(self) -> dict[str, Any]:
         """What the model is beside its name."""
         if not self.is_gpt:
             return {}
-        return SMOKE if self.smoke else STOCK if self.stock else ANCHOR
+        if self.smoke:
+            return SMOKE | (gpu_pipes.SMOKE_SIZES if self.microbatches else {})
+        return STOCK if self.stock else ANCHOR
 
     def alone(self) -> "Scene":
         """The same with nobody else."""
@@ -89,7 +95,7 @@ def build_model(scene: Scene) -> nn.Sequential:
     from jobs.train.models.vgg import assemble_vgg
     from jobs.train_settings import ModelSettings
 
-    settings = ModelSettings(name=scene.model, **scene.shape)
+    settings = ModelSettings(name=None if "layers" in scene.shape else scene.model, **scene.shape)
     shape = resolve_shape(settings, scene.shape["vocabulary"] if scene.is_gpt else 10)
     with torch.device(scene.device):
         model: nn.Sequential = assemble_gpt(shape) if scene.is_gpt else assemble_vgg(shape)  # type: ignore[arg-type]
@@ -106,12 +112,13 @@ def build_model(scene: Scene) -> nn.Sequential:
 
 
 def batches_of(scene: Scene) -> list[tuple[Tensor, Tensor]]:
-    """Draw this rank's batches: (inputs, targets) on the device."""
-    generator = torch.Generator(scene.device).manual_seed(100 + scene.rank)
+    """Draw this rank's batches: (inputs, targets) on the device; of a pipeline all ranks have the same."""
+    generator = torch.Generator(scene.device).manual_seed(100 + (0 if scene.microbatches else scene.rank))
+    samples = scene.batch * max(1, scene.microbatches)
     drawn = []
     for _ in range(BATCHES):
         if scene.is_gpt:
-            size = (scene.batch, scene.shape["context"] + 1)
+            size = (samples, scene.shape["context"] + 1)
             tokens = torch.randint(scene.shape["vocabulary"], size, generator=generator, device=scene.device)
             drawn.append((tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()))
         else:
@@ -281,6 +288,13 @@ class EngineSide(Side):
         self.clock.take()
 
 
+class PipeSide(gpu_pipes.PipeRunner, Side):
+    """A pipeline over all ranks."""
+
+    def __init__(self, spec: Spec, scene: Scene) -> None:
+        super().__init__(spec, build_model(scene), scene)
+
+
 def settings_of(spec: Spec, scene: Scene) -> dict[str, Any]:
     """Spell a side as the `train:` section of a job file."""
     adamw = {"name": "adamw", "lr": LEARNING_RATE["gpt"], "weight_decay": 0.1, "betas": [0.9, 0.95]}
@@ -301,5 +315,7 @@ def settings_of(spec: Spec, scene: Scene) -> dict[str, Any]:
 
 def build_side(spec: Spec, scene: Scene) -> Side:
     """Build one side: a collective, unless it trains alone."""
+    if spec.kind in gpu_pipes.KINDS:
+        return PipeSide(spec, scene)
     scene = scene.alone() if spec.alone or spec.apart else scene
     return EngineSide(spec, scene) if spec.kind == "engine" else LoopSide(spec, scene)

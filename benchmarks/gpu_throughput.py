@@ -13,10 +13,12 @@
     f-*        zero3 beside fully_shard of every block, bf16 from fp32 masters; reach 1.05 x
     g-*        peaks of memory of those, as d-*
     h          GPT 2.7b (context 128) trains in zero3: bytes held between two steps; reach 1.05 of the formula
+    p-*        pipelines, a stage or two a GPU, beside torch.distributed.pipelining: benchmarks/gpu_pipe_rows.py
 
     python benchmarks/gpu_throughput.py --rows e-medium,e-xl,e-xl-best,f-medium,f-xl --gpus 4 --minutes 15 --out FOLDER
     python benchmarks/gpu_throughput.py --rows g-zero1-medium,g-zero1-xl,g-zero3-medium,g-zero3-xl,h --gpus 4 \\
         --minutes 15 --out FOLDER
+    python benchmarks/gpu_throughput.py --rows p-1f1b-8,p-1f1b-16,p-zb,p-xl,p-memory --gpus 4 --minutes 9 --out FOLDER
 
 Sides take turns, A B C C B A ..., each for a block of steps between two CUDA events; a block counts as its slowest rank
 does. A ratio is the median over turns of the two blocks' ratio. Sides of a row begin with the same weights and train on
@@ -38,9 +40,11 @@ from pathlib import Path
 from typing import Any
 
 from gpu_kernels import text_of
+from gpu_pipe_rows import PIPE_ROWS
 from gpu_rows import ROWS, Row
 
 HERE = Path(__file__).resolve().parent
+ALL_ROWS = {**ROWS, **PIPE_ROWS}
 
 
 ALONE_IN_PROCESS = ("memory", "states")  # what one side leaves behind would count for the next
@@ -75,6 +79,7 @@ def attempt(
         "profile": args.profile and not args.smoke,
         "smoke": args.smoke,
         "stock": row.stock,
+        "microbatches": row.microbatches,
     }
     limit_s = min(row.limit_s, deadline_s - time.monotonic())
     result = {"row": name, "batch": batch, "gpus": args.gpus, "reach": row.reach, "said": [], "problem": ""}
@@ -228,13 +233,26 @@ def summary(row: Row, result: dict[str, Any]) -> dict[str, Any]:
     found = held & ratios.keys()
     reached = bool(found) and all(ratios[side] >= row.reach for side in found)
     print(f"  reach {row.reach} x {best}: {'yes' if reached else 'NO'}", flush=True)
-    return {**record, "units": units, "samples_ms": samples, "ratios": ratios, "scaling": scaling, "reached": reached}
+    beside = [claim_of(samples, claim) for claim in row.claims]
+    told = {"units": units, "samples_ms": samples, "ratios": ratios, "scaling": scaling, "claims": beside}
+    return {**record, **told, "reached": reached and all(claim["reached"] for claim in beside)}
+
+
+def claim_of(samples: dict[str, list[float]], claim: tuple[str, str, float]) -> dict[str, Any]:
+    """Print and return what came of one side's claim to be so many times as fast as another."""
+    ours, theirs, reach = claim
+    pairs = zip(samples.get(ours, ()), samples.get(theirs, ()), strict=False)
+    ratios = [other / one for one, other in pairs]
+    ratio = statistics.median(ratios) if ratios else None
+    reached = ratio is not None and ratio >= reach
+    print(f"  {ours} is {ratio} x {theirs}, reach {reach}: {'yes' if reached else 'NO'}", flush=True)
+    return {"ours": ours, "against": theirs, "ratio": ratio, "reach": reach, "reached": reached}
 
 
 def main() -> int:
     """Play the rows that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="a,b-medium,b-xl,b-xl-best,c,c-bf16,d-gpt,d-vgg", help=", ".join(ROWS))
+    parser.add_argument("--rows", default="a,b-medium,b-xl,b-xl-best,c,c-bf16,d-gpt,d-vgg", help=", ".join(ALL_ROWS))
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=6, help="blocks of each side")
     parser.add_argument("--block-s", type=float, default=1.5, help="about how long a block takes")
@@ -246,7 +264,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     deadline_s, records = time.monotonic() + 60.0 * args.minutes, []
     for name in args.rows.split(","):
-        row, began_s = ROWS[name], time.monotonic()
+        row, began_s = ALL_ROWS[name], time.monotonic()
         print(f"{name}: {row.model}, {args.gpus} GPUs", flush=True)
         try:
             records.append(summary(row, play(name, row, args, deadline_s)))

@@ -3,6 +3,7 @@
 `exactness` is the class that `muster verify` holds a mode to, against one process on the same shards:
     bitwise   every parameter, buffer and loss has the same bits
     tight     sums are taken in another order: equal within the tolerances of `jobs/train/verify.py`
+A pipeline is compared with one process that takes the same micro-batches one after another.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from jobs.errors import RefusedError
 
 Sync = Literal["none", "gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp", "sharded", "fsdp"]
 Zero = Literal[0, 1, 2, 3]
+PipelineName = Literal["model", "gpipe", "1f1b", "interleaved", "zb1p", "zbv"]
 Exactness = Literal["bitwise", "tight"]
 
 
@@ -21,7 +23,8 @@ class Parallel:
     """The degrees of a split: their product is the world size.
 
     `zero` is the stage of ZeRO: what data-parallel ranks share out instead of each having all of it (1: optimizer
-    state, 2: and gradients, 3: and parameters). `sync` says how: `sharded` is ours, `fsdp` PyTorch's.
+    state, 2: and gradients, 3: and parameters). `sync` says how: `sharded` is ours, `fsdp` PyTorch's. `pipe` ranks
+    have a slice of the layers each, and run `microbatches` of a batch in the order of `schedule` ("": no pipeline).
     """
 
     data: int = 1
@@ -29,8 +32,9 @@ class Parallel:
     tensor: int = 1
     zero: Zero = 0
     sync: Sync = "none"
-    schedule: str = ""
+    schedule: PipelineName | Literal[""] = ""
     microbatches: int = 1
+    chunks: int = 1
 
     @property
     def world_size(self) -> int:
@@ -60,6 +64,10 @@ def _single(world_size: int) -> Parallel:
 
 def _data_parallel(sync: Sync, zero: Zero = 0) -> Callable[[int], Parallel]:
     return lambda world_size: Parallel(data=world_size, sync=sync, zero=zero)
+
+
+def _pipeline(schedule: PipelineName) -> Callable[[int], Parallel]:
+    return lambda world_size: Parallel(pipe=world_size, schedule=schedule)
 
 
 def _always_bitwise(world_size: int) -> Exactness:
@@ -126,11 +134,45 @@ MODES: Final[dict[str, Mode]] = {
             "and of the parameters, which are gathered block by block when they are needed",
         ),
         Mode("fsdp", _data_parallel("fsdp", 3), _tight_beyond_one, False, "PyTorch's fully_shard, block by block"),
+        Mode("model", _pipeline("model"), _always_bitwise, True, "a slice of the layers on each rank, one at work"),
+        Mode("gpipe", _pipeline("gpipe"), _always_bitwise, True, "and micro-batches: all forwards, then all backwards"),
+        Mode(
+            "1f1b",
+            _pipeline("1f1b"),
+            _always_bitwise,
+            True,
+            "a forward and a backward in turn, which holds no more micro-batches than there are ranks",
+        ),
+        Mode(
+            "interleaved",
+            _pipeline("interleaved"),
+            _always_bitwise,
+            True,
+            "the same with several slices a rank, for shorter waits at both ends",
+        ),
+        Mode(
+            "zb1p",
+            _pipeline("zb1p"),
+            _tight_beyond_one,
+            True,
+            "1f1b whose waits are filled with the gradients of weights",
+        ),
+        Mode(
+            "zbv",
+            _pipeline("zbv"),
+            _tight_beyond_one,
+            True,
+            "the same with two slices a rank, down the ranks and up again",
+        ),
     )
 }
 SHARDED: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).zero)
+PIPELINES: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).schedule)
 
 
-def mode_of(sync: Sync, zero: Zero) -> str:
-    """Return the mode that shares gradients as a split that is written out does."""
-    return next(name for name, mode in MODES.items() if (mode.expand(1).sync, mode.expand(1).zero) == (sync, zero))
+def mode_of(split: Parallel) -> str:
+    """Return the mode that a split which is written out goes by: its schedule, else how it shares gradients."""
+    wanted = (split.sync, split.zero)
+    if split.schedule:
+        return split.schedule
+    return next(name for name, mode in MODES.items() if (mode.expand(1).sync, mode.expand(1).zero) == wanted)

@@ -229,6 +229,11 @@ class AttemptDir:
         names = (entry.stem.removeprefix("memory-") for entry in self.path.glob("memory-*.jsonl"))
         return sorted(int(name) for name in names if name.isdecimal())
 
+    @property
+    def timeline(self) -> Path:
+        """What every rank of a pipeline did in some steps (`jobs/train/timeline.py`)."""
+        return self.path / "timeline.jsonl"
+
     def profile(self, rank: int) -> ProfileDir:
         """Return the paths of a rank's profile, made or not."""
         return ProfileDir(self.path / f"{PROFILE}{rank:05d}")

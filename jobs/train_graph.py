@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Final
 
+from jobs.modes import PIPELINES
+
 if TYPE_CHECKING:
     from jobs.train_settings import TrainSettings
 
@@ -12,6 +14,7 @@ THROUGH_THE_HOST: Final = {
     "zero2": "its optimizer and its gathers are started by the host",
     "zero3": "the host takes and gives back the memory of parameters within a step",
     "fsdp": "the host takes and gives back the memory of parameters within a step",
+    **dict.fromkeys(PIPELINES, "stages hand on micro-batches by messages that the host starts"),
 }
 
 

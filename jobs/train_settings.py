@@ -6,11 +6,12 @@ from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from jobs.errors import RefusedError
-from jobs.modes import MODES, Parallel, Sync, Zero, mode_of
+from jobs.modes import MODES, PIPELINES, Parallel, mode_of
 from jobs.profile_settings import OFF, ProfileSettings
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
 from jobs.strict import NonNegative, Positive, Strict
 from jobs.train_graph import why_not_recorded
+from jobs.train_parallel import ParallelSettings, check_pipeline, split_of, why_not_pipelined
 from jobs.train_sharding import why_not_sharded
 from jobs.words import counted, unknown
 
@@ -101,32 +102,6 @@ class ScheduleSettings(Strict):
     final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
 
 
-class ParallelSettings(Strict):
-    """A split written out, for products that no mode names."""
-
-    data: Positive = 1
-    zero: Zero = Field(0, description="ZeRO's stage, shared out by sync: sharded (its default) or fsdp (3)")
-    sync: Sync = "ddp"
-
-    @model_validator(mode="before")
-    @classmethod
-    def _shares_out(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        more = {"sync": "sharded"} if given.get("zero") and "sync" not in given else {}
-        return {**more, **({"zero": 3} if given.get("sync") == "fsdp" else {}), **given}
-
-    @model_validator(mode="after")
-    def _is_one_way(self) -> Self:
-        stages = {"sharded": (1, 2, 3), "fsdp": (3,)}.get(self.sync, (0,))
-        if self.zero not in stages:
-            raise ValueError(
-                f"zero: {self.zero} does not go with sync: {self.sync}; zero 1, 2 and 3 go with sharded, 3 with fsdp, "
-                "0 with all others"
-            )
-        return self
-
-
 class TrainSettings(Strict):
     """`train:` - a model, its data, how the work is split, and for how long."""
 
@@ -142,7 +117,15 @@ class TrainSettings(Strict):
     deterministic: bool = False
     exact: bool = Field(False, description="the same bits on any number of ranks that divides virtual_ranks")
     virtual_ranks: Positive | None = None
-    grad_accumulation: Positive = 1
+    grad_accumulation: Positive = Field(1, description="pipelines do not read it: their micro-batches are microbatches")
+    microbatches: Positive | None = Field(
+        None, description="of pipelines but model, which has 1: parts of a batch; default: 4 for each rank"
+    )
+    chunks: Annotated[int, Field(ge=2)] = Field(2, description="of mode interleaved: slices of the model on each rank")
+    cut: Literal["count", "parameters", "flops", "profile"] | list[NonNegative | str] = Field(
+        "flops",
+        description="of pipelines: what stages have alike, or their first layers by name or number: [block3, norm]",
+    )
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     precision: Precision = Field(
         "fp32", description="bf16, fp16: autocast, fp16 with loss scaling; pure_bf16: weights too, with fp32 masters"
@@ -168,8 +151,8 @@ class TrainSettings(Strict):
     )
     layerwise: bool = Field(
         False,
-        description="of mode zero3, to learn from: parameters gathered layer by layer, gradients taken with one "
-        "torch.autograd.grad a layer; other modes do not read it",
+        description="of mode zero3 and of pipelines, to learn from: gradients taken with one torch.autograd.grad a "
+        "layer, and in zero3 parameters gathered layer by layer; other modes do not read it",
     )
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         None, description="what gradients are sent as; default: as they are. For the modes with our own wrappers"
@@ -224,8 +207,8 @@ class TrainSettings(Strict):
         return self
 
     @model_validator(mode="after")
-    def _can_be_sharded(self) -> Self:
-        if why := why_not_sharded(self):
+    def _can_be_split(self) -> Self:
+        if why := why_not_sharded(self) or why_not_pipelined(self):
             raise ValueError(why)
         return self
 
@@ -242,7 +225,23 @@ class TrainSettings(Strict):
         """The mode; of a split that is written out, the one whose gradients are shared in the same way."""
         if self.parallel is None:
             return self.mode
-        return mode_of(self.parallel.sync, self.parallel.zero)
+        given = self.parallel
+        return mode_of(Parallel(sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True where ranks have slices of the layers."""
+        return self.mode_name in PIPELINES
+
+    @property
+    def is_product(self) -> bool:
+        """True for several pipelines beside each other."""
+        return self.is_pipeline and self.parallel is not None and self.parallel.data > 1
+
+    def is_tied_over_stages(self, world_size: int) -> bool:
+        """True where a weight of the first stage of a pipeline is one of the last, too."""
+        split = self.split(world_size)
+        return bool(split.schedule) and split.pipe * split.chunks > 1 and self.model.tied and not self.model.is_vgg
 
     @property
     def same_norm(self) -> bool:
@@ -255,27 +254,31 @@ class TrainSettings(Strict):
         Raises:
             RefusedError: the split does not fit the world size.
         """
-        if self.parallel is None:
-            return MODES[self.mode].expand(world_size)
-        parallel = Parallel(data=self.parallel.data, sync=self.parallel.sync, zero=self.parallel.zero)
-        if parallel.world_size != world_size:
-            raise RefusedError(
-                f"train.parallel: data {parallel.data} makes {counted(parallel.world_size, 'rank')}, "
-                f"the job has {world_size}; set nodes and ranks_per_node to match"
-            )
-        return parallel
+        return split_of(self, world_size)
 
     def virtual_world_size(self, world_size: int) -> int:
-        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank."""
+        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank.
+
+        All ranks of a pipeline have one shard together.
+        """
+        if self.is_pipeline:
+            return 1 if self.parallel is None else self.parallel.data
         return (self.virtual_ranks or 4) if self.exact else world_size
+
+    def accumulation(self, world_size: int) -> int:
+        """Return the micro-batches of a shard."""
+        return self.split(world_size).microbatches if self.is_pipeline else self.grad_accumulation
 
     def check(self, world_size: int) -> None:
         """Refuse what only the world size shows.
 
         Raises:
-            RefusedError: too small a batch, or virtual ranks that the ranks do not divide.
+            RefusedError: too small a batch, more stages than layers, or virtual ranks that the ranks do not divide.
         """
-        self.split(world_size)
+        parallel = self.split(world_size)
+        if parallel.schedule:
+            check_pipeline(self, parallel)
+            return
         shards = self.virtual_world_size(world_size)
         if shards % world_size:
             raise RefusedError(

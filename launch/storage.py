@@ -61,7 +61,7 @@ class Courier:
             self.files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), attempt.memory(rank)]
             self.files += attempt.profile(rank).for_home
         if 0 in ranks:
-            self.files += [run.metrics, attempt.bench]
+            self.files += [run.metrics, attempt.bench, attempt.timeline]
 
     def news(self) -> Iterator[dict[str, Any]]:
         """Yield one message per piece of a file that has grown since the last call."""

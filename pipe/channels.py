@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipe.failures import LostError
 from pipe.schedules.programs import Receive, Send
-from pipe.wires import Message, Wire, dense
+from pipe.wires import Mark, Message, Wire, dense
 
 AHEAD: Final = 1  # beyond the one that is waited for
 OUTSTANDING: Final = 1
@@ -30,6 +30,7 @@ LOSS_TAG: Final = 2
 TIED_TAG: Final = 3
 HEADER_TAG: Final = 4
 OUTPUT_TAG: Final = 5
+AGREE_TAG: Final = 6
 FIRST_TAG: Final = 8
 
 Form = Any  # of a micro-batch: what every rank knows of it, and what decides the shapes of all activations
@@ -89,7 +90,7 @@ class Channels:
         self._wire, self._control, self._device = wire, control, device
         self._microbatches = microbatches
         self._known: dict[Boundary, Layout] = {}
-        self._free: dict[Layout, list[Tensor]] = {}
+        self._free: dict[Layout, list[tuple[Tensor, Mark]]] = {}
         self._buffers: set[int] = set()  # by the address of their memory
         self._going: dict[Way, deque[tuple[Message, Tensor]]] = {}
         self._queues: dict[Way, _Queue] = {}
@@ -138,7 +139,7 @@ class Channels:
     def release(self, arrival: Arrival) -> None:
         """Give back a buffer: the next message may overwrite it."""
         assert arrival.buffer is not None
-        self._free[self._known[self._boundary(arrival.step)]].append(arrival.buffer)
+        self._free[self._known[self._boundary(arrival.step)]].append((arrival.buffer, self._wire.mark()))
 
     def is_buffer(self, tensor: Tensor) -> bool:
         """True when a tensor lies in the memory of a buffer."""
@@ -207,8 +208,10 @@ class Channels:
             queue.asked.append(Arrival(step, None, False, None))
             return
         free = self._free[layout]
-        buffer = free.pop() if free else self._new_buffer(layout)
-        queue.asked.append(Arrival(step, buffer, layout.learns, self._wire.receive(buffer, step.peer, self._tag(step))))
+        # The one that has been free for longest: on a GPU its last use is over soonest.
+        buffer, mark = free.pop(0) if free else self._new_buffer(layout)
+        message = self._wire.receive(buffer, step.peer, self._tag(step), mark)
+        queue.asked.append(Arrival(step, buffer, layout.learns, message))
 
     def _layout_to_come(self, step: Receive) -> Layout | None:
         key = self._boundary(step)
@@ -234,10 +237,10 @@ class Channels:
     def _boundary(self, step: Send | Receive) -> Boundary:
         return step.what, step.stage, self._forms[step.microbatch]
 
-    def _new_buffer(self, layout: Layout) -> Tensor:
+    def _new_buffer(self, layout: Layout) -> tuple[Tensor, Mark]:
         buffer = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
         self._buffers.add(buffer.untyped_storage().data_ptr())
-        return buffer
+        return buffer, self._wire.mark()
 
     def _tag(self, step: Send | Receive, *, header: bool = False) -> int:
         kind = 2 * header + (step.what == "gradient")

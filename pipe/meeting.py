@@ -1,5 +1,6 @@
 """Where the ranks of a pipeline meet: groups and wires of its own, apart from everybody else's messages."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -8,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipe.channels import HEADER_TAG, LOSS_TAG, OUTPUT_TAG, Layout, layout_of
+from pipe.channels import AGREE_TAG, HEADER_TAG, LOSS_TAG, OUTPUT_TAG, Layout, layout_of
 from pipe.failures import Board
-from pipe.wires import GlooWire, Wire, own_group
+from pipe.nccl import NcclWire
+from pipe.wires import GlooWire, Message, Wire, own_group
 
 
 @dataclass(frozen=True)
@@ -20,37 +22,54 @@ class Meeting:
     rank: int
     ranks: int
     group: dist.ProcessGroup  # gloo, on CPUs
+    given: dist.ProcessGroup | None
+    device: torch.device
     wire: Wire  # of activations and gradients
     control: Wire  # of small things on CPUs
     board: Board
 
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.ranks) if rank != self.rank]
+
     def tell_all(self, number: Tensor, source: int) -> Tensor:
         """Return the scalar that rank `source` has."""
-        if self.rank != source:
+        if self.device.type == "cuda":
+            dist.broadcast(number, group=self.given, group_src=source)
+        elif self.rank == source:
+            _wait([self.wire.send(number, rank, LOSS_TAG) for rank in self._others])
+        else:
             self.wire.receive(number, source, LOSS_TAG).wait()
-            return number
-        under_way = [self.wire.send(number, rank, LOSS_TAG) for rank in range(self.ranks) if rank != source]
-        for each in under_way:
-            each.wait()
         return number
 
-    def deal(self, tensor: Tensor | None, source: int, device: torch.device) -> Tensor:
+    def agree(self) -> None:
+        """See that no rank has failed: with gloo its messages say so, but NCCL's are only launched, never heard of.
+
+        Raises:
+            LostError: one has.
+        """
+        if self.device.type == "cuda":
+            numbers = [torch.zeros(1) for _ in range(self.ranks)]
+            coming = [self.control.receive(numbers[rank], rank, AGREE_TAG) for rank in self._others]
+            _wait([*coming, *(self.control.send(numbers[self.rank], rank, AGREE_TAG) for rank in self._others)])
+
+    def deal(self, tensor: Tensor | None, source: int) -> Tensor:
         """Return a copy of the tensor that rank `source` has: only that one passes it."""
-        others = [rank for rank in range(self.ranks) if rank != source]
-        if self.rank == source:
-            assert tensor is not None
+        if tensor is not None:
             tensor = tensor.contiguous()
             layout = Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, learns=False)
-            under_way = [self.control.send(layout.header(), rank, HEADER_TAG) for rank in others]
-            under_way += [self.wire.send(tensor, rank, OUTPUT_TAG) for rank in others]
-            for each in under_way:
-                each.wait()
-            return tensor
-        header = Layout((), (), torch.float32, learns=False).header()
-        self.control.receive(header, source, HEADER_TAG).wait()
-        layout = layout_of(header)
-        tensor = torch.empty(layout.shape, dtype=layout.dtype, device=device)
-        self.wire.receive(tensor, source, OUTPUT_TAG).wait()
+            _wait([self.control.send(layout.header(), rank, HEADER_TAG) for rank in self._others])
+        else:
+            header = Layout((), (), torch.float32, learns=False).header()
+            self.control.receive(header, source, HEADER_TAG).wait()
+            layout = layout_of(header)
+            tensor = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
+        if self.device.type == "cuda":
+            dist.broadcast(tensor, group=self.given, group_src=source)
+        elif self.rank == source:
+            _wait([self.wire.send(tensor, rank, OUTPUT_TAG) for rank in self._others])
+        else:
+            self.wire.receive(tensor, source, OUTPUT_TAG).wait()
         return tensor
 
     def abort(self) -> None:
@@ -59,14 +78,28 @@ class Meeting:
         self.wire.abort()
 
 
-def meet(process_group: dist.ProcessGroup | None, device: torch.device) -> Meeting | None:
-    """Make groups of a group's ranks: a collective of them. None where this process is alone."""
+def meet(process_group: dist.ProcessGroup | None, device: torch.device, peers: Iterable[int]) -> Meeting | None:
+    """Make groups of a group's ranks: a collective of them. None where this process is alone.
+
+    `peers` are the ranks with which activations, gradients or tied weights are exchanged.
+
+    Raises:
+        ValueError: layers are on a GPU, and the group has no NCCL.
+    """
     if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
         return None
     timeout = timeout_of(process_group)
+    if device.type == "cuda" and "nccl" not in dist.get_backend(process_group):
+        raise ValueError(f"layers are on {device}, which gloo does not send from; pass a group of NCCL's")
     group = own_group(process_group, "gloo", timeout)
     control = GlooWire(group, timeout)
-    return Meeting(group.rank(), group.size(), group, control, control, Board(group))
+    wire = NcclWire(group, peers, device, timeout) if device.type == "cuda" else control
+    return Meeting(group.rank(), group.size(), group, process_group, device, wire, control, Board(group))
+
+
+def _wait(messages: Sequence[Message]) -> None:
+    for each in messages:
+        each.wait()
 
 
 def timeout_of(process_group: dist.ProcessGroup | None) -> timedelta:

@@ -9,11 +9,12 @@ The loop, in one process: for every part of the batch, in order,
 
     loss = loss_of(model(part_inputs), part_targets);  (loss * (samples of the part / samples)).backward()
 
-Weights that several ranks have (`pipe/ties.py`) get the same sum in another order. Where a rank's stage raises, all end
-with that as the cause (`pipe/failures.py`), and the pipeline cannot be used again.
+Weights that several stages use get the same sum in another order, on each of their ranks (`pipe/ties.py`). Where a
+stage raises, all ranks end with that as the cause (`pipe/failures.py`), and the pipeline cannot be used again.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -22,14 +23,16 @@ from torch import Tensor, nn
 
 from pipe.channels import Channels
 from pipe.failures import LostError, StageFailedError, first_line
+from pipe.marks import Mark, marks_for
 from pipe.meeting import meet
 from pipe.rows import Row, part_lengths, row_of
 from pipe.run import Parts, Run, Span
 from pipe.schedules import cuts as cutting
 from pipe.schedules.actions import Schedule
+from pipe.schedules.programs import Step
 from pipe.splitting import WeightQueue
 from pipe.stage import PASSAGES, Hooks, Loss, Stage
-from pipe.ties import Ties, find_ties
+from pipe.ties import Tied, Ties, find_ties
 from zero.agreement import require_same
 
 Result = TypeVar("Result")
@@ -84,47 +87,51 @@ class Pipeline:
         self.schedule, self.cuts, self.hooks = schedule, bounds, Hooks()
         self.on_last_backward: Callable[[int], None] | None = None  # (stage), when its gradients are complete
         self.sums_ties = True  # False: `sum_ties()` is called later, as after a mean over data-parallel ranks
-        self.spans: list[Span] = []
+        self._spans: list[Span] | None = []
+        self._marked: list[tuple[Step, Mark, Mark]] = []
         self.loss_sum: Tensor | None = None
         self._ended: str | None = None
         self._running: Run | None = None
 
-        self._meeting = meet(process_group, _device_of(layers))
-        self.rank = self._meeting.rank if self._meeting else 0
+        self.rank = dist.get_rank(process_group) if dist.is_initialized() else 0
         lengths = cutting.lengths(bounds, count)
         self.stages = {
-            stage: Stage(stage, begin, named[begin : begin + length], self.hooks)
+            stage: Stage(stage, begin, named[begin : begin + length], self.hooks, splits=schedule.splits_backward)
             for stage, (begin, length) in enumerate(zip(bounds, lengths, strict=True))
             if schedule.rank_of[stage] == self.rank
         }
-        self.module = Held(
-            [each for stage in self.stages.values() for each in zip(stage.names, stage.layers, strict=True)]
-        )
-        for stage in self.stages.values():
-            stage.splits = schedule.splits_backward
         if (last := self.stages.get(stages - 1)) is not None:
             last.loss = loss
+        held = [each for stage in self.stages.values() for each in zip(stage.names, stage.layers, strict=True)]
+        self.module = Held(held)
         self._device = _device_of(self.module, layers)
-        self._make = PASSAGES["layerwise" if layerwise else "recompute" if recompute else "whole"]
-        self.queue = WeightQueue(self.module, exact=exact) if schedule.splits_backward else None
+        self._marks = marks_for(self._device)
         self._rows: dict[tuple[int, bool], Row] = {}
-        self._row(schedule.microbatches)
+        self._row(schedule.microbatches)  # refuses a schedule that cannot be run
+        self._make = PASSAGES["layerwise" if layerwise else "recompute" if recompute else "whole"]
+
+        owners = [schedule.rank_of[stage] for stage, length in enumerate(lengths) for _ in range(length)]
+        ties = find_ties(layers, owners, self.rank)
+        self._meeting = meet(process_group, self._device, _peers(schedule, self.rank, ties))
         self._channels: Channels | None = None
         self._ties: Ties | None = None
         if self._meeting is not None:
-            settings = {
-                "schedule": schedule,
-                "cuts": bounds,
-                "layerwise": layerwise,
-                "recompute": recompute,
-                "exact": exact,
-            }
-            lines = [*(f"{key} {value}" for key, value in settings.items()), *(f"layer {name}" for name, _ in named)]
-            require_same(lines, self._meeting.group, "pipelines")
+            how = f"cuts {bounds}, layerwise {layerwise}, recompute {recompute}, exact {exact}"
+            require_same([str(schedule), how, *(name for name, _ in named)], self._meeting.group, "pipelines")
             self._channels = Channels(self._meeting.wire, self._meeting.control, self._device, schedule.microbatches)
-            owners = [schedule.rank_of[stage] for stage, length in enumerate(lengths) for _ in range(length)]
-            self._ties = Ties(find_ties(layers, owners, self.rank), self._meeting.wire, self.rank)
+            self._ties = Ties(ties, self._meeting.wire, self.rank)
             self._ties.share_weights()
+        self.queue = WeightQueue(self.module, exact=exact) if schedule.splits_backward else None
+
+    @property
+    def spans(self) -> list[Span]:
+        """What this rank did in the last step, first to last; to read them waits for a GPU."""
+        if self._spans is None:
+            times = self._marks.seconds([mark for _, *both in self._marked for mark in both])
+            every = zip(self._marked, times[::2], times[1::2], strict=True)
+            self._spans = [Span(step, start_s, end_s) for (step, *_), start_s, end_s in every]
+            self._marked = []
+        return self._spans
 
     @property
     def tied(self) -> dict[str, str]:
@@ -162,9 +169,10 @@ class Pipeline:
             raise ValueError(f"{len(inputs)} inputs but {len(targets)} targets; pass one for each")
         parts = self._cut(inputs, targets)
         run = self._running = Run(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
-        run.on_last_backward, self.spans = self.on_last_backward, run.spans
+        run.on_last_backward, run.now = self.on_last_backward, self._marks.now
+        self._marked, self._spans = run.marked, None
         with torch.enable_grad():
-            run.run(self._row(len(parts.weights)), parts)
+            self._do(run, self._row(len(parts.weights)), parts)
         if self.queue is not None:
             self.queue.finish()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
@@ -172,8 +180,6 @@ class Pipeline:
             for index, part in enumerate(parts.inputs):
                 total += run.results[index].double() * len(part)
         self.loss_sum = self._meeting.tell_all(total, self.schedule.rank_of[-1]) if self._meeting else total
-        if self._channels is not None:
-            self._channels.finish()
         if self._ties is not None and self.sums_ties:
             self._ties.sum_gradients()
         return self.loss_sum / len(inputs)
@@ -185,17 +191,23 @@ class Pipeline:
         self.module.eval()
         try:
             with torch.no_grad():
-                run.run(self._row(len(parts.weights), forwards_only=True), parts)
+                self._do(run, self._row(len(parts.weights), forwards_only=True), parts)
         finally:
             for each, training in modes:
                 each.training = training
-        if self._channels is not None:
-            self._channels.finish()
         outputs = torch.cat([run.results[index] for index in range(len(run.results))]) if run.results else None
         if self._meeting is not None:
-            outputs = self._meeting.deal(outputs, self.schedule.rank_of[-1], self._device)
+            outputs = self._meeting.deal(outputs, self.schedule.rank_of[-1])
         assert outputs is not None
         return outputs
+
+    def _do(self, run: Run, row: Row, parts: Parts) -> None:
+        """Do all of a row, as all other ranks do."""
+        run.run(row, parts)
+        if self._meeting is not None:
+            self._meeting.agree()
+        if self._channels is not None:
+            self._channels.finish()
 
     def _cut(self, inputs: Tensor, targets: Tensor | None) -> Parts:
         """Cut a batch into micro-batches."""
@@ -263,6 +275,12 @@ def _check(
     for name, each in (*layers.named_parameters(), *layers.named_buffers()):
         if id(each) not in of_layers:
             raise ValueError(f"{name} belongs to no layer, so to no stage; move it into one")
+
+
+def _peers(schedule: Schedule, rank: int, ties: Sequence[Tied]) -> set[int]:
+    """Return the ranks that this one exchanges activations, gradients or tied weights with."""
+    neighbours = {frozenset(pair) for pair in pairwise(schedule.rank_of)} | {frozenset(each.ranks) for each in ties}
+    return {peer for each in neighbours if rank in each for peer in each} - {rank}
 
 
 def _device_of(*modules: nn.Module) -> torch.device:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.channels import Arrival, Channels, Form
+from pipe.marks import Mark
 from pipe.rows import Row
 from pipe.schedules.actions import Action
 from pipe.schedules.programs import Receive, Send, Step
@@ -23,7 +24,10 @@ from pipe.stage import Passage, Stage
 
 
 class Span(NamedTuple):
-    """When this rank did a step of its row, by `time.monotonic()`: work, a send, or the wait for what it received."""
+    """When this rank did a step of its row, by `time.monotonic()`: work, a send, or the wait for what it received.
+
+    On a GPU: when its computing stream did. A wait there is the time in which that stream had nothing else to do.
+    """
 
     step: Step
     start_s: float
@@ -62,7 +66,8 @@ class Run:
         self.stages, self.last_stage = stages, last_stage
         self.channels, self.make, self.queue, self.on_last_backward = channels, make, queue, on_last_backward
         self.results: dict[int, Tensor] = {}  # of the last stage, by micro-batch: losses, or outputs
-        self.spans: list[Span] = []
+        self.now: Callable[[], Mark] = time.monotonic
+        self.marked: list[tuple[Step, Mark, Mark]] = []  # before and after each step
         self.at: Action | None = None  # for who asks what failed
         self._handed: dict[tuple[str, int, int], Handed] = {}
         self._made: dict[tuple[str, int, int], tuple[Tensor, bool]] = {}
@@ -84,14 +89,14 @@ class Run:
         self.parts = parts
         if self.channels is not None:
             self.channels.begin(row.receives, parts.forms, forwards_only=self.make is None)
-        now, spans, do = time.monotonic, self.spans, self._do
-        start_s = now()
+        now, marked, do = self.now, self.marked, self._do
+        before = now()
         for kind, step in row.operations:
             do[kind](step)
-            end_s = now()
+            after = now()
             if kind != "ask":
-                spans.append(Span(step, start_s, end_s))
-            start_s = end_s
+                marked.append((step, before, after))
+            before = after
 
     # Messages -------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,8 @@ from pipe.weight_gradients import LINEAR, Convolution, Kind, Work
 SITE: Final = "_split_site"  # where a layer keeps its `Site`
 PLACE: Final = "_split_place"  # and its number, for compiled code
 CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph  # of the backward that runs now
+_saving_hooks: Final = torch._C._autograd._top_saved_tensors_default_hooks  # as checkpointing sets them
 _OURS: Final = -1  # a key in a tensor's table of hooks that torch, which counts from 0, never gives
 
 
@@ -39,14 +41,23 @@ class Keeper(Protocol):
 class Site:
     """What one split layer needs to know."""
 
-    __slots__ = ("__weakref__", "anchor", "keeper", "kind", "module", "original")
+    __slots__ = ("__weakref__", "_keeper", "anchor", "kind", "module", "original")
 
     def __init__(self, keeper: Keeper, kind: Kind, module: nn.Module) -> None:
-        self.keeper = keeper
+        self._keeper = weakref.ref(keeper)  # a queue that is gone gives its layers back
         self.kind = kind
         self.module = weakref.ref(module)
         self.original = type(module)
         self.anchor = torch.empty(0, requires_grad=True)  # what an output hangs on whose input needs no gradient
+
+    def keep(self, work: Work) -> None:
+        """Take one use of the layer."""
+        keeper = self._keeper()
+        if keeper is None:
+            raise RuntimeError(
+                "the backward of a split layer whose WeightQueue is gone; keep the queue, or forward again"
+            )
+        keeper.keep(work)
 
     def keep_copies(self, x: Tensor, gradient: Tensor) -> None:
         """Take one use of the layer from compiled code."""
@@ -55,7 +66,7 @@ class Site:
         weight, bias = module._parameters["weight"], module._parameters.get("bias")
         assert weight is not None
         learning = bias if bias is not None and bias.requires_grad else None
-        self.keeper.keep(Work(self.kind, weight, learning, x.clone(), gradient.clone()))
+        self.keep(Work(self.kind, weight, learning, x.clone(), gradient.clone()))
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """Return the gradient of an input."""
@@ -120,13 +131,13 @@ class _Tap:
         self.version = x._version
         self.unpack: Callable[[Any], Tensor] | None = None
         self.x: Any = x
-        if hooks := torch._C._autograd._top_saved_tensors_default_hooks(True):
+        if hooks := _saving_hooks(True):
             with torch.no_grad():  # activation checkpointing keeps something smaller, offloading moves it
                 self.x, self.unpack = hooks[0](x.detach()), hooks[1]
 
     def __call__(self, gradient: Tensor) -> None:
         """Take the output's gradient."""
-        x = self.x
+        x, site = self.x, self.site
         if gradient.requires_grad:
             raise RuntimeError("a split backward has no graph of its own: create_graph=True needs a plain one")
         if x is None:
@@ -138,9 +149,9 @@ class _Tap:
                 f"the input {tuple(x.shape)} of a split layer was changed in place after its forward (version "
                 f"{x._version}, expected {self.version}): its weight's gradient needs it as it was"
             )
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not _keeps_graph():
             self.x = None
-        self.site.keeper.keep(Work(self.site.kind, self.weight, self.bias, x.detach(), gradient))
+        site.keep(Work(site.kind, self.weight, self.bias, x.data, gradient))  # data: the graph need not stay for it
 
 
 class _Hooks(dict[int, Callable[[Tensor], Any]]):
@@ -237,6 +248,8 @@ def _is_due(weight: Tensor) -> bool:
 
 def _in_autocast(x: Tensor) -> Tensor:
     """Return an input in the type that it is computed in: what is kept of it is that."""
+    if not torch._C._is_any_autocast_enabled():  # a tenth of what asking for a device costs
+        return x
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
         return x.to(torch.get_autocast_dtype(kind))

@@ -16,6 +16,7 @@ Source: Qi et al. 2024, "Zero bubble pipeline parallelism"; that the weights' ha
 itself is from DeepSeek-AI 2025, "DualPipe".
 """
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
@@ -31,16 +32,17 @@ Later = Callable[[], None]
 class WeightQueue:
     """What is left to do for the weights of a module, by micro-batch.
 
-    Building one splits the module's `nn.Linear`, `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` layers, until `restore()` or
-    the end of a `with`; state dict, names and parameters stay what they are. A key is anything that names one backward:
-    a stage and a micro-batch.
+    Building one splits the module's `nn.Linear`, `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` layers, until `restore()`,
+    the end of a `with` or the queue's own end; state dict, names and parameters stay what they are. A key is anything
+    that names one backward: a stage and a micro-batch.
 
     From `collecting` to `run`, inputs of these layers and gradients of their outputs are held as they are, not copied:
     memory that either lies in must not be written to in between.
 
     `run` adds to `.grad` what autograd would have added, and calls the hooks that parameters have. With `exact` the
-    bits are autograd's, if keys are run in the order of a loop over micro-batches: a weight that something else uses,
-    too, as an embedding does with a tied head, then stays whole. Under autocast that holds for weights used once.
+    bits are autograd's, if keys are run in the order of a loop over micro-batches: a weight that is another module's,
+    too, as a tied head's is the embedding's, then stays whole. Two exceptions, by a rounding: a weight that a forward
+    also computes with by hand, and, under autocast, one that is used twice in a micro-batch.
 
     Raises:
         ValueError: a layer of the module is split already.
@@ -67,8 +69,9 @@ class WeightQueue:
                 split(each, kind, self)
                 self._layers.append(each)
             elif kind is None and not exact and hasattr(each, "keeper"):
-                each.keeper = self  # type: ignore[assignment]  # tensor-parallel layers split themselves
+                each.keeper = weakref.proxy(self)  # tensor-parallel layers split themselves
                 self._others.append(each)
+        weakref.finalize(self, _restore, self._layers, self._others).atexit = False
 
     @contextmanager
     def collecting(self, key: Hashable) -> Iterator[None]:
@@ -139,14 +142,19 @@ class WeightQueue:
 
     def restore(self) -> None:
         """Give the layers their own classes back; what is left can still be run."""
-        for each in self._layers:
-            restore(each)
-        for each in self._others:
-            each.keeper = None  # type: ignore[assignment]
-        self._layers, self._others = [], []
+        _restore(self._layers, self._others)
 
     def __enter__(self) -> "WeightQueue":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.restore()
+
+
+def _restore(layers: list[nn.Module], others: list[nn.Module]) -> None:
+    for each in layers:
+        restore(each)
+    for each in others:
+        each.keeper = None  # type: ignore[assignment]
+    layers.clear()
+    others.clear()

@@ -33,13 +33,15 @@ class Hooks:
 class Stage:
     """Layers of a model that one rank runs one after the other; the last stage's end in the loss."""
 
-    def __init__(self, number: int, begin: int, layers: Sequence[tuple[str, nn.Module]], hooks: Hooks) -> None:
+    def __init__(
+        self, number: int, begin: int, layers: Sequence[tuple[str, nn.Module]], hooks: Hooks, *, splits: bool
+    ) -> None:
         self.number, self.begin = number, begin
+        self.splits = splits  # a backward leaves weights to a queue
         self.names = [name for name, _ in layers]
         self.layers = [layer for _, layer in layers]
         self.hooks = hooks
         self.loss: Loss | None = None
-        self.splits = False  # a backward leaves weights to a queue
         self._parameters = [part._parameters for layer in self.layers for part in layer.modules()]
         # What comes from another stage is not ours to overwrite.
         self.overwrites = [any(getattr(part, "inplace", False) for part in layer.modules()) for layer in self.layers]

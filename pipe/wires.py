@@ -1,10 +1,7 @@
-"""How a tensor gets from one rank to another: gloo on CPUs, NCCL between GPUs.
+"""How a tensor gets from one rank to another: on CPUs gloo, here; between GPUs NCCL (`pipe/nccl.py`).
 
-    gloo   one group. Tags tell messages apart; a receive is posted long before its message comes.
-    NCCL   one group of two ranks for each way between two of them. NCCL knows no tags: what goes one way keeps its
-           order there, and no way waits for another. A stream beside the computing one launches messages.
-
-Both close for good with `abort`, which ends what other ranks wait for.
+Tags tell gloo's messages apart, so they may be asked for in any order, long before they come. NCCL has no tags. Both
+close for good with `abort`, which ends what other ranks wait for.
 """
 
 import contextlib
@@ -20,6 +17,9 @@ from pipe.failures import LostError
 
 NO_TAG: Final = 1  # nobody sends with it
 AT_ONCE: Final = timedelta(milliseconds=1)
+
+
+Mark = torch.cuda.Event | None  # a moment in what a GPU does; None on CPUs
 
 
 class Message(Protocol):
@@ -43,8 +43,12 @@ class Wire(Protocol):
         """Begin to send a dense tensor, which must stay as it is until then."""
         ...
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> Message:
-        """Begin to receive into a dense tensor."""
+    def mark(self) -> Mark:
+        """Mark the last use of a buffer so far."""
+        ...
+
+    def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> Message:
+        """Begin to receive into a dense tensor, which is free after the mark."""
         ...
 
     def abort(self) -> None:
@@ -83,7 +87,11 @@ class GlooWire:
         except RuntimeError as error:
             raise LostError(f"lost rank {peer}: {error}") from error
 
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
+    def mark(self) -> Mark:
+        """Return nothing: what was done on a CPU is done."""
+        return None
+
+    def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> GlooMessage:
         """Begin to receive."""
         try:
             return GlooMessage(self._group.recv([flat(tensor)], peer, tag), self._timeout, peer)

@@ -85,7 +85,7 @@ def run_rank(payload: Mapping[str, Any]) -> int:
     """Run a rank of a `train:` job with the fault in it."""
     from jobs import ranks
     from jobs.train import main
-    from jobs.train.engine import DataParallelEngine
+    from jobs.train.engine import DataParallelEngine, PipelineEngine
 
     env = ranks.read(os.environ)
     bend = Bend.parse(os.environ[VARIABLE])
@@ -95,16 +95,19 @@ def run_rank(payload: Mapping[str, Any]) -> int:
         raise ValueError("a planted failure at import")
     if bend.what == "disagree":
         return main.run_rank(other_checkpoint(payload))
-    whole = DataParallelEngine.train_step
+    for engine in (DataParallelEngine, PipelineEngine):
+        engine.train_step = _bent(engine.train_step, bend)  # type: ignore[method-assign]
+    return main.run_rank(payload)
 
+
+def _bent(whole: Callable[..., Any], bend: Bend) -> Callable[..., Any]:
     def train_step(self: Any, step: int, shards: Sequence[Any]) -> Any:
         if step == bend.step:
             print(f"bent: {bend.what} at step {step}, {time.time()!r}", file=sys.stderr, flush=True)
             ACTS[bend.what](self)
         return whole(self, step, shards)
 
-    DataParallelEngine.train_step = train_step  # type: ignore[method-assign]
-    return main.run_rank(payload)
+    return train_step
 
 
 def other_checkpoint(payload: Mapping[str, Any]) -> dict[str, Any]:

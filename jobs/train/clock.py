@@ -4,10 +4,11 @@
 
 On a CPU a mark is a clock reading. On CUDA it is an event in the stream, so that a mark costs no synchronization;
 the seconds are read at log points. `communication` is the exposed wait: what the backward did not hide. A step that is
-replayed from a CUDA graph has one phase, `replay`, in place of the four after `data`: there are no marks inside.
+replayed from a CUDA graph has one phase, `replay`, in place of the four after `data`: there are no marks inside. Of a
+pipeline on CUDA all work and waits of its stages are `backward`; `muster timeline` has them apart.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -56,6 +57,14 @@ class Clock:
         self._laps.append((phase, self._mark()))
         if self.listener is not None:
             self.listener(phase)
+
+    def laps_at(self, ends: Iterable[tuple[Phase, float]]) -> None:
+        """Say what the time since the mark before belonged to, piece by piece: until when each lasted.
+
+        By `time.monotonic()`, which on Linux is what `time.perf_counter()` reads: for clocks of CPUs.
+        """
+        if not self._muted:
+            self._laps += ends
 
     @contextmanager
     def muted(self) -> Iterator[None]:

@@ -72,7 +72,7 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
     start = share_start(store, lambda: begin_attempt(loaded, env, hosts, args), env)
 
     def work() -> int:
-        if needs_group(settings.split(env.world_size).sync, env.world_size):
+        if needs_group(settings.split(env.world_size)):
             world = join_group(store, job, env, peers)
         else:
             world = World(0, 1, None, choose_device(settings.device, 0, peers))

@@ -18,9 +18,12 @@ from jobs.train.graph import GraphedEngine
 from jobs.train.keyed import key
 from jobs.train.loading import MicroInput, ShardInput
 from jobs.train.memory.held import Held, tensors_of
+from jobs.train.models.stack import Stack
 from jobs.train.modes import WRAP, broadcast_buffers
 from jobs.train.numerics import Numerics
+from jobs.train.pipeline import PipelineEngine
 from jobs.train.replica import Replica
+from jobs.train.shards import Forms
 from jobs.train.state import Part
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
@@ -29,8 +32,9 @@ from jobs.train_settings import TrainSettings
 class Engine(Protocol):
     """What the loop needs of a way to train."""
 
-    module: nn.Module
+    module: nn.Module  # what this rank has of it
     optimizer: torch.optim.Optimizer
+    forms: Forms  # of all of it
 
     def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Train on this rank's part of a global batch.
@@ -90,8 +94,10 @@ class DataParallelEngine:
         world: World,
         settings: TrainSettings,
         numerics: Numerics,
+        forms: Forms,
     ) -> None:
         self.module = replica.module
+        self.forms = forms
         self.optimizer = optimizer
         self.replica = replica
         self.world = world
@@ -113,7 +119,14 @@ class DataParallelEngine:
             losses.append(self._shard(step, shard, last=shard is shards[-1]))
         self.replica.finish()
         replica = self.replica
-        self.scaler.step(self.optimizer, replica.gradients(), self.clip_norm, replica.shard_group, exact=self.same_norm)
+        self.scaler.step(
+            self.optimizer,
+            replica.gradients(),
+            self.clip_norm,
+            replica.shard_group,
+            exact=self.same_norm,
+            counted=replica.counted(),
+        )
         self.replica.clock.lap("optimizer")
         return losses
 
@@ -199,7 +212,11 @@ class DataParallelEngine:
 def build_engine(settings: TrainSettings, model: nn.Module, world: World, clock: Clock, numerics: Numerics) -> Engine:
     """Wrap a model that `numerics` has placed as the job's mode says, with its optimizer."""
     parallel = settings.split(world.size)
+    if parallel.schedule:
+        assert isinstance(model, Stack)
+        return PipelineEngine(model, world, clock, settings, numerics)
+    forms = Forms(model)
     replica = WRAP[parallel.sync](model, world, clock, settings)
     optimizer = replica.build_optimizer(numerics, settings)
-    engine = DataParallelEngine(replica, optimizer, world, settings, numerics)
+    engine = DataParallelEngine(replica, optimizer, world, settings, numerics, forms)
     return GraphedEngine(engine, clock, world.device) if settings.cuda_graph else engine

@@ -1,7 +1,7 @@
 """Evaluation: the same bits on any number of ranks.
 
-The evaluation samples are cut into fixed blocks, dealt to the ranks in turn. Each block is one forward; its sums are
-float64, gathered, and added in the order of blocks.
+The evaluation samples are cut into fixed blocks, dealt in turn to the ranks, or to pipelines of ranks. Each block is
+one forward; its sums are float64, gathered, and added in the order of blocks.
 """
 
 import math
@@ -45,18 +45,18 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Ev
     blocks = -(-data.eval_samples // BLOCK_SAMPLES)
     if blocks == 0:
         return None
-    each = -(-blocks // world.size)
+    each = -(-blocks // world.data_ranks)
     mine = torch.zeros(each, 3, dtype=torch.float64, device=world.device)  # (blocks, loss sum · right · predictions)
     for row in range(each):
         # Where ranks share parameters out they run together: one that has no block left runs the last one again.
-        block = row * world.size + world.rank
+        block = row * world.data_ranks + world.data_rank
         inputs, targets = data.eval_batch(block_indices(min(block, blocks - 1), data.eval_samples))
         outputs = engine.predict(move_inputs(inputs, world.device, dtype))
         if block < blocks:
             mine[row] = measure(outputs, targets.to(world.device))
         page.own.beat()
-    dealt = [rows.tolist() for rows in world.gather(mine)]
-    in_order = [dealt[block % world.size][block // world.size] for block in range(blocks)]
+    dealt = [rows.tolist() for rows in world.gather(mine)[: world.data_ranks]]
+    in_order = [dealt[block % len(dealt)][block // len(dealt)] for block in range(blocks)]
     loss_sum, right, predictions = (add_in_order(column) for column in zip(*in_order, strict=True))
     loss = loss_sum / predictions
     if data.unit == "tokens":

@@ -9,6 +9,7 @@ from typing import Final
 
 from ddp.timeouts import CollectiveTimeoutError
 from jobs.errors import StartTimeoutError
+from pipe.failures import StageFailedError
 
 # What the transports say when a peer is gone or silent.
 LOST: Final = re.compile(
@@ -27,10 +28,10 @@ TRANSPORTS: Final = re.compile(
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """True when the error, or what caused it, is that another rank is gone or silent."""
+    """True when the error, or what caused it, is that another rank has failed, is gone or silent."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, StartTimeoutError | CollectiveTimeoutError | ConnectionError):
+        if isinstance(seen, StartTimeoutError | CollectiveTimeoutError | ConnectionError | StageFailedError):
             return True
         if type(seen).__module__.startswith("torch") and "Dist" in type(seen).__name__ and LOST.search(str(seen)):
             return True

@@ -7,7 +7,7 @@ the end           all is saved, where anything is
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,16 +24,19 @@ from jobs.train.models import build_model
 from jobs.train.numerics import numerics_of
 from jobs.train.optim import learning_rate, set_learning_rate
 from jobs.train.pace import Pace
+from jobs.train.pipeline import PipelineEngine
 from jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
 from jobs.train.replay import Replay
 from jobs.train.sampling import Plan, plan_of, total_steps
 from jobs.train.saving import NotSaving
 from jobs.train.screen import Screen
 from jobs.train.soundness import Soundness, require_finite
+from jobs.train.timeline import NotRecording, Timeline
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 
 NOT_SAVING = NotSaving()
+NOT_RECORDING = NotRecording()
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Trainer:
     clock: Clock
     engine: Engine
     dtype: torch.dtype
+    timeline: NotRecording = NOT_RECORDING
 
     @property
     def steps(self) -> int:
@@ -54,14 +58,19 @@ class Trainer:
         return total_steps(self.settings, self.plan)
 
     def own_steps(self) -> Steps:
-        """Return the steps of this rank's virtual ranks: rank r has those from r * k to r * k + k - 1."""
-        each = self.plan.virtual_ranks // self.world.size
-        return Steps(self.data, self.plan, range(self.world.rank * each, (self.world.rank + 1) * each))
+        """Return the steps of this rank's virtual ranks: data rank r has those from r * k to r * k + k - 1.
+
+        A pipeline cuts its part into micro-batches itself.
+        """
+        plan = replace(self.plan, accumulation=1) if self.settings.is_pipeline else self.plan
+        each, place = plan.virtual_ranks // self.world.data_ranks, self.world.data_rank
+        return Steps(self.data, plan, range(place * each, (place + 1) * each))
 
 
 def build_trainer(settings: TrainSettings, data: Data, world: World) -> Trainer:
     """Build the model, the same on every rank, and wrap it as the job's mode says."""
     numerics = numerics_of(settings, world.device)
+    world = replace(world, pipe=settings.split(world.size).pipe)
     clock = clock_for(world.device)
     model = numerics.place(build_model(settings.model, vocabulary=data.vocabulary, seed=settings.seed))
     engine = build_engine(settings, model, world, clock, numerics)
@@ -89,6 +98,8 @@ def train(
     """
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
+    if isinstance(trainer.engine, PipelineEngine) and trainer.world.data_rank == 0:
+        trainer = replace(trainer, timeline=Timeline(trainer.engine.pipeline, trainer.engine.group, files.timeline))
     metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps, patient=saving.patient)
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
         with profiling:  # what it has to write waits until all is saved
@@ -134,20 +145,23 @@ def run_steps(
         if done == first + 1:
             screen.first_step(done)
         if done in (first + 1, steps) or done % settings.log_every == 0 or saving.is_due(done):
-            soundness.hear(report_steps(metrics, screen, saving, replay, done).losses)
+            soundness.hear(report_steps(metrics, screen, saving, replay, done, trainer.timeline).losses)
         if settings.evaluate and (done == steps or work.batch.stop == trainer.plan.samples):
             report_evaluation(trainer, metrics, screen, done, work.batch.epoch + 1)
         saving.step_done(done, metrics.recent)
         profiling.step_done(done)
     if metrics.has_news:  # stopped between two log points
-        report_steps(metrics, screen, saving, replay, done)
+        report_steps(metrics, screen, saving, replay, done, trainer.timeline)
     engine.synchronize_buffers()
     return done
 
 
-def report_steps(metrics: Metrics, screen: Screen, saving: NotSaving, replay: Replay | None, done: int) -> Summary:
+def report_steps(
+    metrics: Metrics, screen: Screen, saving: NotSaving, replay: Replay | None, done: int, timeline: NotRecording
+) -> Summary:
     """Make a log point: exchange losses and notes, write the rows and say how far the training is."""
     summary = metrics.report(saving.note(done))
+    timeline.record(done)
     screen.step(summary)
     saving.hear(done, summary.notes, sound=math.isfinite(summary.loss))
     if replay is not None and (result := replay.check(summary.losses)):

@@ -47,6 +47,7 @@ from jobs.train.saving import Saver, Target
 from jobs.train.schedule import Schedule, failures_so_far
 from jobs.train.soundness import NotFiniteError
 from jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
+from jobs.train_parallel import split_text
 from jobs.train_settings import TrainSettings
 from jobs.words import counted
 
@@ -296,8 +297,9 @@ def build_saver(
 def describe(job: Job, data: Data, world: World) -> str:
     """Say in one line what is trained, how and on what."""
     settings = settings_of(job)
-    exact = f", exact over {settings.virtual_world_size(world.size)} virtual ranks" if settings.exact else ""
-    mode = settings.mode if settings.parallel is None else f"data {settings.parallel.data} by {settings.parallel.sync}"
+    over = "" if settings.is_pipeline else f" over {settings.virtual_world_size(world.size)} virtual ranks"
+    exact = f", exact{over}" if settings.exact else ""
+    mode = split_text(settings)
     numbers = "" if settings.precision == "fp32" else f", {settings.precision}"
     threads = "" if world.device.type == "cuda" else f" with {counted(torch.get_num_threads(), 'thread')} a rank"
     return (

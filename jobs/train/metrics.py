@@ -43,10 +43,11 @@ class Units:
 
 @dataclass(frozen=True)
 class Files:
-    """Where rows go: a rank's own file, and the run's file on rank 0."""
+    """Where rows go: a rank's own file, and the run's and the attempt's on rank 0."""
 
     own: Path
     run: Path | None
+    timeline: Path | None = None  # of a pipeline
 
 
 @dataclass(frozen=True)
@@ -228,6 +229,7 @@ def gather_losses(
     sums = torch.stack([torch.stack(each) for each in losses])  # (steps, virtual ranks of this rank)
     said = torch.tensor(note, dtype=sums.dtype, device=sums.device)[:, None].expand(-1, sums.shape[1])  # (note, ...)
     gathered = world.gather(torch.cat([sums, said]))  # per rank (steps + note, virtual ranks of a rank)
-    of_all = torch.cat([each[: len(batches)] for each in gathered], dim=1).tolist()  # (steps, virtual ranks)
+    readers = gathered[: world.data_ranks]  # all ranks of a pipeline say the same
+    of_all = torch.cat([each[: len(batches)] for each in readers], dim=1).tolist()  # (steps, virtual ranks)
     notes = [each[len(batches) :, 0].tolist() for each in gathered]
     return [add_in_order(shards) / batch.samples for shards, batch in zip(of_all, batches, strict=True)], notes

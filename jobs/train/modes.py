@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp import AllReduce, BucketedDDP, FlatAllReduce, GatherScatter, OverlappedDDP
 from ddp.base import DataParallel, broadcast
 from jobs.errors import RefusedError
-from jobs.modes import Sync
+from jobs.modes import Parallel, Sync
 from jobs.train.clock import Clock
 from jobs.train.fsdp import FsdpReplica
 from jobs.train.layerwise import LayerwiseReplica
@@ -120,9 +120,9 @@ WRAP: Final[dict[Sync, Wrap]] = {
 }
 
 
-def needs_group(sync: Sync, world_size: int) -> bool:
-    """True when a job of this sync must make a process group."""
-    return sync != "none" or world_size > 1
+def needs_group(split: Parallel) -> bool:
+    """True when a job of this split must make a process group."""
+    return split.sync != "none" or bool(split.schedule) or split.world_size > 1
 
 
 def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -43,7 +43,7 @@ def build_optimizer(
     if capturable and trainable:
         options["lr"] = torch.tensor(settings.lr, dtype=torch.float32, device=trainable[0].device)
         options |= {"capturable": True} if settings.name == "adamw" else {}
-    optimizer = kind(trainable, **options)
+    optimizer = kind([{"params": trainable}], **options)  # a slice of a model may have none
     make_state(optimizer, settings)
     return optimizer
 
@@ -141,13 +141,19 @@ def named_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def clip(
-    gradients: Sequence[Tensor], most: float, group: dist.ProcessGroup | None = None, *, exact: bool = False
+    gradients: Sequence[Tensor],
+    most: float,
+    group: dist.ProcessGroup | None = None,
+    *,
+    exact: bool = False,
+    counted: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Scale gradients so that their global 2-norm is at most `most`; return that before.
 
     Ranks of a `group` have one gradient together: a collective. `exact` gives the same bits whoever has which part.
+    `counted` are those of them that no other rank counts; None: all.
     """
     norm_of = reproducible_norm if exact else plain_norm
-    norm = norm_of(gradients, group, reduce=group is not None)
+    norm = norm_of(gradients if counted is None else counted, group, reduce=group is not None)
     clip_by(gradients, norm, most)
     return norm

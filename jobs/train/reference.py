@@ -10,6 +10,7 @@ It trains on its own, or follows a mode: it computes its gradients at every step
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from jobs.train.compare import gradient_bound
 from jobs.train.data import Data
 from jobs.train.keyed import key
+from jobs.train.layer_seeds import LayerSeeds
 from jobs.train.loading import ShardInput, Steps, move
 from jobs.train.models import build_model
 from jobs.train.modes import communication_dtype
@@ -25,6 +27,8 @@ from jobs.train.optim import clip, gradient_of, gradients_of, learning_rate, nam
 from jobs.train.sampling import Plan
 from jobs.train.world import add_in_order
 from jobs.train_settings import TrainSettings
+
+USES: Final = 2  # of a tied weight: in the embedding and in the head
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,9 @@ class Reference:
         model = build_model(settings.model, vocabulary=setting.data.vocabulary, seed=settings.seed)
         self.model: nn.Module = self.numerics.place(model)
         self.names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        per_layer = settings.is_pipeline and settings.model.dropout > 0.0
+        self.seeds = LayerSeeds(model, settings.seed) if per_layer else None
+        self.terms: dict[str, Tensor] = {}  # of a pipeline's gradients: sums of magnitudes over micro-batches
         self.bounds: list[dict[str, float]] = []  # of each step: how far another order of summation may be off
         self.optimizer = self.numerics.optimizer(self.model.parameters(), settings.optimizer)
 
@@ -88,23 +95,27 @@ class Reference:
 
     def _gradients(self, step: int, shards: tuple[ShardInput, ...]) -> float:
         """Leave the gradients of a step in the parameters; return the sum of the losses of its samples."""
-        loss_sums, of_shards = [], []
+        loss_sums, of_shards, terms = [], [], len(shards)
         for shard in shards:
+            self.terms.clear()
             loss_sums.append(self._shard(step, shard))
             of_shards.append([gradient_of(parameter) for parameter in self.names.values()])
         means = [mean_of([each[index] for each in of_shards]) for index in range(len(self.names))]
+        if self.terms:  # a pipeline may add micro-batches in another order, and each use of a tied weight
+            terms *= USES * len(shards[0].micro_batches)
+            means = [(mean, self.terms[name]) for name, (mean, _) in zip(self.names, means, strict=True)]
         for parameter, (mean, _) in zip(self.names.values(), means, strict=True):
             parameter.grad = mean
         factor = self.scaler.factor()
         self.scaler.unscale(gradients_of(self.names.values()))
         means = [(mean, magnitude / factor) for mean, magnitude in means]
         relative = self._clip([magnitude for _, magnitude in means])
-        count, sent_as = len(shards), communication_dtype(self.setting.settings)
+        sent_as = communication_dtype(self.setting.settings)
         self.bounds.append(
             {
                 name: gradient_bound(
                     float(magnitude.max()) + relative * float(mean.abs().max()),
-                    count,
+                    terms,
                     mean.dtype,
                     sent_as or mean.dtype,
                 )
@@ -129,12 +140,25 @@ class Reference:
                 module.track_running_stats = shard.virtual_rank == 0
         loss_sum = 0.0
         for index, micro in enumerate(shard.micro_batches):
-            if self.setting.settings.model.dropout > 0.0:
+            if self.seeds is not None:
+                self.seeds.enter(step, shard.virtual_rank, index)
+            elif self.setting.settings.model.dropout > 0.0:
                 torch.manual_seed(key(self.setting.settings.seed, step, shard.virtual_rank, index))
             loss = self.numerics.loss(self.model, micro.inputs, micro.targets)
+            before = {name: each.grad for name, each in self.names.items()} if self.setting.settings.is_pipeline else {}
+            for name in before:
+                self.names[name].grad = None
             torch.autograd.backward(self.scaler.scaled(loss if micro.weight == 1.0 else loss * micro.weight))
+            self._add(before)
             loss_sum += float(loss.detach()) * micro.samples
         return loss_sum
+
+    def _add(self, before: Mapping[str, Tensor | None]) -> None:
+        """Add gradients to those before, as autograd would have, and keep the sums of their magnitudes."""
+        for name, earlier in before.items():
+            own = gradient_of(self.names[name])
+            self.terms[name] = self.terms[name] + own.abs() if name in self.terms else own.abs()
+            self.names[name].grad = own if earlier is None else earlier + own
 
 
 def mean_of(gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -64,6 +64,10 @@ class Replica:
         """Return what of the mean gradients this rank steps with, to be changed in place."""
         return gradients_of(self.module.parameters())
 
+    def counted(self) -> list[Tensor] | None:
+        """Return those of them that a norm over `shard_group` counts here; None: all."""
+        return None
+
     # What it is made of ---------------------------------------------------------------------------------------------
 
     def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:

@@ -110,7 +110,7 @@ def plan_of(settings: TrainSettings, *, samples: int, world_size: int) -> Plan:
         samples=samples,
         batch_size=min(settings.batch_size, samples),
         virtual_ranks=settings.virtual_world_size(world_size),
-        accumulation=settings.grad_accumulation,
+        accumulation=settings.accumulation(world_size),
         seed=settings.seed,
     )
 

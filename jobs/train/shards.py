@@ -17,6 +17,7 @@ from jobs.train.state import (
     MODEL,
     OPTIMIZER,
     Part,
+    aliases,
     buffer_parts,
     require_same_form,
     require_same_names,
@@ -27,19 +28,21 @@ from zero.flat import Held
 
 
 class Forms:
-    """Names, types and shapes of a model's parameters, taken before they are shared out: a rank then has some only."""
+    """A model's names, types and shapes, taken before it is shared out or cut: a rank then has some of it only."""
 
     def __init__(self, module: nn.Module) -> None:
         self.pieces = {
             name: whole(MODEL + name, DTYPES[each.dtype], tuple(each.shape)) for name, each in module.named_parameters()
         }
         self.trained = {name for name, each in module.named_parameters() if each.requires_grad}
+        self.buffers = [part.piece for part in buffer_parts(module)]
+        self.aliases = aliases(module)  # of shared parameters
 
 
 class SharedState:
     """What one rank saves and reads. `held` lists its ranges, which lie where they lay the last time it was asked.
 
-    Rank 0 saves besides what every rank has whole: buffers, and `more`.
+    Rank 0 saves besides what every rank has whole: buffers, and if it `leads`, `more`.
     """
 
     def __init__(
@@ -51,8 +54,10 @@ class SharedState:
         *,
         rank: int,
         more: Mapping[str, Tensor],
+        leads: bool = True,
     ) -> None:
         self.module = module
+        self.leads = leads
         self.optimizer = optimizer
         self.forms = forms
         self.held = held
@@ -65,7 +70,7 @@ class SharedState:
         """Return the share, listed anew only when the optimizer has made state since."""
         now = [value for state in self.optimizer.state.values() for value in state.values()]
         if self._listed is None or len(now) != len(self._listed) or not all(map(operator.is_, now, self._listed)):
-            own = [*buffer_parts(self.module), *self._more()] if self.rank == 0 else []
+            own = [*buffer_parts(self.module), *(self._more() if self.leads else ())] if self.rank == 0 else []
             self._parts = [*own, *(part_of(each) for each in self.held() if each.answers)]
             self._listed = now
         return self._parts
@@ -77,7 +82,7 @@ class SharedState:
             RefusedError: the checkpoint is of another model; on every rank, whatever it holds.
         """
         whole_parts = [*buffer_parts(self.module), *(part for part in self._more() if part.piece.name in stored)]
-        model = [*self.forms.pieces.values(), *(part.piece for part in buffer_parts(self.module))]
+        model = [*self.forms.pieces.values(), *self.forms.buffers]
         require_same_names([piece.name for piece in model], stored)
         for name in stored:
             if name.startswith(OPTIMIZER):

@@ -51,7 +51,7 @@ def require_finite(engine: Engine, world: World, done: int) -> None:
     Raises:
         NotFiniteError: on every rank, if one has a parameter with an element that is no number.
     """
-    names = [MODEL + name for name, _ in engine.module.named_parameters()]
+    names = [piece.name for piece in engine.forms.pieces.values()]
     places = {name: place for place, name in enumerate(names)}
     broken = [
         places[part.piece.name]

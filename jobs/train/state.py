@@ -144,9 +144,8 @@ class DealtState:
         """Return the share; the buffers are rank 0's, whose running statistics count."""
         now = [value for state in self.optimizer.state.values() for value in state.values()]
         if self._dealt is None or len(now) != len(self._dealt) or not all(map(operator.is_, now, self._dealt)):
-            shared = [*parameter_parts(self.module), *optimizer_parts(self.module, self.optimizer)]
-            own = [*buffer_parts(self.module), *(whole_part(name, tensor) for name, tensor in self.more.items())]
-            self._parts = deal(own, shared, rank=self.rank, ranks=self.ranks)
+            shared = self._shared()
+            self._parts = deal(self._own(), shared, rank=self.rank, ranks=self.ranks)
             # A range of a tensor that is not row-major is a copy, which the next step would leave behind.
             self._dealt = now if all(part.tensor.is_contiguous() for part in shared) else None
         return self._parts
@@ -154,6 +153,12 @@ class DealtState:
     def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
         """Ask for all of it: every rank has a whole replica."""
         return wanted_replica(self.module, self.optimizer, stored, self.more)
+
+    def _own(self) -> list[Part]:
+        return [*buffer_parts(self.module), *(whole_part(name, tensor) for name, tensor in self.more.items())]
+
+    def _shared(self) -> list[Part]:
+        return [*parameter_parts(self.module), *optimizer_parts(self.module, self.optimizer)]
 
 
 def _element(byte: int, size: int, elements: int) -> int:

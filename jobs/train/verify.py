@@ -155,11 +155,20 @@ def _named(outcome: Outcome) -> dict[str, Tensor]:
 def promise_of(settings: TrainSettings, world_size: int) -> tuple[Exactness, str]:
     """Return the class that a mode is held to, and why."""
     if settings.exact:
-        return "bitwise", "exact: shards are summed in order and divided once, as one process does"
+        what = (
+            "micro-batches are added in order"
+            if settings.is_pipeline
+            else "shards are summed in order and divided once"
+        )
+        return "bitwise", f"exact: {what}, as one process does"
     where = f"{settings.mode_name} on {counted(world_size, 'rank')}"
     if settings.communication_dtype is not None and world_size > 1:
         return "tight", f"{where}: gradients are sent as {settings.communication_dtype}, and differ by its rounding"
+    if settings.is_tied_over_stages(world_size):
+        return "tight", f"{where}: the head is the embedding, on another stage, and the two uses are added at the end"
     promise = MODES[settings.mode_name].exactness(world_size)
+    if settings.is_pipeline and settings.split(world_size).data > 1:
+        promise = "tight"
     if promise == "bitwise":
         return promise, f"{where}: the sum takes the reference's order"
     return promise, f"{where}: the sum may take another order, so gradients may differ by rounding"

@@ -29,12 +29,32 @@ GLOO_KEY: Final = re.compile(r"wait timeout after .*/(\d+)\s*$")  # gloo asks th
 
 @dataclass(frozen=True)
 class World:
-    """One rank among `size`, the group they talk in, and the device this rank computes on."""
+    """One rank among `size`, the group they talk in, and the device this rank computes on.
+
+    `pipe` ranks have one model together, and read the same part of a batch: those that are `data_ranks` apart, as in
+    `pipe.mesh`.
+    """
 
     rank: int
     size: int
     group: dist.ProcessGroup | None
     device: torch.device
+    pipe: int = 1
+
+    @property
+    def data_ranks(self) -> int:
+        """Into how many parts ranks cut a batch."""
+        return self.size // self.pipe
+
+    @property
+    def data_rank(self) -> int:
+        """Which of these parts is this rank's."""
+        return self.rank % self.data_ranks
+
+    @property
+    def pipe_rank(self) -> int:
+        """Which place this rank has in its pipeline."""
+        return self.rank // self.data_ranks
 
     def gather(self, mine: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in rank order; all must have one shape."""

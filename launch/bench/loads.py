@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collectives_bench.cost.load import Load
     from jobs.spec import Job
 
-MICROBATCHES: Final = 8  # of a pipeline
+MICROBATCHES: Final = 8  # of a pipeline, where the job says nothing
 UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
@@ -43,16 +43,20 @@ def ranks_of(job: "Job", path: str, option: str) -> int:
     return job.nodes * job.ranks_per_node
 
 
-def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int = MICROBATCHES) -> "Load":
-    """Return what a rank holds and computes of a job."""
+def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = None) -> "Load":
+    """Return what a rank holds and computes of a job; `microbatches` of pipelines, by default the job's."""
     from collectives_bench.cost.load import SIZES, Load, Recipe
     from jobs.anatomy import anatomy
     from jobs.model_shape import resolve_shape
     from jobs.shapes import GptShape, VggShape
+    from jobs.train_parallel import FILL
     from jobs.train_settings import TrainSettings
 
     settings = job.settings
     assert isinstance(settings, TrainSettings)
+    if microbatches is None:
+        own = settings.microbatches if settings.parallel is None else settings.parallel.microbatches
+        microbatches = own or (FILL * ranks if settings.is_pipeline else MICROBATCHES)
     if microbatches < 1:
         raise UsageError(f"--microbatches {microbatches}: must be 1 or more")
     vocabulary = VggShape.classes if settings.model.is_vgg else GptShape.vocabulary

@@ -53,7 +53,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         rows.append(
             {
                 "mode": way.name,
-                "is_jobs": way.name == settings.mode_name,
+                "is_jobs": way.name == settings.mode_name and not settings.is_product,
                 "built": way.is_built,
                 "memory": memory and {**vars(memory), "total": memory.total},
                 "fits": None if memory is None or limit is None else memory.total <= USABLE * limit,

@@ -39,9 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("-n", "--ranks-per-node", metavar="M", type=int, help="as --set ranks_per_node=M")
     steps.add_argument("--modes", metavar="NAMES", help="only these, with commas (default: all, built or not)")
-    steps.add_argument(
-        "--microbatches", metavar="M", type=int, default=loads.MICROBATCHES, help="of pipelines (default: 8)"
-    )
+    steps.add_argument("--microbatches", metavar="M", type=int, help="of pipelines (default: the job's, else 8)")
     steps.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80G: a mode may fill nine tenths of it")
     steps.add_argument("--buckets", metavar="SIZES", nargs="?", const="", help="the curve over bucket sizes, 1M:64M")
     steps.add_argument("--plot", metavar="FILE", help="draw it too: .png, .svg or .pdf")

@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     job.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where the job says device: cuda")
     job.add_argument("--memory", metavar="SIZE", help="of a rank, such as 80G: a mode may fill nine tenths of it")
     job.add_argument(
-        "--microbatches", metavar="M", type=int, default=MICROBATCHES, help=f"of pipelines (default: {MICROBATCHES})"
+        "--microbatches", metavar="M", type=int, help=f"of pipelines (default: the job's, else {MICROBATCHES})"
     )
     job.add_argument(
         "--set",

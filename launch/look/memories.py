@@ -85,7 +85,9 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
 
 
 def formula_of(run: RunDir, memory: RankMemory) -> "Memory | None":
-    """Return what the formulas say of a rank of this run; None where its job cannot be read, or is not known to them.
+    """Return what the formulas say of a rank of this run; None where they do not know it.
+
+    That is a job that cannot be read, or several pipelines beside each other.
 
     The job is the one in the run folder; the number of ranks is the attempt's, which may have had fewer nodes.
     """
@@ -97,6 +99,8 @@ def formula_of(run: RunDir, memory: RankMemory) -> "Memory | None":
     try:
         job = loads.train_job(str(run.job), ())
         assert isinstance(job.settings, TrainSettings)
+        if job.settings.is_product:
+            return None
         backend = "nccl" if memory.facts["device"] == "cuda" else "gloo"
         load = loads.load_of(job, ranks=int(memory.facts["world_size"]), backend=backend)
         return memory_of(WAYS[job.settings.mode_name], load)

@@ -11,7 +11,7 @@ message's stage is the one it is for. `pipe/timeline.py` gathers them.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from pipe.schedules.actions import Action, Kind, Schedule
@@ -101,8 +101,8 @@ def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
     """Return what actions of every stage and messages of every cut took, as means over steps of one schedule.
 
     A message takes from its maker's end to its consumer's start, judged only where the consumer's rank had nothing else
-    to do by then. A cut of which no message was waited for has the least of what they took at most. Of a stage whose
-    backward was in one piece, all is `input_gradient`, for the other is 0.
+    to do by then; of those the median, for a rank that was held up is no message. A cut of which none was waited for
+    has the least of what they took at most. Of a stage whose backward was in one piece, all is `input_gradient`.
 
     Raises:
         ValueError: an action was not recorded.
@@ -138,7 +138,7 @@ def compare(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Compared:
 
 
 def _messages(steps: Sequence[Sequence[Record]], schedule: Schedule) -> tuple[float, ...]:
-    """Return the mean seconds of a message over every cut."""
+    """Return the seconds of a message over every cut."""
     waited: list[list[float]] = [[] for _ in range(schedule.stages - 1)]
     at_most: list[list[float]] = [[] for _ in range(schedule.stages - 1)]
     for records in steps:
@@ -156,7 +156,7 @@ def _messages(steps: Sequence[Sequence[Record]], schedule: Schedule) -> tuple[fl
                     took = max(0.0, record.start_s - maker.end_s)
                     (waited if free_s <= maker.end_s else at_most)[cut].append(took)
                 free_s = record.end_s
-    return tuple(fmean(some) if some else min(other, default=0.0) for some, other in zip(waited, at_most, strict=True))
+    return tuple(median(some) if some else min(other, default=0.0) for some, other in zip(waited, at_most, strict=True))
 
 
 def _maker(action: Action, schedule: Schedule) -> Action:

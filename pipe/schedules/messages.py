@@ -89,7 +89,7 @@ class _Meetings:
         self.steps[message.peer].append(offered.popleft())
         self.steps[rank].append(message)
         self.received.add(message)
-        self.to_try.extend((message.peer, rank))
+        self.to_try.append(message.peer)
         self._offer(message.peer)
         return True
 

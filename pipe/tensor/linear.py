@@ -145,15 +145,16 @@ class _Columns(torch.autograd.Function):
             side = (torch.cat(of_outputs, -1),)
         products = weights if joined is None else [joined]
         of_x = _begin_input_gradient(region, side, products) if wants_x else None
-        of_parameters = _weight_gradients(whole, side, weights, wants)
+        inputs = whole()
+        of_parameters = _weight_gradients(inputs, side, weights, wants)
         for each, of_output in zip(later, of_outputs, strict=True):
             if each is not None:
-                each(whole(), of_output)
+                each(inputs, of_output)
         return None, None, None if of_x is None else of_x(), *of_parameters
 
 
 def _weight_gradients(
-    whole: Pending, side: Sequence[Tensor], weights: Sequence[Tensor], wants: Sequence[bool]
+    inputs: Tensor, side: Sequence[Tensor], weights: Sequence[Tensor], wants: Sequence[bool]
 ) -> list[Tensor | None]:
     """Return the gradients of weights, then of biases; `side`, of the outputs, is one tensor or one for each layer."""
     count = len(weights)
@@ -162,8 +163,7 @@ def _weight_gradients(
     of_biases: Sequence[Tensor | None] = [None] * count
     sizes = [weight.shape[0] for weight in weights]
     if any(wants[:count]):
-        inputs = whole().flatten(0, -2)
-        made = [each.t() @ inputs for each in rows]
+        made = [each.t() @ inputs.flatten(0, -2) for each in rows]
         of_weights = made if len(made) == count else torch.split(made[0], sizes)
     if any(wants[count:]):
         sums = [each.sum(0) for each in rows]

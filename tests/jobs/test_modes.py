@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jobs.errors import RefusedError
-from jobs.modes import MODES, SHARDED, Parallel, mode_of
+from jobs.modes import MODES, PIPELINES, SHARDED, Parallel, mode_of
 
 
 @pytest.mark.parametrize("name", [name for name in MODES if name != "single"])
@@ -14,7 +14,7 @@ def test_every_mode_uses_every_rank(name: str, world_size: int) -> None:
     assert MODES[name].expand(world_size).world_size == world_size
 
 
-@pytest.mark.parametrize("name", [name for name in MODES if name != "single" and name not in SHARDED])
+@pytest.mark.parametrize("name", [name for name in MODES if name not in ("single", *SHARDED, *PIPELINES)])
 def test_data_parallel_modes_differ_in_their_synchronization_alone(name: str) -> None:
     assert MODES[name].expand(4) == Parallel(data=4, pipe=1, tensor=1, zero=0, sync=name)  # type: ignore[arg-type]
 
@@ -30,8 +30,12 @@ def test_modes_that_share_state_out_name_what_is_shared_and_by_whom() -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_every_split_has_the_mode_that_it_came_from(name: str) -> None:
-    split = MODES[name].expand(1)
-    assert mode_of(split.sync, split.zero) == name
+    assert mode_of(MODES[name].expand(1)) == name
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pipelines_have_a_slice_of_the_model_on_every_rank(name: str) -> None:
+    assert MODES[name].expand(4) == Parallel(data=1, pipe=4, schedule=name)  # type: ignore[arg-type]
 
 
 def test_single_runs_on_one_rank_only() -> None:
@@ -47,6 +51,8 @@ def test_single_runs_on_one_rank_only() -> None:
         ("single", ["bitwise", "bitwise", "bitwise"]),
         ("gather_scatter", ["bitwise", "bitwise", "bitwise"]),
         ("allreduce", ["bitwise", "bitwise", "tight"]),
+        *((name, ["bitwise", "bitwise", "bitwise"]) for name in ("model", "gpipe", "1f1b", "interleaved")),
+        *((name, ["bitwise", "tight", "tight"]) for name in ("zb1p", "zbv")),  # weights' gradients in one sum
         # divided before they are added: three thirds need not make one
         *((name, ["bitwise", "tight", "tight"]) for name in ("flat", "overlap", "bucketed", "ddp", *SHARDED)),
     ],
@@ -57,7 +63,8 @@ def test_a_mode_promises_no_more_than_its_sums_allow(name: str, promises: list[s
 
 def test_only_modes_whose_sums_are_ours_can_be_exact() -> None:
     exact = [name for name, mode in MODES.items() if mode.can_be_exact]
-    assert exact == ["gather_scatter", "allreduce", "flat", "overlap", "bucketed", "zero1", "zero2", "zero3"]
+    data = ["gather_scatter", "allreduce", "flat", "overlap", "bucketed", "zero1", "zero2", "zero3"]
+    assert exact == [*data, *PIPELINES]
 
 
 def test_rows_are_named_as_their_keys() -> None:

@@ -38,7 +38,7 @@ def test_a_word_is_short_for_a_named_section() -> None:
         ({"mode": "ddp", "parallel": {"data": 2}}, "give mode or parallel, not both"),
         (
             {"mode": "ddp", "exact": True},
-            "needs one of the modes gather_scatter, .*, bucketed, zero1, zero2, zero3, got ddp",
+            "needs one of the modes gather_scatter, .*, bucketed, zero1, zero2, zero3, model, .*, zbv, got ddp",
         ),
         ({"parallel": {"data": 2, "sync": "ddp"}, "exact": True}, "exact: true needs one of the modes .* got ddp"),
         ({"mode": "bucketed", "bucket_size_mb": 0}, "greater than 0"),
@@ -59,6 +59,19 @@ def test_a_word_is_short_for_a_named_section() -> None:
         ({"parallel": {"data": 2, "zero": 1, "sync": "fsdp"}}, "zero: 1 does not go with sync: fsdp"),
         ({"parallel": {"data": 2, "sync": "sharded"}}, "zero: 0 does not go with sync: sharded"),
         ({"parallel": {"data": 2, "zero": 4}}, "zero"),
+        ({"parallel": {"data": 2, "tensor": 2}}, "tensor: 2: jobs do not split layers yet; set tensor: 1"),
+        ({"parallel": {"pipe": 2, "zero": 3}}, "zero: 3 does not go with a pipeline, whose .*; zero 0, 1 and 2 do"),
+        ({"parallel": {"pipe": 2, "data": 2, "sync": "ddp"}}, "sync: ddp does not go with a pipeline, whose"),
+        ({"parallel": {"data": 2, "microbatches": 2}}, "microbatches are a pipeline's; set pipe and schedule"),
+        ({"parallel": {"pipe": 2, "schedule": "1f2b"}}, "'1f1b', 'interleaved', 'zb1p' or 'zbv'"),
+        ({"parallel": {"data": 2, "pipe": 2}, "exact": True}, "exact: true does not go with 2 data-parallel pipelines"),
+        ({"mode": "1f1b", "exact": True, "virtual_ranks": 4}, "1f1b has one virtual rank, virtual_ranks is 4"),
+        ({"mode": "1f1b", "cuda_graph": True}, "cuda_graph does not go with 1f1b: stages hand on micro-batches"),
+        ({"mode": "gpipe", "compile": True}, "gpipe does not go with compile yet; set compile: false"),
+        ({"mode": "zbv", "communication_dtype": "bf16"}, "zbv sends activations and gradients as they are"),
+        ({"mode": "gpipe", "layerwise": True, "activation_checkpointing": True}, "without activation_checkpointing"),
+        ({"mode": "gpipe", "cut": "weight"}, "'count', 'parameters', 'flops' or 'profile'"),
+        ({"mode": "interleaved", "chunks": 1}, "greater than or equal to 2"),
         ({"virtual_ranks": 4}, "virtual_ranks needs exact: true"),
         ({"model": "gpt-nano"}, "data digits is images, model gpt-nano reads tokens"),
         ({"data": "python-source"}, "data python-source is tokens, model vgg11 reads images"),
@@ -113,6 +126,66 @@ def test_a_written_split_names_the_stage_of_zero_alone(mode: str) -> None:
     assert written.mode_name == mode
     assert written.split(2) == train(mode=mode).split(2)
     assert TrainSettings.model_validate(written.model_dump(mode="json", exclude_unset=True)) == written
+
+
+PIPE: Any = {"pipe": 4, "sync": "none"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"mode": "1f1b"}, {**PIPE, "schedule": "1f1b", "microbatches": 16}),
+        ({"mode": "1f1b", "batch_size": 6}, {**PIPE, "schedule": "1f1b", "microbatches": 6}),
+        ({"mode": "gpipe", "microbatches": 3}, {**PIPE, "schedule": "gpipe", "microbatches": 3}),
+        ({"mode": "model", "microbatches": 3}, {**PIPE, "schedule": "model", "microbatches": 1}),
+        ({"mode": "interleaved", "chunks": 3}, {**PIPE, "schedule": "interleaved", "microbatches": 16, "chunks": 3}),
+        ({"mode": "zbv", "chunks": 3}, {**PIPE, "schedule": "zbv", "microbatches": 16, "chunks": 2}),
+        ({"parallel": {"pipe": 4}}, {**PIPE, "schedule": "1f1b", "microbatches": 16}),
+        (
+            {"parallel": {"pipe": 4, "schedule": "zb1p", "microbatches": 5}},
+            {**PIPE, "schedule": "zb1p", "microbatches": 5},
+        ),
+        (
+            {"parallel": {"pipe": 2, "data": 2}},
+            {"data": 2, "pipe": 2, "schedule": "1f1b", "sync": "flat", "microbatches": 8},
+        ),
+        (
+            {"parallel": {"pipe": 2, "data": 2, "zero": 1, "schedule": "gpipe"}},
+            {"data": 2, "pipe": 2, "schedule": "gpipe", "sync": "sharded", "zero": 1, "microbatches": 8},
+        ),
+    ],
+)
+def test_a_pipeline_is_filled_with_micro_batches(settings: dict[str, Any], wanted: dict[str, Any]) -> None:
+    job = train(**settings)
+    job.check(4)
+    assert job.split(4) == Parallel(**wanted)
+    assert (job.virtual_world_size(4), job.accumulation(4)) == (wanted.get("data", 1), wanted["microbatches"])
+    assert job.virtual_world_size(1) == wanted.get("data", 1), "who resumes asks before the ranks are known"
+    assert TrainSettings.model_validate(job.model_dump(mode="json", exclude_unset=True)) == job
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "message"),
+    [
+        ({"mode": "1f1b"}, 40, "40 ranks make 40 stages, the model has 31 layers; use at most 31 ranks"),
+        ({"mode": "zbv"}, 16, "16 ranks of 2 stages each make 32 stages, the model has 31 layers; use at most 15"),
+        ({"parallel": {"pipe": 2, "data": 2}}, 3, "data 2 x pipe 2 makes 4 ranks, the job has 3"),
+        ({"mode": "1f1b", "microbatches": 65}, 2, "a batch of 64 has no sample for each of 65 micro-batches"),
+        (
+            {"parallel": {"pipe": 2, "data": 2, "microbatches": 40}},
+            4,
+            "64 has no sample for each of 40 micro-batches for each of 2 pipelines; use at most 32",
+        ),
+        ({"mode": "1f1b", "cut": ["conv3", "conv9"]}, 3, "train.cut: there is no layer 'conv9'; the model has conv1,"),
+        ({"mode": "1f1b", "cut": ["conv3"]}, 3, "train.cut: .* make 2 stages of 31 layers, not 3"),
+        ({"mode": "1f1b", "cut": [9, 9]}, 3, "train.cut: .* 9 does not come after 9"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_is_refused_before_a_rank_is_started(
+    settings: dict[str, Any], ranks: int, message: str
+) -> None:
+    with pytest.raises(RefusedError, match=message):
+        train(**settings).check(ranks)
 
 
 def test_what_a_mode_does_not_read_may_stand_there() -> None:

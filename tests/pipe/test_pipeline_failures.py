@@ -112,7 +112,9 @@ def test_a_rank_that_is_gone_ends_the_others(on_ranks):
 
 
 def refused(world: World) -> list[str]:
-    def built(layers: nn.Module | None = None, name: str = "1f1b", ranks: int = 2, **settings: Any) -> Callable[[], Any]:
+    def built(
+        layers: nn.Module | None = None, name: str = "1f1b", ranks: int = 2, **settings: Any
+    ) -> Callable[[], Any]:
         table = schedule(name, ranks, 4)
         return lambda: Pipeline(
             layers or layers_with("nothing", 0, 0),  # type: ignore[arg-type]
@@ -158,4 +160,3 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
     for said in on_ranks(2, refused, deadline_s=PROMPT_S):
         for found, start in zip(said, wanted, strict=True):
             assert found.startswith(start), (found, start)
-

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -18,6 +18,15 @@ from jobs.train.models.vgg import build_vgg
 from pipe.splitting import WeightQueue
 
 Gradients = dict[str, Tensor | None]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Let small operations not wait for threads that other tests keep busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def loop(module: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 import weakref
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -10,6 +11,15 @@ from torch import Tensor, nn
 
 from pipe.splitting import WeightQueue
 from pipe.weight_gradients import Linear, Sums
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Let small operations not wait for threads that other tests keep busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def mlp() -> nn.Sequential:
@@ -231,6 +241,17 @@ def test_a_module_is_what_it_was_within_and_afterwards():
     copy.deepcopy(module)
     WeightQueue(module).restore()
     assert queue.keys == ()
+
+
+def test_a_queue_that_is_gone_gives_its_layers_back():
+    module, (x, *_) = mlp(), inputs()
+    kinds = list(map(type, module))
+    queue = WeightQueue(module)
+    y = module(x).sum()
+    del queue
+    assert list(map(type, module)) == kinds
+    with pytest.raises(RuntimeError, match="whose WeightQueue is gone"):
+        y.backward()
 
 
 def test_what_cannot_be_is_refused():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp import BucketedDDP, GatherScatter, OverlappedDDP
+from ddp import BucketedDDP, GatherScatter
 from ddp.base import DataParallel
 from jobs.train.world import World
 from pipe.mesh import Mesh
@@ -24,8 +24,6 @@ SMALL_MB = 0.0002
 MICROBATCHES = 3
 WRAPPERS = {
     "bucketed": lambda module, group: BucketedDDP(module, group, bucket_size_mb=SMALL_MB, exact=True),
-    "bucketed, not exact": lambda module, group: BucketedDDP(module, group, bucket_size_mb=SMALL_MB),
-    "overlapped": lambda module, group: OverlappedDDP(module, group, exact=True),
     "gathered": lambda module, group: GatherScatter(module, group, exact=True),
     "zero 1": lambda module, group: ShardedDataParallel(module, group, stage=1, bucket_size_mb=SMALL_MB, exact=True),
     "zero 2": lambda module, group: ShardedDataParallel(module, group, stage=2, bucket_size_mb=SMALL_MB, exact=True),
@@ -141,11 +139,11 @@ def wrong_products(world: World) -> list[str]:
 
         pipeline.on_last_backward = over
         optimizer = optimizer_of(model)
-        loops = [Loop("gpt", 4) for _ in range(2)]
+        loops = [Loop("gpt", 4, world.device) for _ in range(2)]
         reference = [torch.optim.SGD(each.module.parameters(), lr=0.1, momentum=0.9) for each in loops]
         for step in range(2):
             seeds = seed_of(step)
-            shards = [batch_of("gpt", 6, 2 * step + each) for each in range(2)]
+            shards = [batch_of("gpt", 6, 2 * step + each, world.device) for each in range(2)]
             optimizer.zero_grad()
             if isinstance(model, ShardedDataParallel):
                 model.synchronize()
@@ -173,3 +171,27 @@ def wrong_products(world: World) -> list[str]:
 
 def test_zero_bubble_pipelines_and_data_parallel_train_as_one_process(on_ranks):
     assert on_ranks(4, wrong_products) == [[]] * 4
+
+
+def far_from_a_loop(world: World) -> list[str]:
+    """Without `exact` sums are rounded otherwise, and nothing else is different."""
+    problems = []
+    for name, table, settings in (("vgg", "zb1p", {}), ("gpt", "zbv", {"recompute": True}), ("gpt tied", "zb1p", {})):
+        pipeline = Pipeline(MODELS[name](), schedule(table, 2, 4), loss=loss_of, process_group=world.group, **settings)
+        loop = Loop(name, 4, world.device)
+        inputs, targets = batch_of(name, 7, 0, world.device)
+        pipeline.hooks.seeds = seed_of(0)
+        pipeline.step(inputs, targets)
+        loop.step(inputs, targets, seed_of(0))
+        wanted = {key: each.grad for key, each in loop.module.named_parameters(remove_duplicate=False)}
+        largest = max(each.abs().max() for each in wanted.values())
+        problems += [
+            f"{name}, {table}: {key}"
+            for key, each in pipeline.module.named_parameters()
+            if each.grad is None or (each.grad - wanted[key]).abs().max() > 1e-5 * largest
+        ]
+    return problems
+
+
+def test_zero_bubble_pipelines_that_are_not_exact_are_close_to_a_loop(on_ranks):
+    assert on_ranks(2, far_from_a_loop) == [[]] * 2

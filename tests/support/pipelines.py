@@ -92,13 +92,13 @@ def odd() -> nn.Sequential:
     return nn.Sequential(layers)
 
 
-def batch_of(model: str, samples: int, seed: int) -> Batch:
+def batch_of(model: str, samples: int, seed: int, device: torch.device) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     if model.startswith("gpt"):
-        tokens = torch.randint(CLASSES, (samples, 6), generator=generator)
+        tokens = torch.randint(CLASSES, (samples, 6), generator=generator).to(device)
         return tokens[:, :-1], tokens[:, 1:]
-    shape = (3, 32, 32) if model == "vgg" else (3, 4)
-    return torch.randn(samples, *shape, generator=generator), torch.randint(CLASSES, (samples,), generator=generator)
+    inputs = torch.randn(samples, *((3, 32, 32) if model == "vgg" else (3, 4)), generator=generator)
+    return inputs.to(device), torch.randint(CLASSES, (samples,), generator=generator).to(device)
 
 
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -121,8 +121,8 @@ def seed_of(step: int) -> Callable[[int, int], int]:
 class Loop:
     """One process."""
 
-    def __init__(self, model: str, microbatches: int) -> None:
-        self.module, self.microbatches = MODELS[model](), microbatches
+    def __init__(self, model: str, microbatches: int, device: torch.device) -> None:
+        self.module, self.microbatches = MODELS[model]().to(device), microbatches
         self.loss_sum = torch.zeros((), dtype=torch.float64)
 
     def parts(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -130,7 +130,7 @@ class Loop:
         return zip(*(each.tensor_split(parts) for each in tensors), strict=True)
 
     def step(self, inputs: Tensor, targets: Tensor, seeds: Callable[[int, int], int]) -> Tensor:
-        self.loss_sum = torch.zeros((), dtype=torch.float64)
+        self.loss_sum = torch.zeros((), dtype=torch.float64, device=inputs.device)
         for index, (x, y) in enumerate(self.parts(inputs, targets)):
             samples = len(x)
             for number, layer in enumerate(self.module):
@@ -168,16 +168,17 @@ def optimizers_of(*modules: nn.Module) -> list[torch.optim.Optimizer]:
 
 def built(world: World, case: Case) -> Pipeline:
     table = schedule(case.schedule, world.size, case.microbatches, chunks=case.chunks)
-    return Pipeline(MODELS[case.model](), table, loss=loss_of, process_group=world.group, **case.settings)
+    layers = MODELS[case.model]().to(world.device)
+    return Pipeline(layers, table, loss=loss_of, process_group=world.group, **case.settings)
 
 
 def wrong_training(world: World, case: Case) -> list[str]:
     """Steps must have a loop's losses, gradients, parameters and buffers, bit for bit, and so must evaluations."""
-    pipeline, loop = built(world, case), Loop(case.model, case.microbatches)
+    pipeline, loop = built(world, case), Loop(case.model, case.microbatches, world.device)
     optimizers = optimizers_of(pipeline.module, loop.module)
     problems: list[str] = []
     for step, samples in enumerate(case.batches):
-        inputs, targets = batch_of(case.model, samples, step)
+        inputs, targets = batch_of(case.model, samples, step, world.device)
         for each in optimizers:
             each.zero_grad()
         pipeline.hooks.seeds = seed_of(step)
@@ -185,7 +186,7 @@ def wrong_training(world: World, case: Case) -> list[str]:
         for each in optimizers:
             each.step()
     problems += [f"after: {each}" for each in states_apart(pipeline.module, loop.module)]
-    inputs, _ = batch_of(case.model, max(case.batches) + 3, 99)
+    inputs, _ = batch_of(case.model, max(case.batches) + 3, 99, world.device)
     found, wanted = pipeline.evaluate(inputs), loop.evaluate(inputs)
     if not same_bits(found, wanted):
         problems.append(f"evaluation has other bits, by {distance(found, wanted):.2e}")

@@ -6,6 +6,7 @@ attention, up and down of the MLP, and two norms.
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -49,14 +50,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix each position with those before it, (batch, tokens, d_model) to the same shape."""
+        query, key, value = self.project(x)
         mixed = functional.scaled_dot_product_attention(
-            self._split(self.query(x)),
-            self._split(self.key(x)),
-            self._split(self.value(x)),
+            self._split(query),
+            self._split(key),
+            self._split(value),
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=True,
         )  # (batch, heads, tokens, width)
         return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(2)))  # (batch, tokens, d_model)
+
+    def project(self, x: Tensor) -> Sequence[Tensor]:
+        """Return queries, keys and values; tensor parallel makes all three at once."""
+        return self.query(x), self.key(x), self.value(x)
 
     def _split(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape

@@ -28,7 +28,7 @@ class MasterWeights(torch.optim.Optimizer):
         stepped = [nn.Parameter(each.detach().float()) if each.itemsize == 2 else each for each in own]
         self.inner = build(stepped)
         options = {key: value for key, value in self.inner.param_groups[0].items() if key != "params"}
-        super().__init__(own, options)
+        super().__init__([{"params": own}], options)
         pairs = [(low, master) for low, master in zip(own, stepped, strict=True) if low is not master]
         self.low = [low for low, _ in pairs]
         self.masters = [master for _, master in pairs]

@@ -138,4 +138,5 @@ def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
         settings.compile,
         settings.activation_checkpointing,
         cut_anywhere=settings.deterministic and not settings.exact,  # exact shards are cut where no vector ends
+        chunked=not settings.is_pipeline,  # whose head and loss are two steps
     )

@@ -44,14 +44,16 @@ class Scaler:
         group: Group = None,
         *,
         exact: bool = False,
+        counted: Sequence[Tensor] | None = None,
     ) -> None:
         """Unscale and clip the gradients, which are the mean over ranks by now, and step.
 
         Ranks of a `group` have the gradients together; with `exact` they clip by the same bits as one process.
+        `counted` are those of them that no other rank counts; None: all.
         """
         self.unscale(gradients, group)
         if clip_norm is not None:
-            clip(gradients, clip_norm, group, exact=exact)
+            clip(gradients, clip_norm, group, exact=exact, counted=counted)
         self.advance(optimizer)
 
     def unscale(self, gradients: Sequence[Tensor], group: Group = None) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from ddp.base import DataParallel
-from jobs.modes import MODES, SHARDED, Sync
+from jobs.modes import MODES, PIPELINES, SHARDED, Sync
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
 from jobs.train.data import open_data
 from jobs.train.loop import build_trainer
@@ -18,7 +18,7 @@ from jobs.train_settings import TrainSettings
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 24, "evaluate": False}
-OWN = [name for name, mode in MODES.items() if mode.can_be_exact and name not in SHARDED]
+OWN = [name for name, mode in MODES.items() if mode.can_be_exact and name not in (*SHARDED, *PIPELINES)]
 SMALL_BUCKETS = {"bucketed": {"bucket_size_mb": 0.01}}
 PARAMETERS, BUCKETS = 22, 3  # of the tiny VGG: five convolutions with norms, the head; its buckets of 10 KB
 

@@ -1,7 +1,6 @@
 """A training that is stopped and gone on with is the training that was never stopped."""
 
 import json
-import struct
 from collections import Counter
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 
 from jobs.checkpoint.choose import newest_good
 from jobs.rundir import RunDir
-from support.resuming import GPT, VGG, attempt, hashes, tensors
+from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
 
 pytestmark = pytest.mark.ranks
 
@@ -88,18 +87,6 @@ def test_on_other_worlds_and_in_other_modes_float64_agrees_within_rounding(on_ra
     assert on_ranks(1, attempt, folder=str(parts), settings={**job, "mode": "single"}, number=2, stop_at=6) == [75]
     assert on_ranks(4, attempt, folder=str(parts), settings=job, number=3) == [0] * 4
     agree_within_rounding(parts, whole)
-
-
-def agree_within_rounding(parts: Path, whole: Path) -> None:
-    """Check that the newest checkpoints of two runs in float64 have the same tensors, within 1e-12."""
-    theirs, ours = tensors(whole), tensors(parts)
-    assert ours.keys() == theirs.keys()
-    for name, mine in ours.items():
-        if name.endswith("/step"):
-            assert mine == theirs[name]
-            continue
-        pairs = zip(struct.iter_unpack("<d", mine), struct.iter_unpack("<d", theirs[name]), strict=True)
-        assert max(abs(a - b) for (a,), (b,) in pairs) < 1e-12, name
 
 
 def test_shared_out_state_moves_between_stages_and_worlds_and_float64_agrees_within_rounding(on_ranks, whole, parts):

@@ -82,8 +82,11 @@ def test_a_message_takes_what_a_rank_that_is_free_waits_and_a_busy_rank_says_not
     costs = mean_costs([records], plan)
     assert costs.message == pytest.approx((0.5,))
     assert costs.forward == pytest.approx((1.0, 1.375))
-    busy = [replace(each, start_s=each.start_s + 9 * (each.kind == "B"), end_s=each.end_s + 9) for each in records]
-    assert mean_costs([records, busy], plan).message != costs.message
+    held_up = [
+        replace(each, start_s=55.75, end_s=56.0) if each.action == Action("B", 0, 0) else each for each in records
+    ]
+    held_up[-1] = replace(held_up[-1], start_s=56.0, end_s=56.5)
+    assert mean_costs([records, held_up], plan).message == pytest.approx((0.5,))  # of 0.25, 0.75, 0.5, 0.25 and 50.75
 
 
 def test_records_that_lack_an_action_are_refused_by_its_name():

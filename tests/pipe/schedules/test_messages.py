@@ -35,6 +35,12 @@ def changed(program: Program, rank: int, change: Callable[[list[Step]], object])
     return replace(program, steps=tuple(tuple(row) for row in steps))
 
 
+def needs_it(action: Action, message: Receive) -> bool:
+    """Tell whether a message is for an action."""
+    kinds = "F" if message.what == "activation" else "BI"
+    return action.kind in kinds and (action.stage, action.microbatch) == (message.stage, message.microbatch)
+
+
 def reordered(table: Schedule, rank: int, order: str) -> Schedule:
     """Return a schedule with other actions on one rank, named as in `F0.1 B0.0`."""
     row = tuple(Action(word[0], *map(int, word[1:].split("."))) for word in order.split())  # type: ignore[arg-type]
@@ -104,6 +110,22 @@ def test_where_both_ranks_of_a_pair_send_one_of_them_receives_first() -> None:
         "F0.0 >a1.0 F0.1 >a1.1 <g0.0 B0.0 F0.2 >a1.2 <g0.1 B0.1 <g0.2 B0.2",
         "<a1.0 F1.0 B1.0 <a1.1 >g0.0 F1.1 B1.1 <a1.2 >g0.1 F1.2 B1.2 >g0.2",
     ]
+
+
+@settings(deadline=None, max_examples=15)
+@given(NAMES, st.integers(1, 4), st.integers(1, 6))
+def test_no_receive_stands_earlier_than_it_must(name: str, ranks: int, microbatches: int) -> None:
+    """One that stands before other steps than its consumer cannot be put off until there."""
+    program = program_of(name, ranks, microbatches)
+    for rank, row in enumerate(program.steps):
+        for place, step in enumerate(row):
+            if not isinstance(step, Receive):
+                continue
+            consumer = next(at for at, each in enumerate(row) if isinstance(each, Action) and needs_it(each, step))
+            if all(isinstance(each, Receive) for each in row[place:consumer]):
+                continue
+            with pytest.raises(ScheduleError, match=r"deadlock|messages cross"):
+                check(changed(program, rank, lambda row, a=place, b=consumer: row.insert(b - 1, row.pop(a))))
 
 
 def test_stages_of_one_rank_send_each_other_nothing() -> None:

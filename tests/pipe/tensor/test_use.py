@@ -103,7 +103,27 @@ def wrong_later(world: World) -> list[str]:
     return problems
 
 
-CHECKS = {"later": wrong_later, "autocast": wrong_autocast, "copy": wrong_copy, "losses": wrong_losses}
+def wrong_start(world: World) -> list[str]:
+    """Ranks that begin with other values have rank 0's of what is whole; a model on the meta device is split there."""
+    model = build(Case(), world)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.add_(world.rank)
+    problems = [each for each in wrong_copies(world, split(model, Case(), world)) if "values" in each]
+    empty = build(Case()).to("meta")
+    made = split(empty, Case(), world)
+    found = {name: (str(each.device), tuple(each.shape)) for name, each in made.module.named_parameters()}
+    wanted = {name: ("meta", each.local_shape) for name, each in made.slices.items()}
+    return problems + ([] if found == wanted else [f"without memory: {found}"])
+
+
+CHECKS = {
+    "start": wrong_start,
+    "later": wrong_later,
+    "autocast": wrong_autocast,
+    "copy": wrong_copy,
+    "losses": wrong_losses,
+}
 
 
 def wrong_checks(world: World) -> list[str]:

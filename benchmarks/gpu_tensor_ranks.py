@@ -1,0 +1,250 @@
+"""A rank of `gpu_tensor.py`: blocks split in several ways, in turn."""
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from gpu_kernels import account, kernels_of, text_of  # noqa: E402
+from gpu_tensor import SHAPE, SMOKE  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
+from torch.distributed.tensor import Replicate, Shard  # noqa: E402
+from torch.distributed.tensor.parallel import (  # noqa: E402
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from jobs.shapes import GptShape  # noqa: E402
+from jobs.train.models.gpt import Block, assemble_gpt  # noqa: E402
+from jobs.train.models.tensor_plan import GPT_PLAN  # noqa: E402
+from pipe.tensor import parallelize  # noqa: E402
+
+SEQUENCE_OF = {"ours sequence": 1, "ours batch": 0}
+
+
+class Stage:
+    """This rank among the others: where it computes, and what rank 0 says."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.order = order
+        self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.device = torch.device("cpu" if order["smoke"] else f"cuda:{os.environ['LOCAL_RANK']}")
+        if not order["smoke"]:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("gloo" if order["smoke"] else "nccl", device_id=None if order["smoke"] else self.device)
+        self.mesh = DeviceMesh(self.device.type, list(range(self.ranks)))
+        shape = {**(SMOKE if order["smoke"] else {**SHAPE, "layers": order["layers"]})}
+        self.shape = GptShape("blocks", **shape, norm=order["norm"], bias=not order["no_bias"], tied=False)
+        self.batch = 4 if order["smoke"] else order["batch"]
+        generator = torch.Generator(self.device).manual_seed(1)
+        of_input = (self.batch, self.shape.context, self.shape.d_model)
+        self.inputs, self.of_outputs = (
+            torch.randn(of_input, generator=generator, device=self.device, dtype=torch.bfloat16) for _ in range(2)
+        )
+
+    def say(self, what: str, **more: Any) -> None:
+        """Let rank 0 tell."""
+        if self.rank == 0:
+            print(json.dumps({"say": what, **more}), flush=True)
+
+    def slowest(self, number: float) -> float:
+        """Return the largest of the ranks' numbers."""
+        found = torch.tensor(number, device=self.device, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.item()
+
+    def synchronize(self) -> None:
+        """Wait for the GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def timed(self, run: Callable[[], Any]) -> float:
+        """Return the milliseconds that the slowest rank takes."""
+        self.synchronize()
+        dist.barrier()
+        began_s = time.perf_counter()
+        run()
+        self.synchronize()
+        return self.slowest(1e3 * (time.perf_counter() - began_s))
+
+
+def whole_blocks(stage: Stage) -> nn.Sequential:
+    """Build the blocks, the same on every rank."""
+    with torch.device(stage.device):
+        model = assemble_gpt(stage.shape)
+    generator = torch.Generator(stage.device).manual_seed(2)
+    with torch.no_grad():
+        for name, each in model.named_parameters():
+            if each.dim() > 1:
+                each.normal_(std=0.02, generator=generator)
+            elif name.endswith("bias"):
+                each.zero_()
+    blocks = [(name, layer) for name, layer in model.named_children() if isinstance(layer, Block)]
+    made = nn.Sequential()
+    for name, layer in blocks:
+        made.add_module(name, layer.to(torch.bfloat16))
+    return made
+
+
+def split_by_torch(blocks: nn.Sequential, stage: Stage, side: str) -> nn.Module:
+    """Split with PyTorch's plans."""
+    sequence = side == "torch sequence"
+    between = Shard(1) if sequence else Replicate()
+    for block in blocks:
+        assert isinstance(block, Block)
+        plan: dict[str, Any] = {
+            **{f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")},
+            "attention.output": RowwiseParallel(output_layouts=between),
+            "mlp.up": ColwiseParallel(input_layouts=between),
+            "mlp.down": RowwiseParallel(output_layouts=between),
+        }
+        if side != "torch each":
+            plan["attention"] = PrepareModuleInput(input_layouts=(between,), desired_input_layouts=(Replicate(),))
+        if sequence:
+            plan |= {name: SequenceParallel(use_local_output=True) for name in ("norm1", "norm2")}
+        parallelize_module(block, stage.mesh, plan)
+        block.attention.heads //= stage.ranks
+    if sequence:
+        return _Sequence(blocks, stage)
+    return blocks
+
+
+class _Sequence(nn.Module):
+    """Blocks between whose split layers each rank has a part of the sequence, as a DTensor's local part."""
+
+    def __init__(self, blocks: nn.Module, stage: Stage) -> None:
+        super().__init__()
+        self.blocks, self.stage = blocks, stage
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x.chunk(self.stage.ranks, 1)[self.stage.rank].contiguous())
+
+
+def build(stage: Stage, side: str) -> nn.Module:
+    """Build a side."""
+    blocks = whole_blocks(stage)
+    if side.startswith("torch"):
+        made = split_by_torch(blocks, stage, side)
+    else:
+        plan = {name: row for name, row in GPT_PLAN.items() if name.startswith("block")}
+        dimension = SEQUENCE_OF.get(side)
+        sequence = {} if dimension is None else {"sequence_parallel": True, "sequence_dimension": dimension}
+        made = parallelize(blocks, plan, dist.group.WORLD, **sequence).module  # type: ignore[arg-type]
+    if side.endswith("compiled"):
+        for block in blocks:
+            block.compile(backend="eager" if stage.order["smoke"] else "inductor")
+    return made
+
+
+class Runner:
+    """A side at work."""
+
+    def __init__(self, stage: Stage, side: str) -> None:
+        self.stage, self.side = stage, side
+        self.model = build(stage, side)
+        self.dimension = {"torch sequence": 1, **SEQUENCE_OF}.get(side)
+
+    def part(self, x: Tensor) -> Tensor:
+        """Return this rank's part of a tensor that blocks take or give."""
+        if self.dimension is None:
+            return x
+        return x.chunk(self.stage.ranks, self.dimension)[self.stage.rank].contiguous()
+
+    def step(self) -> Tensor:
+        """Forward and backward."""
+        for each in self.model.parameters():
+            each.grad = None
+        inputs = self.stage.inputs if self.side == "torch sequence" else self.part(self.stage.inputs)
+        x = inputs.detach().requires_grad_()
+        y = self.model(x)
+        y.backward(self.of_outputs)
+        return y.detach()
+
+    def run(self, steps: int) -> Callable[[], None]:
+        """Return what runs some steps."""
+        self.of_outputs = self.part(self.stage.of_outputs)
+
+        def steps_of() -> None:
+            for _ in range(steps):
+                self.step()
+
+        return steps_of
+
+    def found(self) -> list[float]:
+        """Return norms that all sides must have alike: of the outputs, and of a whole parameter's gradient."""
+        self.of_outputs = self.part(self.stage.of_outputs)
+        y = self.step().float()
+        of_norm = next(each.grad for name, each in self.model.named_parameters() if name.endswith("norm1.weight"))
+        of_norm = of_norm.full_tensor() if hasattr(of_norm, "full_tensor") else of_norm
+        square = y.square().sum()
+        if self.dimension is not None:
+            dist.all_reduce(square)
+        return [square.sqrt().item(), of_norm.float().norm().item()]
+
+
+def main() -> None:
+    """Build the sides, compare them, then measure them in turn."""
+    warnings.simplefilter("ignore")
+    stage = Stage(json.loads(os.environ["TENSOR_ORDER"]))
+    order = stage.order
+    stage.say("ready", tokens=stage.batch * stage.shape.context, torch=torch.__version__, ranks=stage.ranks)
+    runners: dict[str, Runner] = {}
+    for side in order["sides"].split(","):
+        try:
+            runners[side] = ready(stage, side)
+        except Exception as error:
+            traceback.print_exc()
+            stage.say("failed", side=side, why=f"{type(error).__name__}: {error}"[:300])
+    steps: dict[str, int] = {}
+    for side, runner in runners.items():
+        each_ms = min(stage.timed(runner.run(1)) for _ in range(3))
+        steps[side] = 1 if order["smoke"] else max(2, round(order["block_s"] * 1e3 / each_ms))
+    for turn in range(2 if order["smoke"] else order["repeats"]):
+        sides = list(runners) if turn % 2 == 0 else list(runners)[::-1]
+        for side in sides:
+            stage.say("sample", side=side, step_ms=stage.timed(runners[side].run(steps[side])) / steps[side])
+    if order["profile"] and not order["smoke"]:
+        for side, runner in runners.items():
+            found = account(kernels_of(runner.run(3)), 3)
+            stage.say("profile", side=side, text=text_of(side, found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ready(stage: Stage, side: str) -> Runner:
+    """Build a side, and tell what it computes and how much memory a step takes."""
+    runner = Runner(stage, side)
+    found = runner.found()
+    peak = 0.0
+    if stage.device.type == "cuda":
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        runner.step()
+        torch.cuda.synchronize()
+        own = sum(each.numel() * each.element_size() for each in runner.model.parameters()) / stage.ranks
+        peak = torch.cuda.max_memory_allocated() - before + own
+    for each in runner.model.parameters():
+        each.grad = None
+    stage.say("built", side=side, found=found, peak_bytes=stage.slowest(peak))
+    return runner
+
+
+if __name__ == "__main__":
+    main()

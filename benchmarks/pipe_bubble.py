@@ -1,0 +1,231 @@
+"""The bubble of a pipeline's step as measured, beside the simulated one with the measured mean costs.
+
+    sleep   a rank in each of the four nodes of a box, messages of 128 KB over links of 1 Gbit/s: a stage sleeps what
+            its forward, input gradient and weight gradient are to cost, 20 ms each (half of it where a rank has two
+            stages), so that ranks do not compete for cores
+    real    two ranks on the loopback, one thread each, with the blocks of a GPT (d256 of benchmarks/pipe_sides.py)
+    bubble  share of the ranks' time, from the first start to the last end of any action, in which a rank does none.
+            Ranks begin a step together; clocks are compared by pings before (`pipe/timeline.py`)
+    beside  the simulator, with the means of what actions and messages took in the same step; and the formula, of stages
+            alike, F = I = W, and messages free. Medians of the steps, of the points too
+
+    sudo .venv/bin/python benchmarks/pipe_bubble.py [--rate 1gbit] [--steps 5] [--quick] [--draw FOLDER]
+    .venv/bin/python benchmarks/pipe_bubble.py --ranks 4 [--work sleep]     loopback: ranks sleep there as well
+
+Reach: at most 3 points between measured and simulated, for every schedule and 4, 8 and 16 micro-batches. About 2
+minutes; `--quick` 40 s: 3 steps, and no 16 micro-batches. `--draw` leaves a drawing of every step measured last.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_processes import in_nodes, on_loopback
+from torch import Tensor, nn
+
+LIMIT_S = 580.0
+REACH_POINTS = 3.0
+WORKS = {"sleep": 4, "real": 2}  # ranks
+MORE_STEPS = {"sleep": 1, "real": 3}  # which vary more, and take less time
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb1p", "zbv")
+MICROBATCHES = (4, 8, 16)
+ACTION_S = 0.020  # each of F, I and W, of all stages of a rank
+MESSAGE_SHAPE = (4, 64, 128)  # of a micro-batch, in float32: 128 KB
+WARM_UP = 2  # steps
+
+
+class Sleeping(nn.Module):
+    """A layer that computes nothing and takes its time, whatever asks for its gradients and when."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.keep: Callable[[Callable[[], None]], None] | None = None  # of a zero bubble's queue
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = _Sleep.apply(x, self.weight, self)
+        return output
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: Sleeping) -> Tensor:
+        ctx.layer = layer
+        time.sleep(layer.seconds)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        layer: Sleeping = ctx.layer
+        time.sleep(layer.seconds)
+        if layer.keep is not None:
+            layer.keep(lambda: time.sleep(layer.seconds))
+        else:
+            time.sleep(layer.seconds)
+        return gradients[0].clone(), gradients[0].sum(), None
+
+
+def pipeline_of(work: str, name: str, microbatches: int, scale: float = 1.0) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """Build a pipeline over the default group, and a batch for it; `scale` shortens what sleeps."""
+    from pipe_sides import CHUNKS, TASKS, OurSide
+
+    from pipe.pipeline import Pipeline
+    from pipe.schedules.tables import schedule
+
+    if work == "real":
+        task = TASKS["d256"]
+        return OurSide(name, task.layers(), microbatches).pipeline, next(task.batches(microbatches))
+    table = schedule(name, dist.get_world_size(), microbatches, chunks=CHUNKS[name])
+    seconds = scale * ACTION_S * dist.get_world_size() / table.stages
+    layers = nn.Sequential(*(Sleeping(seconds) for _ in range(table.stages)))
+    pipeline = Pipeline(layers, table, loss=lambda output, target: (output - target).mean())
+    if pipeline.queue is not None:
+        for layer in pipeline.module.children():
+            assert isinstance(layer, Sleeping)
+            layer.keep = pipeline.queue.keep
+    batch = torch.zeros(microbatches * MESSAGE_SHAPE[0], *MESSAGE_SHAPE[1:])
+    return pipeline, (batch, batch)
+
+
+def measure(work: str, name: str, microbatches: int, steps: int, scale: float = 1.0) -> dict[str, Any]:
+    """Be one rank, in the default process group: return on rank 0 what a schedule's steps recorded, step by step."""
+    from pipe.timeline import clock_offsets, gather
+
+    pipeline, batch = pipeline_of(work, name, microbatches, scale)
+    offsets = clock_offsets()
+    records = []
+    for step in range(WARM_UP + steps):
+        dist.barrier()
+        pipeline.step(*batch)
+        found = gather(pipeline.spans, None, offsets)
+        if step >= WARM_UP and found is not None:
+            records.append([list(each.as_dict().values()) for each in found])
+    uncertainty_s = max(each.uncertainty_s for each in offsets)
+    return {"schedule": name, "microbatches": microbatches, "uncertainty_s": uncertainty_s, "steps": records}
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """Be one rank; rank 0 prints."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    cells = itertools.product(args.schedules, args.microbatches)
+    found = [measure(args.work, name, microbatches, args.steps) for name, microbatches in cells]
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def row_of(work: str, ranks: int, found: dict[str, Any], folder: Path | None = None) -> dict[str, Any]:
+    """Set what was measured beside the simulation; leave a drawing of both in a folder."""
+    from pipe_sides import CHUNKS
+
+    from pipe.schedules.measured import Record, compare
+    from pipe.schedules.simulate import bubble_formula
+    from pipe.schedules.tables import schedule
+
+    name, microbatches = found["schedule"], found["microbatches"]
+    table = schedule(name, ranks, microbatches, chunks=CHUNKS[name])
+    steps = [[Record(*each) for each in step] for step in found["steps"]]
+    each = [compare([step], table) for step in steps]
+    points = [100 * (both.measured - both.simulated) for both in each]
+    messages = [seconds for both in each for seconds in both.costs.message]  # type: ignore[union-attr]
+    if folder is not None:
+        draw(folder / f"{work}-{name}-{microbatches}.svg", f"{name}, {ranks} ranks", steps[-1], table.rank_of)
+    return {
+        "work": work,
+        "ranks": ranks,
+        "schedule": name,
+        "microbatches": microbatches,
+        "measured": statistics.median(both.measured for both in each),
+        "simulated": statistics.median(both.simulated for both in each),
+        "formula": bubble_formula(name, ranks, microbatches, CHUNKS[name]),
+        "points": statistics.median(points),
+        "steps": points,
+        "message_s": statistics.median(messages),
+        "clock_s": found["uncertainty_s"],
+        "reached": abs(statistics.median(points)) <= REACH_POINTS,
+    }
+
+
+def draw(path: Path, title: str, records: Sequence[Any], rank_of: Sequence[int]) -> None:
+    """Leave a drawing of a measured step."""
+    from pipe.schedules.measured import bars
+    from pipe.schedules.svg import svg
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(svg(bars(records, rank_of), title=title, unit="ms"), encoding="utf-8")
+
+
+def launch(work: str, args: argparse.Namespace) -> tuple[int, list[dict[str, Any]]]:
+    """Start fresh ranks, in the nodes of a box or on the loopback; return how many, and what they measured."""
+    steps = args.steps * MORE_STEPS[work]
+    arguments = ["--work", work, "--steps", str(steps), "--schedules", *args.schedules]
+    arguments += ["--microbatches", *map(str, args.microbatches)]
+    if args.ranks or work == "real":
+        ranks = args.ranks or WORKS[work]
+        return ranks, list(on_loopback(__file__, arguments, ranks, LIMIT_S))
+    from cloudlab.box.control import box_up
+    from cloudlab.box.spec import BoxSpec, parse_rate
+
+    spec = BoxSpec(name=f"pipebubble{os.getpid()}", nodes=WORKS[work], rate=parse_rate(args.rate))
+    with box_up(spec) as box:
+        return WORKS[work], list(in_nodes(box, __file__, arguments, LIMIT_S))
+
+
+def show(rows: Iterable[dict[str, Any]]) -> None:
+    """Print the table."""
+    print(f"{'':33} {'measured':>9} {'simulated':>10} {'formula':>8} {'points':>7} {'message':>9}   reach")
+    for row in rows:
+        named = f"{row['work']:6} {row['ranks']} ranks {row['schedule']:12} m {row['microbatches']:<2}"
+        shares = f"{100 * row['measured']:7.1f} % {100 * row['simulated']:8.1f} % {100 * row['formula']:6.1f} %"
+        verdict = f"<= {REACH_POINTS:.0f}: {'yes' if row['reached'] else 'NO'}"
+        print(f"{named:33} {shares} {row['points']:+7.2f} {1e3 * row['message_s']:6.2f} ms   {verdict}")
+
+
+def main() -> int:
+    """Measure, compare with the simulator, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--work", choices=WORKS, help="default: both")
+    parser.add_argument("--ranks", type=int, help="on the loopback of this machine, without a box")
+    parser.add_argument("--rate", default="1gbit", help="of the box's links")
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--microbatches", nargs="+", type=int, default=list(MICROBATCHES))
+    parser.add_argument("--steps", type=int, default=5, help="three times as many with real work")
+    parser.add_argument("--quick", action="store_true", help="3 steps, and no 16 micro-batches")
+    parser.add_argument("--draw", type=Path, metavar="FOLDER", help="leave drawings there")
+    args = parser.parse_args()
+    if args.quick:
+        args.steps, args.microbatches = 3, [4, 8]
+    if args.rank:
+        rank_main(args)
+        return 0
+    rows = []
+    for work in [args.work] if args.work else WORKS:
+        ranks, found = launch(work, args)
+        rows += [row_of(work, ranks, each, args.draw) for each in found]
+    show(rows)
+    reached = all(row["reached"] for row in rows)
+    print(f"reach: within {REACH_POINTS:.0f} points: {'yes' if reached else 'NO'}")
+    machine = {"cores": os.cpu_count(), "python": platform.python_version()}
+    print(
+        json.dumps(
+            {"benchmark": "pipe bubble", "reach_points": REACH_POINTS, "reached": reached, **machine, "rows": rows}
+        )
+    )
+    return 0 if reached else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Dropout of a model whose layers are on several ranks: every layer draws for itself, keyed by its number.
+
+A rank that has layers 5 to 8 cannot know how much the layers before them have drawn, so where layers are split the
+draws are functions of (seed, step, virtual rank, micro-batch, layer): the same however the model is cut, and on one
+process. The modes that have all layers on a rank seed once a micro-batch.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from jobs.train.keyed import DROPOUT, key
+
+
+def layer_seed(seed: int, step: int, virtual_rank: int, microbatch: int, layer: int) -> int:
+    """Return what a layer draws from in one forward."""
+    return key(seed, DROPOUT, step, virtual_rank, microbatch, layer)
+
+
+class LayerSeeds:
+    """Seeds the generators before every layer of a training forward, on one process."""
+
+    def __init__(self, layers: nn.Sequential, seed: int) -> None:
+        self.seed = seed
+        self._at = (0, 0, 0)
+        for number, layer in enumerate(layers):
+            layer.register_forward_pre_hook(partial(self._seed, number))
+
+    def enter(self, step: int, virtual_rank: int, microbatch: int) -> None:
+        """Say what is forwarded next."""
+        self._at = (step, virtual_rank, microbatch)
+
+    def _seed(self, number: int, layer: nn.Module, inputs: Any) -> None:
+        if layer.training:
+            torch.manual_seed(layer_seed(self.seed, *self._at, number))

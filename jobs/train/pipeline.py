@@ -1,0 +1,199 @@
+"""The engine of pipelines: every rank has a slice of the layers, and all ranks of a pipeline read the same batch.
+
+    batch ─ micro-batches ─ forwards and backwards in the schedule's order ─ shared weights ─ clip ─ optimizer
+                            `pipe.Pipeline`                                  added up        norm of all stages
+
+Gradients are those of one process that takes the same micro-batches one after another (`reference.py`). Batch norm
+computes with each micro-batch's own statistics, and records those of all of them, in order. Dropout is keyed by layer
+(`layer_seeds.py`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ddp.norms import clip_by, plain_norm, reproducible_norm
+from jobs.checkpoint.pieces import Piece
+from jobs.train.clock import Clock, Phase
+from jobs.train.layer_seeds import layer_seed
+from jobs.train.loading import ShardInput
+from jobs.train.memory.held import Held, tensors_of
+from jobs.train.models.stack import Stack, mean_loss
+from jobs.train.numerics import Numerics
+from jobs.train.shards import Forms
+from jobs.train.stage_replicas import replica_of
+from jobs.train.stages import Places, cuts_of, in_autocast
+from jobs.train.state import MODEL, Part
+from jobs.train.world import COLLECTIVE_TIMEOUT_S, World
+from jobs.train_settings import TrainSettings
+from pipe import Pipeline
+from pipe.mesh import Mesh
+from pipe.schedules.actions import Action
+from pipe.schedules.messages import Step
+from pipe.schedules.tables import schedule
+
+TIMEOUT: Final = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+
+
+class PipelineEngine:
+    """One rank's slice of a model, and what it does in a step."""
+
+    def __init__(self, model: Stack, world: World, clock: Clock, settings: TrainSettings, numerics: Numerics) -> None:
+        split = settings.split(world.size)
+        assert split.schedule
+        self.world = world
+        self.clock = clock
+        self.forms = Forms(model)
+        self.scaler = numerics.scaler()
+        self.clip_norm = settings.clip_norm
+        self.same_norm = settings.same_norm
+        groups = None if world.group is None else Mesh(split.data, split.pipe).groups(world.group, TIMEOUT)
+        self.group = None if groups is None else groups.pipe
+        table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
+        samples = -(-settings.batch_size // (split.data * split.microbatches))
+        cuts = cuts_of(settings, model, table.rank_of, samples, world)
+        self.places = Places(model, cuts, table.rank_of, world)
+        in_autocast(model, numerics)
+        self.seed = settings.seed
+        self.at = (0, world.data_rank)  # step, virtual rank
+        self.of_all: float | None = None  # samples of all pipelines, where they have different numbers
+        self.pipeline = Pipeline(
+            model,
+            table,
+            loss=self._loss,
+            cuts=cuts,
+            process_group=self.group,
+            layerwise=settings.layerwise,
+            recompute=settings.activation_checkpointing,
+            exact=settings.exact,
+        )
+        if settings.model.dropout > 0.0:
+            self.pipeline.hooks.seeds = self._seed_of
+        self.module: nn.Module = self.pipeline.module
+        self.replica = replica_of(self.pipeline, self.forms, groups, world, settings, split)
+        self.optimizer = self.replica.build_optimizer(numerics, settings)
+        self.held = self.replica.held(self.optimizer, self.scaler.state())
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
+        """Run the batch through the pipeline, clip, step."""
+        (shard,) = shards
+        (batch,) = shard.micro_batches
+        self.optimizer.zero_grad(set_to_none=True)
+        scale = self.scaler.scaled(torch.ones((), dtype=torch.float64, device=self.world.device))
+        self.at, self.of_all = (step, shard.virtual_rank), None
+        if batch.weight != 1.0:
+            self.of_all = round(batch.samples * self.world.data_ranks / batch.weight) if batch.samples else math.inf
+        with self.replica.running():
+            self.pipeline.step(batch.inputs, batch.targets)
+            if self.world.device.type == "cpu":  # elsewhere the host's times are not those of the device
+                self.clock.laps_at((phase_of(span.step), span.end_s) for span in self.pipeline.spans)
+            self.clock.lap("communication" if self.world.device.type == "cpu" else "backward")
+        self.clock.lap("communication")
+        self._advance()
+        self.clock.lap("optimizer")
+        assert self.pipeline.loss_sum is not None
+        return [self.pipeline.loss_sum / scale if batch.samples else torch.zeros_like(scale)]
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        loss = self.scaler.scaled(mean_loss(logits, targets))
+        if self.of_all is None:
+            return loss
+        weighed: Tensor = _Weighed.apply(loss, len(targets) * self.world.data_ranks / self.of_all)  # type: ignore[no-untyped-call]
+        return weighed
+
+    def _seed_of(self, microbatch: int, layer: int) -> int:
+        return layer_seed(self.seed, *self.at, microbatch, layer)
+
+    def _advance(self) -> None:
+        """Clip by the norm over all stages, in which a weight that two of them share counts once, and step."""
+        every, group = self.replica.gradients(), self.replica.norm_group
+        self.scaler.unscale(every, group)
+        if self.clip_norm is not None:
+            norm_of = reproducible_norm if self.same_norm else plain_norm
+            clip_by(every, norm_of(self.replica.counted(), group, reduce=group is not None), self.clip_norm)
+        self.scaler.advance(self.optimizer)
+
+    def figures(self) -> dict[str, Tensor]:
+        """Return what scaled the losses, if anything did."""
+        return self.scaler.row()
+
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Run the model in evaluation mode, without gradients; every rank of the pipeline has what comes out."""
+        self.replica.whole()
+        self.module.eval()
+        with torch.no_grad():
+            outputs = self.pipeline.evaluate(inputs)
+        self.module.train()
+        return outputs
+
+    # What it is made of ---------------------------------------------------------------------------------------------
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Send the gradients of the last step to all ranks."""
+        own = self.replica.full_gradients()
+        return {
+            name: self.places.broadcast(name, own, piece, self.group)
+            for name, piece in self.forms.pieces.items()
+            if name in self.forms.trained
+        }
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Send parameters and buffers to all ranks; of a shared parameter every rank that has one returns its own."""
+        self.replica.whole()
+        own = dict((*self.module.named_parameters(), *self.module.named_buffers()))
+        pieces = [*self.forms.pieces.values(), *self.forms.buffers]
+        names = [piece.name.removeprefix(MODEL) for piece in pieces]
+        found = {
+            name: self.places.broadcast(name, own, piece, self.group) for name, piece in zip(names, pieces, strict=True)
+        }
+        copies = {self.forms.aliases[name]: each for name, each in own.items() if name in self.forms.aliases}
+        return {**found, **{name: each.detach().clone() for name, each in copies.items()}}
+
+    def synchronize_buffers(self) -> None:
+        """Deal out the buffers of the first pipeline: one rank of it has each."""
+        self.replica.synchronize_buffers()
+
+    def held_state(self) -> list[Part]:
+        """List this rank's layers."""
+        return self.held.parts()
+
+    def wanted_state(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """List what of a checkpoint they are filled with."""
+        return self.held.wanted(stored)
+
+    def held_tensors(self) -> Held:
+        """List what the slice and the optimizer hold."""
+        return tensors_of(self.module, self.optimizer, getattr(self.replica, "wrapper", None))
+
+    def refresh(self) -> None:
+        """Make use of what was read."""
+        self.replica.refresh()
+
+    def rehearse(self, shards: Sequence[ShardInput]) -> None:
+        """Do nothing: a first step teaches nothing."""
+
+
+def phase_of(step: Step) -> Phase:
+    """Return which part of a rank's time a step of a schedule is counted in."""
+    if not isinstance(step, Action):
+        return "communication"
+    return "forward" if step.kind == "F" else "backward"
+
+
+class _Weighed(torch.autograd.Function):
+    """A loss as it is, whose gradient is what its samples count among those of all pipelines, and not in their own."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: float) -> Tensor:
+        ctx.weight = weight
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
+        return torch.full_like(gradients[0], ctx.weight), None

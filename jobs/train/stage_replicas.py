@@ -1,0 +1,189 @@
+"""Several pipelines side by side: how the gradients of one slice of a model become the mean over those that have it.
+
+    data rank 0   F B F B F B F B │         │          every data rank's pipeline has its own part of the batch;
+    data rank 1   F B F B F B F B │ average │ step     gradients are averaged after the last backward, slice by slice
+
+With ZeRO every rank steps its share of its slice, and has the optimizer's state (stage 1), and after the average the
+gradients (2), for no other.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp import FlatAllReduce
+from ddp.base import broadcast
+from jobs.modes import Parallel
+from jobs.train.numerics import Numerics
+from jobs.train.optim import gradients_of, make_state, named_gradients, recipe
+from jobs.train.shards import Forms, SharedState
+from jobs.train.stage_state import StageState
+from jobs.train.state import HeldState
+from jobs.train.world import World
+from jobs.train_settings import TrainSettings
+from pipe import Pipeline
+from pipe.mesh import Groups
+from zero import ShardedDataParallel, ShardedOptimizer
+from zero.flat import Held
+
+
+class StageReplica:
+    """One rank's slice of a model, whose pipeline is the only one."""
+
+    def __init__(self, pipeline: Pipeline, forms: Forms, groups: Groups | None, world: World) -> None:
+        self.pipeline = pipeline
+        self.module: nn.Module = pipeline.module
+        self.forms = forms
+        self.world = world
+        self.norm_group: dist.ProcessGroup | None = (
+            None if groups is None else groups.pipe
+        )  # of ranks that have one gradient together
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within it a batch goes through the pipeline; after it the gradients are the mean over pipelines."""
+        yield
+
+    def gradients(self) -> list[Tensor]:
+        """Return what of the mean gradients this rank steps with, to be changed in place."""
+        return gradients_of(self.module.parameters())
+
+    def counted(self) -> list[Tensor]:
+        """Return those of them that a norm counts here: of a weight that two ranks have, one does."""
+        tied = self.pipeline.tied
+        return gradients_of(each for name, each in self.module.named_parameters() if name not in tied)
+
+    def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
+        """Build what steps this rank's parameters."""
+        return numerics.optimizer(self.module.parameters(), settings.optimizer)
+
+    def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
+        """Return what of the state this rank saves and reads; `more` are further tensors, the same on every rank."""
+        rank, ranks, leads = self.world.data_rank, self.world.data_ranks, self.world.pipe_rank == 0
+        return StageState(self.module, optimizer, self.forms, rank=rank, ranks=ranks, leads=leads, more=more)
+
+    def whole(self) -> None:
+        """Wait until the parameters are what was stepped: a collective."""
+
+    def refresh(self) -> None:
+        """Make use of state that has been written into the tensors that `held` told: a collective."""
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Copy the gradients of this slice, whole: a collective of those that have it."""
+        return named_gradients(self.module)
+
+    def synchronize_buffers(self) -> None:
+        """Deal out the buffers of the first pipeline."""
+
+
+class AveragedReplica(StageReplica):
+    """A slice that other pipelines have, too."""
+
+    def __init__(self, pipeline: Pipeline, forms: Forms, groups: Groups, world: World) -> None:
+        super().__init__(pipeline, forms, groups, world)
+        self.data_group = groups.data
+        self.wrapper = FlatAllReduce(self.module, groups.data)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Average after the last backward."""
+        with self.wrapper.no_sync():
+            yield
+        self.wrapper.finish_gradient_synchronization()
+
+    def synchronize_buffers(self) -> None:
+        """Deal out the buffers of the first pipeline."""
+        broadcast(list(self.module.buffers()), self.data_group)
+
+
+class ShardedReplica(StageReplica):
+    """A slice whose optimizer state those that have it share out."""
+
+    def __init__(self, pipeline: Pipeline, forms: Forms, groups: Groups, world: World, settings: TrainSettings) -> None:
+        super().__init__(pipeline, forms, groups, world)
+        stage = settings.split(world.size).zero
+        assert stage in (1, 2)
+        self.data_group = groups.data
+        self.norm_group = groups.world
+        self.wrapper = ShardedDataParallel(
+            self.module, groups.data, stage=stage, bucket_size_mb=settings.bucket_size_mb
+        )
+        self.optimizer: ShardedOptimizer | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Share the mean out after the last backward."""
+        self.wrapper.synchronize()
+        with self.wrapper.no_sync():
+            yield
+            self.wrapper.gradients_are_ready(each for each in self.module.parameters() if each.requires_grad)
+        self.wrapper.finish_gradient_synchronization()
+
+    def gradients(self) -> list[Tensor]:
+        """Return this rank's share of the mean gradients."""
+        assert self.optimizer is not None
+        return self.optimizer.gradients()
+
+    def counted(self) -> list[Tensor]:
+        """Return the ranges of its share that no other rank counts."""
+        tied = self.pipeline.tied
+        return [
+            home.of(home.grad, at)
+            for home in self.wrapper.homes
+            if home.grad is not None
+            for at in home.slices
+            if home.names[at.tensor] not in tied
+        ]
+
+    def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
+        """Build what steps this rank's share; parameters of 16 bits in float32 copies."""
+        trainable = [each for each in self.module.parameters() if each.requires_grad]
+        kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)
+        self.optimizer = self.wrapper.optimizer(kind, masters=True, **options)
+        make_state(self.optimizer.inner, settings.optimizer)
+        return self.optimizer
+
+    def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
+        """Return this rank's share of the state, by the names of the whole model."""
+        assert isinstance(optimizer, ShardedOptimizer)
+
+        def named(each: Held) -> Held:
+            name = self.forms.aliases.get(each.name, each.name)
+            return each if name == each.name else replace(each, name=name, answers=False)
+
+        def held() -> Sequence[Held]:
+            return [named(each) for each in (*self.wrapper.held_parameters(), *optimizer.held_state())]
+
+        rank, leads = self.world.data_rank, self.world.pipe_rank == 0
+        return SharedState(self.module, optimizer.inner, self.forms, held, rank=rank, more=more, leads=leads)
+
+    def whole(self) -> None:
+        """Wait for the parameters that are being gathered."""
+        self.wrapper.synchronize()
+
+    def refresh(self) -> None:
+        """Gather the parameters whose shares have been written."""
+        self.wrapper.refresh(masters=True)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Gather the gradients."""
+        return self.wrapper.full_gradients()
+
+    def synchronize_buffers(self) -> None:
+        """Deal out the buffers of the first pipeline."""
+        broadcast(list(self.module.buffers()), self.data_group)
+
+
+def replica_of(
+    pipeline: Pipeline, forms: Forms, groups: Groups | None, world: World, settings: TrainSettings, split: Parallel
+) -> StageReplica:
+    """Return how a slice is held: alone, or beside those of other pipelines."""
+    if split.data == 1 or groups is None:
+        return StageReplica(pipeline, forms, groups, world)
+    if split.zero:
+        return ShardedReplica(pipeline, forms, groups, world, settings)
+    return AveragedReplica(pipeline, forms, groups, world)

@@ -1,0 +1,220 @@
+"""`parallel:` of a `train:` section, how a split is expanded, and what of a section no pipeline can do yet, and why.
+
+Ranks that average gradients are neighbours, those of one pipeline are not (`pipe/mesh.py`); with data: 2, pipe: 3
+
+    rank          0  1     2  3     4  5
+    stage         0  0     1  1     2  2
+    data rank     0  1     0  1     0  1       reads its own half of the batch
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from pydantic import Field, model_validator
+from typing_extensions import Self
+
+from jobs.errors import RefusedError
+from jobs.modes import MODES, Parallel, PipelineName, Sync, Zero
+from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES
+from jobs.strict import Positive, Strict
+from jobs.words import counted
+from pipe.schedules.cuts import by_hand
+from pipe.schedules.tables import SCHEDULES
+
+if TYPE_CHECKING:
+    from jobs.train_settings import ModelSettings, TrainSettings
+
+FILL: Final = 4  # micro-batches for each rank of a pipeline, where nobody says how many: 1f1b is idle 3 / 19 of 4 ranks
+UNDER_A_PIPELINE: Final = ("flat", "sharded")  # ways to average gradients once all micro-batches are through
+
+
+class ParallelSettings(Strict):
+    """A split written out, for products that no mode names; they must make as many ranks as the job has."""
+
+    data: Positive = 1
+    pipe: Positive = 1
+    tensor: Positive = Field(1, description="1: jobs do not split layers yet, the library pipe.tensor does")
+    zero: Zero = Field(0, description="ZeRO's stage, shared out by sync: sharded (its default) or fsdp (3)")
+    sync: Sync = Field("ddp", description="how data-parallel ranks average gradients; under a pipeline: flat")
+    schedule: PipelineName | None = Field(None, description="of a pipeline; default: 1f1b where pipe is above 1")
+    microbatches: Annotated[int, Field(ge=1)] | None = Field(None, description="as train.microbatches")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shares_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        more: dict[str, Any] = {}
+        if given.get("pipe", 1) != 1 and "schedule" not in given:
+            more["schedule"] = "1f1b"
+        if "sync" not in given:
+            if given.get("zero"):
+                more["sync"] = "sharded"
+            elif given.get("schedule", more.get("schedule")):
+                more["sync"] = "none" if given.get("data", 1) == 1 else "flat"
+        return {**more, **({"zero": 3} if given.get("sync") == "fsdp" else {}), **given}
+
+    @model_validator(mode="after")
+    def _is_one_way(self) -> Self:
+        stages = {"sharded": (1, 2, 3), "fsdp": (3,)}.get(self.sync, (0,))
+        if self.zero not in stages:
+            raise ValueError(
+                f"zero: {self.zero} does not go with sync: {self.sync}; zero 1, 2 and 3 go with sharded, 3 with fsdp, "
+                "0 with all others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_there(self) -> Self:
+        if self.tensor > 1:
+            raise ValueError(
+                f"tensor: {self.tensor}: jobs do not split layers yet; set tensor: 1, or use pipe.tensor as a library"
+            )
+        if self.schedule is None:
+            if self.microbatches is not None:
+                raise ValueError("microbatches are a pipeline's; set pipe and schedule, or use grad_accumulation")
+            return self
+        if self.zero > 2:
+            raise ValueError(
+                f"zero: {self.zero} does not go with a pipeline, whose micro-batches would each gather all "
+                "parameters; zero 0, 1 and 2 do"
+            )
+        if self.data > 1 and self.sync not in UNDER_A_PIPELINE:
+            raise ValueError(
+                f"sync: {self.sync} does not go with a pipeline, whose gradients are averaged after its last backward; "
+                "leave it out"
+            )
+        return self
+
+
+def split_of(settings: "TrainSettings", world_size: int) -> Parallel:
+    """Expand mode or `parallel:` for a world size.
+
+    Raises:
+        RefusedError: the split does not fit the world size.
+    """
+    given = settings.parallel
+    if given is None:
+        return _filled(settings, MODES[settings.mode].expand(world_size))
+    parallel = Parallel(given.data, given.pipe, given.tensor, given.zero, given.sync, given.schedule or "")
+    if parallel.world_size != world_size:
+        factors = " x ".join(f"{name} {size}" for name, size in _degrees(given) if size > 1 or name == "data")
+        raise RefusedError(
+            f"train.parallel: {factors} makes {counted(parallel.world_size, 'rank')}, "
+            f"the job has {world_size}; set nodes and ranks_per_node to match"
+        )
+    return _filled(settings, parallel)
+
+
+def _degrees(given: ParallelSettings) -> Sequence[tuple[str, int]]:
+    return (("data", given.data), ("pipe", given.pipe), ("tensor", given.tensor))
+
+
+def _filled(settings: "TrainSettings", parallel: Parallel) -> Parallel:
+    """Say into how many micro-batches a pipeline cuts its batch, and the model into how many slices a rank."""
+    if not parallel.schedule:
+        return parallel
+    asked = settings.microbatches if settings.parallel is None else settings.parallel.microbatches
+    microbatches = asked or max(1, min(FILL * parallel.pipe, settings.batch_size // parallel.data))
+    microbatches = 1 if parallel.schedule == "model" else microbatches
+    return replace(parallel, microbatches=microbatches, chunks=SCHEDULES[parallel.schedule].stages(1, settings.chunks))
+
+
+def split_text(settings: "TrainSettings") -> str:
+    """Name the mode, or the split that is written out."""
+    given = settings.parallel
+    if given is None:
+        return settings.mode
+    shared = f"data {given.data}" + (f", zero {given.zero}" if given.zero else "")
+    if given.schedule:
+        return f"{shared} x pipe {given.pipe} by {given.schedule}"
+    return f"{shared} by {given.sync}"
+
+
+def check_pipeline(settings: "TrainSettings", parallel: Parallel) -> None:
+    """Refuse a pipeline that cannot be: before any rank is started.
+
+    Raises:
+        RefusedError: fewer layers than stages, cuts that make another number of stages, exact sums of a tied head, or
+            too small a batch.
+    """
+    assert parallel.schedule
+    layers, stages = layer_names(settings.model), parallel.pipe * parallel.chunks
+    if stages > len(layers):
+        slices = f" of {parallel.chunks} stages each" if parallel.chunks > 1 else ""
+        most = len(layers) // parallel.chunks
+        raise RefusedError(
+            f"train.{settings.mode_name}: {counted(parallel.pipe, 'rank')}{slices} make {stages} stages, the model has "
+            f"{counted(len(layers), 'layer')}; use at most {counted(most, 'rank')}, or a deeper model"
+        )
+    if not isinstance(settings.cut, str):
+        try:
+            by_hand(first_layers(settings.cut, layers), len(layers), stages)
+        except ValueError as error:
+            raise RefusedError(f"train.cut: {error}") from error
+    if settings.exact and settings.is_tied_over_stages(parallel.world_size):
+        raise RefusedError(
+            "train.exact: a head that is the embedding, on another stage, is added up in another order than on one "
+            "process; write model: {name: ..., tied: false}, or exact: false"
+        )
+    shard = settings.batch_size // parallel.data
+    if parallel.microbatches > max(shard, 1):
+        each = f" for each of {parallel.data} pipelines" if parallel.data > 1 else ""
+        raise RefusedError(
+            f"train.microbatches: a batch of {settings.batch_size} has no sample for each of "
+            f"{parallel.microbatches} micro-batches{each}; use at most {shard}"
+        )
+
+
+def first_layers(cut: Sequence[int | str], layers: Sequence[str]) -> list[int]:
+    """Return the numbers of layers that a list written by hand names, or numbers.
+
+    Raises:
+        ValueError: there is no layer of a name.
+    """
+    for name in cut:
+        if isinstance(name, str) and name not in layers:
+            raise ValueError(f"there is no layer {name!r}; the model has {', '.join(layers)}")
+    return [each if isinstance(each, int) else layers.index(each) for each in cut]
+
+
+def layer_names(model: "ModelSettings") -> list[str]:
+    """List a model's layers as `jobs/train/models` name them; stages are cut between them."""
+    if model.name in VGG_SHAPES:
+        names, convolutions, pools = list[str](), 0, 0
+        for width in VGG_SHAPES[model.name].layers:
+            if width == POOL:
+                pools += 1
+                names.append(f"pool{pools}")
+            else:
+                convolutions += 1
+                names += [f"{kind}{convolutions}" for kind in ("conv", "norm", "relu")]
+        return [*names, "flatten", "head"]
+    blocks = GPT_SHAPES[model.name].layers if model.name is not None else model.layers
+    assert blocks is not None
+    return ["embed", *(f"block{number}" for number in range(1, blocks + 1)), "norm", "head"]
+
+
+def why_not_pipelined(settings: "TrainSettings") -> str | None:
+    """Return why these settings cannot be trained by a pipeline, and what to do; None when they can.
+
+    A setting that a mode does not read is no reason: a run may go on in another mode.
+    """
+    if not settings.is_pipeline:
+        return None
+    mode = settings.mode_name
+    if settings.communication_dtype is not None:
+        return f"{mode} sends activations and gradients as they are; remove communication_dtype"
+    if settings.compile:
+        return f"{mode} does not go with compile yet; set compile: false"
+    if settings.layerwise and settings.activation_checkpointing:
+        return "layerwise runs every layer by itself, without activation_checkpointing; set one of them to false"
+    if settings.exact and settings.virtual_ranks not in (None, 1):
+        return f"{mode} has one virtual rank, virtual_ranks is {settings.virtual_ranks}; leave it out"
+    if settings.exact and settings.parallel is not None and settings.parallel.data > 1:
+        return (
+            f"exact: true does not go with {settings.parallel.data} data-parallel pipelines yet; "
+            "set parallel.data: 1, or exact: false"
+        )
+    return None

@@ -1,0 +1,238 @@
+"""Pipelines against one process that takes the same micro-batches one after another; and faults that must be found."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from ddp import FlatAllReduce
+from jobs.modes import PIPELINES
+from jobs.shapes import POOL, VGG_SHAPES, VggShape
+from jobs.spec import Job
+from jobs.train import pipeline as engine
+from jobs.train import verify as verification
+from jobs.train.failures import is_lost_connection
+from jobs.train.models import build_model
+from jobs.train.world import World
+from jobs.train_parallel import layer_names
+from jobs.train_settings import ModelSettings, TrainSettings
+from pipe.ties import Ties
+
+TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
+ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
+VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 21, "optimizer": SGD}
+MODEL = {"d_model": 16, "d_ff": 32, "layers": 3, "heads": 2, "context": 16}
+GPT = {"model": {**MODEL, "tied": False, "dropout": 0.1}, "data": "synthetic", "batch_size": 11, "optimizer": ADAMW}
+TIED = {**GPT, "model": MODEL, "clip_norm": 0.3}
+PRODUCT = {"data": 2, "pipe": 2}
+
+
+def verify(world: World, trains: list[dict], steps: int = 2, fault: str = "") -> list[dict | None]:
+    """Compare some jobs with one process, in one start of ranks."""
+    VGG_SHAPES["vgg-tiny"] = TINY_VGG
+    if fault:
+        FAULTS[fault]()
+    jobs = [Job(name="proof", kind="train", settings=TrainSettings.model_validate(train)) for train in trains]
+    return [verification.verify(verification.reproducible(job), world, steps) for job in jobs]
+
+
+def check(on_ranks: Any, world_size: int, *trains: dict, steps: int = 2) -> list[dict]:
+    """Verify jobs; each must pass."""
+    records = on_ranks(world_size, verify, trains=list(trains), steps=steps)[0]
+    for train, record in zip(trains, records, strict=True):
+        wrong = [row for row in record["rows"] if not row["ok"]] or record["differing_ranks"]
+        assert record["pass"], f"{train}: {wrong}"
+        if record["class"] == "bitwise":
+            assert [row["name"] for row in record["rows"] if not row["bitwise"]] == [], train
+    return records
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_schedule_has_the_bits_of_the_loop_over_micro_batches(on_ranks, world_size):
+    # a rank may have the whole model; of four, interleaved and zbv would make 8 stages of the GPT's 6 layers
+    modes = {1: ["1f1b", "zbv"], 2: list(PIPELINES), 4: ["model", "gpipe", "1f1b", "zb1p"]}[world_size]
+    exact = {name: {"exact": True} if name in ("zb1p", "zbv") else {} for name in PIPELINES}
+    more = {"gpipe": {"layerwise": True}, "1f1b": {"clip_norm": 0.05, "activation_checkpointing": True}}
+    more |= {"zbv": {"layerwise": True}}
+    jobs = [{**GPT, "mode": name, "microbatches": 3, **exact[name]} for name in modes]
+    jobs += [{**VGG, "mode": name, **exact[name], **more.get(name, {})} for name in modes if world_size == 2]
+    jobs += [{**VGG, "mode": "interleaved"}] if world_size == 4 else []
+    assert {record["class"] for record in check(on_ranks, world_size, *jobs)} == {"bitwise"}
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Leave a text of 37 windows to train on."""
+    path = tmp_path / "text"
+    path.write_text("she sells sea shells by the sea shore; " * 17)
+    return {"text": str(path)}
+
+
+@pytest.mark.ranks
+def test_fewer_micro_batches_than_ranks_and_a_last_batch_of_few_samples(on_ranks, text):
+    short = {**GPT, "data": text, "batch_size": 35, "microbatches": 9, "epochs": 2}  # the second step has 2 samples
+    zbv = {**short, "mode": "zbv", "exact": True}
+    few = [{**GPT, "mode": "1f1b", "microbatches": 2}, {**GPT, "mode": "gpipe", "microbatches": 1}]
+    records = check(on_ranks, 3, {**short, "mode": "interleaved"}, zbv, *few, steps=3)
+    assert records[0]["losses"][1] != records[0]["losses"][2]
+
+
+@pytest.mark.ranks
+def test_sums_in_another_order_stay_within_their_rounding(on_ranks):
+    split = [{**train, "mode": mode} for mode in ("zb1p", "zbv") for train in (VGG, TIED)]
+    tied = [{**TIED, "mode": "1f1b"}, {**TIED, "mode": "interleaved", "precision": "fp64"}]
+    records = check(on_ranks, 2, *split, *tied)
+    assert {record["class"] for record in records} == {"tight"}
+    assert "the head is the embedding, on another stage" in records[-1]["why"]
+    assert max(row["difference"] for row in records[-1]["rows"]) < 1e-12, "in double precision"
+    assert any(not row["bitwise"] for record in records for row in record["rows"]), "else this shows nothing"
+
+
+@pytest.mark.ranks
+def test_in_sixteen_bits_stages_compute_as_one_process_does(on_ranks):
+    jobs = [{**GPT, "mode": "1f1b", "precision": precision} for precision in ("bf16", "fp16", "pure_bf16")]
+    check(on_ranks, 2, *jobs, {**VGG, "mode": "gpipe", "precision": "pure_bf16"})
+
+
+@pytest.mark.ranks
+def test_pipelines_beside_each_other_average_their_gradients(on_ranks, text):
+    # a batch of 21 or 11 has parts of different sizes; one of 36 leaves a sample, and a pipeline without any
+    shared = [{**PRODUCT, "zero": 1, "schedule": "zbv"}, {**PRODUCT, "zero": 2}]
+    jobs = [{**TIED, "parallel": each} for each in (PRODUCT, *shared)] + [{**VGG, "parallel": PRODUCT}]
+    jobs += [{**TIED, "data": text, "batch_size": 36, "parallel": each, "epochs": 2} for each in (PRODUCT, shared[0])]
+    check(on_ranks, 4, *jobs)
+
+
+@pytest.mark.ranks
+def test_stages_are_cut_as_the_job_says(on_ranks):
+    cuts = [["block2", "norm"], [1, 4], "count", "parameters", "profile"]
+    found = on_ranks(3, stages, trains=[{**GPT, "mode": "gpipe", "cut": cut} for cut in cuts])
+    first, second, _ = found
+    assert first[:3] == [["embed", "block1"], ["embed"], ["embed", "block1"]]
+    assert second[:2] == [["block2", "block3"], ["block1", "block2", "block3"]]
+    for place in range(len(cuts)):
+        assert [name for rank in found for name in rank[place]] == [
+            "embed",
+            "block1",
+            "block2",
+            "block3",
+            "norm",
+            "head",
+        ]
+
+
+def stages(world: World, trains: list[dict]) -> list[list[str]]:
+    built = [_build(world, train) for train in trains]
+    return [[name for name, _ in each.engine.module.named_children()] for each in built]
+
+
+def _build(world: World, train: dict) -> Any:
+    from jobs.train.data import open_data
+    from jobs.train.loop import build_trainer
+
+    settings = TrainSettings.model_validate(train)
+    return build_trainer(settings, open_data(settings), world)
+
+
+@pytest.mark.parametrize("model", ["vgg11", "gpt-nano", {**MODEL}])
+def test_a_job_knows_the_layers_of_its_model_before_the_model_is_there(model):
+    settings = ModelSettings.model_validate({"name": model} if isinstance(model, str) else model)
+    built = build_model(settings, vocabulary=10, seed=0)
+    assert layer_names(settings) == [name for name, _ in built.named_children()]
+
+
+def _last_micro_batch_only() -> None:
+    real, calls = engine.PipelineEngine._loss, itertools.count(1)
+
+    def loss(self: Any, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return real(self, logits, targets) * float(next(calls) % 3 == 0)
+
+    engine.PipelineEngine._loss = loss
+
+
+def _no_share_of_the_batch() -> None:
+    from pipe.run import Run
+
+    real = Run._gradient
+
+    def whole(self: Any, number: int, microbatch: int) -> Any:
+        gradient = real(self, number, microbatch)
+        return torch.ones_like(gradient) if number == self.last_stage else gradient
+
+    Run._gradient = whole
+
+
+def _no_sum_of_ties() -> None:
+    Ties.sum_gradients = lambda self: None
+
+
+def _no_average() -> None:
+    FlatAllReduce.finish_gradient_synchronization = lambda self: None
+
+
+def _norm_of_one_rank() -> None:
+    real = engine.reproducible_norm
+    engine.reproducible_norm = lambda tensors, group, *, reduce: real(tensors, group, reduce=False)
+
+
+def _dropout_by_stage() -> None:
+    engine.PipelineEngine._seed_of = lambda self, microbatch, layer: microbatch
+
+
+FAULTS = {
+    "share": _no_share_of_the_batch,
+    "ties": _no_sum_of_ties,
+    "average": _no_average,
+    "norm": _norm_of_one_rank,
+    "seeds": _dropout_by_stage,
+    "micro-batches": _last_micro_batch_only,
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("fault", "train"),
+    [
+        ("share", {**VGG, "mode": "1f1b"}),
+        ("ties", {**TIED, "mode": "gpipe"}),
+        ("average", {**VGG, "parallel": {"data": 2, "pipe": 1, "schedule": "1f1b"}}),
+        ("norm", {**GPT, "mode": "zb1p", "clip_norm": 0.01}),
+        ("seeds", {**GPT, "mode": "gpipe"}),
+        ("micro-batches", {**VGG, "mode": "1f1b", "microbatches": 3}),
+    ],
+)
+def test_a_broken_pipeline_fails_the_comparison(on_ranks, fault, train):
+    (record,) = on_ranks(2, verify, trains=[train], fault=fault)[0]
+    assert not record["pass"]
+
+
+def failing(world: World, mode: str) -> list:
+    """Train until a layer of the second rank raises; tell what that came to on this rank."""
+    trainer = _build(world, {**GPT, "mode": mode})
+    steps = trainer.own_steps()
+    trainer.engine.train_step(0, steps[0].shards)
+    if world.rank == 1:
+
+        def raises(*_: object) -> None:
+            raise ArithmeticError("the second stage has had enough")
+
+        next(trainer.engine.module.children()).register_forward_pre_hook(raises)
+    try:
+        trainer.engine.train_step(1, steps[1].shards)
+    except Exception as error:
+        return [type(error).__name__, str(error), is_lost_connection(error)]
+    return []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["gpipe", "zbv"])
+def test_a_stage_that_raises_is_the_culprit_and_the_other_ranks_are_its_victims(on_ranks, mode):
+    first, second, third = on_ranks(3, failing, mode=mode)
+    assert second == ["ArithmeticError", "the second stage has had enough", False]
+    for kind, said, is_victim in (first, third):
+        assert (kind, is_victim) == ("StageFailedError", True)
+        assert "rank 1" in said
+        assert "the second stage has had enough" in said

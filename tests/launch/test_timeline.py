@@ -1,0 +1,107 @@
+"""`muster timeline`: recorded steps read back, drawn, and set beside the simulated ones."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.files import append_line
+from jobs.rundir import RunDir
+from jobs.train.timeline import row_of
+from launch import cli
+from launch.storage import Courier
+from pipe.schedules.costs import Costs
+from pipe.schedules.measured import Record
+from pipe.schedules.messages import with_messages
+from pipe.schedules.simulate import simulate
+from pipe.schedules.tables import schedule
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "pipe-20260101T000000.000Z-abcdef")
+    made.path.mkdir()
+    (made.path / "events.jsonl").write_text("")
+    return made
+
+
+def record(
+    run: RunDir, step: int, name: str = "1f1b", *, attempt: int = 0, microbatches: int = 4, late_s: float = 0.0
+) -> None:
+    """Leave what two ranks did in a step in which the last rank's actions were all late."""
+    table = schedule(name, 2, microbatches)
+    spans = simulate(with_messages(table), Costs(0.001, 0.002, 0.001, 0.0)).spans
+    records = [
+        Record(rank, span.step.kind, span.step.stage, span.step.microbatch, span.start_s, span.end_s)
+        for rank, row in enumerate(spans)
+        for span in row
+    ]
+    records += [Record(1, "wait", 1, 0, 0.0, records[0].end_s), Record(0, "send", 1, 0, 0.001, 0.0015)]
+    last = max(each.end_s for each in records)
+    records = [replace(each, end_s=each.end_s + late_s) if each.end_s == last else each for each in records]
+    run.attempt(attempt).path.mkdir(exist_ok=True)
+    append_line(run.attempt(attempt).timeline, row_of(step, replace(table, microbatches=8), records))
+
+
+def shown(capsys: Any, run: RunDir, *more: str) -> str:
+    assert cli.main(["timeline", str(run.path), *more]) == 0
+    out: str = capsys.readouterr().out
+    return out
+
+
+def test_the_newest_step_is_drawn_with_its_bubble_beside_the_simulated_one(capsys, run):
+    record(run, 10)
+    record(run, 20, late_s=0.002)
+    out = shown(capsys, run)
+    assert "attempt 0, step 20: 1f1b, 2 ranks, 4 micro-batches" in out
+    assert [line.split()[0:2] for line in out.splitlines() if line.startswith("rank")] == [["rank", "0"], ["rank", "1"]]
+    (bubbles,) = (line for line in out.splitlines() if line.startswith("bubble"))
+    assert bubbles.endswith("20.0 % by the formula of equal stages")
+    measured, simulated = (float(word) for word in bubbles.split()[1:6:3])
+    assert (measured > 20.5, simulated) == (True, pytest.approx(20.0, abs=2.5))
+
+
+def test_a_step_is_chosen_and_told_as_data(capsys, run):
+    record(run, 10)
+    record(run, 20, "zbv")
+    record(run, 10, "gpipe", attempt=1)
+    told = json.loads(shown(capsys, run, "--step", "20", "--json"))
+    assert (told["attempt"], told["step"], told["schedule"], told["recorded"]) == (0, 20, "zbv", [10, 20])
+    assert told["bubble"] == pytest.approx(told["simulated_bubble"], abs=1e-6)
+    assert {each["kind"] for each in told["records"]} == {"F", "I", "W", "send", "wait"}
+    assert json.loads(shown(capsys, run, "--json"))["schedule"] == "gpipe", "the newest attempt"
+    assert json.loads(shown(capsys, run, "--json", "--attempt", "0"))["schedule"] == "zbv"
+
+
+def test_a_short_batch_is_a_step_of_fewer_micro_batches(capsys, run):
+    record(run, 3, "interleaved", microbatches=3)
+    assert json.loads(shown(capsys, run, "--json"))["microbatches"] == 3
+
+
+def test_it_is_drawn_into_a_file(capsys, run, tmp_path):
+    record(run, 7)
+    shown(capsys, run, "--svg", str(tmp_path / "step.svg"))
+    drawing = (tmp_path / "step.svg").read_text()
+    assert drawing.startswith("<svg")
+    assert "step 7: 1f1b, 2 ranks" in drawing
+
+
+def test_what_is_not_there_is_said(capsys, run):
+    assert cli.main(["timeline", str(run.path)]) == 73
+    assert "no timeline is there; pipelines record one at every log point" in capsys.readouterr().err
+    record(run, 10)
+    with run.attempt(0).timeline.open("a") as file:
+        file.write('{"step": 30, "schedule": "1f1b"}\n{"step": 40')  # torn, and another version's
+    assert "step 10" in shown(capsys, run)
+    assert cli.main(["timeline", str(run.path), "--step", "11"]) == 73
+    assert "step 11 was not recorded, only 10" in capsys.readouterr().err
+    assert cli.main(["timeline", str(run.path), "--step", "0"]) == 2
+
+
+def test_a_node_with_the_first_rank_sends_it_home(run):
+    record(run, 10)
+    of_first, of_second = (Courier(run, run.attempt(0), node=rank, ranks=[rank]).files for rank in (0, 1))
+    assert run.attempt(0).timeline in of_first
+    assert run.attempt(0).timeline not in of_second

@@ -1,0 +1,74 @@
+"""A pipeline over NCCL trains as a loop on one GPU. `pytest -m gpu` on a machine with two CUDA devices or more.
+
+`test_pipeline.py` has the same on CPUs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from jobs.train.world import World
+from pipe.pipeline import Pipeline
+from pipe.schedules.tables import schedule
+from support.gpus import over
+from support.pipelines import Case, wrong_training
+
+pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
+
+DEADLINE_S = 100.0
+EXACT = {"exact": True}
+CASES = [
+    Case("vgg", "1f1b", 8, (11, 8, 3)),
+    Case("vgg", "interleaved", 4, (9, 9)),
+    Case("gpt", "gpipe", 5, (11, 4), {"recompute": True}),
+    Case("gpt", "zbv", 4, (9, 8), EXACT),
+    Case("vgg", "zb1p", 4, (9, 8), EXACT),
+    Case("odd", "1f1b", 3, (7, 2, 7), {"cuts": (0, 6)}),
+    Case("odd", "interleaved", 2, (3, 3), {"cuts": (0, 5, 6, 8)}),
+    Case("odd", "gpipe", 3, (3, 3), {"cuts": (0, 5), "layerwise": True}),
+]
+
+
+def wrong(world: World, folder: str) -> list[str]:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with over("nccl", world, folder) as on_gpu:
+        return [f"{case}: {each}" for case in CASES for each in wrong_training(on_gpu, case)]
+
+
+def test_every_schedule_trains_as_a_loop_on_one_gpu(on_ranks, tmp_path: Path):
+    found = on_ranks(2, wrong, deadline_s=DEADLINE_S, group=False, folder=str(tmp_path))
+    assert found == [[]] * 2
+
+
+class Failing(nn.Linear):
+    """Fails in its third forward."""
+
+    count = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        if self.count == 3:
+            raise ValueError("burst")
+        return super().forward(x)
+
+
+def failing(world: World, folder: str) -> Any:
+    with over("nccl", world, folder) as on_gpu:
+        layers = nn.Sequential(nn.Linear(4, 4), Failing(4, 4)).to(on_gpu.device)
+        pipeline = Pipeline(layers, schedule("1f1b", 2, 4), loss=functional.cross_entropy, process_group=on_gpu.group)
+        inputs, targets = torch.randn(8, 4, device=on_gpu.device), torch.zeros(8, dtype=torch.int64).to(on_gpu.device)
+        try:
+            pipeline.step(inputs, targets)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing was raised"
+
+
+def test_a_stage_that_raises_ends_both_ranks(on_ranks, tmp_path: Path):
+    found = on_ranks(2, failing, deadline_s=40.0, group=False, folder=str(tmp_path))
+    assert found == ["StageFailedError: stage 1 on rank 1 failed: ValueError: burst", "ValueError: burst"]
