@@ -3,8 +3,7 @@
     torch      the loop that people write: autocast, PyTorch's DistributedDataParallel, fused optimizer
     bucketed   the same loop with our BucketedDDP in its place
     engine     our training engine, as a job file would set it up
-    zero1, zero2, zero3, torch zero, torch fsdp     the same loop, sharded: gpu_sharded.py
-    pipe, torch pipe                                stages of the model: gpu_pipes.py
+    zero1 ... torch fsdp, pipe, torch pipe    sharded: gpu_sharded.py; in stages: gpu_pipes.py
 
 All sides of a row begin with the same weights and see the same batches, so their losses can be compared.
 """

@@ -115,8 +115,10 @@ def _filled(settings: "TrainSettings", parallel: Parallel) -> Parallel:
     """Say into how many micro-batches a pipeline cuts its batch, and the model into how many slices a rank."""
     if not parallel.schedule:
         return parallel
-    asked = settings.microbatches if settings.parallel is None else settings.parallel.microbatches
-    microbatches = asked or max(1, min(FILL * parallel.pipe, settings.batch_size // parallel.data))
+    of_split = None if settings.parallel is None else settings.parallel.microbatches
+    microbatches = (
+        of_split or settings.microbatches or max(1, min(FILL * parallel.pipe, settings.batch_size // parallel.data))
+    )
     microbatches = 1 if parallel.schedule == "model" else microbatches
     return replace(parallel, microbatches=microbatches, chunks=SCHEDULES[parallel.schedule].stages(1, settings.chunks))
 
@@ -144,9 +146,10 @@ def check_pipeline(settings: "TrainSettings", parallel: Parallel) -> None:
     if stages > len(layers):
         slices = f" of {parallel.chunks} stages each" if parallel.chunks > 1 else ""
         most = len(layers) // parallel.chunks
+        fewer = f"use at most {counted(most, 'rank')}" if most else f"use at most {len(layers)} chunks"
         raise RefusedError(
             f"train.{settings.mode_name}: {counted(parallel.pipe, 'rank')}{slices} make {stages} stages, the model has "
-            f"{counted(len(layers), 'layer')}; use at most {counted(most, 'rank')}, or a deeper model"
+            f"{counted(len(layers), 'layer')}; {fewer}, or a deeper model"
         )
     if not isinstance(settings.cut, str):
         try:
@@ -204,6 +207,15 @@ def why_not_pipelined(settings: "TrainSettings") -> str | None:
     if not settings.is_pipeline:
         return None
     mode = settings.mode_name
+    if (
+        settings.microbatches is not None
+        and settings.parallel is not None
+        and settings.parallel.microbatches is not None
+    ):
+        return (
+            f"microbatches: {settings.microbatches} and parallel.microbatches: {settings.parallel.microbatches} say "
+            "one thing twice; remove one of them"
+        )
     if settings.communication_dtype is not None:
         return f"{mode} sends activations and gradients as they are; remove communication_dtype"
     if settings.compile:

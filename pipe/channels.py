@@ -31,6 +31,7 @@ TIED_TAG: Final = 3
 HEADER_TAG: Final = 4
 OUTPUT_TAG: Final = 5
 AGREE_TAG: Final = 6
+BATCH_TAG: Final = 7
 FIRST_TAG: Final = 8
 
 Form = Any  # of a micro-batch: what every rank knows of it, and what decides the shapes of all activations
@@ -57,6 +58,9 @@ class Layout(NamedTuple):
     def in_words(self) -> str:
         """Say what an error needs."""
         return f"{self.shape} of {self.dtype}{'' if self.learns else ' without a gradient'}"
+
+
+NOTHING: Final = Layout((), (), torch.float32, learns=False)  # of gradients that do not come
 
 
 def layout_of(header: Tensor) -> Layout:
@@ -145,15 +149,27 @@ class Channels:
         """True when a tensor lies in the memory of a buffer."""
         return tensor.untyped_storage().data_ptr() in self._buffers
 
-    def send(self, step: Send, tensor: Tensor, *, learns: bool) -> None:
+    def send(self, step: Send, tensor: Tensor | None, *, learns: bool) -> None:
         """Begin to send an activation to the stage that continues with it, or a gradient to the one that waits for it.
+
+        None is a gradient that there is not. Where the activation learns, the first one of a form is told, and what
+        came once comes always, as zeros.
 
         Raises:
             ValueError: it is not like the last one of this form.
             LostError: the peer is gone.
         """
-        tensor = dense(tensor)
         key = self._boundary(step)
+        if tensor is None:
+            activation, known = self._known["activation", step.stage + 1, key[2]], self._known.get(key)
+            if not activation.learns or known == NOTHING:
+                return
+            if known is None:
+                self._send(step, NOTHING.header(), self._control, header=True)
+                self._learn(key, NOTHING)
+                return
+            tensor = torch.zeros(known.shape, dtype=known.dtype, device=self._device)
+        tensor = dense(tensor)
         layout = Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, learns)
         known = self._known.get(key)
         if known is None:
@@ -169,6 +185,12 @@ class Channels:
             same = torch.empty_strided(known.shape, known.strides, dtype=known.dtype, device=tensor.device)
             tensor = same.copy_(tensor)
         self._send(step, tensor, self._wire)
+
+    def forget_sent_gradients(self) -> None:
+        """Let gradients go that were sent: their receivers asked for them before, so this hardly waits."""
+        for (_, what, _), going in self._going.items():
+            if what == "gradient":
+                self._settle(going, 0)
 
     def finish(self) -> None:
         """Wait until all has gone that was sent."""
@@ -199,12 +221,14 @@ class Channels:
         if step.what == "activation":
             return True
         activation = self._known.get(("activation", step.stage + 1, self._forms[step.microbatch]))
+        if self._known.get(self._boundary(step)) == NOTHING:
+            return False
         return None if activation is None else activation.learns
 
     def _ask_for(self, queue: _Queue, layout: Layout | None) -> None:
         """Ask for the next message of a peer; None where nothing comes."""
         step = queue.unasked.popleft()
-        if layout is None:
+        if layout is None or layout == NOTHING:
             queue.asked.append(Arrival(step, None, False, None))
             return
         free = self._free[layout]
@@ -218,13 +242,13 @@ class Channels:
         if not self._comes(step):
             return None
         if key not in self._known:
-            header = Layout((), (), torch.float32, False).header()
+            header = NOTHING.header()
             try:
                 self._control.receive(header, step.peer, self._tag(step, header=True)).wait()
             except LostError as error:
                 raise LostError(f"waiting for {words(step)}: {error}") from error
             self._learn(key, layout_of(header))
-        return self._known[key]
+        return self._known[key] if self._comes(step) else None
 
     def _learn(self, key: Boundary, layout: Layout) -> None:
         self._known[key] = layout

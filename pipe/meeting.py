@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipe.channels import AGREE_TAG, HEADER_TAG, LOSS_TAG, OUTPUT_TAG, Layout, layout_of
+from pipe.channels import AGREE_TAG, BATCH_TAG, HEADER_TAG, LOSS_TAG, NOTHING, OUTPUT_TAG, Layout, layout_of
 from pipe.failures import Board
 from pipe.nccl import NcclWire
 from pipe.wires import GlooWire, Message, Wire, own_group
@@ -42,6 +42,27 @@ class Meeting:
             self.wire.receive(number, source, LOSS_TAG).wait()
         return number
 
+    def compare(self, batch: Sequence[int], in_words: str) -> None:
+        """Compare this rank's batch with the one of the rank before: it is told to the next one in every step.
+
+        Raises:
+            ValueError: it is another one; both have the same number of numbers.
+        """
+        mine = torch.tensor(batch)
+        theirs = torch.empty_like(mine)
+        last = self.rank == self.ranks - 1
+        told = None if last else self.control.send(mine, self.rank + 1, BATCH_TAG)
+        if self.rank:
+            self.control.receive(theirs, self.rank - 1, BATCH_TAG).wait()
+            if not torch.equal(mine, theirs):
+                before = f"{int(theirs[0])} samples" if theirs[0] != mine[0] else "as many of another shape or type"
+                raise ValueError(
+                    f"rank {self.rank} was passed {in_words}, rank {self.rank - 1} {before}; pass tensors of the same "
+                    "shapes on every rank"
+                )
+        if told is not None:
+            told.wait()
+
     def agree(self) -> None:
         """See that no rank has failed: with gloo its messages say so, but NCCL's are only launched, never heard of.
 
@@ -60,7 +81,7 @@ class Meeting:
             layout = Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, learns=False)
             _wait([self.control.send(layout.header(), rank, HEADER_TAG) for rank in self._others])
         else:
-            header = Layout((), (), torch.float32, learns=False).header()
+            header = NOTHING.header()
             self.control.receive(header, source, HEADER_TAG).wait()
             layout = layout_of(header)
             tensor = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)

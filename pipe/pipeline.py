@@ -13,6 +13,7 @@ Weights that several stages use get the same sum in another order, on each of th
 stage raises, all ranks end with that as the cause (`pipe/failures.py`), and the pipeline cannot be used again.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TypeVar
@@ -22,7 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipe.channels import Channels
+from pipe.draws import Hooks
 from pipe.failures import LostError, StageFailedError, first_line
+from pipe.held import Held, check_batch, check_model, device_of
 from pipe.marks import Mark, marks_for
 from pipe.meeting import meet
 from pipe.rows import Row, part_lengths, row_of
@@ -31,20 +34,11 @@ from pipe.schedules import cuts as cutting
 from pipe.schedules.actions import Schedule
 from pipe.schedules.programs import Step
 from pipe.splitting import WeightQueue
-from pipe.stage import PASSAGES, Hooks, Loss, Stage
+from pipe.stage import PASSAGES, Loss, Stage
 from pipe.ties import Tied, Ties, find_ties
 from zero.agreement import require_same
 
 Result = TypeVar("Result")
-
-
-class Held(nn.Module):
-    """Layers under the names that they have in the whole model; whoever runs them knows their order."""
-
-    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        super().__init__()
-        for name, layer in layers:
-            self.add_module(name, layer)
 
 
 class Pipeline:
@@ -55,11 +49,17 @@ class Pipeline:
     model's output and targets. `cuts` are the first layers of stages (`pipe.schedules.cuts`), by default even ones.
 
     `recompute` keeps only the inputs of stages from forward to backward, `layerwise` those of layers, of which one at
-    a time is then forwarded again and taken back. `exact` keeps a loop's bits where a schedule splits backwards.
+    a time is then forwarded again and taken back: with buffers as they are by then, which matters to layers that read
+    what their forwards write (spectral norm, not batch norm). `exact` keeps a loop's bits where a schedule splits
+    backwards.
 
     A layer works in place on what another stage has made only where it says so, by an attribute `inplace`, as
-    `nn.ReLU` has: it gets a copy. Batch norms normalize each micro-batch by itself, and update running statistics by
-    one after the other. Layers that draw random numbers draw other ones than in a loop, unless `seeds` are set.
+    `nn.ReLU` has: it gets a copy. Layers stay those that were passed. Batch norms normalize each micro-batch by itself,
+    and update running statistics by one after the other. Layers draw other random numbers than in a loop, unless
+    `hooks.seeds` are set.
+
+    A rank that needs nothing more of the others has ended its step when one of them fails later, and hears of it in the
+    next. Over NCCL a rank whose host waits for its GPU within a layer hears of it by NCCL's own time-out.
 
     Raises:
         TypeError: the model is no `nn.Sequential`.
@@ -80,7 +80,7 @@ class Pipeline:
         recompute: bool = False,
         exact: bool = False,
     ) -> None:
-        _check(layers, process_group, schedule, layerwise=layerwise, recompute=recompute)
+        check_model(layers, process_group, schedule, layerwise=layerwise, recompute=recompute)
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
         count, stages = len(named), schedule.stages
         bounds = cutting.even(count, stages) if cuts is None else cutting.by_hand(cuts, count, stages)
@@ -104,7 +104,7 @@ class Pipeline:
             last.loss = loss
         held = [each for stage in self.stages.values() for each in zip(stage.names, stage.layers, strict=True)]
         self.module = Held(held)
-        self._device = _device_of(self.module, layers)
+        self._device = device_of(self.module, layers)
         self._marks = marks_for(self._device)
         self._rows: dict[tuple[int, bool], Row] = {}
         self._row(schedule.microbatches)  # refuses a schedule that cannot be run
@@ -146,7 +146,9 @@ class Pipeline:
         most, larger ones first; fewer where there are fewer samples. Gradients are added to `.grad`.
 
         Raises:
-            ValueError: no samples, inputs and targets of different numbers, shapes that are others than before.
+            TypeError: inputs or targets are no tensors.
+            ValueError: no samples, inputs and targets of different numbers, other ones than another rank's, inputs that
+                require a gradient, activations that are not like those of before.
             StageFailedError: another rank's stage failed.
             Exception: what a stage of this rank raised.
         """
@@ -165,8 +167,6 @@ class Pipeline:
             self._together(self._ties.sum_gradients)
 
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        if len(targets) != len(inputs):
-            raise ValueError(f"{len(inputs)} inputs but {len(targets)} targets; pass one for each")
         parts = self._cut(inputs, targets)
         run = self._running = Run(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
         run.on_last_backward, run.now = self.on_last_backward, self._marks.now
@@ -185,7 +185,7 @@ class Pipeline:
         return self.loss_sum / len(inputs)
 
     def _evaluate(self, inputs: Tensor) -> Tensor:
-        parts = self._cut(inputs, None)
+        parts = self._cut(inputs, None, evaluates=True)
         run = self._running = Run(self.stages, self.schedule.stages - 1, self._channels, None, None)
         modes = [(each, each.training) for each in self.module.modules()]
         self.module.eval()
@@ -209,12 +209,14 @@ class Pipeline:
         if self._channels is not None:
             self._channels.finish()
 
-    def _cut(self, inputs: Tensor, targets: Tensor | None) -> Parts:
+    def _cut(self, inputs: Tensor, targets: Tensor | None, *, evaluates: bool = False) -> Parts:
         """Cut a batch into micro-batches."""
-        if not len(inputs):
-            raise ValueError("a batch of 0 samples; pass one at least")
+        check_batch(inputs, targets, evaluates=evaluates)
         lengths = part_lengths(len(inputs), self.schedule.microbatches)
         kind = (tuple(inputs.shape[1:]), inputs.dtype, targets is None)
+        if self._meeting is not None:
+            shape = f"{len(inputs)} samples of shape {kind[0]}, {inputs.dtype}"
+            self._meeting.compare([len(inputs), zlib.crc32(repr(kind).encode())], shape)
         return Parts(
             torch.split(inputs, lengths),
             () if targets is None else torch.split(targets, lengths),
@@ -255,36 +257,7 @@ class Pipeline:
         self._meeting.abort()
 
 
-def _check(
-    layers: nn.Sequential,
-    process_group: dist.ProcessGroup | None,
-    schedule: Schedule,
-    *,
-    layerwise: bool,
-    recompute: bool,
-) -> None:
-    """Refuse what cannot be a pipeline, before anything is sent."""
-    if not isinstance(layers, nn.Sequential):
-        raise TypeError(f"a pipeline is cut from the layers of an nn.Sequential, got a {type(layers).__name__}")
-    ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
-    if schedule.ranks != ranks:
-        raise ValueError(f"schedule {schedule.name} is for {schedule.ranks} ranks, the group has {ranks}")
-    if layerwise and recompute:
-        raise ValueError("layerwise and recompute: layerwise forwards every layer again anyway; drop one of the two")
-    of_layers = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
-    for name, each in (*layers.named_parameters(), *layers.named_buffers()):
-        if id(each) not in of_layers:
-            raise ValueError(f"{name} belongs to no layer, so to no stage; move it into one")
-
-
 def _peers(schedule: Schedule, rank: int, ties: Sequence[Tied]) -> set[int]:
     """Return the ranks that this one exchanges activations, gradients or tied weights with."""
     neighbours = {frozenset(pair) for pair in pairwise(schedule.rank_of)} | {frozenset(each.ranks) for each in ties}
     return {peer for each in neighbours if rank in each for peer in each} - {rank}
-
-
-def _device_of(*modules: nn.Module) -> torch.device:
-    """Return where the first of some modules that has a parameter or buffer is."""
-    held = (each for module in modules for each in (*module.parameters(), *module.buffers()))
-    first = next(held, None)
-    return torch.device("cpu") if first is None else first.device

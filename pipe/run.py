@@ -70,7 +70,7 @@ class Run:
         self.marked: list[tuple[Step, Mark, Mark]] = []  # before and after each step
         self.at: Action | None = None  # for who asks what failed
         self._handed: dict[tuple[str, int, int], Handed] = {}
-        self._made: dict[tuple[str, int, int], tuple[Tensor, bool]] = {}
+        self._made: dict[tuple[str, int, int], tuple[Tensor | None, bool]] = {}
         self._passages: dict[tuple[int, int], Passage] = {}
         self._borrowed: dict[tuple[int, int], list[Arrival]] = {}
         self._fresh: dict[int, list[nn.Parameter]] = {}  # of each stage the parameters that have no gradient yet
@@ -115,14 +115,15 @@ class Run:
         """Send what was made."""
         assert self.channels is not None
         tensor, learns = self._made.pop((step.what, step.stage, step.microbatch))
-        if step.what == "activation" or learns:  # no gradient goes to what does not learn
-            self.channels.send(step, tensor, learns=learns)
+        self.channels.send(step, tensor, learns=learns)
 
     # Work -----------------------------------------------------------------------------------------------------------
 
     def forward(self, action: Action) -> None:
         """Run a stage."""
         self.at = action
+        if self.channels is not None:
+            self.channels.forget_sent_gradients()
         number, microbatch = action.stage, action.microbatch
         stage, parts = self.stages[number], self.parts
         if number == 0:
@@ -140,7 +141,11 @@ class Run:
             passage = self._passages[number, microbatch] = self.make(stage, microbatch)
             output = passage.forward(x, targets)
             learns = passage.learns
+        if self.channels is not None and self.make is None and self.channels.is_buffer(output):
+            output = output.clone()  # an evaluation gives the buffer back at once
         if number == self.last_stage:
+            if self.make is not None and not learns:
+                raise RuntimeError(f"stage {number}: the loss does not require a gradient: nothing of it learns")
             self.results[microbatch] = output
         else:
             self._hand_over("activation", number + 1, microbatch, output, learns=learns)
@@ -198,7 +203,7 @@ class Run:
         if stage in self.stages:
             self._handed[what, stage, microbatch] = Handed(tensor, learns, None)
         else:
-            self._made[what, stage, microbatch] = (torch.empty(0) if tensor is None else tensor, learns)
+            self._made[what, stage, microbatch] = (tensor, learns)
 
     def _end(self, action: Action) -> None:
         self._give_back(action.stage, action.microbatch)
@@ -221,6 +226,6 @@ def _make_own(fresh: list[nn.Parameter], *messages: Tensor | None) -> list[nn.Pa
     for parameter in fresh:
         if parameter.grad is None:
             left.append(parameter)
-        elif parameter.grad.untyped_storage().data_ptr() in memory:
+        elif parameter.grad.layout == torch.strided and parameter.grad.untyped_storage().data_ptr() in memory:
             parameter.grad = parameter.grad.clone()
     return left

@@ -20,14 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _NormBase
 
+from pipe.draws import Hooks, RandomState
+
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-
-class Hooks:
-    """What a user wants to be asked for within a step."""
-
-    on_forward: Callable[[int, int], None] | None = None  # (stage, micro-batch), before every forward of a stage
-    seeds: Callable[[int, int], int] | None = None  # (micro-batch, layer of the model) to the seed of its draws
 
 
 class Stage:
@@ -60,10 +55,10 @@ class Stage:
             RuntimeError: a layer works in place on what came from another stage, without saying so.
         """
         given, version = x, x._version
-        if self.overwrites[0]:
-            x = x.clone()
         self.announce(microbatch)
         for index in range(len(self.layers)):
+            if self.overwrites[index] and _one_memory(x, given):
+                x = x.clone()
             x = self.layer(index, x, microbatch)
         if given._version != version:
             raise RuntimeError(
@@ -94,8 +89,10 @@ class Stage:
             )
         if self.loss is not None and targets is not None:
             x = self.loss(x, targets)
-            if x.numel() != 1:
-                raise ValueError(f"the loss has shape {tuple(x.shape)}, wanted one number: the mean over a micro-batch")
+            if not isinstance(x, Tensor) or x.numel() != 1:
+                found = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise ValueError(f"the loss is {found}, wanted a tensor of one number: the mean over a micro-batch")
+            x = x.reshape(())
         return x
 
     @contextmanager
@@ -122,6 +119,14 @@ class Stage:
             for buffer, old in zip(own, before, strict=True):
                 if not torch.equal(buffer, old):  # a write would count as a change for what saved it
                     buffer.copy_(old)
+
+
+def _one_memory(x: object, other: Tensor) -> bool:
+    return isinstance(x, Tensor) and x.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _may_learn(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 class Passage(Protocol):
@@ -152,19 +157,18 @@ class WholeGraph:
         """Go back through the graph."""
         x, edge = self.x, self.edge
         del self.x, self.edge
-        x_gradient = self.through(edge, x, gradient)
-        return x_gradient if x.requires_grad else None
+        return self.through(edge, x, gradient)
 
     @staticmethod
-    def through(edge: GradientEdge, x: Tensor, gradient: Tensor) -> Tensor:
-        """Go back from an edge; return the gradient of the leaf `x`, if it learns."""
+    def through(edge: GradientEdge, x: Tensor, gradient: Tensor) -> Tensor | None:
+        """Go back from an edge; return the gradient of the leaf `x`, None where none comes."""
         if not x.requires_grad:
             torch.autograd.backward((edge,), (gradient,))
-            return gradient
+            return None
         came: list[Tensor] = []
         with caught(x, came):
             torch.autograd.backward((edge,), (gradient,))
-        return came[0] if came else torch.zeros_like(x)
+        return came[0] if came else None
 
     def _record(self, x: Tensor, targets: Tensor | None) -> Tensor:
         output = self.stage.forward(x, self.microbatch, targets)
@@ -200,7 +204,7 @@ class Recomputed(WholeGraph):
         with torch.no_grad():
             output = self.stage.forward(x, self.microbatch, targets)
         learning = x.requires_grad or bool(self.stage.learning)
-        self.learns = learning and output.is_floating_point()
+        self.learns = learning and _may_learn(output)
         return output
 
     def backward(self, gradient: Tensor) -> Tensor | None:
@@ -230,7 +234,7 @@ class Layerwise:
                 self.learning.append(learns)
                 self.random.append(RandomState(x, stage.hooks))
                 x = self._run(index, x)
-                learns = (learns or any(each.requires_grad for each in layer.parameters())) and x.is_floating_point()
+                learns = (learns or any(each.requires_grad for each in layer.parameters())) and _may_learn(x)
         self.learns = learns
         return x
 
@@ -243,13 +247,16 @@ class Layerwise:
                 with self.random.pop().as_it_was(), torch.enable_grad():
                     output = self._run(index, x)
                 parameters = [each for each in stage.layers[index].parameters() if each.requires_grad]
-                if not parameters and not x.requires_grad:  # nothing before learns
+                if not output.requires_grad:
                     return None
-                gradient = self._through(output, x, parameters, gradient)
-        return gradient if self.learning[0] else None
+                before = self._through(output, x, parameters, gradient)
+                if before is None:  # a loop would not go on, either
+                    return None
+                gradient = before
+        return gradient
 
-    def _through(self, output: Tensor, x: Tensor, parameters: list[nn.Parameter], gradient: Tensor) -> Tensor:
-        """Take one layer back; return the gradient of its input, where that learns."""
+    def _through(self, output: Tensor, x: Tensor, parameters: list[nn.Parameter], gradient: Tensor) -> Tensor | None:
+        """Take one layer back; return the gradient of its input, None where none comes."""
         if self.stage.splits:  # a layer whose weight waits for the queue is on the way to none of the gradients
             return WholeGraph.through(get_gradient_edge(output), x, gradient)
         # one call a layer: of its output, by its parameters and its input
@@ -258,7 +265,7 @@ class Layerwise:
         )
         for parameter, own in zip(parameters, gradients, strict=False):
             accumulate(parameter, own)
-        return torch.zeros_like(x) if gradients[-1] is None else gradients[-1]
+        return gradients[-1] if x.requires_grad else None
 
     def _run(self, index: int, x: Tensor) -> Tensor:
         stage = self.stage
@@ -272,35 +279,12 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         return
     with torch.no_grad():
         if parameter.grad is None:
-            parameter.grad = gradient
+            parameter.grad = gradient.clone()  # autograd may give one tensor to several parameters, and to the input
         else:
             parameter.grad += gradient
     hooks: Any = parameter._post_accumulate_grad_hooks
     for hook in (hooks or {}).values():
         hook(parameter)
-
-
-class RandomState:
-    """What random numbers come next, unless every layer has a seed."""
-
-    def __init__(self, x: Tensor, hooks: Hooks) -> None:
-        self.device = x.device
-        self.kept = hooks.seeds is None
-        if self.kept:
-            self.cpu = torch.get_rng_state()
-            self.cuda = torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-
-    @contextmanager
-    def as_it_was(self) -> Iterator[None]:
-        """Draw the same numbers again; afterwards go on where others were."""
-        if not self.kept:
-            yield
-            return
-        with torch.random.fork_rng([self.device] if self.cuda is not None else []):
-            torch.set_rng_state(self.cpu)
-            if self.cuda is not None:
-                torch.cuda.set_rng_state(self.cuda, self.device)
-            yield
 
 
 PASSAGES: Final[dict[str, Callable[[Stage, int], Passage]]] = {

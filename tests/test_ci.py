@@ -43,7 +43,12 @@ def test_up_to_five_failed_tests_are_run_once_more_and_named(
     (tmp_path / "test_them.py").write_text(TESTS)
     (tmp_path / "failures").write_text(failures)
     script = "\n".join(
-        ["set -euo pipefail", *functions, "tests 'true && .venv/bin/pytest -k chance' .pytest_cache -k chance", "echo on"]
+        [
+            "set -euo pipefail",
+            *functions,
+            "tests 'true && .venv/bin/pytest -k chance' .pytest_cache -k chance",
+            "echo on",
+        ]
     )
     ended = subprocess.run(
         ["bash", "-c", script],

@@ -31,7 +31,7 @@ class Held:
 
     `tensor` holds them on this rank and may be filled in place. A state that is one number for all of a parameter, as
     a step count is, has the shape (), and every rank that holds a part of the parameter holds it: the one with its
-    first element answers for it.
+    first element answers for it. What is `lent` was made for who asked, and is old after the next step.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Held:
     stop: int
     tensor: Tensor
     answers: bool = True
+    lent: bool = False
 
 
 class FlatParameters:
@@ -179,8 +180,10 @@ class FlatParameters:
 
     def held(self) -> list[Held]:
         """List the ranges of parameters in this rank's shard."""
+        shard, lent = self.shard, self._shard is None
+        shapes = [tuple(shape) for shape in self.shapes]
         return [
-            Held(self.names[at.tensor], None, tuple(self.shapes[at.tensor]), at.start, at.stop, self.of(self.shard, at))
+            Held(self.names[at.tensor], None, shapes[at.tensor], at.start, at.stop, self.of(shard, at), lent=lent)
             for at in self.slices
         ]
 

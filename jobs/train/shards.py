@@ -40,7 +40,7 @@ class Forms:
 
 
 class SharedState:
-    """What one rank saves and reads. `held` lists its ranges, which lie where they lay the last time it was asked.
+    """What one rank saves and reads. `held` lists its ranges; what is not lent lies where it lay the last time.
 
     Rank 0 saves besides what every rank has whole: buffers, and if it `leads`, `more`.
     """
@@ -71,8 +71,9 @@ class SharedState:
         now = [value for state in self.optimizer.state.values() for value in state.values()]
         if self._listed is None or len(now) != len(self._listed) or not all(map(operator.is_, now, self._listed)):
             own = [*buffer_parts(self.module), *(self._more() if self.leads else ())] if self.rank == 0 else []
-            self._parts = [*own, *(part_of(each) for each in self.held() if each.answers)]
-            self._listed = now
+            held = self.held()
+            self._parts = [*own, *(part_of(each) for each in held if each.answers)]
+            self._listed = None if any(each.lent for each in held) else now
         return self._parts
 
     def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:

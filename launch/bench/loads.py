@@ -55,8 +55,8 @@ def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = 
     settings = job.settings
     assert isinstance(settings, TrainSettings)
     if microbatches is None:
-        own = settings.microbatches if settings.parallel is None else settings.parallel.microbatches
-        microbatches = own or (FILL * ranks if settings.is_pipeline else MICROBATCHES)
+        of_split = None if settings.parallel is None else settings.parallel.microbatches
+        microbatches = of_split or settings.microbatches or (FILL * ranks if settings.is_pipeline else MICROBATCHES)
     if microbatches < 1:
         raise UsageError(f"--microbatches {microbatches}: must be 1 or more")
     vocabulary = VggShape.classes if settings.model.is_vgg else GptShape.vocabulary

@@ -71,6 +71,10 @@ def test_a_word_is_short_for_a_named_section() -> None:
         ({"mode": "zbv", "communication_dtype": "bf16"}, "zbv sends activations and gradients as they are"),
         ({"mode": "gpipe", "layerwise": True, "activation_checkpointing": True}, "without activation_checkpointing"),
         ({"mode": "gpipe", "cut": "weight"}, "'count', 'parameters', 'flops' or 'profile'"),
+        (
+            {"parallel": {"pipe": 2, "microbatches": 4}, "microbatches": 8},
+            "microbatches: 8 and parallel.microbatches: 4 say one thing twice; remove",
+        ),
         ({"mode": "interleaved", "chunks": 1}, "greater than or equal to 2"),
         ({"virtual_ranks": 4}, "virtual_ranks needs exact: true"),
         ({"model": "gpt-nano"}, "data digits is images, model gpt-nano reads tokens"),
@@ -141,6 +145,7 @@ PIPE: Any = {"pipe": 4, "sync": "none"}
         ({"mode": "interleaved", "chunks": 3}, {**PIPE, "schedule": "interleaved", "microbatches": 16, "chunks": 3}),
         ({"mode": "zbv", "chunks": 3}, {**PIPE, "schedule": "zbv", "microbatches": 16, "chunks": 2}),
         ({"parallel": {"pipe": 4}}, {**PIPE, "schedule": "1f1b", "microbatches": 16}),
+        ({"parallel": {"pipe": 4}, "microbatches": 7}, {**PIPE, "schedule": "1f1b", "microbatches": 7}),
         (
             {"parallel": {"pipe": 4, "schedule": "zb1p", "microbatches": 5}},
             {**PIPE, "schedule": "zb1p", "microbatches": 5},
@@ -169,6 +174,7 @@ def test_a_pipeline_is_filled_with_micro_batches(settings: dict[str, Any], wante
     [
         ({"mode": "1f1b"}, 40, "40 ranks make 40 stages, the model has 31 layers; use at most 31 ranks"),
         ({"mode": "zbv"}, 16, "16 ranks of 2 stages each make 32 stages, the model has 31 layers; use at most 15"),
+        ({"mode": "interleaved", "chunks": 40}, 2, "2 ranks of 40 stages each make 80 .*; use at most 31 chunks"),
         ({"parallel": {"pipe": 2, "data": 2}}, 3, "data 2 x pipe 2 makes 4 ranks, the job has 3"),
         ({"mode": "1f1b", "microbatches": 65}, 2, "a batch of 64 has no sample for each of 65 micro-batches"),
         (

@@ -27,6 +27,9 @@ CASES = {
         Case("odd", "interleaved", 2, (3, 3), {"cuts": (0, 5, 6, 8)}),
         Case("odd", "1f1b", 3, (3, 3), {"cuts": (0, 9), "recompute": True}),
         Case("odd", "gpipe", 3, (3, 3), {"cuts": (0, 5), "layerwise": True}),
+        Case("ends", "interleaved", 4, (5, 4), {"cuts": (0, 2, 3, 9)}),
+        Case("ends", "1f1b", 2, (4, 4), {"cuts": (0, 1), "recompute": True}),
+        Case("ends", "1f1b", 2, (4, 4), {"cuts": (0, 5), "layerwise": True}),
     ],
     3: [
         Case("vgg", "gpipe", 2, (5, 4), {"recompute": True}),
@@ -35,6 +38,8 @@ CASES = {
         Case("odd", "1f1b", 5, (9, 2, 9), {"cuts": (0, 1, 7)}),
         Case("odd", "interleaved", 6, (9, 7), {"recompute": True}),
         Case("vgg", "zb1p", 2, (5, 4), {**EXACT, "recompute": True}),
+        Case("ends", "gpipe", 3, (7, 4), {"cuts": (0, 5, 6)}),
+        Case("ends", "zb1p", 3, (7, 4), {**EXACT, "cuts": (0, 2, 6)}),
     ],
     4: [
         Case("vgg", "1f1b", 8, (10, 8)),

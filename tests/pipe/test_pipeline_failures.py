@@ -138,9 +138,24 @@ def refused(world: World) -> list[str]:
         said_by(built(cuts=(0, 1 + world.rank))),
         said_by(lambda: Pipeline(layers_with("nothing", 0, 0), short, loss=functional.cross_entropy)),
     ]
-    for inputs, targets in ((0, 0), (3, 2)):
+    four, classes = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
+    for inputs, targets in (
+        (torch.ones(0, 4), torch.ones(0)),
+        (torch.ones(3, 4), torch.ones(2)),
+        (four, None),
+        (four.clone().requires_grad_(), classes),
+    ):
         pipeline = built()()
-        said.append(said_by(lambda: pipeline.step(torch.ones(inputs, 4), torch.zeros(targets))))  # noqa: B023
+        said.append(said_by(lambda: pipeline.step(inputs, targets)))  # type: ignore[arg-type] # noqa: B023
+    pipeline = built()()
+    pipeline.loss_sum = None
+    said.append(said_by(lambda: setattr(pipeline.module, "0" if world.rank == 0 else "2", nn.Identity())))
+    for loss in (lambda x, y: functional.cross_entropy(x, y).detach(), lambda x, _: x, lambda *_: 1.5):
+        pipeline = Pipeline(layers_with("nothing", 0, 0), schedule("1f1b", 2, 4), loss=loss)
+        said.append(said_by(lambda: pipeline.step(four, classes)))  # noqa: B023
+    pipeline = built()()
+    more = torch.ones(4 + world.rank, 4), torch.zeros(4 + world.rank, dtype=torch.int64)
+    said.append(said_by(lambda: pipeline.step(*more)))
     return said
 
 
@@ -156,7 +171,15 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
         "ScheduleError: schedule gpipe: rank 0 never does B0.3",
         "ValueError: a batch of 0 samples; pass one at least",
         "ValueError: 3 inputs but 2 targets; pass one for each",
+        "TypeError: targets are a NoneType, wanted one tensor, samples first",
+        "ValueError: inputs require a gradient, which would reach no rank's; pass inputs.detach()",
+        "AttributeError: layer ",
+        "stage 1 on rank 1 failed: RuntimeError: stage 1: the loss does not require a gradient",
+        "stage 1 on rank 1 failed: ValueError: the loss is of shape (1, 4), wanted a tensor of one number",
+        "stage 1 on rank 1 failed: ValueError: the loss is a float, wanted a tensor of one number",
+        "rank 1 failed: ValueError: rank 1 was passed 5 samples of shape (4,), torch.float32, rank 0 4 samples",
     ]
     for said in on_ranks(2, refused, deadline_s=PROMPT_S):
         for found, start in zip(said, wanted, strict=True):
-            assert found.startswith(start), (found, start)
+            cause = start.rpartition("failed: ")[2]  # the rank itself raises its own error
+            assert found.startswith((start, f"StageFailedError: {start}", cause)), (found, start)

@@ -107,8 +107,8 @@ def gradients_left_in_messages() -> Any:
 def gradients_copied_to_other_strides() -> Any:
     made = Channels.send
 
-    def send(channels: Channels, step: Any, tensor: Tensor, *, learns: bool) -> None:
-        made(channels, step, tensor.contiguous(), learns=learns)
+    def send(channels: Channels, step: Any, tensor: Tensor | None, *, learns: bool) -> None:
+        made(channels, step, None if tensor is None else tensor.contiguous(), learns=learns)
 
     return mock.patch.object(Channels, "send", send)
 

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from jobs.train.world import World
+from pipe import Pipeline
 from pipe.schedules.actions import Action
 from pipe.schedules.measured import Record
 from pipe.schedules.messages import Receive, Send
 from pipe.schedules.simulate import Span
+from pipe.schedules.tables import schedule
 from pipe.timeline import Offset, clock_offsets, gather, on_one_clock
 
 pytestmark = pytest.mark.ranks
@@ -89,6 +92,36 @@ def test_a_process_without_a_group_is_alone():
     assert clock_offsets() == [Offset(0.0, 0.0)]
     records = gather([Span(Action("F", 0, 0), 50.0, 51.0)])
     assert records == [Record(0, "F", 0, 0, 0.0, 1.0)]
+
+
+class Counting:
+    """A clock whose marks are numbers, and mean seconds only once somebody asks."""
+
+    def __init__(self) -> None:
+        self.made, self.asked = 0, 0
+
+    def now(self) -> int:
+        self.made += 1
+        return self.made
+
+    def seconds(self, marks: list[int]) -> list[float]:
+        self.asked += 1
+        return [10.0 * each for each in marks]
+
+
+def test_marks_of_a_step_become_seconds_once_and_only_for_who_reads_them():
+    pipeline = Pipeline(nn.Sequential(nn.Linear(2, 1)), schedule("gpipe", 1, 3), loss=lambda output, _: output.mean())
+    assert pipeline.spans == []
+    clock = pipeline._marks = Counting()  # type: ignore[assignment]
+    for _ in range(2):
+        pipeline.step(torch.ones(6, 2), torch.ones(6))
+    assert clock.asked == 0
+    found = [(str(each.step), each.start_s, each.end_s) for each in pipeline.spans]
+    names = ["F0.0", "F0.1", "F0.2", "B0.0", "B0.1", "B0.2"]
+    assert found == [(name, 10.0 * (8 + place), 10.0 * (9 + place)) for place, name in enumerate(names)]
+    pipeline.evaluate(torch.ones(4, 2))
+    assert [each.end_s for each in pipeline.spans] == [end for *_, end in found]
+    assert clock.asked == 1
 
 
 def refused(world: World) -> str:

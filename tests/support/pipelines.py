@@ -92,6 +92,40 @@ def odd() -> nn.Sequential:
     return nn.Sequential(layers)
 
 
+class Detached(nn.Module):
+    """Lets no gradient back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() * 1.0
+
+
+def ends() -> nn.Sequential:
+    """A gradient that ends in the middle, complex numbers, work in place behind a view, a last layer of no work."""
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Linear(4, 4),
+        nn.Linear(4, 4),
+        Detached(),
+        nn.Linear(4, 4, dtype=torch.float32),
+        Complex(),
+        Real(),
+        nn.Flatten(),
+        nn.ReLU(inplace=True),
+        nn.Linear(12, CLASSES),
+        nn.Identity(),
+    )
+
+
+class Complex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x * 2.0)
+
+
+class Real(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
 def batch_of(model: str, samples: int, seed: int, device: torch.device) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     if model.startswith("gpt"):
@@ -110,6 +144,7 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
     "gpt": gpt,
     "gpt tied": lambda: gpt(tied=True),
     "odd": odd,
+    "ends": ends,
 }
 
 

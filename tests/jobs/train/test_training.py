@@ -146,7 +146,7 @@ def measured(world: World, mode: str) -> list:
     VGG_SHAPES["vgg-tiny"] = TINY_VGG
     settings = TrainSettings.model_validate({**VGG, "mode": mode})
     trainer = build_trainer(settings, open_data(settings), world)
-    result = evaluate(trainer.engine, trainer.data, world, trainer.dtype)
+    result = evaluate(trainer.engine, trainer.data, trainer.world, trainer.dtype)
     assert result is not None
     inputs, targets = trainer.data.eval_batch(torch.arange(trainer.data.eval_samples))
     outputs = trainer.engine.predict(inputs)
@@ -157,7 +157,7 @@ def measured(world: World, mode: str) -> list:
 def test_an_evaluation_has_the_same_bits_on_any_world_and_is_the_mean_over_all_samples(on_ranks):
     assert 360 % BLOCK_SAMPLES  # the last block is short
     assert -(-360 // BLOCK_SAMPLES) % 4  # of four ranks that share parameters out, some have a block less
-    ways = (("single", 1), ("ddp", 2), ("ddp", 3), ("zero3", 4), ("fsdp", 4))
+    ways = (("single", 1), ("ddp", 2), ("ddp", 3), ("zero3", 4), ("fsdp", 4), ("1f1b", 3))
     results = [on_ranks(size, measured, group=size > 1, mode=mode) for mode, size in ways]
     assert len({tuple(each[:2]) for ranks in results for each in ranks}) == 1
     loss, accuracy, by_hand, accuracy_by_hand = results[0][0]
