@@ -186,3 +186,31 @@ def test_one_process_without_a_group_is_a_pipeline_too():
     batch = batch_of("vgg", 5, 0, torch.device("cpu"))
     assert same_bits(pipeline.step(*batch), loop.step(*batch, seed_of(0)))
     assert same_bits(pipeline.evaluate(batch[0]), loop.evaluate(batch[0]))
+
+
+class Added(nn.Module):
+    """Adds a parameter of its input's shape: autograd gives both one tensor for their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.p
+
+
+@pytest.mark.parametrize("how", ["whole", "recompute", "layerwise"])
+def test_a_weight_and_an_input_with_one_gradient_do_not_share_its_memory(how: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), Added(), Added(), nn.Linear(3, 3))
+    inputs, targets = torch.randn(8, 3), torch.randn(8, 3)
+    for part in range(4):
+        here = slice(2 * part, 2 * part + 2)
+        (nn.functional.mse_loss(layers(inputs[here]), targets[here]) * 0.25).backward()
+    wanted = {name: each.grad for name, each in layers.named_parameters()}
+    layers.zero_grad()
+    settings = {} if how == "whole" else {how: True}
+    pipeline = Pipeline(layers, schedule("1f1b", 1, 4), loss=nn.functional.mse_loss, **settings)
+    pipeline.step(inputs, targets)
+    for name, each in pipeline.module.named_parameters():
+        assert same_bits(each.grad, wanted[name]), name
