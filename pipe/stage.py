@@ -213,7 +213,7 @@ class Recomputed(WholeGraph):
         del self.given, self.targets
         with self.random.as_it_was(), self.stage.again(), torch.enable_grad():
             self._record(given, targets)
-        return super().backward(gradient)
+        return super().backward(gradient) if self.learns else None
 
 
 class Layerwise:

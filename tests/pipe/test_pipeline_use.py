@@ -214,3 +214,21 @@ def test_a_weight_and_an_input_with_one_gradient_do_not_share_its_memory(how: st
     pipeline.step(inputs, targets)
     for name, each in pipeline.module.named_parameters():
         assert same_bits(each.grad, wanted[name]), name
+
+
+class Ended(nn.Module):
+    """Lets no gradient back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() * 2.0
+
+
+@pytest.mark.parametrize("how", ["whole", "recompute", "layerwise"])
+def test_a_stage_behind_which_no_gradient_begins_gets_none(how: str) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), Ended(), nn.Linear(3, 3))
+    settings = {} if how == "whole" else {how: True}
+    table = schedule("interleaved", 1, 2, chunks=2)
+    pipeline = Pipeline(layers, table, loss=nn.functional.mse_loss, cuts=(0, 2), **settings)
+    pipeline.step(torch.randn(4, 3), torch.randn(4, 3))
+    found = {name: each.grad is None for name, each in pipeline.module.named_parameters()}
+    assert found == {"0.weight": True, "0.bias": True, "2.weight": False, "2.bias": False}
