@@ -23,10 +23,9 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from time import perf_counter, process_time
 from typing import Any
 
-from rank_processes import in_nodes, on_loopback
+from rank_processes import in_nodes, on_loopback, timed
 
 REACH = {"cpu": 1.00, "wall": 1.03}
 NODES = 4
@@ -64,17 +63,12 @@ def _apart(sides: Sequence[Any], norm: float = float("inf")) -> float:
 
 def _block(loop: Any, steps: int) -> tuple[float, float]:
     """Train a block of steps; return the CPU seconds of all ranks and the wall seconds of the slowest."""
-    import torch
-    import torch.distributed as dist
 
-    dist.barrier()
-    began, cpu_began = perf_counter(), process_time()
-    for _ in range(steps):
-        loop.step()
-    wall, cpu = torch.tensor([perf_counter() - began]), torch.tensor([process_time() - cpu_began])
-    dist.all_reduce(cpu)
-    dist.all_reduce(wall, dist.ReduceOp.MAX)
-    return cpu.item(), wall.item()
+    def block() -> None:
+        for _ in range(steps):
+            loop.step()
+
+    return timed(block)
 
 
 def rank_main(args: argparse.Namespace) -> None:

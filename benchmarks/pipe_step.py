@@ -25,10 +25,9 @@ import platform
 import statistics
 import sys
 from collections.abc import Sequence
-from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
-from rank_processes import on_loopback
+from rank_processes import on_loopback, timed
 
 LIMIT_S = 900.0
 MICROBATCHES = 8
@@ -106,19 +105,14 @@ def apart_of(side: Any, loop: Any, batch: tuple[Any, Any]) -> float:
 
 def _block(side: Any, batches: Sequence[tuple[Any, Any]], steps: int) -> tuple[float, float]:
     """Run a block of steps; return the CPU seconds of all ranks and the wall seconds of the slowest."""
-    import torch
-    import torch.distributed as dist
     from pipe_sides import zero_grad
 
-    dist.barrier()
-    began, cpu_began = perf_counter(), process_time()
-    for number in range(steps):
-        zero_grad(side)
-        side.step(*batches[number % len(batches)])
-    wall, cpu = torch.tensor([perf_counter() - began]), torch.tensor([process_time() - cpu_began])
-    dist.all_reduce(cpu)
-    dist.all_reduce(wall, dist.ReduceOp.MAX)
-    return cpu.item(), wall.item()
+    def block() -> None:
+        for number in range(steps):
+            zero_grad(side)
+            side.step(*batches[number % len(batches)])
+
+    return timed(block)
 
 
 def rank_main(args: argparse.Namespace) -> None:

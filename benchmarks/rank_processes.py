@@ -9,8 +9,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,6 +45,20 @@ def in_nodes(box: "Box", script: str, arguments: Sequence[str], limit_s: float =
     found = {"MASTER_ADDR": spec.address("node0"), "MASTER_PORT": str(BOX_PORT), "GLOO_SOCKET_IFNAME": "eth1"}
     commands = [box.exec_argv(node, _command(script, arguments)) for node in spec.compute]
     return _result(commands, found, limit_s)
+
+
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Do something on all ranks of the default group; return CPU seconds of all and wall seconds of the slowest."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    began, cpu_began = perf_counter(), process_time()
+    work()
+    wall, cpu = torch.tensor([perf_counter() - began]), torch.tensor([process_time() - cpu_began])
+    dist.all_reduce(cpu)
+    dist.all_reduce(wall, dist.ReduceOp.MAX)
+    return cpu.item(), wall.item()
 
 
 def _command(script: str, arguments: Sequence[str]) -> list[str]:

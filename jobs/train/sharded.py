@@ -81,10 +81,7 @@ class ShardedReplica(WrappedReplica):
 
     def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
         """Build what steps this rank's share; parameters of 16 bits in float32 copies."""
-        trainable = [each for each in self.module.parameters() if each.requires_grad]
-        kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)
-        self.optimizer = self.wrapper.optimizer(kind, masters=True, **options)
-        make_state(self.optimizer.inner, settings.optimizer)
+        self.optimizer = sharded_optimizer(self.wrapper, numerics, settings)
         return self.optimizer
 
     def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
@@ -114,3 +111,12 @@ class ShardedReplica(WrappedReplica):
         """Gather the parameters."""
         with self.wrapper.gather_full():
             return super().full_parameters()
+
+
+def sharded_optimizer(wrapper: Sharded, numerics: Numerics, settings: TrainSettings) -> ShardedOptimizer:
+    """Build the optimizer of a wrapper's shards, with its state made."""
+    trainable = [each for each in wrapper.module.parameters() if each.requires_grad]
+    kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)
+    optimizer = wrapper.optimizer(kind, masters=True, **options)
+    make_state(optimizer.inner, settings.optimizer)
+    return optimizer

@@ -19,7 +19,8 @@ from ddp import FlatAllReduce
 from ddp.base import broadcast
 from jobs.modes import Parallel
 from jobs.train.numerics import Numerics
-from jobs.train.optim import gradients_of, make_state, named_gradients, recipe
+from jobs.train.optim import gradients_of, named_gradients
+from jobs.train.sharded import sharded_optimizer
 from jobs.train.shards import Forms, SharedState
 from jobs.train.stage_state import StageState
 from jobs.train.state import HeldState
@@ -141,10 +142,7 @@ class ShardedReplica(StageReplica):
 
     def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
         """Build what steps this rank's share; parameters of 16 bits in float32 copies."""
-        trainable = [each for each in self.module.parameters() if each.requires_grad]
-        kind, options = recipe(trainable, settings.optimizer, cut_anywhere=numerics.cut_anywhere)
-        self.optimizer = self.wrapper.optimizer(kind, masters=True, **options)
-        make_state(self.optimizer.inner, settings.optimizer)
+        self.optimizer = sharded_optimizer(self.wrapper, numerics, settings)
         return self.optimizer
 
     def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
