@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -24,6 +25,12 @@ NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bar
 
 ROOT = Path(__file__).parent.parent
 OnRanks = Callable[..., list[Any]]
+
+
+def pytest_configure() -> None:
+    """Hear Ctrl-C, so that what tests start does: what a script runs in the background is told to ignore it."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
