@@ -3,7 +3,7 @@
     launch      fresh ranks on the loopback train a few steps in one mode: VGG-19 of twice the channels (80 M
                 parameters), a GPT of 57 M; AdamW. Models are large, for the allocator's slack is some MB with any
     storages    tensor accounting after a step: parameters, gradients, optimizer's state, buffers, each storage once
-    growth      of the process's own memory (RssAnon) from before the model was made until then, free memory given
+    growth      of the process's own memory (Pss) from before the model was made until then, free memory given
                 back; a tiny model was trained in the same mode before, so that threads and scratch memory are there
     formula     P (4 + 4 + 8) bytes, of which N ranks divide the last (1), the last two (2), all (3); and buffers
 
@@ -65,10 +65,10 @@ def rank_main(model: str, mode: str) -> None:
     dist.init_process_group("gloo")
     train(TINY[model], mode)
     resident.give_back()
-    (before,) = resident.status("RssAnon")
+    before = resident.own_share()
     storages, kept = train(SHAPES[model], mode)
     resident.give_back()
-    (after,) = resident.status("RssAnon")
+    after = resident.own_share()
     found = torch.tensor([sum(storages.values()), after - before], dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     del kept

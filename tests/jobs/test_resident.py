@@ -8,6 +8,13 @@ MB = 2**20
 SIZE = 64 * MB
 
 
+def test_own_memory_counts_what_was_taken() -> None:
+    before = resident.own_share()
+    taken = bytearray(b"x" * 2**25)
+    assert 2**25 <= resident.own_share() - before < 2**25 * 1.2
+    del taken
+
+
 def test_a_peak_is_seen_and_forgotten():
     resident.give_back()
     assert resident.forget_peak()
