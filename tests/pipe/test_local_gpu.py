@@ -27,12 +27,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(*each, dtype=torch.float64), nn.Tanh()) for each in widths))
 
 
-@pytest.fixture(autouse=True)
-def _two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-
-
 @pytest.mark.parametrize("own_streams", [False, True])
 @pytest.mark.parametrize("inputs_on", ["cpu", "cuda:0", "cuda:1"])
 def test_gradients_are_those_of_one_gpu_whatever_streams_are_current(own_streams: bool, inputs_on: str):

@@ -18,12 +18,6 @@ pytestmark = pytest.mark.gpu
 WIDTH, TOKENS = 256, 128
 
 
-@pytest.fixture(autouse=True)
-def _a_gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-
-
 def blocks(dtype: torch.dtype) -> nn.Sequential:
     torch.manual_seed(0)
     shape = GptShape("test", WIDTH, 4 * WIDTH, 2, 4, bias=True, norm="layer")

@@ -5,38 +5,20 @@ import gc
 import math
 import pickle
 import weakref
-from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from ddp.primitives.peers import Peers
 from jobs.train.world import World
 from support.data_parallel_models import CASES, ToyModel, seeded
-from support.sharded import SMALL_MB, not_sharded, over_links
+from support.zero_use import sgd, wrap
 from zero import ShardedDataParallel
-from zero.flat import FlatParameters
-from zero.gather import BroadcastGather, RingGather
 
 pytestmark = pytest.mark.ranks
 
 TOY = CASES["toy"]
 Optimizer = torch.optim.Optimizer
-
-
-def wrap(world: World, stage: int, build: Callable = ToyModel, **settings) -> ShardedDataParallel:
-    settings = {"bucket_size_mb": SMALL_MB, "exact": True, **settings}
-    return ShardedDataParallel(seeded(build, 1), world.group, stage=stage, **settings)
-
-
-def sgd(given, module: nn.Module) -> Optimizer:
-    """Build the same optimizer, sharded or not."""
-    settings = {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2}
-    if isinstance(given, ShardedDataParallel):
-        return given.optimizer(torch.optim.SGD, **settings)
-    return torch.optim.SGD(module.parameters(), **settings)
 
 
 class Alone:
@@ -215,112 +197,6 @@ def not_finite(world: World) -> list[str]:
 def test_gradients_of_one_backward_do_not_count_for_another(on_ranks):
     assert on_ranks(2, unused_once) == [[]] * 2
     assert on_ranks(2, not_finite) == [[]] * 2
-
-
-def shares(world: World) -> list[str]:
-    return [f"stage {stage}: {each}" for stage in (1, 2, 3) for each in not_sharded(world, stage)]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_rank_holds_its_share(on_ranks, world_size):
-    assert on_ranks(world_size, shares) == [[]] * world_size
-
-
-def sent_bytes(world: World) -> list[int]:
-    """Return what a rank sends in a step of stages 1 and 2, and twice the gradients' share that a ring sends."""
-    sent: list[int] = []
-    post = Peers.post
-
-    def counted(peers: Peers, **posted):
-        sent.extend(tensor.nbytes for tensor, _ in posted["sends"])
-        return post(peers, **posted)
-
-    found = []
-    for stage in (1, 2):
-        with over_links():
-            model = wrap(world, stage, CASES["chain"].build.args[0], exact=False)
-        optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
-        CASES["chain"].loss(model, 0).backward()  # the first asks who uses what
-        with mock.patch.object(Peers, "post", counted):
-            model.zero_grad()
-            CASES["chain"].loss(model, 0).backward()
-            optimizer.step()
-            model.synchronize()
-        found.append(sum(sent))
-        sent.clear()
-    whole = sum(each.nbytes for each in model.module.parameters())
-    return [*found, 2 * whole * (world.size - 1) // world.size]
-
-
-def test_a_step_sends_gradients_once_and_parameters_once(on_ranks):
-    for one, two, wanted in on_ranks(4, sent_bytes):
-        assert one == two == wanted
-
-
-def gathered(world: World) -> list[bool]:
-    """Return, of each way to gather on CPUs, whether it makes whole what ranks have parts of; waited for twice."""
-    right = []
-    for kind in (RingGather, BroadcastGather):
-        home = FlatParameters(
-            [("a", nn.Parameter(torch.zeros(37))), ("b", nn.Parameter(torch.zeros(5)))], **place(world)
-        )
-        home.shard.fill_(world.rank + 1)
-        wait = kind(world.group).start(home, home.shard, home.full)
-        wait()
-        wait()
-        right.append(all(bool((part == rank + 1).all()) for rank, part in enumerate(home.parts(home.full))))
-    return right
-
-
-def place(world: World) -> dict[str, int]:
-    return {"rank": world.rank, "ranks": world.size}
-
-
-def test_a_ring_and_broadcasts_gather_the_same(on_ranks):
-    assert on_ranks(3, gathered) == [[True, True]] * 3
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            inputs = torch.tanh(block(inputs))
-        return inputs
-
-
-def order_of_events(world: World) -> list[str]:
-    """Let the gathers end as late as they may: each begins when the block before the one that needs it has begun."""
-    events: list[str] = []
-
-    class LateGather(RingGather):
-        def start(self, home, shard, out):
-            waits: list = []
-
-            def wait() -> None:
-                events.append(f"waits for {home.names[0].removesuffix('.bias')}")
-                waits[0]() if waits else None
-
-            waits.append(super().start(home, shard, out))
-            return wait
-
-    with over_links(), mock.patch("zero.gather.RingGather", LateGather):
-        module = seeded(Blocks, 1)
-        model = ShardedDataParallel(module, world.group, stage=2, units=module.blocks, bucket_size_mb=1100 / 2**20)
-    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
-    model(torch.ones(2, 16)).sum().backward()
-    optimizer.step()
-    for name, block in enumerate(module.blocks):
-        block.register_forward_hook(lambda *_, name=name: events.append(f"ran {name}"))
-    model(torch.ones(2, 16))
-    return events
-
-
-def test_a_unit_waits_for_its_own_parameters_only_when_it_runs(on_ranks):
-    wanted = [event for place in range(4) for event in (f"waits for blocks.{place}", f"ran {place}")]
-    assert on_ranks(2, order_of_events) == [wanted] * 2
 
 
 def states(world: World) -> list[str]:
