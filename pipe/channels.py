@@ -20,9 +20,11 @@ from torch import Tensor
 
 from pipe.failures import LostError
 from pipe.schedules.programs import Receive, Send
-from pipe.wires import Mark, Message, Wire, dense
+from pipe.wires import PEERS_TAG, Mark, Message, Wire, dense
 
-AHEAD: Final = 1  # beyond the one that is waited for
+AHEAD: Final = (
+    1  # beyond the one that is waited for; none on GPUs, where a receive takes multiprocessors from who computes
+)
 OUTSTANDING: Final = 1
 DIMENSIONS: Final = 8  # of a tensor in a header
 DTYPES: Final = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -32,7 +34,7 @@ HEADER_TAG: Final = 4
 OUTPUT_TAG: Final = 5
 AGREE_TAG: Final = 6
 BATCH_TAG: Final = 7
-FIRST_TAG: Final = 8
+FIRST_TAG: Final = PEERS_TAG + 1
 
 Form = Any  # of a micro-batch: what every rank knows of it, and what decides the shapes of all activations
 Way = tuple[int, str, int]
@@ -101,6 +103,7 @@ class Channels:
         self._here: dict[Receive, Arrival] = {}
         self._forms: list[Form] = []
         self._outstanding = OUTSTANDING
+        self._ahead = AHEAD if device.type == "cpu" else 0
 
     def begin(self, steps: Iterable[Receive], forms: list[Form], *, forwards_only: bool) -> None:
         """Begin a step of these receives, in order; `forms` has one for each micro-batch. Ask for the first.
@@ -209,7 +212,7 @@ class Channels:
             going.popleft()[0].wait()
 
     def _ask_ahead(self, queue: _Queue) -> None:
-        while queue.unasked and len(queue.asked) < AHEAD:
+        while queue.unasked and len(queue.asked) < self._ahead:
             step = queue.unasked[0]
             comes, layout = self._comes(step), self._known.get(self._boundary(step))
             if comes is None or (comes and layout is None):  # the header is not there yet

@@ -1,7 +1,7 @@
 """Where the ranks of a pipeline meet: groups and wires of its own, apart from everybody else's messages."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from pipe.channels import AGREE_TAG, BATCH_TAG, HEADER_TAG, LOSS_TAG, NOTHING, OUTPUT_TAG, Layout, layout_of
 from pipe.failures import Board
 from pipe.nccl import NcclWire
+from pipe.peers import peers_of
 from pipe.wires import GlooWire, Message, Wire, own_group
 
 
@@ -27,23 +28,36 @@ class Meeting:
     wire: Wire  # of activations and gradients
     control: Wire  # of small things on CPUs
     board: Board
+    _going: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # to the next rank, until `agree`
+    _coming: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # the next number that `tell_all` will tell
 
     @property
     def _others(self) -> list[int]:
         return [rank for rank in range(self.ranks) if rank != self.rank]
 
     def tell_all(self, number: Tensor, source: int) -> Tensor:
-        """Return the scalar that rank `source` has."""
+        """Return the scalar that rank `source` has: the same one in every call.
+
+        With gloo the next one is asked for now, so that who tells it need not wait until all others are there.
+        """
         if self.device.type == "cuda":
             dist.broadcast(number, group=self.given, group_src=source)
         elif self.rank == source:
             _wait([self.wire.send(number, rank, LOSS_TAG) for rank in self._others])
         else:
-            self.wire.receive(number, source, LOSS_TAG).wait()
+            message, number = self._coming.pop() if self._coming else self._next(number, source)
+            message.wait()
+            self._coming.append(self._next(number, source))
         return number
+
+    def _next(self, like: Tensor, source: int) -> tuple[Message, Tensor]:
+        number = torch.empty_like(like)
+        return self.wire.receive(number, source, LOSS_TAG), number
 
     def compare(self, batch: Sequence[int], in_words: str) -> None:
         """Compare this rank's batch with the one of the rank before: it is told to the next one in every step.
+
+        Nobody waits for the next one, which may not have come out of the step before; `agree` sees that it was told.
 
         Raises:
             ValueError: it is another one; both have the same number of numbers.
@@ -51,7 +65,8 @@ class Meeting:
         mine = torch.tensor(batch)
         theirs = torch.empty_like(mine)
         last = self.rank == self.ranks - 1
-        told = None if last else self.control.send(mine, self.rank + 1, BATCH_TAG)
+        if not last:
+            self._going.append((self.control.send(mine, self.rank + 1, BATCH_TAG), mine))
         if self.rank:
             self.control.receive(theirs, self.rank - 1, BATCH_TAG).wait()
             if not torch.equal(mine, theirs):
@@ -60,8 +75,6 @@ class Meeting:
                     f"rank {self.rank} was passed {in_words}, rank {self.rank - 1} {before}; pass tensors of the same "
                     "shapes on every rank"
                 )
-        if told is not None:
-            told.wait()
 
     def agree(self) -> None:
         """See that no rank has failed: with gloo its messages say so, but NCCL's are only launched, never heard of.
@@ -69,6 +82,8 @@ class Meeting:
         Raises:
             LostError: one has.
         """
+        while self._going:
+            self._going.pop()[0].wait()
         if self.device.type == "cuda":
             numbers = [torch.zeros(1) for _ in range(self.ranks)]
             coming = [self.control.receive(numbers[rank], rank, AGREE_TAG) for rank in self._others]
@@ -114,7 +129,10 @@ def meet(process_group: dist.ProcessGroup | None, device: torch.device, peers: I
         raise ValueError(f"layers are on {device}, which gloo does not send from; pass a group of NCCL's")
     group = own_group(process_group, "gloo", timeout)
     control = GlooWire(group, timeout)
-    wire = NcclWire(group, peers, device, timeout) if device.type == "cuda" else control
+    peers = set(peers)
+    wire: Wire = control
+    if device.type == "cuda":
+        wire = peers_of(group, peers, device, control) or NcclWire(group, peers, device, timeout)
     return Meeting(group.rank(), group.size(), group, process_group, device, wire, control, Board(group))
 
 

@@ -1,4 +1,4 @@
-"""Messages between GPUs: a communicator of two ranks for each way between them, launched beside what computes.
+"""Messages between GPUs of several hosts: a communicator of two ranks for each way between them.
 
     compute   F0 ─┬─ F1 ─┬─ F2          a send waits for the stream that computed what it sends, nothing for the send
     outgoing      └send  └send
@@ -9,9 +9,9 @@ schedule's program has proved to be the same at both ends, and no way waits for 
 another one, which would be a collective of ranks outside the pipeline.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from ddp.means import beside
 from pipe.failures import LostError
 from pipe.wires import Mark, flat
+
+CTAS: Final = 4  # thread blocks of a message at most: while it waits they take as many multiprocessors
 
 
 class NcclMessage:
@@ -58,6 +60,7 @@ class NcclWire:
             for way in ((low, high), (high, low)):
                 options: Any = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
+                options.config.max_ctas = CTAS
                 store = PrefixStore(f"pipe/{group.group_name}/{way[0]}-{way[1]}", group.get_group_store())
                 self._ways[way] = dist.ProcessGroupNCCL(store, int(self._rank == high), 2, options)
                 self._greet(way)
@@ -66,6 +69,9 @@ class NcclWire:
         """Mark what has been launched so far as what a receive has to wait for."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
+
+    def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
+        """Keep nothing ready: a send waits until it is received."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> NcclMessage:
         """Begin to send what the current stream computes."""

@@ -6,11 +6,12 @@
 A smaller batch has fewer micro-batches: the same schedule without the last ones. An evaluation is its forwards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from pipe.schedules.actions import Action, Schedule
+from pipe.schedules.backlog import Way, backlogs
 from pipe.schedules.messages import check, with_messages
 from pipe.schedules.programs import Receive, Send, Step, received_before, sent_after
 
@@ -25,10 +26,11 @@ class Operation(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A rank's operations, and the messages that come to it, in their order."""
+    """A rank's operations, the messages that come to it, in their order, and how many may lie on each rank's ways."""
 
     operations: tuple[Operation, ...]
     receives: tuple[Receive, ...]
+    backlogs: Mapping[Way, int]
 
 
 def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: bool = False) -> Row:
@@ -41,11 +43,12 @@ def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: b
     if forwards_only:
         ranks = [_forwards(each, schedule.rank_of) for each in actions]
         coming = tuple(each for peer, steps in enumerate(ranks) for each in _coming(steps, peer, rank))
-        return Row(tuple(_operations(ranks[rank], schedule)), coming)
+        return Row(tuple(_operations(ranks[rank], schedule)), coming, backlogs(ranks))
     program = with_messages(replace(schedule, microbatches=microbatches, actions=actions))
     check(program)
     steps = program.steps[rank]
-    return Row(tuple(_operations(steps, schedule)), tuple(each for each in steps if isinstance(each, Receive)))
+    coming = tuple(each for each in steps if isinstance(each, Receive))
+    return Row(tuple(_operations(steps, schedule)), coming, backlogs(program.steps))
 
 
 def _forwards(actions: Sequence[Action], rank_of: tuple[int, ...]) -> tuple[Step, ...]:

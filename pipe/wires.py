@@ -5,7 +5,7 @@ close for good with `abort`, which ends what other ranks wait for.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Final, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from pipe.failures import LostError
 
 NO_TAG: Final = 1  # nobody sends with it
+PEERS_TAG: Final = 8  # of names of memory, `pipe/peers.py`; other tags: `pipe/channels.py`
 AT_ONCE: Final = timedelta(milliseconds=1)
 
 
@@ -38,6 +39,9 @@ class Wire(Protocol):
     """What tensors travel on; peers are ranks of the pipeline's group."""
 
     ordered: bool  # what goes from one rank to another is received in the order in which it is sent: there are no tags
+
+    def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
+        """Hear how many messages there may be at once from a rank to a rank, until the next word."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Message:
         """Begin to send a dense tensor, which must stay as it is until then."""
@@ -79,6 +83,9 @@ class GlooWire:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._group, self._timeout = group, timeout
+
+    def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
+        """Take any number of messages."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
         """Begin to send."""

@@ -1,0 +1,310 @@
+"""Messages between GPUs of one host that copy engines carry: nothing runs on either GPU while it waits.
+
+    sender     compute   F0 ─┬─ F1 ─┬─ F2
+               outgoing      └ F0's output to slot 0, `sent` := 1      └ slot 1, `sent` := 2
+    receiver   incoming        hold until `sent` >= 1; slot 0 to a buffer; `taken` := 1
+               compute                                                  └ F0
+
+A slot lies on the sender's GPU, and the receiver's process maps it (cuIpcOpenMemHandle). The two counters of a way lie
+in memory of the host that all ranks map; streams are held until one is high enough (cuStreamWaitValue32). A receive of
+NCCL's is a kernel that spins: posted ahead, it took so much of an H200 that matrix products took 1.7 times as long.
+
+A way has as many slots as there can be messages on it (`pipe/schedules/backlog.py`), so no send waits: a host that
+waits for its whole GPU, as it does where it takes memory or loads a kernel, never keeps another from going on.
+"""
+
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp.checks import gather_json
+from ddp.means import beside
+from pipe import driver
+from pipe.failures import LostError
+from pipe.wires import PEERS_TAG, Message, Wire
+from zero.neighbours import CPU, Neighbours, neighbours_of
+
+LINE: Final = 16  # 32-bit numbers: counters of different ways share no cache line
+PAGE: Final = 4096 // 4  # of them: what is registered with the driver is whole pages
+ALIGNED: Final = 512  # bytes
+SLOTS: Final = 2  # where nobody said how many messages there may be on a way
+FREED: Final = 1 << 30  # more than any message's number: no stream waits
+TRIAL_S: Final = 10.0
+ABORT_S: Final = 2.0
+
+
+class _Ring:
+    """Slots of one size, and the number of the message that was last in each."""
+
+    def __init__(self, address: int, slot_bytes: int, slots: int) -> None:
+        self.address, self.slot_bytes = address, slot_bytes
+        self._last = [0] * slots
+        self._next = 0
+
+    @property
+    def slots(self) -> int:
+        return len(self._last)
+
+    def take(self, number: int) -> tuple[int, int]:
+        """Give a message a slot; return its address, and the number of the message that must have left it."""
+        at, self._next = self._next, (self._next + 1) % self.slots
+        before, self._last[at] = self._last[at], number
+        return self.address + at * self.slot_bytes, before
+
+
+class _Way:
+    """One way between this rank and a peer: both ends count messages, and choose slots alike."""
+
+    def __init__(self, sent: int, taken: int) -> None:
+        self.sent, self.taken = sent, taken  # addresses of its counters
+        self.number = 0
+        self.slots = SLOTS
+        self.rings: dict[int, _Ring] = {}
+        self.asked: deque[_Coming] = deque()
+
+    def lacks(self, slot_bytes: int) -> bool:
+        """True where there are too few slots of a size."""
+        ring = self.rings.get(slot_bytes)
+        return ring is None or ring.slots < self.slots
+
+
+class _Going:
+    """A message on its way into its slot."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event, self._device = event, device
+
+    def wait(self) -> None:
+        """Let the current stream wait until what was sent may be changed."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class _Coming:
+    """A message that is copied out of its slot once somebody waits for it, or for a later one of its way."""
+
+    __slots__ = ("_wire", "after", "came", "peer", "tensor")
+
+    def __init__(self, wire: "PeerWire", tensor: Tensor, peer: int, after: torch.cuda.Event) -> None:
+        self._wire, self.tensor, self.peer, self.after = wire, tensor, peer, after
+        self.came: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Let the current stream wait for it.
+
+        Raises:
+            LostError: the peer is gone, or had no memory for its slots.
+        """
+        self._wire.take(self)
+
+
+class PeerWire:
+    """This rank's ways to and from its peers. Building one is a collective of the ranks of a group."""
+
+    ordered = True
+
+    def __init__(self, neighbours: Neighbours, peers: Iterable[int], device: torch.device, control: Wire) -> None:
+        rank, ranks = dist.get_rank(neighbours.group), dist.get_world_size(neighbours.group)
+        self._rank, self._device, self._control = rank, device, control
+        self._outgoing, self._incoming = beside(device), beside(device)
+        numbers = -(-2 * ranks * LINE // PAGE) * PAGE
+        (self._counters,) = neighbours.share([(numbers, torch.int32)])
+        self._memory = _Memory(device, [self._outgoing, self._incoming])
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the context
+            at = [self._memory.register(each) for each in self._counters]
+        # A rank's own counters are those that its streams wait for: what came for it, and what was taken of its own.
+        self._out = {peer: _Way(at[peer] + 4 * LINE * rank, at[rank] + 4 * LINE * (ranks + peer)) for peer in peers}
+        self._in = {peer: _Way(at[rank] + 4 * LINE * peer, at[peer] + 4 * LINE * (ranks + rank)) for peer in self._out}
+        self._telling: list[Message] = []
+
+    def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
+        """Have room from now on for so many messages on each way: both of its ends say the same."""
+        for peer in self._out:
+            self._out[peer].slots = max(backlogs.get((self._rank, peer), 0), SLOTS)
+            self._in[peer].slots = max(backlogs.get((peer, self._rank), 0), SLOTS)
+
+    def mark(self) -> torch.cuda.Event:
+        """Mark what has been launched so far as what a receive has to wait for."""
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> _Going:
+        """Begin to send what the current stream computes."""
+        way, stream = self._out[peer], self._outgoing
+        way.number += 1
+        with torch.cuda.device(self._device):
+            stream.wait_stream(torch.cuda.current_stream())
+            if way.lacks(size := _slot_bytes(tensor)):
+                way.rings[size] = self._new_ring(way, size, peer)
+            slot, before = way.rings[size].take(way.number)
+            if before:
+                driver.wait(way.taken, before, stream.cuda_stream)
+            driver.copy(slot, tensor.data_ptr(), tensor.nbytes, stream.cuda_stream)
+            driver.write(way.sent, way.number, stream.cuda_stream)
+        return _Going(stream.record_event(), self._device)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int, after: torch.cuda.Event | None = None) -> _Coming:
+        """Prepare to receive after a mark, without one after all that was launched: what was sent first comes first."""
+        coming = _Coming(self, tensor, peer, after or self.mark())
+        self._in[peer].asked.append(coming)
+        return coming
+
+    def take(self, coming: _Coming) -> None:
+        """Let the current stream wait for a message: all of its way come in their order, for slots are counted."""
+        asked = self._in[coming.peer].asked
+        with torch.cuda.device(self._device):
+            while coming.came is None:
+                self._copy_in(asked.popleft())
+            torch.cuda.current_stream().wait_event(coming.came)
+
+    def _copy_in(self, coming: _Coming) -> None:
+        way, stream, tensor = self._in[coming.peer], self._incoming, coming.tensor
+        way.number += 1
+        if way.lacks(size := _slot_bytes(tensor)):
+            way.rings[size] = self._opened_ring(way, size, coming.peer)
+        slot, _ = way.rings[size].take(way.number)
+        stream.wait_event(coming.after)
+        driver.wait(way.sent, way.number, stream.cuda_stream)
+        driver.copy(tensor.data_ptr(), slot, tensor.nbytes, stream.cuda_stream)
+        driver.write(way.taken, way.number, stream.cuda_stream)
+        coming.came = stream.record_event()
+
+    def abort(self) -> None:
+        """Let go of all streams that are held, on every rank of the group: what they then copy is nobody's."""
+        deadline = time.monotonic() + ABORT_S
+        while True:  # what a stream writes as it goes on may hold another one again
+            for each in self._counters:
+                each.fill_(FREED)
+            if self.is_idle() or time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
+
+    def is_idle(self) -> bool:
+        """True when nothing is under way."""
+        return self._outgoing.query() and self._incoming.query()
+
+    def _new_ring(self, way: _Way, slot_bytes: int, peer: int) -> _Ring:
+        handle, failed = bytes(driver.HANDLE_BYTES), None
+        try:
+            address = self._memory.allocate(slot_bytes * way.slots)
+            handle = driver.handle_of(address)
+        except RuntimeError as error:
+            failed = error
+        told = torch.frombuffer(bytearray(handle), dtype=torch.uint8)
+        self._telling.append(self._control.send(told, peer, PEERS_TAG))
+        if failed is not None:
+            raise failed
+        return _Ring(address, slot_bytes, way.slots)
+
+    def _opened_ring(self, way: _Way, slot_bytes: int, peer: int) -> _Ring:
+        told = torch.empty(driver.HANDLE_BYTES, dtype=torch.uint8)
+        self._control.receive(told, peer, PEERS_TAG).wait()
+        if not told.any():
+            raise LostError(f"rank {peer} has no memory for {way.slots} messages of {slot_bytes} bytes")
+        return _Ring(self._memory.open(bytes(told.tolist())), slot_bytes, way.slots)
+
+
+def _slot_bytes(tensor: Tensor) -> int:
+    return max(-(-tensor.nbytes // ALIGNED), 1) * ALIGNED
+
+
+class _Memory:
+    """What a wire has of the driver, given back when the wire is forgotten; a process that ends gives back all."""
+
+    def __init__(self, device: torch.device, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._registered: list[Tensor] = []
+        self._allocated: list[int] = []
+        self._opened: list[int] = []
+        rest = self._registered, self._allocated, self._opened
+        weakref.finalize(self, _give_back, device, streams, *rest).atexit = False
+
+    def register(self, counters: Tensor) -> int:
+        address = driver.register(counters.data_ptr(), counters.nbytes)
+        self._registered.append(counters)
+        return address
+
+    def allocate(self, size_bytes: int) -> int:
+        self._allocated.append(driver.allocate(size_bytes))
+        return self._allocated[-1]
+
+    def open(self, handle: bytes) -> int:
+        self._opened.append(driver.opened(handle))
+        return self._opened[-1]
+
+
+def _give_back(
+    device: torch.device,
+    streams: Sequence[torch.cuda.Stream],
+    registered: Sequence[Tensor],
+    allocated: Sequence[int],
+    opened: Sequence[int],
+) -> None:
+    """Give back what is this process's own; who has mapped a slot keeps its memory until it lets go of it, too."""
+    with torch.cuda.device(device):
+        for stream in streams:
+            stream.synchronize()
+        for address in opened:
+            driver.close(address)
+        for address in allocated:
+            driver.free(address)
+        for each in registered:
+            driver.unregister(each.data_ptr())
+
+
+def peers_of(group: dist.ProcessGroup, peers: Iterable[int], device: torch.device, control: Wire) -> PeerWire | None:
+    """Return a wire if all ranks of a group of gloo's can use one, on every rank or on none: a collective.
+
+    A trial decides: each sends numbers to its peers. It fails between hosts, without cuda-bindings, between GPUs that
+    cannot read each other's memory, and where a container hides processes or GPUs.
+    """
+    neighbours = neighbours_of(group, CPU)
+    if neighbours is None or not _agreed("" if driver.is_there() else "there is no cuda-bindings", group):
+        return None
+    wire, why = None, ""
+    try:
+        wire = PeerWire(neighbours, peers, device, control)
+    except RuntimeError as error:
+        why = str(error)
+    if not _agreed(why, group):
+        return None
+    assert wire is not None
+    if not _agreed(_why_not(wire, group.rank(), peers, device), group):
+        wire.abort()
+        return None
+    return wire
+
+
+def _agreed(why_not: str, group: dist.ProcessGroup) -> bool:
+    """True where no rank says why not; who does warns of it, for NCCL is slower."""
+    if why_not:
+        warnings.warn(f"the GPUs of this host will exchange tensors over NCCL: {why_not}", stacklevel=2)
+    return not any(gather_json(why_not, group, CPU).values())
+
+
+def _why_not(wire: PeerWire, rank: int, peers: Iterable[int], device: torch.device) -> str:
+    """Exchange numbers with all peers; say what went wrong, or nothing."""
+    try:
+        mine = torch.full((ALIGNED,), rank, device=device)
+        theirs = {peer: torch.full_like(mine, -1) for peer in sorted(peers)}
+        for peer in theirs:
+            wire.send(mine, peer, 0)
+        for peer, numbers in theirs.items():
+            wire.receive(numbers, peer, 0).wait()
+    except RuntimeError as error:
+        return str(error)
+    deadline = time.monotonic() + TRIAL_S
+    while not wire.is_idle():
+        if time.monotonic() > deadline:
+            return f"nothing came within {TRIAL_S:.0f} s"
+        time.sleep(0.001)
+    wrong = [peer for peer, numbers in theirs.items() if not bool((numbers == peer).all())]
+    return f"what ranks {wrong} sent is not what came" if wrong else ""
