@@ -6,6 +6,7 @@ p-compiled            the same with every layer compiled on both sides, m = 8; s
 p-zb                  zero bubble, m = 8, beside ScheduleInterleavedZeroBubble and ScheduleZBVZeroBubble; reach
                       1.30 x, and 1.08 x our own 1F1B
 p-xl                  GPT xl, 2 sequences a micro-batch, m = 8; reach 1.05 x
+p-wires               p-1f1b-8 with messages over NCCL, of 1, 4 and 32 thread blocks, and by copy engines
 p-memory              peaks of allocated memory of p-1f1b-8, the fullest GPU; reach 1.00 of PyTorch's
 """
 
@@ -24,22 +25,34 @@ def theirs(name: str, **more: Any) -> dict[str, Any]:
     return side(name, "torch pipe", options=[("schedule", name.removesuffix(", compiled"))], **more)
 
 
-WORK = ("cut", "work")
-SAME_CUT = pipe("1f1b", "1f1b")
-OWN_CUT = pipe("1f1b, by work", "1f1b", WORK, held=True)
+WORK, GRAPHS = ("cut", "work"), ("cuda_graphs", True)
+EAGER = pipe("1f1b eager", "1f1b")
+SAME_CUT = pipe("1f1b", "1f1b", GRAPHS)
+OWN_CUT = pipe("1f1b, by work", "1f1b", WORK, GRAPHS, held=True)
 BESIDE = {**OWN_CUT, "held": False}
-SIDES = (theirs("torch 1f1b"), SAME_CUT, OWN_CUT)
-SAME = (("1f1b", "torch 1f1b", 1.00),)
+SIDES = (theirs("torch 1f1b"), EAGER, SAME_CUT, OWN_CUT)
+SAME = (("1f1b", "torch 1f1b", 1.00), ("1f1b eager", "torch 1f1b", 1.00))
 PIPE_ROWS = {
     "p-1f1b-8": Row("gpt-medium", (4,), SIDES, 1.10, microbatches=8, claims=SAME),
     "p-1f1b-16": Row("gpt-medium", (4,), SIDES, 1.10, microbatches=16, claims=SAME),
+    "p-wires": Row(
+        "gpt-medium",
+        (4,),
+        (
+            theirs("torch 1f1b"),
+            *(pipe(f"nccl {ctas}", "1f1b", GRAPHS, ("ctas", ctas)) for ctas in (1, 4, 32)),
+            {**SAME_CUT, "held": True},
+        ),
+        1.00,
+        microbatches=8,
+    ),
     "p-compiled": Row(
         "gpt-medium",
         (4,),
         (
             theirs("torch 1f1b, compiled", compiled="blocks"),
-            pipe("1f1b", "1f1b", compiled="blocks"),
-            pipe("1f1b, by work", "1f1b", WORK, compiled="blocks", held=True),
+            pipe("1f1b eager", "1f1b", compiled="blocks"),
+            pipe("1f1b, by work", "1f1b", WORK, GRAPHS, compiled="blocks", held=True),
         ),
         1.10,
         microbatches=8,
@@ -50,19 +63,19 @@ PIPE_ROWS = {
         (
             theirs("torch zb"),
             theirs("torch zbv"),
-            pipe("zb1p, by work", "zb1p", WORK),
-            pipe("zbv, by work", "zbv", WORK, held=True),
+            pipe("zb1p, by work", "zb1p", WORK, GRAPHS),
+            pipe("zbv, by work", "zbv", WORK, GRAPHS, held=True),
             BESIDE,
         ),
         1.30,
         microbatches=8,
-        claims=(("zbv, by work", "1f1b, by work", 1.08),),
+        claims=(("zbv, by work", "1f1b, by work", 1.08), ("zb1p, by work", "1f1b, by work", 1.08)),
     ),
     "p-xl": Row("gpt-xl", (2,), SIDES, 1.05, microbatches=8),
     "p-memory": Row(
         "gpt-medium",
         (4,),
-        (theirs("torch 1f1b"), {**SAME_CUT, "held": True}, BESIDE, pipe("zbv, by work", "zbv", WORK)),
+        (theirs("torch 1f1b"), {**EAGER, "held": True}, SAME_CUT, BESIDE, pipe("zbv, by work", "zbv", WORK, GRAPHS)),
         1.00,
         what="memory",
         microbatches=8,

@@ -1,7 +1,8 @@
 """The pipelines of `gpu_throughput.py`: a GPT in bfloat16, a stage or two on every GPU, ours and PyTorch's.
 
     pipe         our executor; `schedule` names the table; `cut` is `blocks`, as many on every stage (the first has the
-                 embedding too, the last norm and head), or `work`, as much to compute on every GPU
+                 embedding too, the last norm and head), or `work`, as much to compute on every GPU; `ctas`: messages go
+                 over NCCL with so many thread blocks, not from GPU to GPU by copy engines
     torch pipe   torch.distributed.pipelining, cut by blocks
 
 A step is forward and backward of all micro-batches, gradients from none; no optimizer, which costs all sides the same.
@@ -13,12 +14,17 @@ import gc
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import nullcontext as nothing
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from pipe_sides import parameters_of, side_of, zero_grad
 from torch import Tensor, nn
+
+import pipe.meeting
+import pipe.nccl
 
 if TYPE_CHECKING:
     from gpu_sides import Scene, Spec
@@ -34,17 +40,23 @@ class PipeRunner:
 
     def __init__(self, spec: "Spec", layers: nn.Sequential, scene: "Scene") -> None:
         options: dict[str, Any] = dict(spec.options)
-        kind, cut = options.pop("schedule"), options.pop("cut", "blocks")
+        kind, cut, ctas = options.pop("schedule"), options.pop("cut", "blocks"), options.pop("ctas", None)
         layers = nn.Sequential(OrderedDict(layers.named_children()))  # not our own class of model
         layers = layers.to(torch.float32 if scene.smoke else torch.bfloat16)
         if spec.compiled:
             for layer in layers:
                 layer.compile(dynamic=False, backend="eager" if scene.smoke else "inductor")
+        if scene.smoke:
+            options.pop("cuda_graphs", None)  # of CPUs there are none
         if spec.kind == "torch pipe":
             options["device"] = scene.device
         elif cut == "work":
             options["sized"] = (scene.batch, scene.shape["context"])
-        self.side = side_of(kind, layers, scene.microbatches, **options)
+        with (
+            patch.object(pipe.nccl, "CTAS", ctas),
+            patch.object(pipe.meeting, "peers_of", _none) if ctas else nothing(),
+        ):
+            self.side = side_of(kind, layers, scene.microbatches, **options)
         self.last: Tensor | None = None
         del layers
         if scene.device.type == "cuda":  # the whole model was there, a stage of it stays
@@ -70,6 +82,10 @@ class PipeRunner:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, mine)
         return {name: norm for part in found for name, norm in part.items()}
+
+
+def _none(*_: Any) -> None:
+    """Find no way but NCCL."""
 
 
 def known_loss(told: list[float]) -> float:

@@ -9,14 +9,16 @@ The loop, in one process: for every part of the batch, in order,
 
     loss = loss_of(model(part_inputs), part_targets);  (loss * (samples of the part / samples)).backward()
 
-Weights that several stages use get the same sum in another order, on each of their ranks (`pipe/ties.py`). Where a
-stage raises, all ranks end with that as the cause (`pipe/failures.py`), and the pipeline cannot be used again.
+Weights that several stages have get the same sum in another order, on each of their ranks, unless it is `exact`
+(`pipe/ties.py`). Where a stage raises, all ranks end with that as the cause (`pipe/failures.py`), and the pipeline
+cannot be used again.
 """
 
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from pipe.channels import Channels
 from pipe.draws import Hooks
 from pipe.failures import LostError, StageFailedError, first_line
+from pipe.graphs import Graphs, graphs_for
 from pipe.held import Held, check_batch, check_model, device_of
 from pipe.marks import Mark, marks_for
 from pipe.meeting import meet
@@ -34,7 +37,7 @@ from pipe.schedules import cuts as cutting
 from pipe.schedules.actions import Schedule
 from pipe.schedules.programs import Step
 from pipe.splitting import WeightQueue
-from pipe.stage import PASSAGES, Loss, Stage
+from pipe.stage import PASSAGES, Loss, Make, Stage
 from pipe.ties import Tied, Ties, find_ties
 from zero.agreement import require_same
 
@@ -51,7 +54,7 @@ class Pipeline:
     `recompute` keeps only the inputs of stages from forward to backward, `layerwise` those of layers, of which one at
     a time is then forwarded again and taken back: with buffers as they are by then, which matters to layers that read
     what their forwards write (spectral norm, not batch norm). `exact` keeps a loop's bits where a schedule splits
-    backwards.
+    backwards. `cuda_graphs` records forwards and backwards and replays them (`pipe/graphs.py`).
 
     A layer works in place on what another stage has made only where it says so, by an attribute `inplace`, as
     `nn.ReLU` has: it gets a copy. Layers stay those that were passed. Batch norms normalize each micro-batch by itself,
@@ -79,6 +82,7 @@ class Pipeline:
         layerwise: bool = False,
         recompute: bool = False,
         exact: bool = False,
+        cuda_graphs: bool = False,
     ) -> None:
         check_model(layers, process_group, schedule, layerwise=layerwise, recompute=recompute)
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
@@ -108,20 +112,27 @@ class Pipeline:
         self._marks = marks_for(self._device)
         self._rows: dict[tuple[int, bool], Row] = {}
         self._row(schedule.microbatches)  # refuses a schedule that cannot be run
-        self._make = PASSAGES["layerwise" if layerwise else "recompute" if recompute else "whole"]
+        self._make: Make = PASSAGES["layerwise" if layerwise else "recompute" if recompute else "whole"]
+        self._graphs: Graphs | None = None
+        if cuda_graphs:
+            each = self.stages.values()
+            self._graphs = graphs_for(each, self.hooks, self._device, layerwise=layerwise, recompute=recompute)
+            self._make = self._graphs.make
 
-        owners = [schedule.rank_of[stage] for stage, length in enumerate(lengths) for _ in range(length)]
-        ties = find_ties(layers, owners, self.rank)
+        stage_of = [stage for stage, length in enumerate(lengths) for _ in range(length)]
+        ties = find_ties(layers, stage_of, schedule.rank_of, self.rank)
         self._meeting = meet(process_group, self._device, _peers(schedule, self.rank, ties))
         self._channels: Channels | None = None
-        self._ties: Ties | None = None
+        wire = None if self._meeting is None else self._meeting.wire
+        self._ties = Ties(ties, wire, self.rank, _use_of(self) if exact else None)
         if self._meeting is not None:
             how = f"cuts {bounds}, layerwise {layerwise}, recompute {recompute}, exact {exact}"
             require_same([str(schedule), how, *(name for name, _ in named)], self._meeting.group, "pipelines")
             self._channels = Channels(self._meeting.wire, self._meeting.control, self._device, schedule.microbatches)
-            self._ties = Ties(ties, self._meeting.wire, self.rank)
             self._ties.share_weights()
         self.queue = WeightQueue(self.module, exact=exact) if schedule.splits_backward else None
+        if self._graphs is not None:
+            self._graphs.queue = self.queue
 
     @property
     def spans(self) -> list[Span]:
@@ -136,7 +147,18 @@ class Pipeline:
     @property
     def tied(self) -> dict[str, str]:
         """Map names of this rank's parameters that an earlier rank has too to the names there."""
-        return {} if self._ties is None else dict(self._ties.names())
+        return dict(self._ties.names())
+
+    @property
+    def in_last_backward(self) -> bool:
+        """True while this rank takes a stage's last micro-batch back: a gradient that was added to is whole then."""
+        run = self._running
+        return (
+            run is not None
+            and run.at is not None
+            and run.at.kind != "F"
+            and run.at.microbatch == len(run.parts.weights) - 1
+        )
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Forward and backward a batch; return its mean loss, a float64 scalar, the same on every rank.
@@ -161,26 +183,34 @@ class Pipeline:
         """
         return self._together(lambda: self._evaluate(inputs))
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a pipeline holds connections: it cannot be copied or pickled; copy its module, or state dict")
+
     def sum_ties(self) -> None:
         """Make gradients of weights that several ranks have the sum over all of them: a collective."""
-        if self._ties is not None:
-            self._together(self._ties.sum_gradients)
+        self._together(self._ties.sum_gradients)
 
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         parts = self._cut(inputs, targets)
+        if self._graphs is not None:
+            self._graphs.begin()
         run = self._running = Run(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
         run.on_last_backward, run.now = self.on_last_backward, self._marks.now
         self._marked, self._spans = run.marked, None
+        if self.sums_ties:
+            self._ties.begin(len(parts.weights))
         with torch.enable_grad():
             self._do(run, self._row(len(parts.weights)), parts)
         if self.queue is not None:
             self.queue.finish()
+        if self._graphs is not None:
+            self._graphs.end()
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         if run.results:
             for index, part in enumerate(parts.inputs):
                 total += run.results[index].double() * len(part)
         self.loss_sum = self._meeting.tell_all(total, self.schedule.rank_of[-1]) if self._meeting else total
-        if self._ties is not None and self.sums_ties:
+        if self.sums_ties:
             self._ties.sum_gradients()
         return self.loss_sum / len(inputs)
 
@@ -203,11 +233,15 @@ class Pipeline:
 
     def _do(self, run: Run, row: Row, parts: Parts) -> None:
         """Do all of a row, as all other ranks do."""
+        if self._meeting is not None:
+            self._meeting.wire.expect(row.backlogs)
         run.run(row, parts)
         if self._meeting is not None:
             self._meeting.agree()
         if self._channels is not None:
             self._channels.finish()
+        if self._meeting is not None:
+            self._meeting.wire.expect({})
 
     def _cut(self, inputs: Tensor, targets: Tensor | None, *, evaluates: bool = False) -> Parts:
         """Cut a batch into micro-batches."""
@@ -255,6 +289,19 @@ class Pipeline:
         heard = None if own else self._meeting.board.hear()
         self._ended = heard or self._meeting.board.tell(self._ended)
         self._meeting.abort()
+
+
+def _use_of(pipeline: Pipeline) -> Callable[[], tuple[int, int]]:
+    """Return what tells the stage and the micro-batch that a rank works on."""
+    living = weakref.ref(pipeline)
+
+    def use() -> tuple[int, int]:
+        found = living()
+        at = found._running.at if found is not None and found._running is not None else None
+        assert at is not None
+        return at.stage, at.microbatch
+
+    return use
 
 
 def _peers(schedule: Schedule, rank: int, ties: Sequence[Tied]) -> set[int]:

@@ -4,25 +4,26 @@
     Recomputed   forward: only the stage's input stays     backward: forward again, then as above
     Layerwise    forward: only layers' inputs stay         backward: layer by layer, one `autograd.grad` each
 
-The second forward draws the same random numbers and leaves running statistics and other buffers alone. All three add
-to `.grad` what a backward in one process would. What goes on to the next stage is detached; of an output autograd keeps
-only what its operations saved, so memory is free once it has been sent.
+The second forward draws the same random numbers, reads buffers as the first one did (`pipe/buffers.py`) and leaves them
+alone. All three add to `.grad` what a backward in one process would. What goes on to the next stage is detached; of an
+output autograd keeps only what its operations saved, so memory is free once it has been sent.
 
 Running statistics of batch norms are updated by every micro-batch in turn, and each is normalized by its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.modules.batchnorm import _NormBase
 
+from pipe.buffers import Before, Buffers
 from pipe.draws import Hooks, RandomState
 
 Loss = Callable[[Tensor, Tensor], Tensor]
+_run_backward: Final = Variable._execution_engine.run_backward
 
 
 class Stage:
@@ -38,8 +39,11 @@ class Stage:
         self.hooks = hooks
         self.loss: Loss | None = None
         self._parameters = [part._parameters for layer in self.layers for part in layer.modules()]
-        # What comes from another stage is not ours to overwrite.
+        # What comes from another stage is not ours to overwrite: who does gets a copy. First forwards tell of others.
         self.overwrites = [any(getattr(part, "inplace", False) for part in layer.modules()) for layer in self.layers]
+        self._met: set[bool] = set()  # whether the first layer was in training in a forward
+        self.buffers = Buffers(layers)
+        self.buffers_of = [Buffers([each]) for each in layers]
 
     @property
     def learning(self) -> list[nn.Parameter]:
@@ -52,21 +56,53 @@ class Stage:
 
         Raises:
             TypeError: the result is not one tensor.
-            RuntimeError: a layer works in place on what came from another stage, without saying so.
+            RuntimeError: a layer works in place on what came from another stage, which it did not in its first forward.
         """
-        given, version = x, x._version
         self.announce(microbatch)
-        for index in range(len(self.layers)):
-            if self.overwrites[index] and _one_memory(x, given):
-                x = x.clone()
-            x = self.layer(index, x, microbatch)
+        if self.is_new():
+            return self.finish(self._first(x, microbatch), targets)
+        given, version, index = x, x._version, 0
+        try:
+            for index in range(len(self.layers)):
+                if self.overwrites[index] and _one_memory(x, given):
+                    x = x.clone()
+                x = self.layer(index, x, microbatch)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad is being used in an in-place" not in str(error):
+                raise
+            raise self.overwritten(index) from error
         if given._version != version:
-            raise RuntimeError(
-                f"stage {self.number}: a layer from {self.names[0]!r} on works in place on what came from stage "
-                f"{self.number - 1}, which must stay as it is; give it an attribute inplace=True, so that it gets a "
-                "copy, or cut the model elsewhere"
-            )
+            raise self.overwritten(0, index)
         return self.finish(x, targets)
+
+    def is_new(self) -> bool:
+        """True in the first forward in training, and in evaluation: layers are watched, as they may work in place."""
+        training = self.layers[0].training
+        if training in self._met:
+            return False
+        self._met.add(training)
+        return True
+
+    def _first(self, x: Tensor, microbatch: int) -> Tensor:
+        """Run all layers on a copy, and learn which is the first that works in place on what it is given."""
+        given = x = x.clone()
+        for index in range(len(self.layers)):
+            x = self.layer(index, x, microbatch)
+            if given._version:  # of a copy: 0 until somebody writes
+                self.overwrites[index] = True
+                given = x.new_empty(0)
+        return x
+
+    def overwritten(self, first: int, last: int | None = None) -> RuntimeError:
+        """Make the error of a layer that works in place now and then."""
+        last = first if last is None else last
+        which = f"layer {self.names[first]!r}" if first == last else f"one of layers {self.names[first]!r} to "
+        which += "" if first == last else repr(self.names[last])
+        source = f"came from stage {self.number - 1}" if self.number else "the batch is"
+        return RuntimeError(
+            f"stage {self.number}: {which} works in place on what {source}, which must stay as it is, and did not in "
+            "its first forward; give it an attribute inplace=True, so that it gets a copy"
+        )
 
     def announce(self, microbatch: int) -> None:
         """Tell that a forward begins."""
@@ -94,31 +130,6 @@ class Stage:
                 raise ValueError(f"the loss is {found}, wanted a tensor of one number: the mean over a micro-batch")
             x = x.reshape(())
         return x
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Keep a second forward of the same micro-batch from counting: buffers stay as they are."""
-        modules = [part for layer in self.layers for part in layer.modules()]
-        norms = [each for each in modules if isinstance(each, _NormBase)]
-        counting = [each for each in norms if each.training and each.track_running_stats]
-        own = [
-            buffer
-            for each in modules
-            if not isinstance(each, _NormBase)
-            for buffer in each._buffers.values()
-            if buffer is not None
-        ]
-        before = [buffer.clone() for buffer in own]
-        for each in counting:
-            each.track_running_stats = False
-        try:
-            yield
-        finally:
-            for each in counting:
-                each.track_running_stats = True
-            for buffer, old in zip(own, before, strict=True):
-                if not torch.equal(buffer, old):  # a write would count as a change for what saved it
-                    buffer.copy_(old)
 
 
 def _one_memory(x: object, other: Tensor) -> bool:
@@ -162,13 +173,12 @@ class WholeGraph:
     @staticmethod
     def through(edge: GradientEdge, x: Tensor, gradient: Tensor) -> Tensor | None:
         """Go back from an edge; return the gradient of the leaf `x`, None where none comes."""
-        if not x.requires_grad:
-            torch.autograd.backward((edge,), (gradient,))
-            return None
         came: list[Tensor] = []
-        with caught(x, came):
-            torch.autograd.backward((edge,), (gradient,))
-        return came[0] if came else None
+        if x.requires_grad:
+            catch(x, came)
+        # The engine itself, as `torch.autograd.backward` calls it: what that checks and fills in is known here.
+        _run_backward((edge,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        return came.pop() if came else None
 
     def _record(self, x: Tensor, targets: Tensor | None) -> Tensor:
         output = self.stage.forward(x, self.microbatch, targets)
@@ -179,20 +189,14 @@ class WholeGraph:
         return output.detach()
 
 
-@contextmanager
-def caught(x: Tensor, came: list[Tensor]) -> Iterator[None]:
+def catch(x: Tensor, came: list[Tensor]) -> None:
     """Take the gradient of a leaf as it comes: `.grad` may be a copy of other strides, by which sums go otherwise."""
 
     def take(gradients: tuple[Tensor, ...]) -> tuple[None]:
         came.append(gradients[0])
         return (None,)
 
-    node = get_gradient_edge(x).node
-    handle = node.register_prehook(take)
-    try:
-        yield
-    finally:
-        handle.remove()
+    get_gradient_edge(x).node.register_prehook(take)
 
 
 class Recomputed(WholeGraph):
@@ -201,8 +205,10 @@ class Recomputed(WholeGraph):
     def forward(self, x: Tensor, targets: Tensor | None) -> Tensor:
         """Run the stage, and keep its input only."""
         self.given, self.targets, self.random = x, targets, RandomState(x, self.stage.hooks)
+        self.before = self.stage.buffers.before()
         with torch.no_grad():
             output = self.stage.forward(x, self.microbatch, targets)
+        self.before.after()
         learning = x.requires_grad or bool(self.stage.learning)
         self.learns = learning and _may_learn(output)
         return output
@@ -211,8 +217,9 @@ class Recomputed(WholeGraph):
         """Run the stage again, then go back."""
         given, targets = self.given, self.targets
         del self.given, self.targets
-        with self.random.as_it_was(), self.stage.again(), torch.enable_grad():
+        with self.random.as_it_was(), self.before.as_they_were(), torch.enable_grad():
             self._record(given, targets)
+        del self.before
         return super().backward(gradient) if self.learns else None
 
 
@@ -226,14 +233,17 @@ class Layerwise:
         """Run layer after layer, and keep what each was given."""
         stage = self.stage
         self.targets, self.inputs, self.learning, self.random = targets, list[Tensor](), list[bool](), list[Any]()
-        learns = x.requires_grad
+        self.before = list[Before]()
+        learns, is_new = x.requires_grad, stage.is_new()
         stage.announce(self.microbatch)
         with torch.no_grad():
             for index, layer in enumerate(stage.layers):
                 self.inputs.append(x)
                 self.learning.append(learns)
                 self.random.append(RandomState(x, stage.hooks))
-                x = self._run(index, x)
+                self.before.append(stage.buffers_of[index].before())
+                x = self._forward(index, x, is_new=is_new)
+                self.before[-1].after()
                 learns = (learns or any(each.requires_grad for each in layer.parameters())) and _may_learn(x)
         self.learns = learns
         return x
@@ -241,19 +251,29 @@ class Layerwise:
     def backward(self, gradient: Tensor) -> Tensor | None:
         """Run and take back one layer after the other, last to first."""
         stage = self.stage
-        with stage.again():
-            for index in reversed(range(len(stage.layers))):
-                x = self.inputs.pop().detach().requires_grad_(self.learning[index])
-                with self.random.pop().as_it_was(), torch.enable_grad():
-                    output = self._run(index, x)
-                parameters = [each for each in stage.layers[index].parameters() if each.requires_grad]
-                if not output.requires_grad:
-                    return None
-                before = self._through(output, x, parameters, gradient)
-                if before is None:  # a loop would not go on, either
-                    return None
-                gradient = before
+        for index in reversed(range(len(stage.layers))):
+            x = self.inputs.pop().detach().requires_grad_(self.learning[index])
+            with self.random.pop().as_it_was(), self.before.pop().as_they_were(), torch.enable_grad():
+                output = self._run(index, x)
+            parameters = [each for each in stage.layers[index].parameters() if each.requires_grad]
+            if not output.requires_grad:
+                return None
+            of_x = self._through(output, x, parameters, gradient)
+            if of_x is None:  # a loop would not go on, either
+                return None
+            gradient = of_x
         return gradient
+
+    def _forward(self, index: int, x: Tensor, *, is_new: bool) -> Tensor:
+        """Run a layer whose input must stay as it is."""
+        given = x.clone() if is_new else x
+        version = given._version
+        output = self._run(index, given)
+        if given._version != version:
+            if not is_new:
+                raise self.stage.overwritten(index)
+            self.stage.overwrites[index] = True
+        return output
 
     def _through(self, output: Tensor, x: Tensor, parameters: list[nn.Parameter], gradient: Tensor) -> Tensor | None:
         """Take one layer back; return the gradient of its input, None where none comes."""
@@ -287,7 +307,8 @@ def accumulate(parameter: nn.Parameter, gradient: Tensor | None) -> None:
         hook(parameter)
 
 
-PASSAGES: Final[dict[str, Callable[[Stage, int], Passage]]] = {
+Make = Callable[[Stage, int], Passage]
+PASSAGES: Final[dict[str, Make]] = {
     "whole": WholeGraph,
     "recompute": Recomputed,
     "layerwise": Layerwise,

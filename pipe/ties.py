@@ -1,11 +1,19 @@
-"""Weights that several ranks have: a head on the last stage that is the embedding of the first.
+"""Weights that several stages have: a head on the last stage that is the embedding of the first.
 
-Each rank has a copy, which begins with the first one's bits. A step leaves each with the gradient of its own use; then
+Each rank has a copy, which begins with the first one's bits. A step leaves each with the gradient of its own uses; then
 they send each other theirs, and everybody adds them in the order of ranks: the same bits, so that the same optimizer
 keeps copies equal.
+
+    a loop        ((h0 + e0) + (h1 + e1)) + ...          h: of the head, e: of the embedding; by micro-batch
+    ranks         (h0 + h1 + ...) + (e0 + e1 + ...)      the same numbers, rounded otherwise
+    `exact`       a loop's: every use's gradient of every micro-batch is kept for itself, and sent for itself
+
+So `exact` takes the memory of as many gradients as a rank makes of such a weight in a step, and as many messages. Its
+bits are a loop's where a stage uses the weight once.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,38 +22,60 @@ from torch import Tensor, nn
 from pipe.channels import TIED_TAG
 from pipe.wires import Message, Wire
 
+Use = tuple[int, int]  # stage and micro-batch
+
 
 @dataclass(frozen=True)
 class Tied:
-    """One weight of several ranks."""
+    """One weight of several stages."""
 
     parameter: nn.Parameter
     name: str  # its first one, in the whole model
     own_name: str  # its name among the layers of this rank
-    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    rank_of: tuple[int, ...]  # of every stage of the model
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that have it."""
+        return tuple(sorted({self.rank_of[stage] for stage in self.stages}))
 
 
-def find_ties(layers: nn.Sequential, rank_of_layer: Sequence[int], rank: int) -> list[Tied]:
-    """List the parameters that this rank shares with others, in an order that all agree on."""
+def find_ties(layers: nn.Sequential, stage_of: Sequence[int], rank_of: tuple[int, ...], rank: int) -> list[Tied]:
+    """List the parameters of this rank that several stages have, in an order that all agree on."""
     uses: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
-    for (name, layer), owner in zip(layers._modules.items(), rank_of_layer, strict=True):
+    for (name, layer), stage in zip(layers._modules.items(), stage_of, strict=True):
         assert layer is not None
         for own, parameter in layer.named_parameters(name, remove_duplicate=False):
-            uses.setdefault(id(parameter), []).append((owner, own, parameter))
+            uses.setdefault(id(parameter), []).append((stage, own, parameter))
     ties = []
     for each in uses.values():
-        ranks = tuple(sorted({owner for owner, _, _ in each}))
-        if rank in ranks and len(ranks) > 1:
-            mine = next(name for owner, name, _ in each if owner == rank)
-            ties.append(Tied(each[0][2], each[0][1], mine, ranks))
+        stages = tuple(sorted({stage for stage, _, _ in each}))
+        mine = [name for stage, name, _ in each if rank_of[stage] == rank]
+        if mine and len(stages) > 1:
+            ties.append(Tied(each[0][2], each[0][1], mine[0], stages, rank_of))
     return ties
 
 
 class Ties:
-    """The weights that this rank shares, and the wire to who has them too."""
+    """The weights that several stages have, some of them this rank's, and the wire to who else has them.
 
-    def __init__(self, ties: Sequence[Tied], wire: Wire, rank: int) -> None:
-        self._ties, self._wire, self._rank = ties, wire, rank
+    `use` tells what a backward that runs now is of; with it sums have the bits of a loop.
+    """
+
+    def __init__(
+        self, ties: Sequence[Tied], wire: Wire | None, rank: int, use: Callable[[], Use] | None = None
+    ) -> None:
+        self._wire, self._rank, self._use = wire, rank, use
+        self._ties = [each for each in ties if use is not None or len(each.ranks) > 1]
+        self._kept: list[dict[Use, Tensor]] = [{} for _ in self._ties]
+        self._before: list[Tensor | None] = [None] * len(self._ties)
+        self._microbatches = 0
+        self._keeps = False  # gradients are kept by their uses
+        if use is not None:
+            for tied, kept in zip(self._ties, self._kept, strict=True):
+                if tied.parameter.requires_grad:
+                    tied.parameter.register_hook(self._keeper(kept, use))  # type: ignore[no-untyped-call]
 
     def names(self) -> Mapping[str, str]:
         """Map this rank's names of what another rank has before it to the names there."""
@@ -58,30 +88,101 @@ class Ties:
             with torch.no_grad():
                 tied.parameter.copy_(parts[0])
 
+    @torch.no_grad()
+    def begin(self, microbatches: int) -> None:
+        """Begin a step. What gradients are already is set apart: it is the sum of earlier steps, on every rank."""
+        self._microbatches, self._keeps = microbatches, self._use is not None
+        for number, tied in enumerate(self._ties):
+            self._kept[number].clear()
+            own = tied.parameter.grad
+            self._before[number] = None if own is None else _whole(own).clone()
+            if own is not None and not self._keeps:
+                own.zero_()
+
+    @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Make every copy's gradient the sum over all uses: a collective."""
+        """Make every copy's gradient the sum over all uses, and what it was when the step began: a collective."""
+        keeps, self._keeps = self._keeps, False
         for number, tied in enumerate(self._ties):
             if not tied.parameter.requires_grad:
                 continue
-            own = tied.parameter.grad
-            parts = self._exchange(tied, number, torch.zeros_like(tied.parameter) if own is None else own)
-            total = parts[0] + parts[1]
-            for part in parts[2:]:
-                total += part
-            if own is None:
+            before, self._before[number] = self._before[number], None
+            if keeps:
+                total = self._sum_by_uses(tied, number, before)
+            else:
+                own = tied.parameter.grad
+                total = _sum(self._exchange(tied, number, torch.zeros_like(tied.parameter) if own is None else own))
+                total = total if before is None else before + total
+            if (own := tied.parameter.grad) is None or own.is_sparse:
                 tied.parameter.grad = total
             else:
-                own.copy_(total)
+                own.copy_(total)  # who looks at it sees it change
 
-    def _exchange(self, tied: Tied, number: int, mine: Tensor) -> list[Tensor]:
+    def _sum_by_uses(self, tied: Tied, number: int, total: Tensor | None) -> Tensor:
+        """Add to what was there, as a loop does: micro-batch by micro-batch, in each the last stage's use first."""
+        nothing = torch.zeros_like(tied.parameter)
+        for index in range(self._microbatches):
+            mine = [self._kept[number].pop((stage, index), nothing) for stage in self._stages(tied, self._rank)]
+            shapes = [(len(self._stages(tied, rank)), *nothing.shape) for rank in tied.ranks]
+            stacks = self._exchange(tied, number, torch.stack(mine), shapes)
+            of_stage = {
+                stage: part
+                for rank, stack in zip(tied.ranks, stacks, strict=True)
+                for stage, part in zip(self._stages(tied, rank), stack, strict=True)
+            }
+            part = _sum([of_stage[stage] for stage in reversed(tied.stages)])
+            total = part if total is None else total.add_(part)
+        assert total is not None
+        return total
+
+    def _keeper(self, kept: dict[Use, Tensor], use: Callable[[], Use]) -> Callable[[Tensor], Tensor | None]:
+        ties = weakref.ref(self)  # weights may outlive the pipeline
+
+        def keep(gradient: Tensor) -> Tensor | None:
+            """Keep a use's gradient, and let nothing be added in its place."""
+            living = ties()
+            if living is None or not living._keeps:
+                return None
+            place, whole = use(), _whole(gradient)
+            kept[place] = kept[place] + whole if place in kept else whole.clone()
+            return torch.zeros_like(gradient)
+
+        return keep
+
+    def _stages(self, tied: Tied, rank: int) -> list[int]:
+        return [stage for stage in tied.stages if tied.rank_of[stage] == rank]
+
+    def _exchange(
+        self, tied: Tied, number: int, mine: Tensor, shapes: Sequence[tuple[int, ...]] | None = None
+    ) -> list[Tensor]:
         """Return every rank's tensor, in the order of ranks."""
-        mine = mine.detach().contiguous()
-        parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in tied.ranks]
+        mine = _whole(mine.detach()).contiguous()
+        shapes = shapes or [tuple(mine.shape)] * len(tied.ranks)
+        parts = [
+            mine if rank == self._rank else mine.new_empty(shape)
+            for rank, shape in zip(tied.ranks, shapes, strict=True)
+        ]
         under_way: list[Message] = []
         for rank, part in zip(tied.ranks, parts, strict=True):
             if rank != self._rank:
+                assert self._wire is not None
                 under_way.append(self._wire.receive(part, rank, TIED_TAG))
                 under_way.append(self._wire.send(mine, rank, TIED_TAG))
         for each in under_way:
             each.wait()
         return parts
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    """Add first to last, into a tensor of its own."""
+    if len(parts) == 1:
+        return parts[0].clone()
+    total = parts[0] + parts[1]
+    for part in parts[2:]:
+        total += part
+    return total
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    """Return a gradient that may be sparse as one of all numbers: a sum with another use's would be, too."""
+    return gradient.to_dense() if gradient.is_sparse else gradient

@@ -3,14 +3,18 @@
 `test_pipeline.py` has the same on CPUs.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
+import pipe.meeting
 from jobs.train.world import World
 from pipe.pipeline import Pipeline
 from pipe.schedules.tables import schedule
@@ -31,17 +35,51 @@ CASES = [
     Case("odd", "interleaved", 2, (3, 3), {"cuts": (0, 5, 6, 8)}),
     Case("odd", "gpipe", 3, (3, 3), {"cuts": (0, 5), "layerwise": True}),
 ]
+GRAPHED = [
+    Case("vgg", "1f1b", 4, (8, 8, 8, 7, 7, 7), {"cuda_graphs": True}),
+    Case("gpt plain", "interleaved", 4, (8, 8, 8), {"cuda_graphs": True}),
+    Case("gpt plain", "zb1p", 4, (8, 7, 8, 7), {"cuda_graphs": True, "exact": True}),
+    Case("gpt plain", "zbv", 4, (8, 8, 8), {"cuda_graphs": True, "exact": True}),
+    Case("gpt tied", "1f1b", 4, (8, 8, 8)),
+]
 
 
-def wrong(world: World, folder: str) -> list[str]:
+def wrong(world: World, folder: str, copied: bool) -> list[str]:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)
-    with over("nccl", world, folder) as on_gpu:
+    with over("nccl", world, folder) as on_gpu, wire_of(copied=copied):
         return [f"{case}: {each}" for case in CASES for each in wrong_training(on_gpu, case)]
 
 
-def test_every_schedule_trains_as_a_loop_on_one_gpu(on_ranks, tmp_path: Path):
-    found = on_ranks(2, wrong, deadline_s=DEADLINE_S, group=False, folder=str(tmp_path))
+def wrong_graphed(world: World, folder: str) -> list[str]:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with over("nccl", world, folder) as on_gpu:
+        return [f"{case}: {each}" for case in GRAPHED for each in wrong_training(on_gpu, case)]
+
+
+@contextmanager
+def wire_of(*, copied: bool) -> Iterator[None]:
+    """Check that pipelines copy from GPU to GPU, or let them find no way but NCCL."""
+    real = pipe.meeting.peers_of
+
+    def found(*arguments: Any) -> Any:
+        wire = real(*arguments)
+        assert wire is not None
+        return wire if copied else None
+
+    with patch.object(pipe.meeting, "peers_of", found):
+        yield
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_every_schedule_trains_as_a_loop_on_one_gpu(on_ranks, tmp_path: Path, copied: bool):
+    found = on_ranks(2, wrong, deadline_s=DEADLINE_S, group=False, folder=str(tmp_path), copied=copied)
+    assert found == [[]] * 2
+
+
+def test_recorded_schedules_train_as_a_loop_on_one_gpu(on_ranks, tmp_path: Path):
+    found = on_ranks(2, wrong_graphed, deadline_s=DEADLINE_S, group=False, folder=str(tmp_path))
     assert found == [[]] * 2
 
 
@@ -57,8 +95,8 @@ class Failing(nn.Linear):
         return super().forward(x)
 
 
-def failing(world: World, folder: str) -> Any:
-    with over("nccl", world, folder) as on_gpu:
+def failing(world: World, folder: str, copied: bool) -> Any:
+    with over("nccl", world, folder) as on_gpu, wire_of(copied=copied):
         layers = nn.Sequential(nn.Linear(4, 4), Failing(4, 4)).to(on_gpu.device)
         pipeline = Pipeline(layers, schedule("1f1b", 2, 4), loss=functional.cross_entropy, process_group=on_gpu.group)
         inputs, targets = torch.randn(8, 4, device=on_gpu.device), torch.zeros(8, dtype=torch.int64).to(on_gpu.device)
@@ -69,6 +107,7 @@ def failing(world: World, folder: str) -> Any:
         return "nothing was raised"
 
 
-def test_a_stage_that_raises_ends_both_ranks(on_ranks, tmp_path: Path):
-    found = on_ranks(2, failing, deadline_s=40.0, group=False, folder=str(tmp_path))
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_stage_that_raises_ends_both_ranks(on_ranks, tmp_path: Path, copied: bool):
+    found = on_ranks(2, failing, deadline_s=40.0, group=False, folder=str(tmp_path), copied=copied)
     assert found == ["StageFailedError: stage 1 on rank 1 failed: ValueError: burst", "ValueError: burst"]
