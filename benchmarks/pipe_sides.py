@@ -147,15 +147,46 @@ class OurSide:
     def __init__(
         self, kind: str, layers: nn.Sequential, microbatches: int, sized: Sequence[int] | None = None, **settings: Any
     ) -> None:
+        from pipe.schedules.tables import schedule
+
+        self.kind, self.microbatches, self.settings = kind, microbatches, settings
+        rank_of = schedule(kind, dist.get_world_size(), microbatches, chunks=CHUNKS[kind]).rank_of
+        self.cuts, costs = cut_evenly(layers, len(rank_of)), None
+        if sized is not None:
+            self.cuts, costs = cut_by_work(layers, sized, rank_of)
+        self.pipeline = self.build(layers, costs)
+
+    def build(self, layers: nn.Sequential, costs: Any) -> Any:
+        """Build the pipeline, its table for what stages cost; of the layers it keeps this rank's."""
         from pipe.pipeline import Pipeline
         from pipe.schedules.tables import schedule
 
-        table = schedule(kind, dist.get_world_size(), microbatches, chunks=CHUNKS[kind])
-        cuts = cut_evenly(layers, table.stages)
-        if sized is not None:
-            cuts, costs = cut_by_work(layers, sized, table.rank_of)
-            table = schedule(kind, dist.get_world_size(), microbatches, chunks=CHUNKS[kind], costs=costs)
-        self.pipeline = Pipeline(layers, table, loss=mean_loss, cuts=cuts, **settings)
+        chunks = CHUNKS[self.kind]
+        table = schedule(self.kind, dist.get_world_size(), self.microbatches, chunks=chunks, costs=costs)
+        return Pipeline(layers, table, loss=mean_loss, cuts=self.cuts, **self.settings)
+
+    def fit(self, layers: nn.Sequential, batches: Iterable[tuple[Tensor, Tensor]]) -> Any:
+        """Make a zero bubble's table anew, for what its actions take in the shortest of some steps; a collective.
+
+        Afterwards these layers are trained. Returns the costs, the same on all ranks; None, and nothing is done, where
+        no table depends on them.
+        """
+        from pipe.schedules.measured import mean_costs
+        from pipe.timeline import clock_offsets, gather
+
+        if self.pipeline.queue is None:
+            return None
+        steps, offsets = [], clock_offsets()
+        for batch in batches:
+            self.step(*batch)
+            steps.append(gather(self.pipeline.spans, offsets=offsets) or [])
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            shortest = min(steps, key=lambda records: max(each.end_s for each in records))
+            found = [mean_costs([shortest], self.pipeline.schedule)]
+        dist.broadcast_object_list(found)
+        self.pipeline = self.build(layers, found[0])
+        return found[0]
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Run forward and backward of a batch; return the mean loss."""

@@ -8,7 +8,7 @@ Four GPT blocks (width d, a sequence of 128, one sample, `--samples` more), grad
 micro-batch before, as in a pipeline. The forward is not measured, but told. One thread, CPU time, sides in the order
 A B B A; with `--device cuda` wall time until the GPU is idle, bf16, wider blocks and longer sequences.
 
-    .venv/bin/python benchmarks/pipe_split.py [--exact] [--repeats 30] [--quick] [--device cuda]
+    .venv/bin/python benchmarks/pipe_split.py [--exact] [--repeats 60] [--quick] [--device cuda]
 
 Reach: ours over plain <= 1.05 at every width; torch's is told beside it. About 1 minute; `--quick` 10 s.
 """
@@ -135,7 +135,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--exact", action="store_true", help="the bits of plain accumulation")
-    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--passes", type=int, default=3, help="forwards and backwards of one measurement")
     parser.add_argument("--samples", type=int, default=1)
     parser.add_argument("--widths", type=lambda text: tuple(map(int, text.split(","))), default=None)

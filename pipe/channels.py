@@ -180,11 +180,7 @@ class Channels:
             self._learn(key, layout)
         elif known != layout:
             if known._replace(strides=layout.strides) != layout:
-                raise ValueError(
-                    f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage} is {layout.in_words()}, "
-                    f"earlier ones for as many samples were {known.in_words()}; shapes must follow from those of the "
-                    "inputs: where they do not, build a new Pipeline"
-                )
+                raise ValueError(_apart(step, layout, known))
             same = torch.empty_strided(known.shape, known.strides, dtype=known.dtype, device=tensor.device)
             tensor = same.copy_(tensor)
         self._send(step, tensor, self._wire)
@@ -277,3 +273,15 @@ class Channels:
 def words(step: Send | Receive) -> str:
     """Name a message."""
     return f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage}"
+
+
+def _apart(step: Send, layout: Layout, known: Layout) -> str:
+    """Say how a tensor differs from those before it."""
+    if known._replace(strides=layout.strides, learns=layout.learns) == layout:
+        why = "what learns before a cut must stay as in the first step: where it changes, build a new Pipeline"
+    else:
+        why = "shapes must follow from those of the inputs: where they do not, build a new Pipeline"
+    return (
+        f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage} is {layout.in_words()}, "
+        f"earlier ones for as many samples were {known.in_words()}; {why}"
+    )

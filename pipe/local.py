@@ -29,6 +29,7 @@ from pipe.across import Ready
 from pipe.nested import batch_of, cut, join
 from pipe.rows import part_lengths
 from pipe.schedules.cuts import Cuts, by_hand, even
+from pipe.turns import Turns
 from pipe.workers import Answer, Call, Modes, Task, Workers
 
 
@@ -72,10 +73,12 @@ class Pipe(nn.Module):
     outputs and what layers hand on may be tuples, lists and dictionaries of tensors; every tensor of the input is cut
     along its first dimension, and of the output joined along it.
 
-    What differs from calling the module: batch norms see micro-batches, and count each; dropout draws a mask for each
-    (on CPUs in whatever order the threads come by: they share one generator). Sums of gradients are those of one
-    forward of every micro-batch and one backward of all. Tensor subclasses' modes and saved-tensor hooks are not
-    carried to the threads; autograd's modes, autocast, the default device, current streams and context variables are.
+    What differs from calling the module: batch norms see micro-batches, and count each; dropout draws a mask for each.
+    Draws come in the order of ticks, in a tick in that of stages: stages that draw from one generator (those on CPUs
+    do, and those of one GPU) take turns, so the same seed gives the same masks (`pipe/turns.py`). Sums of gradients are
+    those of one forward of every micro-batch and one backward of all. Tensor subclasses' modes and saved-tensor hooks
+    are not carried to the threads; autograd's modes, autocast, the default device, current streams and context
+    variables are.
 
     An error in a stage is raised by the forward, at once and as it is: other stages end what they have begun and begin
     nothing more, and the pipe can be used again. Threads start with the first forward and end with the pipe; copies and
@@ -111,6 +114,7 @@ class Pipe(nn.Module):
         self._check_shared()
         self._place()
         self._workers: Workers | None = None
+        self._turns = Turns(self.devices)
 
     @property
     def stages(self) -> list[nn.Sequential]:
@@ -129,20 +133,23 @@ class Pipe(nn.Module):
         values = cut(value, self._lengths(batch_of(value)))
         ready: list[Ready] = [{}] * len(values)
         stages, inboxes = self.stages, self._threads().inboxes
-        call = Call(Modes.of_this_thread(value, self.devices))
+        call, keys = Call(Modes.of_this_thread(value, self.devices)), self._turns.keys(stages)
         answer: Answer | None = None
         del value
         try:
             for tick in clock_cycles(len(values), len(stages)):
-                for microbatch, stage in tick:
-                    task = Task(call, stage, microbatch, stages[stage], values[microbatch], ready[microbatch])
-                    inboxes[stage].put(task)
-                    del task  # who has begun it holds it
-                for _ in tick:
-                    answer = call.answers.get()
-                    if answer.error is not None:
-                        raise self._told(answer.error, answer.stage, answer.microbatch, len(values))
-                    values[answer.microbatch], ready[answer.microbatch] = answer.value, answer.ready
+                microbatch_of = {stage: microbatch for microbatch, stage in tick}
+                for wave in self._turns.waves(keys, microbatch_of):
+                    for stage in wave:
+                        microbatch = microbatch_of[stage]
+                        task = Task(call, stage, microbatch, stages[stage], values[microbatch], ready[microbatch])
+                        inboxes[stage].put(task)
+                        del task  # who has begun it holds it
+                    for _ in wave:
+                        answer = call.answers.get()
+                        if answer.error is not None:
+                            raise self._told(answer.error, answer.stage, answer.microbatch, len(values))
+                        values[answer.microbatch], ready[answer.microbatch] = answer.value, answer.ready
         finally:
             answer = None  # an error that held itself would hold its stage's tensors, too
         return join(values)

@@ -29,7 +29,7 @@ class Meeting:
     control: Wire  # of small things on CPUs
     board: Board
     _going: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # to the next rank, until `agree`
-    _coming: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # the next number that `tell_all` will tell
+    _coming: list[tuple[Message, Tensor]] = field(init=False, default_factory=list)  # what `tell_all` tells next
 
     @property
     def _others(self) -> list[int]:
@@ -71,9 +71,10 @@ class Meeting:
             self.control.receive(theirs, self.rank - 1, BATCH_TAG).wait()
             if not torch.equal(mine, theirs):
                 before = f"{int(theirs[0])} samples" if theirs[0] != mine[0] else "as many of another shape or type"
+                names = dist.get_process_group_ranks(self.group)  # of ranks, in the world
                 raise ValueError(
-                    f"rank {self.rank} was passed {in_words}, rank {self.rank - 1} {before}; pass tensors of the same "
-                    "shapes on every rank"
+                    f"rank {names[self.rank]} was passed {in_words}, rank {names[self.rank - 1]} {before}; pass "
+                    "tensors of the same shapes on every rank"
                 )
 
     def agree(self) -> None:

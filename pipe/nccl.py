@@ -11,6 +11,7 @@ another one, which would be a collective of ranks outside the pipeline.
 
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Final
 
 import torch
@@ -53,6 +54,7 @@ class NcclWire:
         self, group: dist.ProcessGroup, peers: Iterable[int], device: torch.device, timeout: timedelta
     ) -> None:
         self._rank, self._device = group.rank(), device
+        self._names = dist.get_process_group_ranks(group)  # of ranks, in the world
         self._outgoing, self._incoming = beside(device), beside(device)
         self._ways: dict[tuple[int, int], Any] = {}
         # Pairs in one order on all ranks: to meet is to wait for the other.
@@ -77,7 +79,9 @@ class NcclWire:
         """Begin to send what the current stream computes."""
         self._outgoing.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outgoing):
-            return NcclMessage(self._way(self._rank, peer).send([flat(tensor)], int(peer > self._rank), 0), peer)
+            return NcclMessage(
+                self._way(self._rank, peer).send([flat(tensor)], int(peer > self._rank), 0), self._names[peer]
+            )
 
     def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> NcclMessage:
         """Begin to receive after a mark; without one after all that was launched."""
@@ -86,12 +90,20 @@ class NcclWire:
         else:
             self._incoming.wait_event(after)
         with torch.cuda.stream(self._incoming):
-            return NcclMessage(self._way(peer, self._rank).recv([flat(tensor)], int(peer > self._rank), 0), peer)
+            return NcclMessage(
+                self._way(peer, self._rank).recv([flat(tensor)], int(peer > self._rank), 0), self._names[peer]
+            )
 
     def abort(self) -> None:
-        """Abort all communicators: kernels that wait for a peer end."""
-        for way in self._ways.values():
-            way.abort()
+        """Abort all communicators: kernels that wait for a peer end.
+
+        All at once: each gives memory back, and that waits for the whole device, so for the others' kernels.
+        """
+        aborting = [Thread(target=way.abort) for way in self._ways.values()]
+        for each in aborting:
+            each.start()
+        for each in aborting:
+            each.join()
 
     def _way(self, source: int, target: int) -> Any:
         return self._ways[source, target]

@@ -114,6 +114,7 @@ class PeerWire:
     def __init__(self, neighbours: Neighbours, peers: Iterable[int], device: torch.device, control: Wire) -> None:
         rank, ranks = dist.get_rank(neighbours.group), dist.get_world_size(neighbours.group)
         self._rank, self._device, self._control = rank, device, control
+        self._names = dist.get_process_group_ranks(neighbours.group)  # of ranks, in the world
         self._outgoing, self._incoming = beside(device), beside(device)
         numbers = -(-2 * ranks * LINE // PAGE) * PAGE
         (self._counters,) = neighbours.share([(numbers, torch.int32)])
@@ -209,7 +210,8 @@ class PeerWire:
         told = torch.empty(driver.HANDLE_BYTES, dtype=torch.uint8)
         self._control.receive(told, peer, PEERS_TAG).wait()
         if not told.any():
-            raise LostError(f"rank {peer} has no memory for {way.slots} messages of {slot_bytes} bytes")
+            rank = self._names[peer]
+            raise LostError(f"rank {rank} has no memory for {way.slots} messages of {slot_bytes} bytes")
         return _Ring(self._memory.open(bytes(told.tolist())), slot_bytes, way.slots)
 
 

@@ -52,17 +52,19 @@ class Pipeline:
     model's output and targets. `cuts` are the first layers of stages (`pipe.schedules.cuts`), by default even ones.
 
     `recompute` keeps only the inputs of stages from forward to backward, `layerwise` those of layers, of which one at
-    a time is then forwarded again and taken back: with buffers as they are by then, which matters to layers that read
-    what their forwards write (spectral norm, not batch norm). `exact` keeps a loop's bits where a schedule splits
-    backwards. `cuda_graphs` records forwards and backwards and replays them (`pipe/graphs.py`).
+    a time is then forwarded again and taken back; second forwards read buffers as the first did (`pipe/buffers.py`).
+    `exact` keeps a loop's bits where a schedule splits backwards and where stages share a weight. `cuda_graphs` records
+    forwards and backwards and replays them (`pipe/graphs.py`).
 
-    A layer works in place on what another stage has made only where it says so, by an attribute `inplace`, as
-    `nn.ReLU` has: it gets a copy. Layers stay those that were passed. Batch norms normalize each micro-batch by itself,
-    and update running statistics by one after the other. Layers draw other random numbers than in a loop, unless
-    `hooks.seeds` are set.
+    A layer that works in place on what another stage has made gets a copy: its first forward shows whether it does.
+    Layers stay those that were passed; a buffer that several ranks have is each one's own from then on. Batch norms
+    normalize each micro-batch by itself, and update running statistics by one after the other. Layers draw other random
+    numbers than in a loop, unless `hooks.seeds` are set. Gradients may be sparse (of embeddings); that of a weight that
+    several ranks have becomes dense.
 
     A rank that needs nothing more of the others has ended its step when one of them fails later, and hears of it in the
-    next. Over NCCL a rank whose host waits for its GPU within a layer hears of it by NCCL's own time-out.
+    next: to hear of it at once it would have to wait in every step until the slowest has ended. Over NCCL a rank whose
+    host waits for its GPU within a layer hears of it by NCCL's own time-out.
 
     Raises:
         TypeError: the model is no `nn.Sequential`.
@@ -70,6 +72,10 @@ class Pipeline:
             ranks or do not go together, or a parameter that belongs to no layer.
         ScheduleError: the schedule cannot be run.
     """
+
+    loss_sum: Tensor | None = None  # of the last step, over its samples
+    _ended: str | None = None  # why there can be no other step
+    _running: Run | None = None
 
     def __init__(
         self,
@@ -93,15 +99,12 @@ class Pipeline:
         self.sums_ties = True  # False: `sum_ties()` is called later, as after a mean over data-parallel ranks
         self._spans: list[Span] | None = []
         self._marked: list[tuple[Step, Mark, Mark]] = []
-        self.loss_sum: Tensor | None = None
-        self._ended: str | None = None
-        self._running: Run | None = None
 
         self.rank = dist.get_rank(process_group) if dist.is_initialized() else 0
-        lengths = cutting.lengths(bounds, count)
+        lengths, splits = cutting.lengths(bounds, count), schedule.splits_backward
         self.stages = {
-            stage: Stage(stage, begin, named[begin : begin + length], self.hooks, splits=schedule.splits_backward)
-            for stage, (begin, length) in enumerate(zip(bounds, lengths, strict=True))
+            stage: Stage(stage, begin, named[begin : begin + lengths[stage]], self.hooks, splits=splits)
+            for stage, begin in enumerate(bounds)
             if schedule.rank_of[stage] == self.rank
         }
         if (last := self.stages.get(stages - 1)) is not None:
@@ -115,12 +118,11 @@ class Pipeline:
         self._make: Make = PASSAGES["layerwise" if layerwise else "recompute" if recompute else "whole"]
         self._graphs: Graphs | None = None
         if cuda_graphs:
-            each = self.stages.values()
-            self._graphs = graphs_for(each, self.hooks, self._device, layerwise=layerwise, recompute=recompute)
+            own = self.stages.values()
+            self._graphs = graphs_for(own, self.hooks, self._device, layerwise=layerwise, recompute=recompute)
             self._make = self._graphs.make
 
-        stage_of = [stage for stage, length in enumerate(lengths) for _ in range(length)]
-        ties = find_ties(layers, stage_of, schedule.rank_of, self.rank)
+        ties = find_ties(layers, lengths, schedule.rank_of, self.rank)
         self._meeting = meet(process_group, self._device, _peers(schedule, self.rank, ties))
         self._channels: Channels | None = None
         wire = None if self._meeting is None else self._meeting.wire
@@ -280,8 +282,12 @@ class Pipeline:
     def _end(self, error: BaseException, *, own: bool) -> None:
         """Tell the others why this rank stops, or hear why another has, and close all connections."""
         at = self._running.at if self._running is not None else None
-        where = f"rank {self.rank}" if at is None else f"stage {at.stage} on rank {self.rank}"
-        self._ended = f"{where} failed: {first_line(error)}" if own else f"rank {self.rank}: {error}"
+        rank = f"rank {dist.get_rank() if dist.is_initialized() else 0}"  # of the world: the group may be a part of it
+        where = rank if at is None else f"stage {at.stage} on {rank}"
+        self._ended = f"{where} failed: {first_line(error)}" if own else f"{rank}: {error}"
+        if own and at is not None and hasattr(error, "add_note"):
+            names = self.stages[at.stage].names
+            error.add_note(f"in {where}, layers {names[0]!r} to {names[-1]!r}, at {at} of {self.schedule.name}")
         if self.queue is not None:
             self.queue.discard()
         if self._meeting is None:

@@ -93,15 +93,16 @@ class Stage:
                 given = x.new_empty(0)
         return x
 
-    def overwritten(self, first: int, last: int | None = None) -> RuntimeError:
+    def overwritten(self, first: int, last: int | None = None, *, layerwise: bool = False) -> RuntimeError:
         """Make the error of a layer that works in place now and then."""
         last = first if last is None else last
         which = f"layer {self.names[first]!r}" if first == last else f"one of layers {self.names[first]!r} to "
         which += "" if first == last else repr(self.names[last])
-        source = f"came from stage {self.number - 1}" if self.number else "the batch is"
+        given = f"what came from stage {self.number - 1}" if self.number else "the batch"
+        given = "its input" if layerwise else given
         return RuntimeError(
-            f"stage {self.number}: {which} works in place on what {source}, which must stay as it is, and did not in "
-            "its first forward; give it an attribute inplace=True, so that it gets a copy"
+            f"stage {self.number}: {which} works in place on {given}, which must stay as it is, and did not in its "
+            "first forward; give it an attribute inplace=True, so that it gets a copy"
         )
 
     def announce(self, microbatch: int) -> None:
@@ -271,7 +272,7 @@ class Layerwise:
         output = self._run(index, given)
         if given._version != version:
             if not is_new:
-                raise self.stage.overwritten(index)
+                raise self.stage.overwritten(index, layerwise=True)
             self.stage.overwrites[index] = True
         return output
 

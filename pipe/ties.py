@@ -41,8 +41,12 @@ class Tied:
         return tuple(sorted({self.rank_of[stage] for stage in self.stages}))
 
 
-def find_ties(layers: nn.Sequential, stage_of: Sequence[int], rank_of: tuple[int, ...], rank: int) -> list[Tied]:
-    """List the parameters of this rank that several stages have, in an order that all agree on."""
+def find_ties(layers: nn.Sequential, lengths: Sequence[int], rank_of: tuple[int, ...], rank: int) -> list[Tied]:
+    """List the parameters of this rank that several stages have, in an order that all agree on.
+
+    `lengths` are how many layers each stage has.
+    """
+    stage_of = [stage for stage, length in enumerate(lengths) for _ in range(length)]
     uses: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
     for (name, layer), stage in zip(layers._modules.items(), stage_of, strict=True):
         assert layer is not None

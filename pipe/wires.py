@@ -83,6 +83,7 @@ class GlooWire:
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self._group, self._timeout = group, timeout
+        self._names = dist.get_process_group_ranks(group)  # of ranks, in the world
 
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
         """Take any number of messages."""
@@ -90,9 +91,9 @@ class GlooWire:
     def send(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
         """Begin to send."""
         try:
-            return GlooMessage(self._group.send([flat(tensor)], peer, tag), self._timeout, peer)
+            return GlooMessage(self._group.send([flat(tensor)], peer, tag), self._timeout, self._names[peer])
         except RuntimeError as error:
-            raise LostError(f"lost rank {peer}: {error}") from error
+            raise LostError(f"lost rank {self._names[peer]}: {error}") from error
 
     def mark(self) -> Mark:
         """Return nothing: what was done on a CPU is done."""
@@ -101,9 +102,9 @@ class GlooWire:
     def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> GlooMessage:
         """Begin to receive."""
         try:
-            return GlooMessage(self._group.recv([flat(tensor)], peer, tag), self._timeout, peer)
+            return GlooMessage(self._group.recv([flat(tensor)], peer, tag), self._timeout, self._names[peer])
         except RuntimeError as error:
-            raise LostError(f"lost rank {peer}: {error}") from error
+            raise LostError(f"lost rank {self._names[peer]}: {error}") from error
 
     def abort(self) -> None:
         """Close all connections of the group: gloo does so when a wait is over its time.

@@ -28,6 +28,11 @@ FORMULAS: Final = {  # of ranks p, micro-batches m, chunks v; where F, I and W t
     "zb1p": "(p - 1) / (3 * m + p - 1)",
     "zbv": "(p - 1) / (6 * m + p - 1)",
 }
+SHORT: Final = {  # where these formulas hold: with fewer micro-batches a rank waits for what is on its way to it
+    "interleaved": lambda ranks, microbatches: microbatches >= ranks,
+    "zb1p": lambda ranks, microbatches: microbatches >= ranks,
+    "zbv": lambda ranks, microbatches: 4 * microbatches >= 3 * ranks,
+}
 EPILOG: Final = """\
 muster schedule                                       all schedules beside each other, 4 ranks and 8 micro-batches
 muster schedule 1f1b -p 4 -m 8                        one of them, drawn
@@ -172,7 +177,7 @@ def drawing(record: dict[str, Any], made: "Schedule", outcome: "Simulated") -> s
             "",
             legend(rows),
             "",
-            f"{made.name}: {record['what']}; {made.ranks} ranks, {made.microbatches} micro-batches",
+            f"{made.name}: {record['what']}; {sizes(made)}",
             f"makespan   {outcome.makespan_s:.6g}",
             f"bubble     {bubbles(record)}",
             f"in flight  {_numbers(record['peak_in_flight'])} micro-batches at most, by rank",
@@ -180,12 +185,18 @@ def drawing(record: dict[str, Any], made: "Schedule", outcome: "Simulated") -> s
     )
 
 
+def sizes(made: "Schedule") -> str:
+    """Say of how many ranks and micro-batches a schedule is."""
+    counts = ((made.ranks, "rank"), (made.microbatches, "micro-batch"))
+    words = (f"{count} {one}{'' if count == 1 else 'es' if one.endswith('h') else 's'}" for count, one in counts)
+    return ", ".join(words)
+
+
 def bubbles(record: dict[str, Any]) -> str:
     """Tell a schedule's bubble: simulated, by the formula, and where it differs, of steps that follow each other."""
     name = record["schedule"]
-    # With fewer micro-batches than ranks, interleaved waits for its ring; the number says so, the short formula not.
-    has_formula = name != "interleaved" or record["microbatches"] >= record["ranks"]
-    by = FORMULAS[name] if has_formula else "the formula for m < p"
+    holds = name not in SHORT or SHORT[name](record["ranks"], record["microbatches"])
+    by = FORMULAS[name] if holds else "the formula for so few micro-batches"
     parts = [f"{_percent(record['bubble'])} simulated", f"{_percent(record['bubble_formula'])} by {by}"]
     if _percent(record["bubble_without_barrier"]) != _percent(record["bubble"]):
         parts.append(f"{_percent(record['bubble_without_barrier'])} where steps follow each other without a barrier")
@@ -217,7 +228,7 @@ def picture(record: dict[str, Any], made: "Schedule", outcome: "Simulated") -> s
 
     return svg(
         bars(made, outcome),
-        title=f"{made.name}: {made.ranks} ranks, {made.microbatches} micro-batches",
+        title=f"{made.name}: {sizes(made)}",
         subtitle=f"makespan {outcome.makespan_s:.6g}, bubble {bubbles(record)}",
         unit="",
     )

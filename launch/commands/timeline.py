@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import UsageError
-from jobs.files import folder_error
+from jobs.errors import RunFolderError, UsageError
 from jobs.rundir import find_run, runs_root
 from launch import options
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from launch.look.timelines import Recorded
 
 WIDE: Final = 120  # columns, where the output is no terminal
-COLUMNS: Final = ("stage>", "rank>", "forward>", "backward>", "of weights>", "message on>")
+COLUMNS: Final = ("stage>", "rank>", "forward>", "backward>", "of weights>", "message on>", "to send>", "to take>")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,12 +55,12 @@ def write(path: Path, text: str) -> None:
     """Write a drawing.
 
     Raises:
-        RunFolderError, StorageError: it cannot be written.
+        RunFolderError: it cannot be written.
     """
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise folder_error(path, error) from error
+        raise RunFolderError(f"{path}: cannot be written: {(error.strerror or 'unknown reason').lower()}") from error
 
 
 def render(run_id: str, attempt: int, recorded: "Recorded") -> str:
@@ -88,6 +87,8 @@ def render(run_id: str, attempt: int, recorded: "Recorded") -> str:
             of(costs.input_gradient, stage),
             of(costs.weight_gradient, stage) if table.splits_backward else None,
             of(costs.message, stage) if stage + 1 < table.stages else None,
+            of(costs.send, stage),
+            of(costs.take, stage),
         )
         for stage, rank in enumerate(table.rank_of)
     ]

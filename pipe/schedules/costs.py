@@ -1,4 +1,9 @@
-"""What actions of a schedule cost: seconds per stage, and per message between two stages."""
+"""What actions of a schedule cost: seconds per stage, and per message between two stages.
+
+rank 0   F0 ─send─ F0 ─send─ ...                  of the sender's time: until it can go on
+            └──message───┐                        from its maker's end to the consumer that waits for it
+rank 1   . . . . . . . . F1  take F1              of the receiver's time: a message that is there already
+"""
 
 import math
 from dataclasses import dataclass
@@ -6,6 +11,7 @@ from dataclasses import dataclass
 from pipe.schedules.actions import Action
 
 Seconds = float | tuple[float, ...]
+NAMES = ("forward", "input_gradient", "weight_gradient", "message", "send", "take")
 
 
 @dataclass(frozen=True)
@@ -13,8 +19,9 @@ class Costs:
     """Seconds of every kind of action, one number for all stages or one a stage.
 
     A backward in one piece (B) costs `input_gradient` and `weight_gradient`. `message` is one number for all messages,
-    or one a cut: `message[cut]` is what lies between stages `cut` and `cut + 1`, activation or gradient. The numbers
-    that nobody gives make a backward twice as long as a forward, and messages free: those of the formulas.
+    or one a cut: `message[cut]` is what lies between stages `cut` and `cut + 1`, activation or gradient. `send` is what
+    a stage's rank needs to let a message go, before it can do anything else, `take` to begin with one that has come.
+    The numbers that nobody gives make a backward twice as long as a forward, and messages free: those of the formulas.
 
     Raises:
         ValueError: A number is negative, infinite or none at all.
@@ -24,10 +31,12 @@ class Costs:
     input_gradient: Seconds = 1.0
     weight_gradient: Seconds = 1.0
     message: Seconds = 0.0
+    send: Seconds = 0.0
+    take: Seconds = 0.0
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
-        for name in ("forward", "input_gradient", "weight_gradient", "message"):
+        for name in NAMES:
             value = getattr(self, name)
             for seconds in value if isinstance(value, tuple) else (value,):
                 if not (math.isfinite(seconds) and seconds >= 0):
@@ -47,9 +56,17 @@ class Costs:
         """Return the seconds of a message between two neighbouring stages, in either direction."""
         return _at(self.message, min(stage, other))
 
+    def sending(self, stage: int) -> float:
+        """Return the seconds that a stage's rank needs to send what the stage has made."""
+        return _at(self.send, stage)
+
+    def taking(self, stage: int) -> float:
+        """Return the seconds that a stage's rank needs to take a message for it that is there."""
+        return _at(self.take, stage)
+
     def require(self, stages: int) -> None:
         """Raise ValueError unless there is a number for every stage and every cut."""
-        for name in ("forward", "input_gradient", "weight_gradient", "message"):
+        for name in NAMES:
             value = getattr(self, name)
             wanted = stages - 1 if name == "message" else stages
             if isinstance(value, tuple) and len(value) != wanted:

@@ -11,6 +11,7 @@ message's stage is the one it is for. `pipe/timeline.py` gathers them.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -122,7 +123,9 @@ def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
     means = {key: fmean(seconds) for key, seconds in took.items() if seconds}
     inputs = tuple(means["I", stage] if ("I", stage) in means else means["B", stage] for stage in stages)
     weights = tuple(means.get(("W", stage), 0.0) for stage in stages)
-    return Costs(tuple(means["F", stage] for stage in stages), inputs, weights, _messages(steps, schedule))
+    messages = _messages(steps, schedule)
+    sends, takes = _handling(steps, schedule, messages)
+    return Costs(tuple(means["F", stage] for stage in stages), inputs, weights, messages, sends, takes)
 
 
 def compare(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Compared:
@@ -157,6 +160,28 @@ def _messages(steps: Sequence[Sequence[Record]], schedule: Schedule) -> tuple[fl
                     (waited if free_s <= maker.end_s else at_most)[cut].append(took)
                 free_s = record.end_s
     return tuple(median(some) if some else min(other, default=0.0) for some, other in zip(waited, at_most, strict=True))
+
+
+def _handling(
+    steps: Sequence[Sequence[Record]], schedule: Schedule, messages: Sequence[float]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the seconds of every stage's rank to send what it made, and to take what is there for it."""
+    sends: list[list[float]] = [[] for _ in range(schedule.stages)]
+    takes: list[list[float]] = [[] for _ in range(schedule.stages)]
+    for records in steps:
+        found = {each.action: each for each in records if each.kind in COMPUTE}
+        rows: list[list[Record]] = [[] for _ in schedule.actions]
+        for each in sorted(records, key=lambda each: each.start_s):
+            rows[each.rank].append(each)
+        for row in rows:
+            for before, each in pairwise(row):
+                if each.kind == "send" and before.kind in COMPUTE:
+                    sends[before.stage].append(each.end_s - each.start_s)
+                elif before.kind == "wait" and each.kind in COMPUTE and received_before(each.action, schedule.rank_of):
+                    maker = found[_maker(each.action, schedule)]
+                    if maker.end_s + messages[min(maker.stage, each.stage)] <= before.start_s:
+                        takes[each.stage].append(before.end_s - before.start_s)
+    return tuple(median(some or [0.0]) for some in sends), tuple(median(some or [0.0]) for some in takes)
 
 
 def _maker(action: Action, schedule: Schedule) -> Action:

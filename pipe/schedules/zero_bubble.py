@@ -19,6 +19,7 @@ from pipe.schedules.times import times
 
 Orders = tuple[tuple[Action, ...], ...]
 
+OFTEN = Costs(1.0, 1.2, 0.6, 0.2)  # of blocks of a GPT on CPUs, about
 MANY_ACTIONS = 20_000  # beyond this one order is made: the time to choose would be seconds
 
 
@@ -55,7 +56,8 @@ def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Co
 def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
     """Order zbv: 2 ranks activations in flight on a rank, of stages half as large as zb1p's, each until its W.
 
-    The order for F = I = W is tried for other costs too.
+    The order for F = I = W is tried for other costs too, and those for what costs are often like for F = I = W: there
+    many orders are equally short, of which some are much longer where costs are a little different.
     """
     tried = (
         Rules(2 * ranks, first="F", alternate=True, through=2),
@@ -64,21 +66,36 @@ def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: C
         Rules(2 * ranks, first="F", alternate=True, through=2, oldest=False),
     )
     orders = (_listed(rank_of, microbatches, costs, rules) for rules in tried)
-    alike = (two_chunks(rank_of, ranks, microbatches, each) for each in (Costs(),) if costs != each)
+    if costs == Costs():
+        often = (_listed(rank_of, microbatches, OFTEN, rules) for rules in tried)
+        return _shortest(chain(orders, often), rank_of, costs, OFTEN)
+    alike = (two_chunks(rank_of, ranks, microbatches, each) for each in (Costs(),))
     return _shortest(chain(orders, alike), rank_of, costs)
 
 
-def _shortest(candidates: Iterable[Orders], rank_of: tuple[int, ...], costs: Costs) -> Orders:
-    """Choose the order with the shortest step, the first of equals; the first that cannot be beaten, or is large."""
-    best: tuple[float, Orders] | None = None
+def _shortest(
+    candidates: Iterable[Orders], rank_of: tuple[int, ...], costs: Costs, then: Costs | None = None
+) -> Orders:
+    """Choose the order with the shortest step, the first of equals; the first that cannot be beaten, or is large.
+
+    With `then`, of orders that are equally short the one whose step is shortest with those costs.
+    """
+    best: tuple[tuple[float, float], Orders] | None = None
     for orders in candidates:
-        seconds = max(row[-1][1] for row in times(rank_of, orders, costs).actions)
-        if best is None or seconds < best[0]:
-            best = seconds, orders
-        if best[0] <= least_seconds(rank_of, orders, costs) * (1 + 1e-9) or sum(map(len, orders)) > MANY_ACTIONS:
+        seconds = seconds_of(rank_of, orders, costs)
+        found = seconds, 0.0 if then is None else seconds_of(rank_of, orders, then)
+        if best is None or found < best[0]:
+            best = found, orders
+        done = then is None and best[0][0] <= least_seconds(rank_of, orders, costs) * (1 + 1e-9)
+        if done or sum(map(len, orders)) > MANY_ACTIONS:
             break
     assert best is not None
     return best[1]
+
+
+def seconds_of(rank_of: tuple[int, ...], orders: Orders, costs: Costs) -> float:
+    """Return how long a step takes."""
+    return max(row[-1][1] for row in times(rank_of, orders, costs).actions)
 
 
 def least_seconds(rank_of: tuple[int, ...], orders: Orders, costs: Costs) -> float:

@@ -45,6 +45,9 @@ class Region:
         """A copy of a model talks in the same group."""
         return self
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a split model holds a process group: it cannot be pickled; save its state_dict()")
+
     @property
     def splits_sequence(self) -> bool:
         """True where activations between split layers are parts of a sequence."""

@@ -1,6 +1,7 @@
 """Where sequences are split (Korthikanti et al. 2022): what lies between split layers has a part of the positions."""
 
 import weakref
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,11 +12,11 @@ from pipe.tensor.region import Region, outside_graph
 
 def part_of_output(module: nn.Module, region: Region) -> None:
     """Let every rank keep its part of what a module makes; in the backward the ranks' parts come together again."""
+    module.register_forward_hook(partial(_part_of, region))
 
-    def keep(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return cast(Tensor, outside_graph(_Part.apply, region, output))
 
-    module.register_forward_hook(keep)
+def _part_of(region: Region, module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return cast(Tensor, outside_graph(_Part.apply, region, output))
 
 
 class SumGradients:

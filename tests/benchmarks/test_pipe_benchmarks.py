@@ -15,6 +15,7 @@ from gpu_pipe_rows import PIPE_ROWS
 from gpu_pipes import worst_of
 
 from jobs.train.world import World
+from pipe.schedules.tables import schedule
 
 KINDS = ("1f1b", "gpipe", "zbv")  # PyTorch's take 2 s to import
 
@@ -31,15 +32,27 @@ class Doubled(pipe_sides.LoopSide):
 def small(world: World) -> list:
     found = pipe_step.measure("d128", KINDS, repeats=2, steps=1, tiny=True)
     held = {kind: pipe_memory.in_flight(kind, pipe_sides.TINY, 8) for kind in KINDS[:2]}
-    return [found, held]
+    return [found, held, fitted()]
+
+
+def fitted() -> bool:
+    """Fit a zero bubble's table; tell whether it is the one for what was measured."""
+    task = pipe_sides.TINY
+    side = pipe_sides.OurSide("zbv", task.layers(), 8)
+    stream = task.batches(8)
+    costs = side.fit(task.layers(), [next(stream) for _ in range(2)])
+    return side.pipeline.schedule == schedule("zbv", 2, 8, costs=costs)
 
 
 @pytest.mark.ranks
 def test_all_sides_do_the_work_of_a_loop_and_all_of_them_are_timed(on_ranks):
-    (mine, first), (theirs, second) = on_ranks(2, small)
+    (mine, first, one_is), (theirs, second, other_is) = on_ranks(2, small)
     assert mine == theirs  # CPU time is the sum of all ranks, wall time the slowest one's
     assert {kind: len(times) for kind, times in mine["times"].items()} == dict.fromkeys(KINDS, 2)
     assert max(mine["apart"].values()) <= pipe_step.SAME
+    assert list(mine["costs_s"]) == ["zbv"]  # the others' tables depend on no costs
+    assert min(mine["costs_s"]["zbv"]["weight_gradient"]) > 0
+    assert (one_is, other_is) == (True, True)
     for stage, held in enumerate((first, second)):
         share = held["1f1b"] / held["gpipe"]
         assert 0.8 * pipe_memory.bound(2, stage, 8) < share < 0.6  # what does not grow with micro-batches is large here
@@ -83,7 +96,7 @@ def test_memory_counts_storages_while_they_live():
 
 def found(**sides: tuple[float, float]) -> dict:
     times = {side.replace("_", " ").strip(): [pair] * 3 for side, pair in sides.items()}
-    return {"times": times, "apart": dict.fromkeys(times, 0.0)}
+    return {"times": times, "apart": dict.fromkeys(times, 0.0), "costs_s": {}}
 
 
 @pytest.mark.parametrize(

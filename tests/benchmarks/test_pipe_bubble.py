@@ -37,7 +37,7 @@ def test_every_action_of_a_step_is_recorded_and_drawn(on_ranks: Any, tmp_path: P
         assert all(
             end - start >= slept * (2 if kind == "B" else 1) for _, kind, _, _, start, end in step if kind in "FBIW"
         )
-        row = pipe_bubble.row_of(work, 2, each, tmp_path)
+        row = pipe_bubble.row_from(work, 2, each, tmp_path)
         assert 0 < row["measured"] < 1
         assert (tmp_path / f"{work}-{name}-3.svg").read_text().startswith("<svg")
 
@@ -46,7 +46,7 @@ def test_every_action_of_a_step_is_recorded_and_drawn(on_ranks: Any, tmp_path: P
 def test_a_bubble_is_held_to_the_simulated_one(late: float, reached: bool, capsys: pytest.CaptureFixture[str]):
     plan = schedule("1f1b", 4, 8)
     spans = simulate(with_messages(plan), Costs(0.01, 0.01, 0.01)).spans
-    step = [
+    step: list[list[Any]] = [
         [rank, each.step.kind, each.step.stage, each.step.microbatch, each.start_s, each.end_s]  # type: ignore[union-attr]
         for rank, row in enumerate(spans)
         for each in row
@@ -54,7 +54,8 @@ def test_a_bubble_is_held_to_the_simulated_one(late: float, reached: bool, capsy
     for record in step:
         if record[1] == "B" and record[3] == 7:  # the last backwards begin late, for no reason that the means show
             record[4], record[5] = record[4] + late, record[5] + late
-    row = pipe_bubble.row_of("sleep", 4, {"schedule": "1f1b", "microbatches": 8, "uncertainty_s": 0.0, "steps": [step]})
+    found = {"schedule": "1f1b", "microbatches": 8, "uncertainty_s": 0.0, "steps": [step]}
+    row = pipe_bubble.row_from("sleep", 4, found)
     assert (row["reached"], row["points"] > 3.0) == (reached, not reached)
     assert row["simulated"] == pytest.approx(row["formula"], abs=0.05)
     pipe_bubble.show([row])

@@ -1,5 +1,6 @@
 """`muster schedule`: what it draws and tells, as JSON and as SVG, and what a user sees of mistakes."""
 
+import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
@@ -117,7 +118,18 @@ def test_the_formulas_that_are_shown_are_those_that_are_computed(draw: Draw, nam
         shown = eval(command.FORMULAS[name], {"p": ranks, "m": microbatches, "v": chunks})
         assert bubble_formula(name, ranks, microbatches, chunks) == pytest.approx(shown)
     few = draw("interleaved", "-p", "4", "-m", "2")[1]
-    assert "55.6 % simulated, 55.6 % by the formula for m < p\n" in few
+    assert "55.6 % simulated, 55.6 % by the formula for so few micro-batches\n" in few
+
+
+@pytest.mark.parametrize("name", list(SCHEDULES))
+def test_a_formula_is_shown_where_it_gives_the_number_beside_it_and_nowhere_else(name: str) -> None:
+    """zb1p of 3 ranks and 1 micro-batch once said 57.1 % by (p - 1) / (3 * m + p - 1), which is 40 %."""
+    for ranks, microbatches in itertools.product(range(1, 9), range(1, 18)):
+        number = bubble_formula(name, ranks, microbatches)
+        record = {"schedule": name, "ranks": ranks, "microbatches": microbatches, "bubble_formula": number}
+        said = command.bubbles({**record, "bubble": number, "bubble_without_barrier": number})
+        by_formula = eval(command.FORMULAS[name], {"p": ranks, "m": microbatches, "v": 2})
+        assert (command.FORMULAS[name] in said) is (number == pytest.approx(by_formula)), (ranks, microbatches)
 
 
 def test_on_a_terminal_it_is_coloured_and_as_wide_as_that(draw: Draw, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def record(
         for rank, row in enumerate(spans)
         for span in row
     ]
-    records += [Record(1, "wait", 1, 0, 0.0, records[0].end_s), Record(0, "send", 1, 0, 0.001, 0.0015)]
+    records += [Record(1, "wait", 1, 0, 0.0, records[0].end_s), Record(0, "send", 1, 0, 0.001, 0.001)]
     last = max(each.end_s for each in records)
     records = [replace(each, end_s=each.end_s + late_s) if each.end_s == last else each for each in records]
     run.attempt(attempt).path.mkdir(exist_ok=True)
@@ -86,6 +86,8 @@ def test_it_is_drawn_into_a_file(capsys, run, tmp_path):
     drawing = (tmp_path / "step.svg").read_text()
     assert drawing.startswith("<svg")
     assert "step 7: 1f1b, 2 ranks" in drawing
+    assert cli.main(["timeline", str(run.path), "--svg", str(tmp_path / "nowhere" / "step.svg")]) == 73
+    assert capsys.readouterr().err.endswith("step.svg: cannot be written: no such file or directory\n")
 
 
 def test_what_is_not_there_is_said(capsys, run):

@@ -17,10 +17,12 @@ CASES = {
     ],
     2: [
         Case("vgg", "1f1b", 8, (11, 8, 3)),
+        Case("vgg16", "1f1b", 4, (5,)),
         Case("vgg", "interleaved", 4, (9, 9)),
         Case("gpt", "1f1b", 1),
         Case("gpt", "gpipe", 5, (11, 4)),
         Case("gpt", "zbv", 4, (9, 8), EXACT),
+        Case("gpt tied", "1f1b", 4, (9, 2), EXACT),
         Case("vgg", "zb1p", 4, (9, 8), EXACT),
         Case("odd", "1f1b", 3, (7, 2, 7), {"cuts": (0, 6)}),
         Case("odd", "gpipe", 3, (7, 1, 7), {"cuts": (0, 2)}),

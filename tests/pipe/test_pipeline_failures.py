@@ -1,7 +1,10 @@
 """A pipeline refuses what cannot be, and ends on all ranks, promptly and with one cause, when one of them fails."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch.nn import functional
 
 from jobs.train.world import World
 from pipe.pipeline import Pipeline
+from pipe.schedules.actions import Action, Schedule
 from pipe.schedules.tables import schedule
 
 pytestmark = pytest.mark.ranks
@@ -68,7 +72,17 @@ def failing(world: World, name: str, what: str, at: int, stage: int) -> list[Any
 FAILURES = [
     ("1f1b", "forward", 7, 1, "ValueError: burst\nin two lines", "ValueError: burst"),
     ("gpipe", "backward", 2, 2, "ZeroDivisionError: division by zero", None),
-    ("1f1b", "in place", 6, 2, "RuntimeError: a leaf Variable that requires grad", None),
+    # The first stage's last backward: the others have ended this step, and hear of it in the next.
+    ("1f1b", "backward", 4, 0, "ZeroDivisionError: division by zero", None),
+    (
+        "1f1b",
+        "in place",
+        6,
+        2,
+        "RuntimeError: stage 2: layer '2' works in place on what came from stage 1, which must stay as it is, and did "
+        "not in its first forward; give it an attribute inplace=True",
+        None,
+    ),
     (
         "gpipe",
         "shape",
@@ -82,7 +96,9 @@ FAILURES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "what", "at", "stage", "own", "cause"), FAILURES, ids=[each[1] for each in FAILURES])
+@pytest.mark.parametrize(
+    ("name", "what", "at", "stage", "own", "cause"), FAILURES, ids=[f"{each[1]} {each[3]}" for each in FAILURES]
+)
 def test_a_stage_that_raises_ends_all_ranks_and_is_the_cause(on_ranks, name, what, at, stage, own, cause):
     answers = on_ranks(3, failing, deadline_s=PROMPT_S, name=name, what=what, at=at, stage=stage)
     told = f"stage {stage} on rank {stage} failed: {cause or own}"
@@ -90,6 +106,60 @@ def test_a_stage_that_raises_ends_all_ranks_and_is_the_cause(on_ranks, name, wha
         assert first.startswith(own if rank == stage else f"StageFailedError: {told}")
         assert second.startswith(f"StageFailedError: this pipeline has ended: {told}")
         assert ranks == 3.0
+
+
+def freezing(world: World) -> str:
+    """Freeze what is before the cut once it has learned."""
+    layers = layers_with("nothing", 0, 0, 2)
+    pipeline = Pipeline(layers, schedule("1f1b", 2, 2), loss=functional.cross_entropy)
+    inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.int64)
+    pipeline.step(inputs, targets)
+    layers[0].requires_grad_(False)
+    return said_by(lambda: pipeline.step(inputs, targets))
+
+
+def test_what_learns_before_a_cut_stays_as_it_was(on_ranks):
+    own, other = on_ranks(2, freezing, deadline_s=PROMPT_S)
+    wanted = "(2, 4) of torch.float32; what learns before a cut must stay as in the first step"
+    assert wanted in own
+    assert other.startswith("StageFailedError: stage 0 on rank 0 failed: ValueError: the activation of micro-batch 0")
+
+
+def failing_beside(world: World) -> list[str]:
+    """Two pipelines beside each other: the last stage of the second one raises; of another second one it is gone."""
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    inputs, targets = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
+    said = []
+    for what in ("forward", "nothing"):
+        layers = layers_with(what if world.rank > 1 else "nothing", 2, 1, 2)
+        group = groups[world.rank // 2]
+        pipeline = Pipeline(layers, schedule("1f1b", 2, 4), loss=functional.cross_entropy, process_group=group)
+        assert pipeline._meeting is not None
+        if world.rank == 3 and what == "nothing":
+            pipeline._meeting.abort()
+            break
+        said.append(said_by(lambda: pipeline.step(inputs, targets)))  # noqa: B023
+    return said
+
+
+def test_ranks_are_those_of_the_world_where_pipelines_are_a_part_of_it(on_ranks):
+    first, second, third, last = on_ranks(4, failing_beside, deadline_s=PROMPT_S)
+    assert first == second == ["nothing was raised"] * 2
+    assert last == ["ValueError: burst\nin two lines"]
+    raised, lost = third
+    assert raised == "StageFailedError: stage 1 on rank 3 failed: ValueError: burst"
+    assert lost.startswith("StageFailedError: rank 2: ")
+    assert "lost rank 3: " in lost
+
+
+@pytest.mark.skipif(not hasattr(ValueError, "add_note"), reason="Python 3.10 cannot add to an error")
+def test_an_error_says_in_which_stage_it_came_up():
+    pipeline = Pipeline(
+        layers_with("forward", 3, 1), schedule("interleaved", 1, 4), loss=functional.cross_entropy, cuts=(0, 1)
+    )
+    with pytest.raises(ValueError, match="burst") as caught:
+        pipeline.step(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
+    assert caught.value.__notes__ == ["in stage 1 on rank 0, layers '1' to '2', at F1.2 of interleaved"]
 
 
 def gone(world: World) -> str:
@@ -111,6 +181,23 @@ def test_a_rank_that_is_gone_ends_the_others(on_ranks):
         assert "lost rank 1" in said
 
 
+HAZARDS = [  # tables of a user's whose messages, on a wire that keeps their order, would wait for each other for ever
+    ("F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.0 B1.1"),
+    ("F0.0 I0.0 F0.1 I0.1 W0.0 W0.1", "F1.0 F1.1 I1.0 I1.1 W1.0 W1.1"),
+    ("F0.0 F0.1 B0.0 B0.1", "F1.1 F1.0 B1.0 B1.1"),
+]
+
+
+def own_table(*rows: str, name: str = "own") -> Schedule:
+    """Write out a schedule of two micro-batches, a row a rank."""
+    actions = tuple(
+        tuple(Action(each[0], *map(int, each[1:].split("."))) for each in row.split())  # type: ignore[arg-type]
+        for row in rows
+    )
+    rank_of = {action.stage: rank for rank, row in enumerate(actions) for action in row}
+    return Schedule(name, 2, tuple(rank_of[stage] for stage in sorted(rank_of)), actions)
+
+
 def refused(world: World) -> list[str]:
     def built(
         layers: nn.Module | None = None, name: str = "1f1b", ranks: int = 2, **settings: Any
@@ -128,6 +215,11 @@ def refused(world: World) -> list[str]:
     loose.register_parameter("scale", nn.Parameter(torch.ones(1)))
     short = schedule("gpipe", 2, 4)
     short = type(short)(short.name, 4, short.rank_of, (short.actions[0][:-1], short.actions[1]))
+    with mock.patch.object(dist, "new_group", side_effect=AssertionError("something was sent")):
+        unsent = [
+            said_by(lambda: Pipeline(layers_with("nothing", 0, 0), each, loss=functional.cross_entropy))  # noqa: B023
+            for each in (short, *(own_table(*rows) for rows in HAZARDS))
+        ]
     said = [
         said_by(built(ranks=4)),
         said_by(built(nn.Linear(3, 4))),
@@ -136,7 +228,7 @@ def refused(world: World) -> list[str]:
         said_by(built(name="zbv")),
         said_by(built(cuts=(0, 3))),
         said_by(built(cuts=(0, 1 + world.rank))),
-        said_by(lambda: Pipeline(layers_with("nothing", 0, 0), short, loss=functional.cross_entropy)),
+        *unsent,
     ]
     four, classes = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
     for inputs, targets in (
@@ -154,6 +246,11 @@ def refused(world: World) -> list[str]:
         pipeline = Pipeline(layers_with("nothing", 0, 0), schedule("1f1b", 2, 4), loss=loss)
         said.append(said_by(lambda: pipeline.step(four, classes)))  # noqa: B023
     pipeline = built()()
+    said.append(said_by(lambda: copy.deepcopy(pipeline)))
+    said.append(said_by(lambda: pickle.dumps(pipeline)))
+    with torch.inference_mode():
+        said.append(said_by(lambda: pipeline.step(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))))
+    pipeline = built()()
     more = torch.ones(4 + world.rank, 4), torch.zeros(4 + world.rank, dtype=torch.int64)
     said.append(said_by(lambda: pipeline.step(*more)))
     return said
@@ -169,6 +266,9 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
         "ValueError: cuts [0, 3]: there is no layer 3 among 3",
         "ValueError: the ranks' pipelines differ: ",
         "ScheduleError: schedule gpipe: rank 0 never does B0.3",
+        "ScheduleError: schedule own: ranks wait for each other for ever: rank 0 before B0.0, rank 1 before F1.1",
+        "ScheduleError: schedule own: ranks wait for each other for ever: rank 0 before I0.0, rank 1 before F1.1",
+        "ScheduleError: schedule own: rank 1 does F1.1 before F1.0 (places 0 and 1), wanted after it",
         "ValueError: a batch of 0 samples; pass one at least",
         "ValueError: 3 inputs but 2 targets; pass one for each",
         "TypeError: targets are a NoneType, wanted one tensor, samples first",
@@ -177,6 +277,9 @@ def test_what_cannot_be_is_refused_with_numbers(on_ranks):
         "stage 1 on rank 1 failed: RuntimeError: stage 1: the loss does not require a gradient",
         "stage 1 on rank 1 failed: ValueError: the loss is of shape (1, 4), wanted a tensor of one number",
         "stage 1 on rank 1 failed: ValueError: the loss is a float, wanted a tensor of one number",
+        "TypeError: a pipeline holds connections: it cannot be copied or pickled; copy its module, or state dict",
+        "TypeError: a pipeline holds connections: it cannot be copied or pickled; copy its module, or state dict",
+        "RuntimeError: a pipeline within torch.inference_mode(): call it outside; evaluate() records nothing anyway",
         "rank 1 failed: ValueError: rank 1 was passed 5 samples of shape (4,), torch.float32, rank 0 4 samples",
     ]
     for said in on_ranks(2, refused, deadline_s=PROMPT_S):

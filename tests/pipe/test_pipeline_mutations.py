@@ -11,6 +11,7 @@ from torch import Tensor
 
 from jobs.train.world import World
 from pipe import pipeline, run
+from pipe.buffers import Before
 from pipe.channels import Arrival, Channels
 from pipe.rows import Row, row_of
 from pipe.run import Handed, Run
@@ -75,7 +76,9 @@ def cut_short() -> Any:
             return late and (getattr(step, "kind", "F") != "F" or getattr(step, "what", "") == "gradient")
 
         operations = tuple(each for each in made.operations if not left_out(each.step))
-        return Row(operations, tuple(each for each in made.receives if not left_out(each)))
+        return made._replace(
+            operations=operations, receives=tuple(each for each in made.receives if not left_out(each))
+        )
 
     return mock.patch.object(pipeline, "row_of", row)
 
@@ -114,7 +117,12 @@ def gradients_copied_to_other_strides() -> Any:
 
 
 def counted_twice() -> Any:
-    return mock.patch.object(Stage, "again", return_value=nullcontext())
+    return mock.patch.object(Before, "as_they_were", return_value=nullcontext())
+
+
+def tied_by_ranks() -> Any:
+    """A tied weight's gradients are added up use by use, and not micro-batch by micro-batch."""
+    return mock.patch.object(pipeline, "_use_of", return_value=None)
 
 
 def drawn_anew() -> Any:
@@ -136,6 +144,7 @@ MUTATIONS: dict[str, tuple[Callable[[], Any], Case]] = {
     "in messages": (gradients_left_in_messages, Case("odd", "1f1b", 5, (5,), {"cuts": [0, 7]})),
     "strides": (gradients_copied_to_other_strides, Case("odd", "gpipe", 4, (12, 12), {"cuts": [0, 2]})),
     "counted twice": (counted_twice, Case("vgg", "gpipe", 2, (4,), {"recompute": True})),
+    "tied by ranks": (tied_by_ranks, Case("gpt tied", "1f1b", 4, (8,), {"exact": True})),
     "drawn anew": (drawn_anew, Case("gpt", "1f1b", 2, (4,))),
 }
 

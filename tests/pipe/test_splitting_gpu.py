@@ -62,6 +62,7 @@ def test_gradients_are_those_of_a_plain_backward(dtype, autocast, exact):
     assert all((a - b).abs().max() <= most * largest for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own, in torch 2.11 on Python 3.12
 def test_compiled_blocks_leave_their_weights_for_later():
     plain = blocks(torch.bfloat16)
     ours = copy.deepcopy(plain)

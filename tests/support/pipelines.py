@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jobs.shapes import POOL, GptShape, VggShape
+from jobs.shapes import POOL, VGG_SHAPES, GptShape, VggShape
 from jobs.train.keyed import key
 from jobs.train.models.gpt import build_gpt
 from jobs.train.models.stack import mean_loss
@@ -131,7 +131,7 @@ def batch_of(model: str, samples: int, seed: int, device: torch.device) -> Batch
     if model.startswith("gpt"):
         tokens = torch.randint(CLASSES, (samples, 6), generator=generator).to(device)
         return tokens[:, :-1], tokens[:, 1:]
-    inputs = torch.randn(samples, *((3, 32, 32) if model == "vgg" else (3, 4)), generator=generator)
+    inputs = torch.randn(samples, *((3, 32, 32) if model.startswith("vgg") else (3, 4)), generator=generator)
     return inputs.to(device), torch.randint(CLASSES, (samples,), generator=generator).to(device)
 
 
@@ -141,6 +141,7 @@ def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
 
 MODELS: dict[str, Callable[[], nn.Sequential]] = {
     "vgg": vgg,
+    "vgg16": lambda: build_vgg(VGG_SHAPES["vgg16"], 1),
     "gpt": gpt,
     "gpt tied": lambda: gpt(tied=True),
     "gpt plain": lambda: gpt(dropout=0.0),

@@ -9,6 +9,7 @@ from pipe.schedules.actions import Action, Schedule
 from pipe.schedules.draw import bar, text
 from pipe.schedules.measured import Record, bars, bubble, compare, mean_costs, record_of
 from pipe.schedules.messages import with_messages
+from pipe.schedules.programs import received_before, sent_after
 from pipe.schedules.simulate import Costs, simulate
 from pipe.schedules.tables import SCHEDULES, schedule
 
@@ -16,16 +17,21 @@ COSTS = Costs(forward=1.0, input_gradient=1.25, weight_gradient=0.75, message=0.
 
 
 def recorded(plan: Schedule, costs: Costs = COSTS) -> list[Record]:
-    """A step that went exactly as simulated, with a message beside every action."""
+    """A step that went exactly as simulated, with its sends and waits."""
     spans = simulate(with_messages(plan), costs).spans
     records = []
     for rank, row in enumerate(spans):
+        free_s = 0.0
         for each in row:
             action = each.step
             assert isinstance(action, Action)
+            if received_before(action, plan.rank_of):
+                records.append(Record(rank, "wait", action.stage, action.microbatch, free_s, each.start_s))
             records.append(Record(rank, action.kind, action.stage, action.microbatch, each.start_s, each.end_s))
-            records.append(Record(rank, "send", action.stage, action.microbatch, each.end_s, each.end_s + 50))
-            records.append(Record(rank, "wait", action.stage, action.microbatch, each.start_s - 50, each.start_s))
+            free_s = each.end_s
+            if send := sent_after(action, plan.rank_of):
+                free_s += costs.sending(action.stage)
+                records.append(Record(rank, "send", send.stage, action.microbatch, each.end_s, free_s))
     return records
 
 
@@ -41,6 +47,8 @@ def test_a_step_as_simulated_has_the_simulated_bubble_and_the_costs_it_was_made_
         forward=tuple(1.0 + 0.25 * stage for stage in stages),
         input_gradient=tuple(1.5 + 0.125 * stage for stage in stages),
         message=tuple(0.0 if here == there else 0.125 for here, there in across),
+        send=tuple(0.03125 * (1 + stage % 2) for stage in stages),
+        take=tuple(0.0625 * (1 + stage % 2) for stage in stages),
     )
     records = recorded(plan, costs)
     simulated = simulate(with_messages(plan), costs)
@@ -51,6 +59,8 @@ def test_a_step_as_simulated_has_the_simulated_bubble_and_the_costs_it_was_made_
     assert found.costs.forward == pytest.approx(costs.forward)
     for action in {action for row in plan.actions for action in row}:
         assert found.costs.of(action) == pytest.approx(costs.of(action))
+        if sent_after(action, plan.rank_of):
+            assert found.costs.sending(action.stage) == pytest.approx(costs.sending(action.stage))
 
 
 def test_the_bubble_is_what_lies_between_the_first_start_and_the_last_end():
@@ -87,6 +97,37 @@ def test_a_message_takes_what_a_rank_that_is_free_waits_and_a_busy_rank_says_not
     ]
     held_up[-1] = replace(held_up[-1], start_s=56.0, end_s=56.5)
     assert mean_costs([records, held_up], plan).message == pytest.approx((0.5,))  # of 0.25, 0.75, 0.5, 0.25 and 50.75
+
+
+def test_handling_messages_costs_a_rank_what_its_sends_took_and_waits_for_what_was_there() -> None:
+    plan = schedule("gpipe", 2, 2)
+    records = [
+        Record(0, "F", 0, 0, 0.0, 1.0),
+        Record(0, "send", 1, 0, 1.0, 1.25),
+        Record(0, "F", 0, 1, 1.25, 2.25),
+        Record(0, "send", 1, 1, 2.25, 2.75),
+        Record(1, "wait", 1, 0, 0.0, 1.5),  # for what had not come
+        Record(1, "F", 1, 0, 1.5, 3.5),
+        Record(1, "wait", 1, 1, 3.5, 3.625),  # what was there
+        Record(1, "F", 1, 1, 3.625, 5.625),
+        Record(1, "B", 1, 0, 5.625, 6.625),
+        Record(1, "send", 0, 0, 6.625, 6.625),
+        Record(1, "B", 1, 1, 6.625, 7.625),
+        Record(1, "send", 0, 1, 7.625, 7.625),
+        Record(0, "wait", 0, 0, 2.75, 7.125),
+        Record(0, "B", 0, 0, 7.125, 9.125),
+        Record(0, "wait", 0, 1, 9.125, 9.375),  # was there
+        Record(0, "B", 0, 1, 9.375, 11.375),
+    ]
+    costs = mean_costs([records], plan)
+    assert (costs.send, costs.take, costs.message) == ((0.375, 0.0), (0.25, 0.125), (0.5,))
+    compared = compare([records], plan)
+    assert compared.simulation.makespan_s == 11.375  # the same step: nothing else held a rank up
+    assert compared.simulated == pytest.approx(compared.measured)
+    quiet = [each for each in records if each.kind not in ("send", "wait")]
+    without = compare([quiet], plan)
+    assert (without.costs.send, without.costs.take) == ((0.0, 0.0), (0.0, 0.0))
+    assert without.simulation.makespan_s < 11.375
 
 
 def test_records_that_lack_an_action_are_refused_by_its_name():

@@ -88,6 +88,21 @@ def test_times_of_a_small_step_are_those_drawn() -> None:
     assert found.bubble_without_barrier == found.bubble
 
 
+def test_a_rank_goes_on_when_a_message_has_left_it_and_begins_when_it_has_taken_one() -> None:
+    """Actions of a second, a second and a half to send, half of one to take; a letter is half a second.
+
+    rank 0   FF > > > FF > > > . . . . BBBB
+    rank 1   . . FFFF FF ...                     takes what comes while it waits: that costs nothing more
+    """
+    costs = Costs(forward=(1.0, 2.0), send=(1.5, 0.0), take=(0.5, 0.5))
+    rows = simulated("gpipe", 2, 2, costs=costs).spans
+    found = [[(str(span.step), span.start_s, span.end_s) for span in row] for row in rows]
+    assert found[0][:2] == [("F0.0", 0, 1), ("F0.1", 2.5, 3.5)]
+    assert found[1][:2] == [("F1.0", 1, 3), ("F1.1", 3.5, 5.5)]  # the first is waited for, the second is there at 3.5
+    assert found[1][2:] == [("B1.0", 5.5, 7.5), ("B1.1", 7.5, 9.5)]
+    assert found[0][2:] == [("B0.0", 7.5, 9.5), ("B0.1", 10.0, 12.0)]
+
+
 def test_messages_on_one_way_follow_each_other() -> None:
     found = simulated("gpipe", 2, 3, costs=Costs(message=5.0))
     assert [(span.start_s, span.end_s) for span in found.messages[0]] == [(1, 6), (6, 11), (11, 16)]
@@ -117,6 +132,17 @@ def test_zero_bubble_orders_fit_what_actions_cost(
     assert max(fitted.peak_in_flight) <= min(ranks, microbatches) * (2 if name == "zbv" else 1)
 
 
+@pytest.mark.parametrize(("ranks", "microbatches", "at_most"), [(2, 8, 1.05), (4, 8, 1.24), (4, 16, 1.32)])
+def test_zbv_without_costs_is_not_much_longer_where_they_are_those_of_blocks(
+    ranks: int, microbatches: int, at_most: float
+) -> None:
+    """Of orders that are equally short for F = I = W, some took 1.23, 1.37 and 1.38 times a rank's work with these."""
+    blocks = Costs(1.75, 2.04, 1.07, 0.3)
+    found = simulated("zbv", ranks, microbatches, costs=blocks)
+    assert found.makespan_s <= at_most * 2 * microbatches * (1.75 + 2.04 + 1.07)
+    assert simulated("zbv", ranks, microbatches).makespan_s == 6 * microbatches + ranks - 1
+
+
 def test_every_cut_has_its_own_message_cost() -> None:
     """Three stages of a second; the way over the first cut takes 1 s, over the second 10 s, there and back."""
     found = simulated("gpipe", 3, 1, costs=Costs(message=(1.0, 10.0)))
@@ -135,3 +161,5 @@ def test_idle_time_shrinks_from_model_to_zbv() -> None:
 def test_simulating_refuses_costs_for_other_stages() -> None:
     with pytest.raises(ValueError, match="costs: input_gradient has 2 numbers, wanted 3"):
         simulated("gpipe", 3, 2, costs=Costs(input_gradient=(1.0, 1.0)))
+    with pytest.raises(ValueError, match="costs: send has 2 numbers, wanted 3, one for each of the stages"):
+        simulated("gpipe", 3, 2, costs=Costs(send=(1.0, 1.0)))

@@ -91,12 +91,12 @@ def test_zb1p_is_the_papers_drawing_when_f_i_and_w_take_the_same_time() -> None:
 def test_zbv_places_stages_down_the_ranks_and_up_again_and_takes_a_unit_more_than_its_work() -> None:
     assert schedule("zbv", 3, 4).rank_of == (0, 1, 2, 2, 1, 0)
     assert in_time(schedule("zbv", 2, 2)) == [
-        "FF.fifiIwIWwW",
+        "FF.fifiwIWwIW",
         ".FfFfiIiIwWwW",
     ]
     assert in_time(schedule("zbv", 2, 4)) == [
-        "FFFfiwfIiWFIwfiWwIWfiw.IW",
-        ".FfFfiIwFiIWfwFiIWfwWiIwW",
+        "FFFfiwfiIWFwIWfiwfiwIWIW",
+        ".FfFfiIwFiIWfwFWfiIwiIWwW",
     ]
 
 

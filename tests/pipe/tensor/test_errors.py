@@ -1,5 +1,6 @@
 """What cannot be split is refused with numbers, before anything is sent or changed."""
 
+import pickle
 from unittest import mock
 
 import pytest
@@ -110,3 +111,10 @@ def test_a_stage_may_lack_what_rows_speak_of():
 def test_only_a_gpt_has_a_plan():
     with pytest.raises(ValueError, match="of other models it has no plan"):
         split_gpt(build_vgg(VGG_SHAPES["vgg11"], 1), None)
+
+
+def test_a_split_model_is_not_pickled_but_its_state_is():
+    made = split_gpt(assemble_gpt(Case().shape), None)
+    with pytest.raises(TypeError, match=r"holds a process group: it cannot be pickled; save its state_dict\(\)"):
+        pickle.dumps(made.module)
+    assert pickle.dumps(made.module.state_dict())

@@ -1,0 +1,253 @@
+"""The bubble of a pipeline's step on GPUs as measured, beside the simulated one with the measured mean costs.
+
+    python benchmarks/gpu_bubble.py --gpus 4 --out FOLDER            python benchmarks/gpu_bubble.py --smoke --gpus 2
+
+GPT medium in bf16, cut by work over all GPUs of one host, micro-batches of 4 sequences of 1024 tokens: forward and
+backward of 4, 8 and 16 of them, with every schedule. Actions are replayed as CUDA graphs, so that GPUs and not their
+hosts are what takes time; `--eager` does without. What is measured is what `Pipeline.spans` says: events on the
+stream that computes, turned into seconds, ranks' clocks compared by pings. Beside it the simulator, with the means of
+what actions and messages took in the same step, and the formula, of stages alike. Medians of the steps.
+
+Reach: at most 3 points between measured and simulated, in every cell; about 90 s on 4 GPUs. `records.jsonl.gz` in the
+folder has every action of every step. Ranks are started once; what rank 0 has said until something fails is kept.
+"""
+
+import argparse
+import copy
+import gc
+import gzip
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import pipe_bubble  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+MODEL = "gpt-medium"
+SAMPLES = 4  # of a micro-batch
+FIRST_WARM_UP, WARM_UP = 6, 4  # steps, of which the second records graphs; the first cell's kernels are loaded too
+PATIENCE_S = 20.0  # for ranks to end when rank 0 has nothing more to say
+RECORDS = "records.jsonl.gz"
+DIGITS = 7  # of a second
+
+
+class Rank:
+    """One rank among the others, with the model that all cells cut."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        from gpu_sides import Scene, build_model
+
+        self.order = order
+        self.smoke: bool = order["smoke"]
+        self.number, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.device = torch.device("cpu") if self.smoke else torch.device("cuda", self.number)
+        limit = timedelta(seconds=60)
+        if self.smoke:
+            torch.set_num_threads(1)  # ranks share the cores
+            dist.init_process_group("gloo", timeout=limit)
+        else:
+            torch.cuda.set_device(self.device)
+            dist.init_process_group("nccl", device_id=self.device, timeout=limit)
+        self.control = dist.new_group(backend="gloo")  # whose messages wait for no GPU
+        self.scene = Scene(MODEL, SAMPLES, self.number, self.ranks, self.device, self.smoke, microbatches=1)
+        layers = nn.Sequential(OrderedDict(build_model(self.scene).named_children()))
+        self.layers = layers.to(torch.float32 if self.smoke else torch.bfloat16)
+
+    def say(self, what: str, **more: Any) -> None:
+        """Print a line of JSON on rank 0."""
+        if self.number == 0:
+            print(json.dumps({"say": what, **more}), flush=True)
+
+    def cell(self, name: str, microbatches: int, warm_up: int) -> None:
+        """Measure a schedule with so many micro-batches; rank 0 tells the row and keeps the records."""
+        from pipe_sides import OurSide
+
+        from pipe.timeline import clock_offsets, gather
+
+        began_s = time.monotonic()
+        context, vocabulary = self.scene.shape["context"], self.scene.shape["vocabulary"]
+        generator = torch.Generator(self.device).manual_seed(1)
+        size = (microbatches * SAMPLES, context + 1)
+        tokens = torch.randint(vocabulary, size, generator=generator, device=self.device)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        layers = copy.deepcopy(self.layers)  # a zero bubble's stay split
+        graphs = {"cuda_graphs": True} if self.order["graphs"] and not self.smoke else {}
+        pipeline = OurSide(name, layers, microbatches, sized=(SAMPLES, context), **graphs).pipeline
+        del layers
+        built_s = time.monotonic()
+        offsets, records, loss = clock_offsets(self.control), [], float("nan")
+        for step in range(warm_up + self.order["steps"]):
+            pipeline.module.zero_grad(set_to_none=True)
+            if not self.smoke:
+                torch.cuda.synchronize()
+            dist.barrier(self.control)
+            loss = float(pipeline.step(inputs, targets))
+            found = gather(pipeline.spans, self.control, offsets)
+            if step >= warm_up and found is not None:
+                records.append(found)
+        if not records:
+            return
+        about = {
+            "schedule": name,
+            "microbatches": microbatches,
+            "uncertainty_s": max(each.uncertainty_s for each in offsets),
+        }
+        row = pipe_bubble.row_of("gpu", pipeline.schedule, about, records)
+        actions = [list(map(str, each)) for each in pipeline.schedule.actions]
+        self.keep({**about, "cuts": pipeline.cuts, "actions": actions}, records)
+        seconds = {"build_s": built_s - began_s, "measure_s": time.monotonic() - built_s}
+        self.say("row", row={**row, "loss": loss, **seconds})
+
+    def rest(self) -> None:
+        """Let the memory of the last cell's graphs go."""
+        gc.collect()
+        if not self.smoke:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        dist.barrier(self.control)
+
+    def keep(self, found: dict[str, Any], records: list[list[Any]]) -> None:
+        """Append a cell's records to the file."""
+        steps = [
+            [[each.rank, each.kind, each.stage, each.microbatch, *_short(each.start_s, each.end_s)] for each in step]
+            for step in records
+        ]
+        with gzip.open(Path(self.order["out"]) / RECORDS, "at") as file:
+            file.write(json.dumps({**found, "steps": steps}) + "\n")
+
+
+def _short(*seconds: float) -> list[float]:
+    return [round(each, DIGITS) for each in seconds]
+
+
+def rank_main(order: dict[str, Any]) -> None:
+    """Be one rank of all cells."""
+    rank = Rank(order)
+    device = "cpu" if rank.smoke else torch.cuda.get_device_name()
+    rank.say("ready", ranks=rank.ranks, torch=torch.__version__, device=device)
+    warm_up = FIRST_WARM_UP
+    for name, microbatches in itertools.product(order["schedules"], order["microbatches"]):
+        rank.cell(name, microbatches, warm_up)
+        warm_up = WARM_UP
+        rank.rest()
+    dist.barrier(rank.control)
+    rank.say("done")
+    os._exit(0)  # without taking every communicator down
+
+
+def listen(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Start a rank a GPU, read what rank 0 says until it ends; when the time is over, all are ended."""
+    from gpu_throughput import end
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    order = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    common = {"WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **common, "BUBBLE_ORDER": json.dumps(order)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "gpu_bubble.py")],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+        )
+        for rank in range(args.gpus)
+    ]
+    said: list[dict[str, Any]] = []
+    watch = threading.Timer(args.limit_s, kill, [ranks])
+    watch.start()
+    assert ranks[0].stdout is not None
+    for line in ranks[0].stdout:
+        try:
+            said.append(json.loads(line))
+        except ValueError:
+            print(f"  | {line.decode(errors='replace').rstrip()}", flush=True)
+            continue
+        if said[-1]["say"] == "row":
+            tell(said[-1]["row"])
+        else:
+            print("  " + json.dumps(said[-1]), flush=True)
+    codes = end(ranks, patience_s=PATIENCE_S)
+    watch.cancel()
+    if any(codes):
+        said.append({"say": "failed", "why": f"ranks ended with {codes} within {args.limit_s:.0f} s"})
+        print(f"  PROBLEM: {said[-1]['why']}", flush=True)
+    return said
+
+
+def kill(ranks: "list[subprocess.Popen[bytes]]") -> None:
+    """End all ranks."""
+    for rank in ranks:
+        rank.kill()
+
+
+def tell(row: dict[str, Any]) -> None:
+    """Print a row as it comes, and below it what actions took."""
+    pipe_bubble.show([row], heading=False)
+    costs = {name: _in_ms(times) for name, times in row["costs"].items()}
+    points = " ".join(f"{each:+.1f}" for each in row["steps"])
+    print(f"    ms: F {costs['forward']}  I {costs['input_gradient']}  W {costs['weight_gradient']}", end="")
+    print(f"  message {costs['message']}; step {1e3 * row['step_s']:.1f}, simulated {1e3 * row['simulated_s']:.1f}")
+    print(f"    points of steps {points}; clock +-{1e6 * row['clock_s']:.0f} us; ", end="")
+    print(f"built in {row['build_s']:.1f} s, measured in {row['measure_s']:.1f} s; loss {row['loss']:.4f}", flush=True)
+
+
+def _in_ms(seconds: float | Sequence[float]) -> str:
+    return " ".join(f"{1e3 * each:.2f}" for each in (seconds if isinstance(seconds, Sequence) else [seconds]))
+
+
+def summary(said: list[dict[str, Any]], wanted: int, gpus: int) -> dict[str, Any]:
+    """Print the table of as many cells as are wanted; return the record."""
+    rows = [each["row"] for each in said if each["say"] == "row"]
+    failed = [each for each in said if each["say"] == "failed"]
+    if len(rows) < wanted and not failed:
+        failed = [{"say": "failed", "why": f"{len(rows)} of {wanted} cells were measured"}]
+    within = sum(row["reached"] for row in rows)
+    reached = within == wanted and not failed
+    pipe_bubble.show(rows)
+    print(f"reach: within {pipe_bubble.REACH_POINTS:.0f} points: {within} of {wanted}, {'yes' if reached else 'NO'}")
+    return {"benchmark": "gpu bubble", "gpus": gpus, "reached": reached, "failed": failed, "rows": rows}
+
+
+def main() -> int:
+    """Measure all cells, report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--schedules", nargs="+", choices=pipe_bubble.SCHEDULES, default=list(pipe_bubble.SCHEDULES))
+    parser.add_argument("--microbatches", nargs="+", type=int, default=list(pipe_bubble.MICROBATCHES))
+    parser.add_argument("--steps", type=int, default=8, help="measured, of each cell")
+    parser.add_argument("--eager", dest="graphs", action="store_false", help="launch kernels one by one")
+    parser.add_argument("--limit-s", type=float, default=240.0)
+    parser.add_argument("--smoke", action="store_true", help="a small GPT on the CPU: only to see that it runs")
+    parser.add_argument("--out", type=Path, default=Path("gpu-bubble"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / RECORDS).unlink(missing_ok=True)
+    began_s = time.monotonic()
+    record = summary(listen(args), len(args.schedules) * len(args.microbatches), args.gpus)
+    print(f"{time.monotonic() - began_s:.0f} s", flush=True)
+    (args.out / "gpu_bubble.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record))
+    return 0 if record["reached"] or (args.smoke and not record["failed"]) else 1
+
+
+if __name__ == "__main__":
+    if "BUBBLE_ORDER" in os.environ:
+        rank_main(json.loads(os.environ["BUBBLE_ORDER"]))
+    else:
+        sys.exit(main())

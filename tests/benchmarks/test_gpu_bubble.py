@@ -1,0 +1,49 @@
+"""What `gpu_bubble.py` makes of what its ranks said: no GPU is needed for that."""
+
+from typing import Any
+
+import gpu_bubble
+import pipe_bubble
+import pytest
+
+from pipe.schedules.costs import Costs
+from pipe.schedules.measured import Record
+from pipe.schedules.messages import with_messages
+from pipe.schedules.simulate import simulate
+from pipe.schedules.tables import schedule
+
+
+def said(name: str, late_s: float = 0.0) -> dict[str, Any]:
+    """Tell a row of a step that went as simulated, but for its last action."""
+    plan = schedule(name, 4, 8)
+    spans = simulate(with_messages(plan), Costs(0.002, 0.002, 0.002)).spans
+    step = [
+        Record(rank, each.step.kind, each.step.stage, each.step.microbatch, each.start_s, each.end_s)  # type: ignore[union-attr]
+        for rank, row in enumerate(spans)
+        for each in row
+    ]
+    last = max(range(len(step)), key=lambda index: step[index].end_s)
+    late = step[last]
+    step[last] = Record(late.rank, late.kind, late.stage, late.microbatch, late.start_s + late_s, late.end_s + late_s)
+    row = pipe_bubble.row_of("gpu", plan, {"uncertainty_s": 1e-5}, [step])
+    return {"say": "row", "row": {**row, "build_s": 1.0, "measure_s": 2.0, "loss": 11.0}}
+
+
+def test_every_cell_must_be_there_and_within_reach(capsys: pytest.CaptureFixture[str]) -> None:
+    good, bad = said("zb1p"), said("1f1b", late_s=0.01)
+    assert gpu_bubble.summary([good, said("1f1b")], 2, 4)["reached"]
+    assert "2 of 2, yes" in capsys.readouterr().out
+    assert not gpu_bubble.summary([good, bad], 2, 4)["reached"]
+    assert "1 of 2, NO" in capsys.readouterr().out
+    missing = gpu_bubble.summary([good], 2, 4)
+    assert (missing["reached"], missing["failed"][0]["why"]) == (False, "1 of 2 cells were measured")
+    failed = {"say": "failed", "why": "ranks ended with [0, 1, 0, 0] within 240 s"}
+    assert gpu_bubble.summary([good, good, failed], 2, 4)["failed"] == [failed]
+    assert not gpu_bubble.summary([good, good, failed], 2, 4)["reached"]
+
+
+def test_a_row_is_told_with_what_its_actions_took(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_bubble.tell(said("1f1b")["row"])
+    told = capsys.readouterr().out
+    assert "gpu    4 ranks 1f1b         m 8" in told
+    assert "F 2.00 2.00 2.00 2.00  I 4.00 4.00 4.00 4.00  W 0.00" in told

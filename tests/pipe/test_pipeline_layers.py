@@ -1,0 +1,207 @@
+"""Layers that a pipeline could get wrong: they write what they read, work in place, share weights, have few gradients.
+
+Each is compared with a loop in one process, bit for bit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.parametrizations import spectral_norm
+
+from jobs.train.world import World
+from pipe.pipeline import Pipeline
+from pipe.schedules.tables import schedule
+from support.data_parallel import distance, same_bits
+
+pytestmark = pytest.mark.ranks
+
+TOKENS, WIDTH, CLASSES = 7, 4, 7
+WAYS: list[dict[str, bool]] = [{}, {"recompute": True}, {"layerwise": True}]
+
+
+class Smoothed(nn.Module):
+    """Divides by a mean over the forwards so far: it reads the buffer that it writes, anew or in place."""
+
+    def __init__(self, *, anew: bool) -> None:
+        super().__init__()
+        self.anew = anew
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()
+            if self.anew:
+                self.mean = mean
+            else:
+                self.mean.copy_(mean)
+        return x / self.mean.clone()  # as it is now: autograd keeps it until the backward
+
+
+class Overwriting(nn.Module):
+    """Works in place by functions; no attribute says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2.0)
+        x[:, 0] = 0.0
+        return x
+
+
+def embedding(**settings: Any) -> list[nn.Module]:
+    return [nn.Embedding(TOKENS, WIDTH, **settings)]
+
+
+def tied(uses: int = 2, **settings: Any) -> nn.Sequential:
+    """The head has the embedding's weight, and so has a layer between where there are three uses."""
+    layers = nn.Sequential(
+        *embedding(**settings),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, CLASSES, bias=False),
+        nn.Linear(CLASSES, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, CLASSES, bias=False),
+    )
+    layers[5].weight = layers[0].weight
+    if uses == 3:
+        layers[2].weight = layers[0].weight
+    return layers
+
+
+def sharing() -> nn.Sequential:
+    """Two layers of one stage have one buffer."""
+    layers = nn.Sequential(
+        *embedding(), Smoothed(anew=False), Smoothed(anew=False), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+    )
+    layers[2].mean = layers[1].mean
+    return layers
+
+
+MODELS: dict[str, Callable[[], nn.Sequential]] = {
+    "spectral norm": lambda: nn.Sequential(
+        *embedding(), spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), spectral_norm(nn.Linear(WIDTH, CLASSES))
+    ),
+    "smoothed": lambda: nn.Sequential(
+        *embedding(), Smoothed(anew=True), nn.Linear(WIDTH, WIDTH), Smoothed(anew=False), nn.Linear(WIDTH, CLASSES)
+    ),
+    "one buffer": sharing,
+    "batch norm": lambda: nn.Sequential(
+        *embedding(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES)
+    ),
+    "in place at the cut": lambda: nn.Sequential(
+        *embedding(), nn.Linear(WIDTH, WIDTH), Overwriting(), Overwriting(), nn.Linear(WIDTH, CLASSES)
+    ),
+    "in place behind a view": lambda: nn.Sequential(
+        *embedding(), nn.Linear(WIDTH, WIDTH), nn.Flatten(), Overwriting(), nn.Linear(WIDTH, CLASSES)
+    ),
+    "sparse": lambda: nn.Sequential(
+        *embedding(sparse=True), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES)
+    ),
+    "tied": tied,
+    "sparse and tied": lambda: tied(sparse=True),
+    "tied thrice": lambda: tied(3),
+}
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(TOKENS, (9,), generator=generator), torch.randint(CLASSES, (9,), generator=generator)
+
+
+def wrong_steps(name: str, table: str, ranks: int, settings: dict[str, Any], *, within: float = 0.0) -> list[str]:
+    """Take two steps whose gradients add up, and a third one after they were set to zero, as a loop does."""
+    torch.manual_seed(1)
+    reference = MODELS[name]()
+    torch.manual_seed(1)
+    pipeline = Pipeline(MODELS[name](), schedule(table, ranks, 4), loss=functional.cross_entropy, **settings)
+    wanted = dict(reference.named_parameters(remove_duplicate=False))
+    problems = []
+    for step in range(3):
+        if step == 2:
+            for module in (reference, pipeline.module):
+                module.zero_grad(set_to_none="sparse" in name)
+        inputs, targets = batch(step)
+        kept = inputs.clone()
+        pipeline.step(inputs, targets)
+        for x, y in zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True):
+            (functional.cross_entropy(reference(x), y) * (len(x) / len(inputs))).backward()
+        problems += [] if torch.equal(inputs, kept) else [f"step {step}: the batch was overwritten"]
+        for own, parameter in pipeline.module.named_parameters():
+            found, right = whole(parameter.grad), whole(wanted[own].grad)
+            if not same_bits(found, right) and not (within and distance(found, right) < within):
+                problems.append(f"step {step}: gradient of {own} is off by {distance(found, right):.1e}")
+    state = reference.state_dict()
+    problems += [key for key, each in pipeline.module.state_dict().items() if not same_bits(each, state[key])]
+    return [f"{name}, {table}, {settings}: {each}" for each in problems]
+
+
+def whole(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.to_dense() if gradient.is_sparse else gradient
+
+
+CASES = [
+    *((name, "1f1b", way) for name in ("spectral norm", "smoothed", "one buffer", "batch norm") for way in WAYS[1:]),
+    *((f"in place {where}", "1f1b", way) for where in ("at the cut", "behind a view") for way in WAYS),
+    ("spectral norm", "zbv", WAYS[1]),
+    ("in place at the cut", "zb1p", WAYS[2]),
+    *((name, table, WAYS[0]) for name in ("sparse", "tied", "sparse and tied") for table in ("1f1b", "zbv")),
+    ("tied", "interleaved", WAYS[1]),
+    ("tied", "zb1p", WAYS[2]),
+    ("tied thrice", "zbv", WAYS[0]),
+]
+
+
+def wrong_layers(world: World) -> list[str]:
+    problems = []
+    for name, table, way in CASES:
+        problems += wrong_steps(name, table, world.size, {**way, "exact": True})
+    for name, table in (("tied", "1f1b"), ("sparse and tied", "zbv")):
+        problems += wrong_steps(name, table, world.size, {}, within=1e-6)
+    return problems
+
+
+def test_layers_that_write_overwrite_and_share_are_those_of_a_loop(on_ranks):
+    assert on_ranks(2, wrong_layers) == [[]] * 2
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["whole", "recompute", "layerwise"])
+def test_weights_that_stages_of_one_rank_share_have_a_loops_bits_where_exact(way: dict[str, bool]):
+    table = schedule("interleaved", 1, 4, chunks=3)
+    torch.manual_seed(1)
+    reference = tied(3)
+    torch.manual_seed(1)
+    pipeline = Pipeline(tied(3), table, loss=functional.cross_entropy, exact=True, **way)
+    inputs, targets = batch(0)
+    pipeline.step(inputs, targets)
+    for x, y in zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True):
+        (functional.cross_entropy(reference(x), y) * (len(x) / len(inputs))).backward()
+    for (name, found), wanted in zip(pipeline.module.named_parameters(), reference.parameters(), strict=True):
+        assert same_bits(found.grad, wanted.grad), name
+
+
+class Sometimes(nn.Module):
+    """Writes a buffer in its second forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards == 2:
+            self.seen += 1.0
+        return x + self.seen
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=["recompute", "layerwise"])
+def test_a_buffer_that_a_second_forward_would_not_find_as_it_was_is_refused(way: dict[str, bool]):
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Sometimes()), nn.Linear(2, 2))
+    pipeline = Pipeline(layers, schedule("gpipe", 1, 4), loss=functional.mse_loss, **way)
+    with pytest.raises(
+        RuntimeError, match=r"layer '1\.0' has written its buffer 'seen', which it did not in its first"
+    ):
+        pipeline.step(torch.ones(8, 2), torch.ones(8, 2))
