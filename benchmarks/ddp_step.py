@@ -20,12 +20,13 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from rank_processes import in_nodes, on_loopback, timed
+from rank_processes import in_nodes, on_loopback
+from step_sides import apart, be_a_rank, compared, in_turns, told
 
 REACH = {"cpu": 1.00, "wall": 1.03}
 NODES = 4
@@ -45,43 +46,22 @@ def measure(model: str, repeats: int, steps: int, *, tiny: bool = False) -> dict
     before = loops["ours"].weights()
     for loop in loops.values():
         loop.step()
-    apart = {"gradients": _apart([loop.gradients() for loop in loops.values()])}
+    distances = {"gradients": apart([loop.gradients() for loop in loops.values()])}
     for loop in loops.values():  # torch's deals its buckets anew after the first step
         loop.step()
-    times: dict[str, list[tuple[float, float]]] = {side: [] for side in loops}
-    for repeat in range(repeats):
-        for side in list(loops)[:: 1 if repeat % 2 == 0 else -1]:
-            times[side].append(_block(loops[side], steps))
-    apart["weights"] = _apart([loop.weights() - before for loop in loops.values()], norm=2)
-    return {"times": times, "apart": apart}
+    times = in_turns({side: partial(_block, loop, steps) for side, loop in loops.items()}, repeats)
+    distances["weights"] = apart([loop.weights() - before for loop in loops.values()], norm=2)
+    return {"times": times, "apart": distances}
 
 
-def _apart(sides: Sequence[Any], norm: float = float("inf")) -> float:
-    first, *others = sides
-    return max(((other - first).norm(norm) / first.norm(norm)).item() for other in others)
-
-
-def _block(loop: Any, steps: int) -> tuple[float, float]:
-    """Train a block of steps; return the CPU seconds of all ranks and the wall seconds of the slowest."""
-
-    def block() -> None:
-        for _ in range(steps):
-            loop.step()
-
-    return timed(block)
+def _block(loop: Any, steps: int) -> None:
+    for _ in range(steps):
+        loop.step()
 
 
 def rank_main(args: argparse.Namespace) -> None:
     """Be one rank; rank 0 prints."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = {model: measure(model, args.repeats, args.steps) for model in args.models}
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
+    be_a_rank(lambda: {model: measure(model, args.repeats, args.steps) for model in args.models})
 
 
 def launch(args: argparse.Namespace, rate: str) -> dict[str, Any]:
@@ -102,10 +82,7 @@ def rows_of(where: str, model: str, found: dict[str, Any]) -> list[dict[str, Any
     agree = found["apart"]["gradients"] <= SAME_GRADIENTS and found["apart"]["weights"] <= SAME_WEIGHTS
     for side in SIDES[model][1:]:
         row: dict[str, Any] = {"where": where, "model": model, "against": side, "agree": agree, **found["apart"]}
-        for place, clock in enumerate(("cpu", "wall")):
-            mine, theirs = ([each[place] for each in found["times"][name]] for name in ("ours", side))
-            ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
-            row[clock] = {"ratio": statistics.median(ratios), "ratios": ratios, "ours": mine, "theirs": theirs}
+        row |= compared(found["times"]["ours"], found["times"][side])
         row["claim"] = side == "torch"
         row["reached"] = agree and all(row[clock]["ratio"] <= limit for clock, limit in REACH.items())
         rows.append(row)
@@ -116,12 +93,8 @@ def show(rows: Sequence[dict[str, Any]], steps: int) -> None:
     """Print the table; times are of one step."""
     print(f"{'':22} {'against':15} {'CPU a step, ours / theirs':>28} {'wall a step, ours / theirs':>28}")
     for row in rows:
-        texts = []
-        for clock in ("cpu", "wall"):
-            mine, theirs = (1e3 * statistics.median(row[clock][side]) / steps for side in ("ours", "theirs"))
-            texts.append(f"{mine:7.0f} / {theirs:5.0f} ms  {row[clock]['ratio']:6.3f}")
         verdict = ("yes" if row["reached"] else "NO") if row["claim"] else "(its default)"
-        print(f"{row['model']:8} {row['where']:13} {row['against']:15} {texts[0]:>28} {texts[1]:>28}   {verdict}")
+        print(f"{row['model']:8} {row['where']:13} {row['against']:15} {told(row, steps)}   {verdict}")
         if not row["agree"]:
             print(
                 f"         gradients are {row['gradients']:.1e} apart, weights {row['weights']:.1e}: NOT the same work"

@@ -22,17 +22,17 @@ import argparse
 import json
 import os
 import platform
-import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
-from rank_processes import in_nodes, on_loopback, timed
+from rank_processes import in_nodes, on_loopback
+from step_sides import CLOCKS, apart, be_a_rank, compared, in_turns, told
 
 NODES = 4
 LIMIT_S = 900.0
-CLOCKS = ("cpu", "wall")
 SAME_GRADIENTS = 1e-5  # of the largest
 SAME_WEIGHTS = 0.05  # of the distance that they have moved
 MODELS = ("gpt-5m", "vgg11")
@@ -82,55 +82,35 @@ def measure(
     before = loops[sides[0]].weights()
     for loop in loops.values():
         loop.step()
-    apart = {"gradients": _apart([loop.gradients() for loop in loops.values()])}
+    distances = {"gradients": apart([loop.gradients() for loop in loops.values()])}
     for loop in loops.values():  # torch's DDP deals its buckets anew after the first step
         loop.step()
         loop.rest()
     # Now, not at the end: VGG-11 makes a quarter of its way out of a rounding within 40 steps.
-    apart["weights"] = _apart([loop.weights() - before for loop in loops.values()], norm=2)
-    times: dict[str, list[tuple[float, float]]] = {side: [] for side in loops}
-    for repeat in range(repeats):
-        for side in list(loops)[:: 1 if repeat % 2 == 0 else -1]:
-            times[side].append(_block(loops[side], steps))
-    return {"times": times, "apart": apart}
+    distances["weights"] = apart([loop.weights() - before for loop in loops.values()], norm=2)
+    times = in_turns({side: partial(_block, loop, steps) for side, loop in loops.items()}, repeats)
+    return {"times": times, "apart": distances}
 
 
-def _apart(sides: Sequence[Any], norm: float = float("inf")) -> float:
-    first, *others = sides
-    return max(((other - first).norm(norm) / first.norm(norm)).item() for other in others)
-
-
-def _block(loop: Any, steps: int) -> tuple[float, float]:
-    """Train a block of steps; return the CPU seconds of all ranks and the wall seconds of the slowest."""
-
-    def block() -> None:
-        for _ in range(steps):
-            loop.step()
-        loop.rest()
-
-    return timed(block)
+def _block(loop: Any, steps: int) -> None:
+    for _ in range(steps):
+        loop.step()
+    loop.rest()
 
 
 def rank_main(args: argparse.Namespace) -> None:
     """Be one rank; rank 0 prints."""
-    import torch
-    import torch.distributed as dist
-
     from ddp.malloc import keep_freed_memory
 
-    torch.set_num_threads(1)
+    def measure_all() -> dict[str, list[dict[str, Any]]]:
+        more = {"optimizer": args.optimizer, "light": args.light}
+        return {
+            model: [measure(model, FAMILIES[each], args.repeats, args.steps, **more) for each in args.families]
+            for model in args.models
+        }
+
     keep_freed_memory()  # for all sides, as ranks of jobs do
-    dist.init_process_group("gloo")
-    found = {
-        model: [
-            measure(model, FAMILIES[family], args.repeats, args.steps, optimizer=args.optimizer, light=args.light)
-            for family in args.families
-        ]
-        for model in args.models
-    }
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
-    dist.destroy_process_group()
+    be_a_rank(measure_all)
 
 
 def launch(args: argparse.Namespace, where: int | str) -> dict[str, Any]:
@@ -155,10 +135,7 @@ def rows_of(where: str, model: str, families: Sequence[dict[str, Any]]) -> list[
                 continue
             agree = found["apart"]["gradients"] <= SAME_GRADIENTS and found["apart"]["weights"] <= SAME_WEIGHTS
             row: dict[str, Any] = {"where": where, "model": model, "ours": claim.ours, "against": claim.theirs}
-            for place, clock in enumerate(CLOCKS):
-                mine, theirs = ([each[place] for each in found["times"][side]] for side in (claim.ours, claim.theirs))
-                ratios = [one / other for one, other in zip(mine, theirs, strict=True)]
-                row[clock] = {"ratio": statistics.median(ratios), "ratios": ratios, "ours": mine, "theirs": theirs}
+            row |= compared(found["times"][claim.ours], found["times"][claim.theirs])
             reach = claim.reach.get(model)
             reached = agree and all(reach is None or row[clock]["ratio"] <= reach for clock in CLOCKS)
             rows.append({**row, "agree": agree, **found["apart"], "reach": reach, "reached": reached})
@@ -169,16 +146,12 @@ def show(rows: Sequence[dict[str, Any]], steps: int) -> None:
     """Print the table; times are of one step."""
     print(f"{'':30} {'against':15} {'CPU a step, ours / theirs':>28} {'wall a step, ours / theirs':>28}   reach")
     for row in rows:
-        texts = []
-        for clock in CLOCKS:
-            mine, theirs = (1e3 * statistics.median(row[clock][side]) / steps for side in ("ours", "theirs"))
-            texts.append(f"{mine:7.0f} / {theirs:5.0f} ms  {row[clock]['ratio']:6.3f}")
         verdict = f"<= {row['reach']:.2f}: {'yes' if row['reached'] else 'NO'}" if row["reach"] else "(beside)"
         named = f"{row['model']:8} {row['where']:13} {row['ours']:7}"
-        print(f"{named} {row['against']:15} {texts[0]:>28} {texts[1]:>28}   {verdict}")
+        print(f"{named} {row['against']:15} {told(row, steps)}   {verdict}")
         if not row["agree"]:
-            apart = f"gradients are {row['gradients']:.1e} apart, weights {row['weights']:.1e}"
-            print(f"         {apart}: NOT the same work")
+            why = f"gradients are {row['gradients']:.1e} apart, weights {row['weights']:.1e}"
+            print(f"         {why}: NOT the same work")
 
 
 def main() -> int:
@@ -209,8 +182,8 @@ def main() -> int:
     reached = all(row["reached"] for row in rows)
     print(f"reach, all of it: {'yes' if reached else 'NO'}")
     machine = {"cores": os.cpu_count(), "python": platform.python_version(), "steps": args.steps}
-    told = {"benchmark": "zero step", "optimizer": args.optimizer, "light": args.light, "reached": reached, **machine}
-    print(json.dumps({**told, "rows": rows}))
+    record = {"benchmark": "zero step", "optimizer": args.optimizer, "light": args.light, "reached": reached, **machine}
+    print(json.dumps({**record, "rows": rows}))
     return 0 if reached else 1
 
 

@@ -1,4 +1,4 @@
-"""What `.ci/run` does when tests fail: it runs a few of them once more, loudly; the rest of it is lines of its own."""
+"""What `.ci/run` does with tests: two rows of them beside each other, and a few that fail once more, loudly."""
 
 import os
 import re
@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = (Path(__file__).resolve().parents[1] / ".ci/run").read_text(encoding="utf-8")
+FUNCTIONS = re.findall(r"^(?:stage|tests)\(\) \{.*?\}$", SCRIPT, re.MULTILINE | re.DOTALL)
+ROWS = SCRIPT[SCRIPT.index("# Two rows of tests") :]
 HEADING = "!! FAILED THE FIRST TIME: "
 TESTS = """
 import pathlib
@@ -35,7 +37,6 @@ def test_of_chance(number, pytestconfig):
 def test_up_to_five_failed_tests_are_run_once_more_and_named(
     tmp_path: Path, failures: str, code: int, again: list[int] | None
 ) -> None:
-    functions = re.findall(r"^(?:stage|tests)\(\) \{.*?\}$", SCRIPT, re.MULTILINE | re.DOTALL)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     for name, command in (("python", ""), ("pytest", " -m pytest -q")):
         (tmp_path / f".venv/bin/{name}").write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n')
@@ -45,7 +46,7 @@ def test_up_to_five_failed_tests_are_run_once_more_and_named(
     script = "\n".join(
         [
             "set -euo pipefail",
-            *functions,
+            *FUNCTIONS,
             "tests 'true && .venv/bin/pytest -k chance' .pytest_cache -k chance",
             "echo on",
         ]
@@ -66,3 +67,32 @@ def test_up_to_five_failed_tests_are_run_once_more_and_named(
     assert named == [f"!! test_them.py::test_of_chance[{number}]" for number in again or []]
     times = [len((tmp_path / f"runs-{number}").read_text()) for number in range(8)]
     assert times == [2 if number in (again or []) else 1 for number in range(8)]
+
+
+@pytest.mark.parametrize("fails", ["nothing", "cluster", "tests/launch", "plain"])
+def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: Path, fails: str) -> None:
+    """A `pytest` that writes down how it was called stands for the tests; the README's line gives it no word."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    called = 'echo "${PYTEST_ADDOPTS:-} | $*" >>calls; case "${*:-plain}" in *"$FAILS"*) exit 2; esac'
+    for name, text in (("setup.sh", "exit 0"), (".venv/bin/pytest", called)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "README.md").write_text("./setup.sh --dev && .venv/bin/pytest\n")
+    ended = subprocess.run(
+        ["bash", "-c", "\n".join(["set -euo pipefail", *FUNCTIONS, ROWS])],
+        cwd=tmp_path,
+        env={**os.environ, "FAILS": fails, "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0 if fails == "nothing" else 2, "")
+    calls = [line.split(" | ") for line in (tmp_path / "calls").read_text().splitlines()]
+    (plain,) = [options.split() for options, words in calls if not words]
+    (folder,) = [words.split()[-1] for _, words in calls if "cluster" not in words and words]
+    assert len(calls) == 3
+    assert [option for option in plain if option.startswith("--") and "durations" not in option] == [
+        f"--ignore={folder}"
+    ]
+    assert (Path(__file__).parents[1] / folder).is_dir()

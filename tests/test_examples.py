@@ -6,13 +6,14 @@ import os
 import random
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from collectives_bench.settings import BenchSettings
-from jobs.datafiles import write_facts
+from jobs.datafiles import prepare_python_source, write_facts
 from jobs.files import read_lines
 from jobs.load import EXAMPLES, load_job
 from jobs.rundir import RunDir
@@ -31,7 +32,7 @@ SHORTENED = {"vgg11-ddp", "vgg11-gather-scatter"}
 
 @pytest.fixture(scope="module")
 def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Lay out a prepared CIFAR-10 of 512 + 64 images: what `muster data cifar10` leaves, only smaller."""
+    """Lay out a CIFAR-10 of 512 + 64 images and a python-source of one package: what is prepared, only smaller."""
     root = tmp_path_factory.mktemp("data")
     (root / "cifar10").mkdir()
     draw = random.Random(0)
@@ -39,6 +40,7 @@ def data_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rows = b"".join(bytes([draw.randrange(10)]) + draw.randbytes(3072) for _ in range(images))
         (root / "cifar10" / f"{name}.u8").write_bytes(rows)
     write_facts(root / "cifar10" / "meta.json", {"source": "made for a test"})
+    prepare_python_source(root, Path(sysconfig.get_path("stdlib")) / "asyncio")
     return root
 
 

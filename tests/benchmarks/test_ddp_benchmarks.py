@@ -12,6 +12,7 @@ import ddp_exposed
 import ddp_memory
 import ddp_models
 import ddp_step
+import step_sides
 
 from jobs.train.world import World
 
@@ -38,7 +39,7 @@ def other_work(world: World) -> float:
     loops[0].step()
     next(loops[1].batches)
     loops[1].step()
-    return ddp_step._apart([loop.gradients() for loop in loops])
+    return step_sides.apart([loop.gradients() for loop in loops])
 
 
 @pytest.mark.ranks

@@ -21,10 +21,10 @@ from support.live import wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 
-VGG = """
-name: vgg
+TRAINING = """
+name: nano
 nodes: 4
-train: {model: vgg11, data: digits, mode: allreduce, batch_size: 32, steps: 3, log_every: 1, evaluate: false}
+train: {model: gpt-nano, data: synthetic, mode: allreduce, batch_size: 8, steps: 3, log_every: 1, evaluate: false}
 """
 HELLO = "name: hello\nnodes: 4\nbench: {operation: hello}\n"
 SLEEP = "name: sleep\nnodes: 4\ngrace_s: 1\ncommand: [sleep, '1000']\n"
@@ -134,7 +134,7 @@ REMOTE = [name for name in TRANSPORTS if name != "local"]
 @pytest.fixture(scope="session")
 def losses_on_one_machine(tmp_path_factory: pytest.TempPathFactory, box: LiveBox) -> list[float]:
     muster = Muster(box, tmp_path_factory.mktemp("local"))
-    code, said = local(muster, VGG)
+    code, said = local(muster, TRAINING)
     assert code == 0, said
     return losses(muster)
 
@@ -152,7 +152,7 @@ def took_the_interface_between_the_nodes_and_left_nothing(muster: Muster) -> boo
 
 @pytest.mark.parametrize("transport", REMOTE)
 def test_training_gives_the_same_bits_over_every_transport(transport, muster, losses_on_one_machine) -> None:
-    code, said = TRANSPORTS[transport](muster, VGG)
+    code, said = TRANSPORTS[transport](muster, TRAINING)
     assert code == 0, said
     assert len(losses_on_one_machine) == 3
     assert losses(muster) == losses_on_one_machine
@@ -216,7 +216,7 @@ def test_arguments_and_variables_survive_byte_for_byte(transport, muster, tmp_pa
 # Bad nodes and lost ones ----------------------------------------------------------------------------------------------
 
 
-# To the supervisor a killed node is a closed connection, as a killed agent is: see test_run.py, and the kills of nodes.
+# To the supervisor a killed node is a closed connection, as a killed agent is: see test_run_stopping.py.
 @pytest.mark.parametrize(
     ("how", "transport"),
     [("power", "ssh"), soaked("kill", "ssh"), ("unplug", "ssh"), ("freeze", "ssh"), ("power", "pdsh")],
@@ -314,7 +314,7 @@ def test_without_shared_storage_logs_and_metrics_come_home(apart_box: LiveBox, t
     muster = Muster(apart_box, tmp_path)
     assert apart_box.runs is not None
     muster.runs = apart_box.runs
-    code, _, err = muster.call("run", muster.job(), "--hosts", apart_box.spelt, "--on", "ssh", job=VGG)
+    code, _, err = muster.call("run", muster.job(), "--hosts", apart_box.spelt, "--on", "ssh", job=TRAINING)
     assert code == 0, err
     assert err.count("failover across nodes is off") == 1
     assert losses(muster) == losses_on_one_machine

@@ -11,6 +11,7 @@ from jobs.checkpoint.pieces import Piece, whole
 from jobs.checkpoint.read import Reader
 from jobs.checkpoint.shard import write_shard
 from jobs.files import write_json
+from jobs.reports import Reporter
 from jobs.rundir import RunDir
 
 SHAPE = (6, 4)
@@ -82,3 +83,17 @@ class Saved:
                 if bytes(buffer) != content(manifest.step, name, len(buffer)):
                     return False
         return reader.names() == ["model/flat", "model/split", "model/whole", "optimizer/whole/step"]
+
+
+class Told(Reporter):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.rows: list[dict[str, Any]] = []
+
+    def _send(self, report: dict[str, Any]) -> None:
+        self.rows.append(report)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["report"] == kind]

@@ -14,6 +14,12 @@ from jobs.rundir import RunDir
 from launch.processes import of_run
 
 DEADLINE_S = 90.0
+SLEEP = "import time; print('ready'); time.sleep(1000)"
+TRAINING = """
+nodes: 2
+grace_s: 1
+train: {model: vgg11, data: digits, mode: ddp, batch_size: 32, epochs: 100, log_every: 1, loader_workers: 2}
+"""
 
 
 class LiveRun:
@@ -93,3 +99,9 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
 def argv(code: str) -> str:
     """The `command:` section that runs a piece of Python."""
     return f"command: {json.dumps([sys.executable, '-c', code])}\n"
+
+
+def two_by_two(code: str, **keys: object) -> str:
+    """A job file that runs a piece of Python on two nodes of two ranks; more keys of the job may follow."""
+    more = "".join(f"{key}: {value}\n" for key, value in keys.items())
+    return f"nodes: 2\nranks_per_node: 2\ngrace_s: 1\n{more}{argv(code)}"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,24 @@ def by_hand(folder: Path, ranks: range, world_size: int, *more: str) -> list:
     )
 
 
+@dataclass(frozen=True)
+class Hand:
+    """A run of two ranks whose lines were pasted: what each said, with its code; when it began, how long it took."""
+
+    results: list
+    run: Path
+    began: float
+    waited: float
+
+
+@pytest.fixture(scope="module")
+def hand(tmp_path_factory) -> Hand:
+    """Paste the lines of two ranks, once."""
+    folder, began = tmp_path_factory.mktemp("hand") / "runs", time.time()
+    results = by_hand(folder, range(2), 2)
+    return Hand(results, only_run(folder), began, time.time() - began)
+
+
 @pytest.fixture
 def run_here(on_ranks, tmp_path_factory) -> Callable[..., list]:
     """Return a function that runs `jobs.train` with each list of arguments, in forks."""
@@ -94,24 +113,23 @@ def losses(run: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(tmp_path):
-    (out, err, code), (silent, _, other_code) = by_hand(tmp_path / "hand", range(2), 2)
+def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(hand, tmp_path):
+    (out, err, code), (silent, _, other_code) = hand.results
     assert (code, other_code, silent) == (0, 0, ""), err
     assert [line.split()[1] for line in out.splitlines() if line.startswith("step")] == ["1/4", "3/4", "4/4"]
-    run = only_run(tmp_path / "hand")
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (hand.run / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["submitted", "attempt", "ended"]
     assert (events[0]["transport"], events[0]["world_size"], events[2]["code"]) == ("direct", 2, 0)
-    assert {path.name for path in run.iterdir()} >= {"job.yaml", "attempts.jsonl", "metrics.jsonl", "attempt-000"}
+    assert {path.name for path in hand.run.iterdir()} >= {"job.yaml", "attempts.jsonl", "metrics.jsonl", "attempt-000"}
     for rank in range(2):
-        assert len((run / "attempt-000" / f"metrics-{rank:05d}.jsonl").read_text().splitlines()) == 4
+        assert len((hand.run / "attempt-000" / f"metrics-{rank:05d}.jsonl").read_text().splitlines()) == 4
 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command = [*torchrun, *port, "-m", "jobs.train", str(JOB), "--runs", str(tmp_path / "torchrun")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
-    assert losses(only_run(tmp_path / "torchrun")) == losses(run)
+    assert losses(only_run(tmp_path / "torchrun")) == losses(hand.run)
 
 
 def test_one_rank_needs_no_flags_and_no_port(run_here, tmp_path):
@@ -164,12 +182,10 @@ def test_nodes_that_read_different_data_are_refused_by_name(forked, tmp_path):
         assert "of rank 1 differs from rank 0's; copy rank 0's files to those nodes" in err
 
 
-def test_the_losses_are_those_of_muster_run(forked, tmp_path):
-    direct = forked(tmp_path / "direct", range(2), 2)
-    assert [code for _, _, code in direct] == [0, 0], direct
+def test_the_losses_are_those_of_muster_run(hand, tmp_path):
     live = LiveRun(tmp_path, JOB.read_text())
     assert live.end() == 0, live.err
-    assert losses(live.run.path) == losses(only_run(tmp_path / "direct"))
+    assert losses(live.run.path) == losses(hand.run)
 
 
 def test_a_folder_that_cannot_be_made_ends_every_rank_with_the_reason(forked, tmp_path):
@@ -180,18 +196,15 @@ def test_a_folder_that_cannot_be_made_ends_every_rank_with_the_reason(forked, tm
         assert "choose another folder with --runs DIR" in err
 
 
-def test_pretend_nodes_by_hand_are_nodes_and_the_run_took_from_its_first_moment_to_its_last(tmp_path):
-    began = time.time()
-    results = by_hand(tmp_path, range(2), 2)
-    waited = time.time() - began
-    assert [code for _, _, code in results] == [0, 0], results
-    state = read_state(RunDir(only_run(tmp_path)))
+def test_pretend_nodes_by_hand_are_nodes_and_the_run_took_from_its_first_moment_to_its_last(hand):
+    assert [code for _, _, code in hand.results] == [0, 0], hand.results
+    state = read_state(RunDir(hand.run))
     assert (state.nodes, state.world_size) == (2, 2)
     # Importing torch alone takes longer than four steps: the time before the ranks met is in it.
-    own = [json.loads(line)["step_s"] for line in (only_run(tmp_path) / "metrics.jsonl").read_text().splitlines()]
+    own = [json.loads(line)["step_s"] for line in (hand.run / "metrics.jsonl").read_text().splitlines()]
     assert state.seconds is not None
-    assert sum(own) < state.seconds < waited
-    assert began < state.started < began + waited / 2
+    assert sum(own) < state.seconds < hand.waited
+    assert hand.began < state.started < hand.began + hand.waited / 2
 
 
 def test_a_job_of_two_ranks_that_is_started_as_one_says_so_and_goes_on(run_here, tmp_path):

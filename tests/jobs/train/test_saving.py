@@ -16,12 +16,12 @@ from jobs.checkpoint.choose import newest_good
 from jobs.checkpoint.read import Reader
 from jobs.errors import RefusedError, StorageError
 from jobs.failover_settings import CheckpointSettings
-from jobs.reports import Reporter
 from jobs.rundir import RunDir
 from jobs.train.saving import Saver, Target
 from jobs.train.schedule import Schedule
 from jobs.train.state import Part, whole_part
 from jobs.train.world import World
+from support.checkpoints import Told
 
 DEADLINE_S = 20.0
 
@@ -34,20 +34,6 @@ class Engine:
 
     def held_state(self) -> list[Part]:
         return [whole_part("model/weight", self.weight)]
-
-
-class Told(Reporter):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self.rows: list[dict[str, Any]] = []
-
-    def _send(self, report: dict[str, Any]) -> None:
-        self.rows.append(report)
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [row for row in self.rows if row["report"] == kind]
 
 
 class Training:

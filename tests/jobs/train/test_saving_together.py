@@ -4,7 +4,6 @@ import resource
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,22 +21,12 @@ from jobs.train.helper import WriterProcess
 from jobs.train.main import Start, train_in
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
+from support.checkpoints import Told
 from support.resuming import GPT, attempt
 
 pytestmark = pytest.mark.ranks
 
 JOB = {**GPT, "mode": "ddp", "log_every": 1, "steps": 500}
-
-
-class Told(Reporter):
-    """Keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self.rows: list[dict[str, Any]] = []
-
-    def _send(self, report: dict[str, Any]) -> None:
-        self.rows.append(report)
 
 
 def train_beside_a_full_disk(world: World, folder: str, settings: dict, checkpoint: dict, failing: int) -> dict:

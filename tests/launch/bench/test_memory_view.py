@@ -108,3 +108,27 @@ def test_a_file_that_is_not_there_and_a_job_that_does_not_train(capsys, tmp_path
     other.write_text("name: x\ncommand: [echo]\n")
     assert main(["memory", str(other)]) != 0
     assert "is a command: job" in capsys.readouterr().err
+
+
+def test_a_product_has_a_line_of_its_own(capsys, job):
+    split = "train.parallel={data: 2, pipe: 2, zero: 1, schedule: 1f1b, microbatches: 4}"
+    job = Path(job)
+    job.write_text(JOB.replace("  mode: zero2\n", ""))
+    found = record(capsys, str(job), "--set", split)
+    product = found["data 2, zero 1 x pipe 2 by 1f1b"]
+    assert [mode for mode, row in found.items() if row.get("is_jobs")] == ["data 2, zero 1 x pipe 2 by 1f1b"]
+    memory = product["memory"]
+    assert memory["optimizer"] == memory["parameters"], "two states of half the parameters"
+    assert 2 * PARAMETERS < memory["parameters"] < 2.1 * PARAMETERS, "the fuller half, with a copy of the embedding"
+    by_hand = record(capsys, str(job), "--set", split, "--set", "train.cut=[block2]")
+    assert by_hand["data 2, zero 1 x pipe 2 by 1f1b"]["memory"]["parameters"] > 3 * PARAMETERS
+    assert found["all"]["ranks"] == 4
+
+
+def test_a_pipeline_that_cannot_be_cut_is_told_in_its_line_and_a_product_is_refused(capsys, job):
+    nano = ("--set", "train.model=gpt-nano", "--set", "train.mode=zbv")
+    assert record(capsys, job, *nano)["zbv"]["memory"] is None
+    split = ("--set", "train.parallel={data: 3, pipe: 2}")
+    Path(job).write_text(JOB.replace("  mode: zero2\n", ""))
+    assert main(["memory", job, *split]) == 78
+    assert "data 3 x pipe 2 makes 6 ranks, the job has 4" in capsys.readouterr().err

@@ -22,7 +22,15 @@ def row(name: str, kind: str, **fields: Any) -> dict[str, Any]:
 
 
 def record(*rows: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    whole = {"job": "nano", "mode": "ddp", "exact": False, "world_size": 3, "virtual_ranks": 3, "device": "cpu"}
+    whole = {
+        "job": "nano",
+        "mode": "ddp",
+        "split": "ddp",
+        "exact": False,
+        "world_size": 3,
+        "virtual_ranks": 3,
+        "device": "cpu",
+    }
     whole |= {"precision": "fp32", "steps": 1, "batch_size": 16, "class": "bitwise", "why": "the same order"}
     whole |= {"losses": [{"step": 1, "mode": 5.5, "reference": 5.5}], "differing_ranks": {}, "pass": True}
     return {**whole, "rows": list(rows), **fields}
@@ -49,6 +57,15 @@ def test_a_gradient_within_its_bound_shows_its_distance() -> None:
     assert "744 ulp, 7.3e-12" in text
     assert "PASS" in text
     assert "4.8e-07 away" in " ".join(text.split())
+
+
+def test_of_split_layers_losses_and_outputs_are_within_what_rounding_reaches() -> None:
+    near = {"bitwise": False, "ulp": 3, "difference": 2.1e-07, "tolerance": 4.4e-06}
+    text = page(record(row(LONG_NAME, "parameter"), row("output on test batch", "output", **near), **{"class": "near"}))
+    assert "3 ulp, 2.1e-07" in text
+    assert "class near: the same order; 1 of 2 comparisons bitwise equal, the others within what rounding" in " ".join(
+        text.split()
+    )
 
 
 def test_what_is_outside_the_class_is_named_and_fails() -> None:

@@ -106,6 +106,14 @@ def test_json_holds_the_same_plan_as_records_and_null_where_the_start_decides(mu
     assert all(each.keys() == {"name", "value", "origin"} and each["origin"] for each in every)
 
 
+def test_a_plan_shows_where_ranks_are_in_a_product_of_splits(muster_plan) -> None:
+    text = TRAIN.replace("steps: 2}", "parallel: {tensor: 2, pipe: 2}}")
+    code, out = muster_plan(text, "--set", "ranks_per_node=2")
+    header, *rows = out[out.index("rank  ") :].splitlines()[:5]
+    assert (code, header.split()[:4]) == (0, ["rank", "pipe", "tensor", "node"])
+    assert [row.split()[:3] for row in rows] == [["0", "0", "0"], ["1", "0", "1"], ["2", "1", "0"], ["3", "1", "1"]]
+
+
 def test_a_plan_writes_nothing_and_starts_nothing(muster_plan, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("subprocess.Popen", None)
     monkeypatch.setattr("os.fork", None)

@@ -33,7 +33,7 @@ from support.live import argv, wait_until
 
 NANO = """
 name: nano
-train: {model: gpt-nano, data: python-source, batch_size: 4, steps: 2, log_every: 1, optimizer: {name: adamw, lr: 1e-3}}
+train: {model: gpt-nano, data: synthetic, batch_size: 4, steps: 2, log_every: 1, optimizer: {name: adamw, lr: 1e-3}}
 """
 EXIT = "name: exit\ngrace_s: 1\n" + argv("import os; exit(int(os.environ['CODE']))")
 SLEEP = "name: sleep\ngrace_s: 1\n" + argv("import time; print('ready', flush=True); time.sleep(1000)")

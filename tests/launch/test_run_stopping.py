@@ -1,0 +1,140 @@
+"""The ways to stop a `muster run` or to kill a part of it: nothing is left, and the verdict says what happened."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from jobs.linux import descendants
+from launch.processes import command_line, of_run, start_ticks
+from support.live import SLEEP, TRAINING, LiveRun, two_by_two, wait_until
+
+pytestmark = pytest.mark.ranks
+
+STUBBORN = (Path(__file__).parents[2] / "benchmarks" / "stubborn.py").read_text()
+
+
+@pytest.mark.parametrize("job", [two_by_two(STUBBORN), TRAINING], ids=["stubborn", "training"])
+def test_nothing_is_left_after_the_supervisor_is_killed(tmp_path: Path, job: str) -> None:
+    live = LiveRun(tmp_path, job)
+    live.wait_for("started", 2)
+    if "train" in job:
+        live.wait_for("joined")
+    else:
+        live.wait_for_output("ready", 3)
+    run_id = live.run.run_id
+    assert len(of_run(run_id)) >= 4
+    live.process.kill()
+    live.process.wait()
+    wait_until(lambda: not of_run(run_id), "the ranks to end with their supervisor")
+    live.process.communicate()
+
+
+def test_ctrl_c_ends_stubborn_ranks_after_the_grace(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, two_by_two(STUBBORN))
+    live.wait_for("started", 2)
+    for rank in range(4):
+        live.wait_for_output("ready", rank)
+    live.interrupt()
+    assert live.end() == 130
+    assert not live.left()
+    assert live.verdict()["message"] == "stopped by Ctrl-C"
+    (ended,) = live.events("ended")
+    assert ended["class"] == "stopped"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, two_by_two(STUBBORN).replace("grace_s: 1", "grace_s: 1000"))
+    live.wait_for("started", 2)
+    live.wait_for_output("ready", 0)
+    live.interrupt()
+    live.wait_for("stopping")
+    live.interrupt()
+    assert live.end() == 130
+    assert not live.left()
+
+
+def test_ctrl_c_before_the_ranks_have_started_ends_at_once(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, TRAINING)
+    live.wait_for("submitted")
+    live.interrupt()
+    assert live.end() == 130
+    assert not live.left()
+
+
+def test_ranks_may_end_by_themselves_within_the_grace(tmp_path: Path) -> None:
+    code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit('saved')); " + SLEEP
+    live = LiveRun(tmp_path, two_by_two(code).replace("grace_s: 1", "grace_s: 1000"))
+    live.wait_for("started", 2)
+    for rank in range(4):
+        live.wait_for_output("ready", rank)
+    live.interrupt()
+    assert live.end() == 130
+    assert live.run.attempt(0).err(2).read_text() == "saved\n"
+
+
+def test_background_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
+    code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
+    live = LiveRun(tmp_path, two_by_two(code))
+    assert live.end() == 0
+    assert not live.left()
+
+
+def test_a_killed_agent_loses_its_node_and_the_run_says_which(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, two_by_two(SLEEP))
+    live.wait_for("started", 2)
+    record = json.loads(live.run.attempt(0).node(1).read_text())
+    assert start_ticks(record["pid"]) == record["pid_start"]
+    os.kill(record["pid"], signal.SIGKILL)
+    assert live.end() == 69
+    first = live.verdict()["first"]
+    assert (first["rank"], first["node"]) == (None, 1)
+    assert not live.left()
+
+
+def test_an_agent_killed_before_it_answers_ends_the_run_at_once(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, two_by_two(SLEEP, start_timeout_s=1000))
+    live.wait_for("submitted")
+    agents: list[int] = []
+
+    def found() -> bool:
+        agents[:] = [pid for pid in descendants(live.process.pid) if "launch.agent" in command_line(pid)]
+        return bool(agents)
+
+    wait_until(found, "an agent")
+    os.kill(agents[0], signal.SIGKILL)
+    assert live.end() == 69
+    assert "Traceback" not in live.err
+    assert not live.left()
+
+
+def test_a_killed_keeper_loses_its_node_without_a_traceback(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, two_by_two(SLEEP))
+    keeper = int(Path(f"/proc/{live.pid_of(2)}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(keeper, signal.SIGKILL)
+    assert live.end() == 69
+    assert "Traceback" not in live.err
+    assert "keeper has gone" in live.verdict()["message"]
+    assert not live.left()
+
+
+def test_a_frozen_keeper_does_not_survive_its_run(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, two_by_two(SLEEP))
+    keeper = int(Path(f"/proc/{live.pid_of(2)}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(keeper, signal.SIGSTOP)
+    run_id = live.run.run_id
+    live.process.kill()
+    wait_until(lambda: not of_run(run_id), "the frozen keeper and its ranks to end")
+    live.process.communicate()
+
+
+def test_a_frozen_agent_is_noticed_by_its_silence(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, two_by_two(SLEEP))
+    live.wait_for("started", 2)
+    pid = json.loads(live.run.attempt(0).node(0).read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    assert live.end() == 69
+    assert "silent" in live.verdict()["message"]
+    assert not live.left()
