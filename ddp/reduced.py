@@ -34,6 +34,15 @@ class Reduced(DataParallel):
         if self._reducer is not None:
             self._reducer.complete(parameters)
 
+    def launch_last(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Launch the buckets of these after all others from now on; every rank names the same.
+
+        What is ready late would keep back all that comes after it.
+        """
+        if self._reducer is not None:
+            late = {id(each) for each in parameters}
+            self._reducer.reorder(lambda bucket: any(id(slot.parameter) in late for slot in bucket.slots))
+
     def stats(self) -> Stats:
         """Return what the last synchronization of gradients took; on CUDA the host waits for it to have ended."""
         return Stats() if self._reducer is None else self._reducer.measured()

@@ -54,6 +54,21 @@ MIXED_ADAM: Final = Recipe(2, 2, 12, 4)
 
 
 @dataclass(frozen=True)
+class Split:
+    """How a job's ranks are split, where in more ways than one: the degrees, and what data-parallel ranks do.
+
+    `stages` are the names of each stage's layers; without them stages have nearly equal work.
+    """
+
+    data: int = 1
+    pipe: int = 1
+    tensor: int = 1
+    zero: int = 0
+    sync: str = "bucketed"
+    stages: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
 class Load:
     """What a rank holds it for: the model, and how much of the batch."""
 
@@ -71,6 +86,8 @@ class Load:
     accumulate: Accumulate = "local"  # where sharded gradients add up: whole on the rank, or in its shard
     reshard: bool = True  # sharded parameters are freed after the forward, and gathered again
     recompute: bool = False  # blocks are forwarded again in the backward
+    sequence: bool = False  # where layers are split: tokens between them, too
+    split: Split | None = None  # of pipelines and split layers; None: all ranks are the mode's own
 
     @property
     def own_batch(self) -> int:

@@ -2,7 +2,8 @@
 
     states          parameters, gradients, optimizer states; ZeRO shards the last (1), the last two (2), all (3)
     buffers         batch norm's statistics
-    communication   what gradients and parameters pass through: `collectives_bench/cost/passing.py`
+    communication   what gradients and parameters pass through: `collectives_bench/cost/passing.py`; of a pipeline
+                    messages, too
     activations     what the forward keeps for the backward, and the two largest tensors at work
     stepping        float32 copies of 16-bit gradients, while the optimizer steps; activations are gone by then
 
@@ -15,15 +16,16 @@ NCCL's channels.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from collectives_bench.cost.load import Load, Recipe
-from collectives_bench.cost.modes import Stage, Way, cut
+from collectives_bench.cost.load import Load, Recipe, Split
+from collectives_bench.cost.modes import Stage, Way
 from collectives_bench.cost.passing import hidden, passing
+from collectives_bench.cost.slices import handed_share, held_by, kept_share, stages_of
 from jobs.anatomy import Part, saved_bytes
 
-WHOLE_IN_TENSOR: Final = ("norm1", "norm2", "query", "up")  # parts that keep a norm's input or output: on every rank
+ALONE: Final = Split()
 FULL: Final = 4  # bytes of the numbers that 16-bit gradients are stepped in
 
 
@@ -59,10 +61,24 @@ def states(elements: float, recipe: Recipe, *, zero: int = 0, ranks: int = 1) ->
 
 def memory_of(way: Way, load: Load) -> Memory | None:
     """Return what the fullest rank of a mode holds; None where the model cannot be split like that."""
-    if way.family == "pipe":
-        return _pipe(way, load)
-    if way.family == "tensor":
-        return _tensor(load)
+    every = memories_of(way, load)
+    return None if every is None else max(every, key=lambda memory: memory.total)
+
+
+def memories_of(way: Way, load: Load) -> list[Memory] | None:
+    """Return what ranks hold, one for each rank of a pipeline, of other modes one; None where that cannot be split.
+
+    Pipelines beside each other, and split layers within their stages, are `load.split`.
+    """
+    if way.family in ("pipe", "tensor"):
+        alone = Split(pipe=load.ranks) if way.family == "pipe" else Split(tensor=load.ranks)
+        split = load.split or alone
+        stages = stages_of(load, split, way.schedule)
+        return None if stages is None else [_slice(way, load, split, *each) for each in enumerate(stages)]
+    return [_replica(way, load)]
+
+
+def _replica(way: Way, load: Load) -> Memory:
     ranks = 1 if way.family == "single" else load.ranks
     held = states(load.model.elements, load.recipe, zero=way.zero, ranks=ranks)
     stored, again = _kept(load, load.model.parts)
@@ -81,69 +97,54 @@ def _stepping(load: Load, elements: float) -> float:
     return FULL * elements if load.recipe.master else 0.0
 
 
-def _working(parts: tuple[Part, ...], itemsize: int) -> int:
+def _working(parts: tuple[Part, ...], itemsize: int, split: Split = ALONE) -> float:
     """Return the bytes of one sample's largest gradient of an activation, and of the one made from it."""
-    return 2 * itemsize * max(part.outputs for part in parts)
+    return 2 * itemsize * max(part.outputs * handed_share(part, split) for part in parts)
 
 
-def _kept(load: Load, parts: Iterable[Part]) -> tuple[int, int]:
+def _kept(load: Load, parts: Iterable[Part], split: Split = ALONE) -> tuple[float, float]:
     """Return what parts keep of a sample until its backward, and what comes back while a block is forwarded again."""
+
+    def kept(some: Iterable[Part]) -> float:
+        return sum(
+            saved_bytes([part], load.itemsize) * kept_share(part, split, sequence=load.sequence) for part in some
+        )
+
     own = tuple(parts)
     if not load.recompute:
-        return saved_bytes(own, load.itemsize), 0
-    stored, again = 0, 0
+        return kept(own), 0.0
+    stored, again = 0.0, 0.0
     inside = set[str]()
     for block in load.model.recomputed():
         here = [part for part in block.parts if part in own]
         inside |= {part.name for part in here}
         if here:
             stored += block.inputs * load.itemsize
-            again = max(again, saved_bytes(here, load.itemsize))
-    return stored + saved_bytes((part for part in own if part.name not in inside), load.itemsize), again
+            again = max(again, kept(here))
+    return stored + kept(part for part in own if part.name not in inside), again
 
 
-def _pipe(way: Way, load: Load) -> Memory | None:
-    assert way.schedule is not None
-    stages = cut(load.model, way.schedule, load.ranks)
-    if stages is None:
-        return None
-    held = [_stage(way, load, number, stage) for number, stage in enumerate(stages)]
-    return max(held, key=lambda memory: memory.total)
-
-
-def _stage(way: Way, load: Load, number: int, stage: Stage) -> Memory:
-    assert way.schedule is not None
-    count = way.microbatches(load.microbatches)
-    micro = -(-load.batch // count)
-    held = way.schedule.held(number, load.ranks, count, way.schedule.chunks)
-    own = states(stage.elements, load.recipe)
-    stored, again = _kept(load, stage.parts)
-    return Memory(
-        own.parameters,
-        own.gradients,
-        own.optimizer,
-        buffers=load.buffer_bytes * stage.elements / load.model.elements,
-        communication=2 * micro * load.itemsize * max(stage.outputs),
-        activations=micro * (held * stored + again + _working(stage.parts, load.itemsize)),
-        stepping=_stepping(load, stage.elements),
+def _slice(way: Way, load: Load, split: Split, number: int, stage: Stage) -> Memory:
+    """Count a rank that has a stage of the layers, or a part of them."""
+    count = way.microbatches(load.microbatches) if way.schedule else load.accumulation
+    samples = -(-load.batch // split.data)
+    micro = -(-samples // count)
+    held = way.schedule.held(number, split.pipe, count, way.schedule.chunks) if way.schedule else 1.0
+    own = replace(held_by(load, stage, split), accumulation=count, accumulate="local")
+    kept = states(own.model.elements, load.recipe, zero=split.zero, ranks=split.data)
+    stored, again = _kept(load, stage.parts, split)
+    averaged = f"zero{split.zero}" if split.zero else split.sync
+    return replace(
+        kept,
+        buffers=own.buffer_bytes,
+        communication=micro * _exchanged(load, split, stage) + (passing(averaged, own) if split.data > 1 else 0.0),
+        activations=micro * (held * stored + again + _working(stage.parts, load.itemsize, split)),
+        stepping=_stepping(load, own.model.elements / (split.data if split.zero else 1)),
     )
 
 
-def _tensor(load: Load) -> Memory | None:
-    """Count matrices and what they keep divided by the ranks, norms and the residual stream in full."""
-    if not load.model.width:
-        return None
-    kept = sum(
-        saved_bytes([part], load.itemsize) / (1 if part.name.endswith(WHOLE_IN_TENSOR) else load.ranks)
-        for part in load.model.parts
-    )
-    own = states(load.model.elements / load.ranks, load.recipe)
-    wide = load.model.tokens * load.model.width * load.itemsize  # what is all-reduced
-    return Memory(
-        own.parameters,
-        own.gradients,
-        own.optimizer,
-        communication=load.batch * wide * hidden(load, "all_reduce"),
-        activations=load.batch * (kept + 2 * wide),
-        stepping=_stepping(load, load.model.elements / load.ranks),
-    )
+def _exchanged(load: Load, split: Split, stage: Stage) -> float:
+    """Return the bytes of one sample's messages: an activation and a gradient between stages, sums of split layers."""
+    between = 2 * load.itemsize * max(stage.outputs) if split.pipe > 1 else 0
+    wide = load.model.tokens * load.model.width * load.itemsize
+    return between + (wide * hidden(load, "all_reduce") if split.tensor > 1 else 0.0)

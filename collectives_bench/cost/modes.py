@@ -165,16 +165,17 @@ def ways(names: Sequence[str] | None = None) -> list[Way]:
     return [way for name, way in WAYS.items() if not names or name in names]
 
 
-def cut(model: Anatomy, schedule: Schedule, stages: int) -> list[Stage] | None:
+def cut(model: Anatomy, schedule: Schedule, stages: int, names: Sequence[Sequence[str]] = ()) -> list[Stage] | None:
     """Cut a model between its layers into stages of nearly equal work; None where it has too few layers.
 
-    Returns what each rank has, by rank.
+    `names` of the layers of every chunk are cuts that somebody has made. Returns what each rank has, by rank.
     """
     layers = [parts for _, parts in model.layers()]
     count = stages * schedule.chunks
     if count > len(layers):
         return None
-    chunks = _balanced(layers, count)
+    own = [tuple(part for part in model.parts if part.layer in chunk) for chunk in names]
+    chunks = own if len(own) == count and all(own) else _balanced(layers, count)
     ranks: list[list[tuple[Part, ...]]] = [[] for _ in range(stages)]
     for number, chunk in enumerate(chunks):
         ranks[rank_of(number, schedule, stages)].append(chunk)

@@ -61,8 +61,9 @@ def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = 
         raise UsageError(f"--microbatches {microbatches}: must be 1 or more")
     vocabulary = VggShape.classes if settings.model.is_vgg else GptShape.vocabulary
     optimizer, sent_as, bucket_mb = settings.optimizer, settings.communication_dtype, settings.bucket_size_mb
+    model = anatomy(resolve_shape(settings.model, settings.model.vocabulary or vocabulary))
     return Load(
-        model=anatomy(resolve_shape(settings.model, settings.model.vocabulary or vocabulary)),
+        model=model,
         recipe=Recipe.of(optimizer.name, momentum=optimizer.momentum > 0, precision=settings.precision),
         ranks=ranks,
         batch=settings.batch_size,
@@ -76,6 +77,7 @@ def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = 
         accumulate=settings.accumulate,
         reshard=settings.reshard_after_forward,
         recompute=settings.activation_checkpointing,
+        sequence=settings.sequence_parallel,
     )
 
 

@@ -1,9 +1,10 @@
 """`muster memory JOB.yaml`: what the fullest rank of a job would hold in every mode, as records and as a table."""
 
 import argparse
+from contextlib import nullcontext, suppress
 from typing import Any, Final
 
-from jobs.errors import UsageError
+from jobs.errors import RefusedError, UsageError
 from jobs.words import counted
 from launch.bench import loads
 
@@ -36,7 +37,9 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     from collectives_bench.cost import modes
     from collectives_bench.cost.memory import memory_of
     from collectives_bench.cost.steps import USABLE
+    from jobs.train_parallel import split_text
     from jobs.train_settings import TrainSettings
+    from launch.bench.own_split import own_split
 
     job = loads.train_job(args.target, args.overrides)
     settings = job.settings
@@ -47,13 +50,20 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     backend = args.backend or ("nccl" if settings.device == "cuda" else "gloo")
     load = loads.load_of(job, ranks=ranks, backend=backend, microbatches=args.microbatches)
     limit = loads.memory_limit(args.memory)
+    chosen = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])
+    wanted = [(way.name, way, load, way.name == settings.mode_name and not settings.is_product) for way in chosen]
+    if args.world is None and args.microbatches is None:
+        with suppress(RefusedError) if not settings.is_product else nullcontext():  # a mode's own line says why
+            own = (split_text(settings), *own_split(settings, load), True)  # cut as the job says
+            wanted = [own if each[-1] else each for each in wanted]
+            wanted += [own] if settings.is_product and args.modes is None else []
     rows = []
-    for way in modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")]):
-        memory = memory_of(way, load)
+    for name, way, of, is_jobs in wanted:
+        memory = memory_of(way, of)
         rows.append(
             {
-                "mode": way.name,
-                "is_jobs": way.name == settings.mode_name and not settings.is_product,
+                "mode": name,
+                "is_jobs": is_jobs,
                 "built": way.is_built,
                 "memory": memory and {**vars(memory), "total": memory.total},
                 "fits": None if memory is None or limit is None else memory.total <= USABLE * limit,

@@ -85,27 +85,20 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
 
 
 def formula_of(run: RunDir, memory: RankMemory) -> "Memory | None":
-    """Return what the formulas say of a rank of this run; None where they do not know it.
-
-    That is a job that cannot be read, or several pipelines beside each other.
-
-    The job is the one in the run folder; the number of ranks is the attempt's, which may have had fewer nodes.
-    """
-    from collectives_bench.cost.memory import memory_of
-    from collectives_bench.cost.modes import WAYS
+    """Return what the formulas say of a rank of this run; None where its job cannot be read."""
+    from collectives_bench.cost.memory import memories_of
     from jobs.train_settings import TrainSettings
     from launch.bench import loads
+    from launch.bench.own_split import own_split
 
     try:
         job = loads.train_job(str(run.job), ())
         assert isinstance(job.settings, TrainSettings)
-        if job.settings.is_product:
-            return None
-        backend = "nccl" if memory.facts["device"] == "cuda" else "gloo"
-        load = loads.load_of(job, ranks=int(memory.facts["world_size"]), backend=backend)
-        return memory_of(WAYS[job.settings.mode_name], load)
+        backend, ranks = "nccl" if memory.facts["device"] == "cuda" else "gloo", int(memory.facts["world_size"])
+        every = memories_of(*own_split(job.settings, loads.load_of(job, ranks=ranks, backend=backend)))
     except (MusterError, KeyError):
         return None
+    return None if every is None else every[memory.rank * len(every) // ranks]  # ranks of a stage are neighbours
 
 
 def fullest(memories: Iterable[RankMemory], count: int) -> list[RankMemory]:

@@ -51,8 +51,7 @@ def render(run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "Memory 
     else:
         lines.append("no step is done yet: this is what was there before the first")
     if any(formula is None for _, formula in shown):
-        why = "the job file of this run cannot be read, or its split is a product"
-        lines.append(f"{why}: there is no formula to compare with")
+        lines.append("the job file of this run cannot be read: there is no formula to compare with")
     return "\n".join(lines)
 
 

@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from collectives_bench.cost.known import deepspeed_bytes, layer_activations
-from collectives_bench.cost.load import MIXED_ADAM, SIZES, Load, Recipe
-from collectives_bench.cost.memory import Memory, memory_of, states
+from collectives_bench.cost.load import MIXED_ADAM, SIZES, Load, Recipe, Split
+from collectives_bench.cost.memory import Memory, memories_of, memory_of, states
 from collectives_bench.cost.modes import WAYS
 from jobs.anatomy import anatomy, saved_bytes
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
@@ -25,6 +25,12 @@ def load(model: str = "vgg11", ranks: int = 4, **more) -> Load:
 
 def memory(name: str, of: Load) -> Memory:
     found = memory_of(WAYS[name], of)
+    assert found is not None
+    return found
+
+
+def memories(name: str, of: Load) -> list[Memory]:
+    found = memories_of(WAYS[name], of)
     assert found is not None
     return found
 
@@ -229,8 +235,35 @@ def test_micro_batches_held_are_all_in_gpipe_and_as_many_as_stages_in_1f1b():
 def test_tensor_ranks_hold_a_part_of_the_matrices_and_norms_in_full():
     of = load("gpt-small")
     split, whole = memory("tensor", of), memory("single", of)
-    assert split.states == whole.states / 4
+    norms, positions = 25 * 768, of.model.tokens * 768
+    assert split.parameters == whole.parameters / 4 + 4 * (norms + positions) * 3 / 4
     assert whole.activations / 4 < split.activations < 0.6 * whole.activations
+
+
+def test_pipelines_beside_each_other_share_out_the_batch_and_what_zero_says():
+    of = load("gpt-small", batch=64, recipe=Recipe(4, 4, 8))
+    split = Split(data=2, pipe=2)
+    one, two = memories("1f1b", replace(of, split=split))
+    assert one.parameters + two.parameters == 4 * (of.model.elements + 256 * 768), "the head has the embedding's copy"
+    alone = memories("1f1b", replace(of, ranks=2, split=Split(pipe=2)))
+    assert [each.activations for each in alone] == [2 * one.activations, 2 * two.activations]
+    assert one.communication > alone[0].communication / 2, "and what it averages with"
+    sharded = memories("1f1b", replace(of, split=replace(split, zero=2)))
+    assert [(each.parameters, 2 * each.gradients, 2 * each.optimizer) for each in sharded] == [
+        (each.parameters, each.gradients, each.optimizer) for each in (one, two)
+    ]
+
+
+def test_stages_are_those_that_a_job_has_cut():
+    of = load("vgg11", ranks=2)
+    names = [name for name, _ in of.model.layers()]
+    for cut in (4, 9):
+        split = Split(pipe=2, stages=(tuple(names[:cut]), tuple(names[cut:])))
+        first, last = memories("gpipe", replace(of, split=split))
+        elements = sum(t.elements for part in of.model.parts if part.layer in names[:cut] for t in part.tensors)
+        assert first.parameters == 4 * elements
+        assert first.parameters + last.parameters == 4 * of.model.elements
+        assert first.buffers + last.buffers == memory("single", of).buffers
 
 
 def test_what_cannot_be_split_has_no_memory():

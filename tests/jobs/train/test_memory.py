@@ -44,6 +44,15 @@ CASES = {
     "vgg zero3": VGG | {"mode": "zero3"},
 }
 ON_FOUR = ("gpt zero1", "gpt zero2 in small buckets", "gpt zero3", "vgg zero3")
+PIPES = {"data": 2, "pipe": 2, "microbatches": 2}
+PRODUCTS = {
+    "gpt 1f1b, its head the embedding": GPT | {"mode": "1f1b", "cut": ["block1", "block2", "block3"]},
+    "gpt bucketed": GPT | {"parallel": PIPES, "cut": ["block3"]},
+    "gpt zero2 in 16 bits": GPT | {"parallel": PIPES | {"zero": 2}, "precision": "pure_bf16"},
+    "gpt tensor": GPT | {"parallel": {"data": 2, "tensor": 2, "zero": 1}},
+    "gpt tensor x pipe": GPT | {"parallel": {"pipe": 2, "tensor": 2, "microbatches": 2}, "sequence_parallel": True},
+    "vgg zero1": VGG | {"parallel": PIPES | {"zero": 1, "schedule": "zbv"}, "cut": "parameters"},
+}
 
 
 def record(world: World, folder: str, cases: dict) -> None:
@@ -72,10 +81,13 @@ def folders(root: Path, cases: dict) -> dict[str, RunDir]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world_size", "names"), [(2, tuple(CASES)), (4, ON_FOUR)])
-def test_what_ranks_hold_is_what_the_formulas_say(on_ranks, tmp_path, monkeypatch, world_size, names):
+@pytest.mark.parametrize(
+    ("world_size", "cases"),
+    [(2, CASES), (4, {name: CASES[name] for name in ON_FOUR}), (4, PRODUCTS)],
+    ids=["two", "four", "pipelines"],
+)
+def test_what_ranks_hold_is_what_the_formulas_say(on_ranks, tmp_path, monkeypatch, world_size, cases):
     monkeypatch.setitem(VGG_SHAPES, "vgg-small", SMALL_VGG)
-    cases = {name: CASES[name] for name in names}
     runs = folders(tmp_path, cases)
     on_ranks(world_size, record, folder=str(tmp_path), cases=cases)
     wrong = []

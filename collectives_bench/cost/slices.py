@@ -1,0 +1,73 @@
+"""What one rank of a split model has: some of its layers (pipe), and of each a part (tensor). Pure.
+
+pipe      a stage's layers, with a copy of a tied weight where another stage has the first; batch norms' statistics
+tensor    of a GPT's matrices, and of the biases of those that are split by outputs, one of as many parts as ranks;
+          norms, the position embedding, and the biases of what adds the parts up are whole on every rank
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from collectives_bench.cost.load import Load, Split
+from collectives_bench.cost.modes import Schedule, Stage, cut
+from jobs.anatomy import Part, TensorShape
+
+BY_OUTPUTS: Final = ("query", "key", "value", "up", "head")  # parts whose biases are split, too
+WHOLE: Final = ("norm1", "norm2", "norm")
+HANDS_ON_ALL: Final = (*WHOLE, "embed", "output", "down")  # on every rank all of what they make
+KEEPS_ALL: Final = (*WHOLE, "query", "up")  # they keep a norm's input or output
+
+
+def stages_of(load: Load, split: Split, schedule: Schedule | None) -> list[Stage] | None:
+    """Return what each rank of a pipeline has of a model, all where there is none; None where it cannot be cut."""
+    if split.tensor > 1 and not load.model.width:
+        return None
+    if schedule is None:
+        return [Stage(load.model.parts, (load.model.parts[-1].outputs,))]
+    return cut(load.model, schedule, split.pipe, split.stages)
+
+
+def held_by(load: Load, stage: Stage, split: Split) -> Load:
+    """Return the load of a rank's own tensors, as those that have the same ones average and share them out."""
+    parts = tuple(_share(part, split.tensor) for part in (*stage.parts, *_copies(load, stage)))
+    recorded = sum(t.elements for part in parts for t in part.tensors if load.model.buffers and _is(part, ("norm",)))
+    return replace(load, model=replace(load.model, parts=parts, buffers=recorded), ranks=split.data, shards=None)
+
+
+def kept_share(part: Part, split: Split, *, sequence: bool) -> float:
+    """Return how much of what a part keeps for the backward one rank has."""
+    return 1.0 if _is(part, KEEPS_ALL) and not sequence else 1.0 / split.tensor
+
+
+def handed_share(part: Part, split: Split) -> float:
+    """Return how much of what a part makes one rank has."""
+    return 1.0 if _is(part, HANDS_ON_ALL) else 1.0 / split.tensor
+
+
+def _copies(load: Load, stage: Stage) -> Sequence[Part]:
+    """List the head's copy of the embedding, where the head is tied and the embedding is another rank's."""
+    here = {part.name for part in stage.parts}
+    if "head" not in here or "embed" in here or not load.model.width:
+        return ()
+    head = next(part for part in stage.parts if part.name == "head")
+    return () if head.tensors else (Part("head", "head", load.model.tensors[:1]),)
+
+
+def _share(part: Part, ranks: int) -> Part:
+    if ranks == 1 or _is(part, WHOLE):
+        return part
+    return replace(part, tensors=tuple(_cut(part, tensor, ranks) for tensor in part.tensors))
+
+
+def _cut(part: Part, tensor: TensorShape, ranks: int) -> TensorShape:
+    """Return a rank's part of a tensor; of which of its sides does not matter here."""
+    whole = tensor.name.endswith("position.weight") or (len(tensor.shape) == 1 and not _is(part, BY_OUTPUTS))
+    first, *others = tensor.shape
+    return tensor if whole else TensorShape(tensor.name, (-(-first // ranks), *others))
+
+
+def _is(part: Part, names: Sequence[str]) -> bool:
+    """True for a part by the last word of its name; batch norms have a number behind."""
+    last = part.name.rpartition(".")[2]
+    return last in names or (names == ("norm",) and last.startswith("norm"))

@@ -1,0 +1,43 @@
+"""Tells a data-parallel wrapper of a pipeline's gradients as they become whole: averaging begins beside the last work.
+
+    stage 0   F0 F1 B0 F2 B1 .. B2 ====B3====          B3 is the last: each gradient is whole when B3 has added to it
+    buckets                         [==] [==] [=]      launched in one order on all ranks that average them
+    after the row                             |  tied weights are added up over stages, then their buckets go
+
+A gradient that comes from several uses, on one rank or on two, is whole only after the row: its bucket goes last.
+"""
+
+from collections.abc import Collection
+
+from torch import Tensor, nn
+
+from ddp.reduced import Reduced
+from pipe import Pipeline
+
+
+class ReadyGradients:
+    """What of a step's gradients a wrapper has been told of; `shared` names the parameters of several uses.
+
+    The wrapper is in `no_sync()` while the pipeline runs: its own hooks only let gradients add up. These are called
+    after them, for they are registered later.
+    """
+
+    def __init__(self, pipeline: Pipeline, wrapper: Reduced, shared: Collection[str]) -> None:
+        self.pipeline, self.wrapper = pipeline, wrapper
+        named = [(name, each) for name, each in pipeline.module.named_parameters() if each.requires_grad]
+        self.late = [each for name, each in named if name in shared]
+        wrapper.launch_last(self.late)
+        own = {id(each) for each in self.late}
+        for _, each in named:
+            if id(each) not in own:
+                each.register_post_accumulate_grad_hook(self._hear)  # type: ignore[no-untyped-call]
+
+    def _hear(self, parameter: Tensor) -> None:
+        """Hear of a micro-batch's gradient; after the last one's it is whole."""
+        assert isinstance(parameter, nn.Parameter)
+        if self.pipeline.in_last_backward:
+            self.wrapper.gradients_are_ready((parameter,))
+
+    def row_is_over(self) -> None:
+        """Tell of the rest, after tied weights have been added up."""
+        self.wrapper.gradients_are_ready(self.late)

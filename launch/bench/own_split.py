@@ -1,0 +1,71 @@
+"""A job's own split as the model of its cost sees it: what is product, and where its pipeline is cut."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jobs.errors import RefusedError
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.load import Load
+    from collectives_bench.cost.modes import Way
+    from jobs.anatomy import Anatomy, Part
+    from jobs.modes import Parallel
+    from jobs.train_settings import TrainSettings
+
+
+def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
+    """Return a job's mode and load, with its degrees, its micro-batches and its stages.
+
+    A pipeline that is cut by measured times is taken for one that is cut by operations.
+
+    Raises:
+        RefusedError: the split does not fit so many ranks, or the model.
+    """
+    from collectives_bench.cost.load import Split
+    from collectives_bench.cost.modes import WAYS
+
+    parallel, way = settings.split(load.ranks), WAYS[settings.mode_name]
+    if way.family not in ("pipe", "tensor"):
+        return way, load
+    stages: Sequence[Sequence[str]] = ()
+    if way.schedule is not None:
+        way = replace(way, schedule=replace(way.schedule, chunks=parallel.chunks))
+        stages = _stages(settings, load.model, parallel)
+    split = Split(
+        parallel.data, parallel.pipe, parallel.tensor, parallel.zero, parallel.sync, tuple(map(tuple, stages))
+    )
+    return way, replace(load, split=split, microbatches=max(parallel.microbatches, 1))
+
+
+def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -> list[list[str]]:
+    """Return the names of every stage's layers, as `jobs/train/stages.py` cuts them."""
+    from jobs.train_parallel import first_layers, layer_names
+    from pipe.schedules.cuts import balanced_ranks, by_hand, lengths
+    from pipe.schedules.tables import SCHEDULES
+
+    names = layer_names(settings.model)
+    rank_of = SCHEDULES[parallel.schedule].rank_of(parallel.pipe, parallel.chunks)
+    try:
+        if isinstance(settings.cut, str):
+            parts = dict(model.layers())
+            cuts = balanced_ranks([_weight(settings.cut, parts.get(name, ())) for name in names], rank_of)
+        else:
+            cuts = by_hand(first_layers(settings.cut, names), len(names), len(rank_of))
+    except ValueError as error:
+        raise RefusedError(f"train.cut: {error}") from error
+    return [names[begin : begin + length] for begin, length in zip(cuts, lengths(cuts, len(names)), strict=True)]
+
+
+def _weight(by: str, parts: "Sequence[Part]") -> float:
+    """Return what a layer weighs: operations are those of matrix products and convolutions."""
+    if by == "count":
+        return 1.0
+    if by == "parameters":
+        return float(sum(tensor.elements for part in parts for tensor in part.tensors))
+    return float(sum(part.flops + part.backward_flops for part in parts if _multiplies(part)))
+
+
+def _multiplies(part: "Part") -> bool:
+    matrix = any(len(tensor.shape) > 1 for tensor in part.tensors) and part.name != "embed"
+    return matrix or part.repeats > 1
