@@ -1,13 +1,16 @@
 """From a job's model settings to the shape they stand for: a row of `jobs/shapes.py` with what the job overrides."""
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from jobs.errors import RefusedError
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
-from jobs.train_settings import ModelSettings
+
+if TYPE_CHECKING:
+    from jobs.train_settings import ModelSettings
 
 
-def resolve_shape(settings: ModelSettings, vocabulary: int) -> VggShape | GptShape:
+def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptShape:
     """Return the shape that a job's model settings stand for, on data with `vocabulary` classes or tokens.
 
     Raises:
@@ -24,14 +27,14 @@ def resolve_shape(settings: ModelSettings, vocabulary: int) -> VggShape | GptSha
     return _resolve_gpt(settings, wanted)
 
 
-def context_of(settings: ModelSettings) -> int:
+def context_of(settings: "ModelSettings") -> int:
     """Return the tokens that a GPT reads at once: the settings' own, else its row's."""
     if settings.context is not None:
         return settings.context
     return GPT_SHAPES[settings.name].context if settings.name in GPT_SHAPES else GptShape.context
 
 
-def _resolve_vgg(settings: ModelSettings, classes: int) -> VggShape:
+def _resolve_vgg(settings: "ModelSettings", classes: int) -> VggShape:
     fields = type(settings).model_fields
     foreign = [
         field
@@ -44,7 +47,7 @@ def _resolve_vgg(settings: ModelSettings, classes: int) -> VggShape:
     return replace(VGG_SHAPES[settings.name], classes=classes)
 
 
-def _resolve_gpt(settings: ModelSettings, vocabulary: int) -> GptShape:
+def _resolve_gpt(settings: "ModelSettings", vocabulary: int) -> GptShape:
     if settings.name is not None:
         row = GPT_SHAPES[settings.name]
     else:

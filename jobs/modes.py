@@ -2,7 +2,9 @@
 
 `exactness` is the class that `muster verify` holds a mode to, against one process on the same shards:
     bitwise   every parameter, buffer and loss has the same bits
-    tight     sums are taken in another order: equal within the tolerances of `jobs/train/verify.py`
+    tight     gradients are summed in another order: equal within a bound, all else to the bit
+    near      sums within the forward and the backward too are taken in another order: equal within what rounding
+              makes of such a step
 A pipeline is compared with one process that takes the same micro-batches one after another.
 """
 
@@ -15,7 +17,7 @@ from jobs.errors import RefusedError
 Sync = Literal["none", "gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp", "sharded", "fsdp"]
 Zero = Literal[0, 1, 2, 3]
 PipelineName = Literal["model", "gpipe", "1f1b", "interleaved", "zb1p", "zbv"]
-Exactness = Literal["bitwise", "tight"]
+Exactness = Literal["bitwise", "tight", "near"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Parallel:
     `zero` is the stage of ZeRO: what data-parallel ranks share out instead of each having all of it (1: optimizer
     state, 2: and gradients, 3: and parameters). `sync` says how: `sharded` is ours, `fsdp` PyTorch's. `pipe` ranks
     have a slice of the layers each, and run `microbatches` of a batch in the order of `schedule` ("": no pipeline).
+    `tensor` ranks have a part of every layer each.
     """
 
     data: int = 1
@@ -40,6 +43,15 @@ class Parallel:
     def world_size(self) -> int:
         """Ranks that this split needs."""
         return self.data * self.pipe * self.tensor
+
+    def places(self, rank: int) -> dict[str, int]:
+        """Return the place of a rank in every degree above 1, as `pipe.mesh` numbers ranks."""
+        at = {
+            "pipe": rank // (self.data * self.tensor),
+            "data": rank // self.tensor % self.data,
+            "tensor": rank % self.tensor,
+        }
+        return {axis: place for axis, place in at.items() if getattr(self, axis) > 1}
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,10 @@ def _pipeline(schedule: PipelineName) -> Callable[[int], Parallel]:
     return lambda world_size: Parallel(pipe=world_size, schedule=schedule)
 
 
+def _tensor(world_size: int) -> Parallel:
+    return Parallel(tensor=world_size)
+
+
 def _always_bitwise(world_size: int) -> Exactness:
     return "bitwise"
 
@@ -84,6 +100,12 @@ def _tight_beyond_one(world_size: int) -> Exactness:
     return "bitwise" if world_size == 1 else "tight"
 
 
+def _near_beyond_one(world_size: int) -> Exactness:
+    """Say what is promised where layers are split: activations are rounded otherwise, and what is made of them."""
+    return "bitwise" if world_size == 1 else "near"
+
+
+TENSOR: Final = "tensor"
 MODES: Final[dict[str, Mode]] = {
     mode.name: mode
     for mode in (
@@ -164,6 +186,7 @@ MODES: Final[dict[str, Mode]] = {
             True,
             "the same with two slices a rank, down the ranks and up again",
         ),
+        Mode(TENSOR, _tensor, _near_beyond_one, False, "a part of every layer on each rank: of a GPT"),
     )
 }
 SHARDED: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).zero)
@@ -171,8 +194,13 @@ PIPELINES: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).
 
 
 def mode_of(split: Parallel) -> str:
-    """Return the mode that a split which is written out goes by: its schedule, else how it shares gradients."""
+    """Return the mode that a split which is written out goes by.
+
+    That is its schedule, else that its layers are split, else how it shares gradients.
+    """
     wanted = (split.sync, split.zero)
     if split.schedule:
         return split.schedule
+    if split.tensor > 1:
+        return TENSOR
     return next(name for name, mode in MODES.items() if (mode.expand(1).sync, mode.expand(1).zero) == wanted)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jobs.train_settings import ModelSettings, TrainSettings
 
 FILL: Final = 4  # micro-batches for each rank of a pipeline, where nobody says how many: 1f1b is idle 3 / 19 of 4 ranks
-UNDER_A_PIPELINE: Final = ("flat", "sharded")  # ways to average gradients once all micro-batches are through
+UNDER_A_PIPELINE: Final = ("flat", "bucketed", "sharded")  # ways to average a pipeline's gradients
 
 
 class ParallelSettings(Strict):
@@ -34,9 +34,9 @@ class ParallelSettings(Strict):
 
     data: Positive = 1
     pipe: Positive = 1
-    tensor: Positive = Field(1, description="1: jobs do not split layers yet, the library pipe.tensor does")
+    tensor: Positive = Field(1, description="of a GPT: ranks that have a part of every layer each")
     zero: Zero = Field(0, description="ZeRO's stage, shared out by sync: sharded (its default) or fsdp (3)")
-    sync: Sync = Field("ddp", description="how data-parallel ranks average gradients; under a pipeline: flat")
+    sync: Sync = Field("ddp", description="how gradients are averaged; under a pipeline: bucketed or flat")
     schedule: PipelineName | None = Field(None, description="of a pipeline; default: 1f1b where pipe is above 1")
     microbatches: Annotated[int, Field(ge=1)] | None = Field(None, description="as train.microbatches")
 
@@ -52,7 +52,9 @@ class ParallelSettings(Strict):
             if given.get("zero"):
                 more["sync"] = "sharded"
             elif given.get("schedule", more.get("schedule")):
-                more["sync"] = "none" if given.get("data", 1) == 1 else "flat"
+                more["sync"] = "none" if given.get("data", 1) == 1 else "bucketed"
+            elif given.get("tensor", 1) != 1 and given.get("data", 1) == 1:
+                more["sync"] = "none"
         return {**more, **({"zero": 3} if given.get("sync") == "fsdp" else {}), **given}
 
     @model_validator(mode="after")
@@ -67,10 +69,8 @@ class ParallelSettings(Strict):
 
     @model_validator(mode="after")
     def _is_there(self) -> Self:
-        if self.tensor > 1:
-            raise ValueError(
-                f"tensor: {self.tensor}: jobs do not split layers yet; set tensor: 1, or use pipe.tensor as a library"
-            )
+        if self.data > 1 and self.sync == "none":
+            raise ValueError(f"sync: none leaves {self.data} data-parallel ranks with gradients of their own; set it")
         if self.schedule is None:
             if self.microbatches is not None:
                 raise ValueError("microbatches are a pipeline's; set pipe and schedule, or use grad_accumulation")
@@ -82,8 +82,8 @@ class ParallelSettings(Strict):
             )
         if self.data > 1 and self.sync not in UNDER_A_PIPELINE:
             raise ValueError(
-                f"sync: {self.sync} does not go with a pipeline, whose gradients are averaged after its last backward; "
-                "leave it out"
+                f"sync: {self.sync} does not go with a pipeline, whose gradients are whole after a stage's last "
+                "backward; flat, bucketed and sharded do, or leave it out"
             )
         return self
 
@@ -130,7 +130,10 @@ def split_text(settings: "TrainSettings") -> str:
         return settings.mode
     shared = f"data {given.data}" + (f", zero {given.zero}" if given.zero else "")
     if given.schedule:
-        return f"{shared} x pipe {given.pipe} by {given.schedule}"
+        split = f" x tensor {given.tensor}" if given.tensor > 1 else ""
+        return f"{shared} x pipe {given.pipe} by {given.schedule}{split}"
+    if given.tensor > 1:
+        return f"{shared}{f' by {given.sync}' if given.data > 1 else ''} x tensor {given.tensor}"
     return f"{shared} by {given.sync}"
 
 
@@ -138,8 +141,7 @@ def check_pipeline(settings: "TrainSettings", parallel: Parallel) -> None:
     """Refuse a pipeline that cannot be: before any rank is started.
 
     Raises:
-        RefusedError: fewer layers than stages, cuts that make another number of stages, exact sums of a tied head, or
-            too small a batch.
+        RefusedError: fewer layers than stages, cuts that make another number of stages, or too small a batch.
     """
     assert parallel.schedule
     layers, stages = layer_names(settings.model), parallel.pipe * parallel.chunks
@@ -156,10 +158,10 @@ def check_pipeline(settings: "TrainSettings", parallel: Parallel) -> None:
             by_hand(first_layers(settings.cut, layers), len(layers), stages)
         except ValueError as error:
             raise RefusedError(f"train.cut: {error}") from error
-    if settings.exact and settings.is_tied_over_stages(parallel.world_size):
+    if settings.batch_size < parallel.data:
         raise RefusedError(
-            "train.exact: a head that is the embedding, on another stage, is added up in another order than on one "
-            "process; write model: {name: ..., tied: false}, or exact: false"
+            f"train.batch_size: {settings.batch_size} is less than one sample for each of {parallel.data} pipelines; "
+            f"use at least {parallel.data}"
         )
     shard = settings.batch_size // parallel.data
     if parallel.microbatches > max(shard, 1):
@@ -167,6 +169,28 @@ def check_pipeline(settings: "TrainSettings", parallel: Parallel) -> None:
         raise RefusedError(
             f"train.microbatches: a batch of {settings.batch_size} has no sample for each of "
             f"{parallel.microbatches} micro-batches{each}; use at most {shard}"
+        )
+
+
+def check_batch(settings: "TrainSettings", parallel: Parallel) -> None:
+    """Refuse batches that cannot be dealt to virtual ranks.
+
+    Raises:
+        RefusedError: virtual ranks that the ranks do not divide, or too small a batch.
+    """
+    shards = settings.virtual_world_size(parallel.world_size)
+    if shards % parallel.data:
+        raise RefusedError(
+            f"train.virtual_ranks: {counted(shards, 'virtual rank')} cannot be dealt evenly to {parallel.data} ranks; "
+            f"set virtual_ranks to a multiple of {parallel.data}"
+        )
+    parts = settings.grad_accumulation
+    if settings.batch_size < shards * parts:
+        kind = "data-parallel rank" if settings.splits_layers else "rank"
+        raise RefusedError(
+            f"train.batch_size: {settings.batch_size} is less than one sample for each of {counted(shards, kind)}"
+            + (f" x {parts} accumulation steps" if parts > 1 else "")
+            + f"; use at least {shards * parts}"
         )
 
 
@@ -207,6 +231,11 @@ def why_not_pipelined(settings: "TrainSettings") -> str | None:
     if not settings.is_pipeline:
         return None
     mode = settings.mode_name
+    if settings.grad_accumulation > 1:
+        return (
+            f"grad_accumulation: {settings.grad_accumulation} does not go with {mode}, which cuts a batch into "
+            "microbatches and adds up their gradients; remove it, or set microbatches"
+        )
     if (
         settings.microbatches is not None
         and settings.parallel is not None

@@ -5,15 +5,15 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from jobs.errors import RefusedError
-from jobs.modes import MODES, PIPELINES, Parallel, mode_of
+from jobs.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
 from jobs.profile_settings import OFF, ProfileSettings
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
 from jobs.strict import NonNegative, Positive, Strict
 from jobs.train_graph import why_not_recorded
-from jobs.train_parallel import ParallelSettings, check_pipeline, split_of, why_not_pipelined
+from jobs.train_parallel import ParallelSettings, check_batch, check_pipeline, split_of, why_not_pipelined
 from jobs.train_sharding import why_not_sharded
-from jobs.words import counted, unknown
+from jobs.train_tensor import check_tensor, why_not_split
+from jobs.words import unknown
 
 DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
 OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)  # the modes whose sums are ours
@@ -117,7 +117,7 @@ class TrainSettings(Strict):
     deterministic: bool = False
     exact: bool = Field(False, description="the same bits on any number of ranks that divides virtual_ranks")
     virtual_ranks: Positive | None = None
-    grad_accumulation: Positive = Field(1, description="pipelines do not read it: their micro-batches are microbatches")
+    grad_accumulation: Positive = Field(1, description="not of pipelines: their micro-batches are microbatches")
     microbatches: Positive | None = Field(
         None, description="of pipelines but model, which has 1: parts of a batch; default: 4 for each rank"
     )
@@ -132,7 +132,11 @@ class TrainSettings(Strict):
     )
     compile: bool = Field(False, description="torch.compile, block by block")
     activation_checkpointing: bool = Field(False, description="forward every block again in the backward, to keep less")
-    cuda_graph: bool = Field(False, description="record the whole step once, then replay it; for small models on CUDA")
+    cuda_graph: bool = Field(
+        False,
+        description="record steps - under a pipeline each forward and backward - and replay them; for GPUs that wait "
+        "for the host",
+    )
     bucket_size_mb: Annotated[float, Field(gt=0.0)] | None = Field(
         25.0,
         description="of modes bucketed, zero1 and zero2, at most; null: all gradients in one bucket; "
@@ -153,6 +157,11 @@ class TrainSettings(Strict):
         False,
         description="of mode zero3 and of pipelines, to learn from: gradients taken with one torch.autograd.grad a "
         "layer, and in zero3 parameters gathered layer by layer; other modes do not read it",
+    )
+    sequence_parallel: bool = Field(
+        False,
+        description="where layers are split: norms and dropout between them have a part of the tokens on each rank, "
+        "for less memory; other modes do not read it",
     )
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         None, description="what gradients are sent as; default: as they are. For the modes with our own wrappers"
@@ -208,7 +217,7 @@ class TrainSettings(Strict):
 
     @model_validator(mode="after")
     def _can_be_split(self) -> Self:
-        if why := why_not_sharded(self) or why_not_pipelined(self):
+        if why := why_not_split(self) or why_not_sharded(self) or why_not_pipelined(self):
             raise ValueError(why)
         return self
 
@@ -226,7 +235,7 @@ class TrainSettings(Strict):
         if self.parallel is None:
             return self.mode
         given = self.parallel
-        return mode_of(Parallel(sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
+        return mode_of(Parallel(tensor=given.tensor, sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
 
     @property
     def is_pipeline(self) -> bool:
@@ -235,8 +244,24 @@ class TrainSettings(Strict):
 
     @property
     def is_product(self) -> bool:
-        """True for several pipelines beside each other."""
-        return self.is_pipeline and self.parallel is not None and self.parallel.data > 1
+        """True where ranks are split in more than one way: pipelines beside each other, split layers of stages."""
+        several = self.parallel is not None and self.parallel.data > 1
+        return several + self.is_pipeline + self.splits_layers > 1
+
+    @property
+    def splits_layers(self) -> bool:
+        """True where ranks have a part of every layer each."""
+        return self.mode == TENSOR if self.parallel is None else self.parallel.tensor > 1
+
+    @property
+    def sync(self) -> Sync:
+        """How data-parallel ranks average gradients."""
+        return MODES[self.mode].expand(1).sync if self.parallel is None else self.parallel.sync
+
+    @property
+    def zero(self) -> Zero:
+        """ZeRO's stage."""
+        return MODES[self.mode].expand(1).zero if self.parallel is None else self.parallel.zero
 
     def is_tied_over_stages(self, world_size: int) -> bool:
         """True where a weight of the first stage of a pipeline is one of the last, too."""
@@ -259,9 +284,9 @@ class TrainSettings(Strict):
     def virtual_world_size(self, world_size: int) -> int:
         """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank.
 
-        All ranks of a pipeline have one shard together.
+        All ranks that have one copy of the model together have one shard.
         """
-        if self.is_pipeline:
+        if self.is_pipeline or self.splits_layers:
             return 1 if self.parallel is None else self.parallel.data
         return (self.virtual_ranks or 4) if self.exact else world_size
 
@@ -273,21 +298,13 @@ class TrainSettings(Strict):
         """Refuse what only the world size shows.
 
         Raises:
-            RefusedError: too small a batch, more stages than layers, or virtual ranks that the ranks do not divide.
+            RefusedError: too small a batch, more stages than layers, layers that cannot be split over so many ranks,
+                or virtual ranks that the ranks do not divide.
         """
         parallel = self.split(world_size)
+        if parallel.tensor > 1:
+            check_tensor(self, parallel)
         if parallel.schedule:
             check_pipeline(self, parallel)
             return
-        shards = self.virtual_world_size(world_size)
-        if shards % world_size:
-            raise RefusedError(
-                f"train.virtual_ranks: {counted(shards, 'virtual rank')} cannot be dealt evenly to {world_size} ranks; "
-                f"set virtual_ranks to a multiple of {world_size}"
-            )
-        if self.batch_size < shards * self.grad_accumulation:
-            raise RefusedError(
-                f"train.batch_size: {self.batch_size} is less than one sample for each of {counted(shards, 'rank')}"
-                + (f" x {self.grad_accumulation} accumulation steps" if self.grad_accumulation > 1 else "")
-                + f"; use at least {shards * self.grad_accumulation}"
-            )
+        check_batch(self, parallel)

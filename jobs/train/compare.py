@@ -7,6 +7,10 @@ Each class demands this of every step:
            grows in later steps belongs to the job and not to the mode (one flipped maximum in a pool is a jump), so the
            reference follows the mode: from the same state it computes its own gradient, compares, and then steps
            with the mode's. Gradients must lie within a derived bound; all else must have the same bits.
+  near     the mode adds within the forward and the backward in another order, too, so that nothing before the optimizer
+           has the same bits. The reference follows; gradients, losses and output must lie within what `rounding.py`
+           finds that rounding reaches from that state, gradients within the bound besides; all else must have the
+           same bits.
 
 The bound. V numbers added in any order and divided before or after are off by at most V roundings, each of at most
 eps times the sum of their magnitudes; two orders by 2 V eps m, where m is the mean over shards of |gradient| (its

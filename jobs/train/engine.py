@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from jobs.checkpoint.pieces import Piece
 from jobs.train.clock import Clock
-from jobs.train.graph import GraphedEngine
+from jobs.train.graph import GraphedEngine, require_cuda
 from jobs.train.keyed import key
 from jobs.train.loading import MicroInput, ShardInput
 from jobs.train.memory.held import Held, tensors_of
@@ -25,6 +25,7 @@ from jobs.train.pipeline import PipelineEngine
 from jobs.train.replica import Replica
 from jobs.train.shards import Forms
 from jobs.train.state import Part
+from jobs.train.tensor_replica import split_layers
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 
@@ -214,9 +215,12 @@ def build_engine(settings: TrainSettings, model: nn.Module, world: World, clock:
     parallel = settings.split(world.size)
     if parallel.schedule:
         assert isinstance(model, Stack)
+        if settings.cuda_graph:
+            require_cuda(world.device)
         return PipelineEngine(model, world, clock, settings, numerics)
     forms = Forms(model)
-    replica = WRAP[parallel.sync](model, world, clock, settings)
+    wrap = split_layers if parallel.tensor > 1 else WRAP[parallel.sync]
+    replica = wrap(model, world, clock, settings)
     optimizer = replica.build_optimizer(numerics, settings)
     engine = DataParallelEngine(replica, optimizer, world, settings, numerics, forms)
     return GraphedEngine(engine, clock, world.device) if settings.cuda_graph else engine

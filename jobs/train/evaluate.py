@@ -1,7 +1,7 @@
-"""Evaluation: the same bits on any number of ranks.
+"""Evaluation: the same bits on any number of ranks, unless these split layers.
 
-The evaluation samples are cut into fixed blocks, dealt in turn to the ranks, or to pipelines of ranks. Each block is
-one forward; its sums are float64, gathered, and added in the order of blocks.
+The evaluation samples are cut into fixed blocks, dealt in turn to the ranks, or to those that have a model together.
+Each block is one forward; its sums are float64, gathered, and added in the order of blocks.
 """
 
 import math
@@ -55,7 +55,7 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Ev
         if block < blocks:
             mine[row] = measure(outputs, targets.to(world.device))
         page.own.beat()
-    dealt = [rows.tolist() for rows in world.gather(mine)[: world.data_ranks]]
+    dealt = [rows.tolist() for rows in world.readers(world.gather(mine))]
     in_order = [dealt[block % len(dealt)][block // len(dealt)] for block in range(blocks)]
     loss_sum, right, predictions = (add_in_order(column) for column in zip(*in_order, strict=True))
     loss = loss_sum / predictions

@@ -39,10 +39,7 @@ class GraphedEngine:
     """Another engine whose steps are recorded once and replayed."""
 
     def __init__(self, engine: "Engine", clock: Clock, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise RefusedError(
-                f"train.cuda_graph: this rank computes on {device.type}; set device: cuda, or leave it out"
-            )
+        require_cuda(device)
         self.engine = engine
         self.clock = clock
         self.module: nn.Module = engine.module
@@ -177,3 +174,13 @@ def _own(shard: ShardInput) -> ShardInput:
 def _tensors(shards: Sequence[ShardInput]) -> list[Tensor]:
     micros: list[MicroInput] = [micro for shard in shards for micro in shard.micro_batches]
     return [tensor for micro in micros for tensor in (micro.inputs, micro.targets)]
+
+
+def require_cuda(device: torch.device) -> None:
+    """Check that there is a device that can record.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    if device.type != "cuda":
+        raise RefusedError(f"train.cuda_graph: this rank computes on {device.type}; set device: cuda, or leave it out")

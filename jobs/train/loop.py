@@ -70,7 +70,8 @@ class Trainer:
 def build_trainer(settings: TrainSettings, data: Data, world: World) -> Trainer:
     """Build the model, the same on every rank, and wrap it as the job's mode says."""
     numerics = numerics_of(settings, world.device)
-    world = replace(world, pipe=settings.split(world.size).pipe)
+    split = settings.split(world.size)
+    world = replace(world, pipe=split.pipe, tensor=split.tensor)
     clock = clock_for(world.device)
     model = numerics.place(build_model(settings.model, vocabulary=data.vocabulary, seed=settings.seed))
     engine = build_engine(settings, model, world, clock, numerics)
@@ -98,7 +99,8 @@ def train(
     """
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
-    if isinstance(trainer.engine, PipelineEngine) and trainer.world.data_rank == 0:
+    first_pipeline = trainer.world.data_rank == trainer.world.tensor_rank == 0
+    if isinstance(trainer.engine, PipelineEngine) and first_pipeline:
         trainer = replace(trainer, timeline=Timeline(trainer.engine.pipeline, trainer.engine.group, files.timeline))
     metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps, patient=saving.patient)
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:

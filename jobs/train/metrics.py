@@ -229,7 +229,7 @@ def gather_losses(
     sums = torch.stack([torch.stack(each) for each in losses])  # (steps, virtual ranks of this rank)
     said = torch.tensor(note, dtype=sums.dtype, device=sums.device)[:, None].expand(-1, sums.shape[1])  # (note, ...)
     gathered = world.gather(torch.cat([sums, said]))  # per rank (steps + note, virtual ranks of a rank)
-    readers = gathered[: world.data_ranks]  # all ranks of a pipeline say the same
+    readers = world.readers(gathered)
     of_all = torch.cat([each[: len(batches)] for each in readers], dim=1).tolist()  # (steps, virtual ranks)
     notes = [each[len(batches) :, 0].tolist() for each in gathered]
     return [add_in_order(shards) / batch.samples for shards, batch in zip(of_all, batches, strict=True)], notes

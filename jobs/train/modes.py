@@ -79,10 +79,10 @@ def _torch_ddp(module: nn.Module, world: World, clock: Clock, settings: TrainSet
 
 def _sharded(module: nn.Module, world: World, clock: Clock, settings: TrainSettings) -> Replica:
     forms = Forms(module)
-    if settings.layerwise and settings.mode_name == "zero3":
+    if settings.layerwise and settings.zero == 3:
         assert isinstance(module, Stack)
         return LayerwiseReplica(Layerwise(module, world.group, loss=module.run_loss), forms, world, clock)
-    stage = settings.split(world.size).zero
+    stage = settings.zero
     assert stage != 0
     wrapper = ShardedDataParallel(
         module,

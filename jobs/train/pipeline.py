@@ -10,8 +10,7 @@ computes with each micro-batch's own statistics, and records those of all of the
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,20 +22,19 @@ from jobs.train.layer_seeds import layer_seed
 from jobs.train.loading import ShardInput
 from jobs.train.memory.held import Held, tensors_of
 from jobs.train.models.stack import Stack, mean_loss
+from jobs.train.models.tensor_plan import loss_of
 from jobs.train.numerics import Numerics
-from jobs.train.shards import Forms
 from jobs.train.stage_replicas import replica_of
 from jobs.train.stages import Places, cuts_of, in_autocast
 from jobs.train.state import MODEL, Part
-from jobs.train.world import COLLECTIVE_TIMEOUT_S, World
+from jobs.train.tensor_parts import groups_of, split_parts
+from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 from pipe import Pipeline
-from pipe.mesh import Mesh
 from pipe.schedules.actions import Action
 from pipe.schedules.messages import Step
 from pipe.schedules.tables import schedule
-
-TIMEOUT: Final = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+from pipe.tensor.vocabulary import VocabularyLinear
 
 
 class PipelineEngine:
@@ -47,16 +45,18 @@ class PipelineEngine:
         assert split.schedule
         self.world = world
         self.clock = clock
-        self.forms = Forms(model)
         self.scaler = numerics.scaler()
         self.clip_norm = settings.clip_norm
         self.same_norm = settings.same_norm
-        groups = None if world.group is None else Mesh(split.data, split.pipe).groups(world.group, TIMEOUT)
+        groups = groups_of(world)
         self.group = None if groups is None else groups.pipe
         table = schedule(split.schedule, split.pipe, split.microbatches, chunks=split.chunks)
         samples = -(-settings.batch_size // (split.data * split.microbatches))
         cuts = cuts_of(settings, model, table.rank_of, samples, world)
         self.places = Places(model, cuts, table.rank_of, world)
+        self.parts = split_parts(model, world, groups, settings)
+        self.forms = self.parts.whole
+        self.loss_of = loss_of(model[-1]) if isinstance(model[-1], VocabularyLinear) else mean_loss
         in_autocast(model, numerics)
         self.seed = settings.seed
         self.at = (0, world.data_rank)  # step, virtual rank
@@ -70,11 +70,12 @@ class PipelineEngine:
             layerwise=settings.layerwise,
             recompute=settings.activation_checkpointing,
             exact=settings.exact,
+            cuda_graphs=settings.cuda_graph,
         )
         if settings.model.dropout > 0.0:
             self.pipeline.hooks.seeds = self._seed_of
         self.module: nn.Module = self.pipeline.module
-        self.replica = replica_of(self.pipeline, self.forms, groups, world, settings, split)
+        self.replica = replica_of(self.pipeline, self.parts, groups, world, settings, split)
         self.optimizer = self.replica.build_optimizer(numerics, settings)
         self.held = self.replica.held(self.optimizer, self.scaler.state())
 
@@ -101,7 +102,7 @@ class PipelineEngine:
         return [self.pipeline.loss_sum / scale if batch.samples else torch.zeros_like(scale)]
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        loss = self.scaler.scaled(mean_loss(logits, targets))
+        loss = self.scaler.scaled(self.loss_of(logits, targets))
         if self.of_all is None:
             return loss
         weighed: Tensor = _Weighed.apply(loss, len(targets) * self.world.data_ranks / self.of_all)  # type: ignore[no-untyped-call]
@@ -138,8 +139,8 @@ class PipelineEngine:
         """Send the gradients of the last step to all ranks."""
         own = self.replica.full_gradients()
         return {
-            name: self.places.broadcast(name, own, piece, self.group)
-            for name, piece in self.forms.pieces.items()
+            name: self.parts.gather(name, self.places.broadcast(name, own, piece, self.group))
+            for name, piece in self.parts.local.pieces.items()
             if name in self.forms.trained
         }
 
@@ -147,13 +148,14 @@ class PipelineEngine:
         """Send parameters and buffers to all ranks; of a shared parameter every rank that has one returns its own."""
         self.replica.whole()
         own = dict((*self.module.named_parameters(), *self.module.named_buffers()))
-        pieces = [*self.forms.pieces.values(), *self.forms.buffers]
+        pieces = [*self.parts.local.pieces.values(), *self.parts.local.buffers]
         names = [piece.name.removeprefix(MODEL) for piece in pieces]
         found = {
             name: self.places.broadcast(name, own, piece, self.group) for name, piece in zip(names, pieces, strict=True)
         }
         copies = {self.forms.aliases[name]: each for name, each in own.items() if name in self.forms.aliases}
-        return {**found, **{name: each.detach().clone() for name, each in copies.items()}}
+        found |= {name: each.detach().clone() for name, each in copies.items()}
+        return {name: self.parts.gather(name, each) for name, each in found.items()}
 
     def synchronize_buffers(self) -> None:
         """Deal out the buffers of the first pipeline: one rank of it has each."""

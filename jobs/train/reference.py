@@ -5,7 +5,7 @@ shards' gradients first to last; divide once by their number; clip; step. Batch 
 virtual rank 0.
 
 It trains on its own, or follows a mode: it computes its gradients at every step, then steps with the mode's (see
-`compare.py`).
+`compare.py`). Of a mode that splits layers it finds out besides how far rounding reaches (`rounding.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,21 @@ from jobs.train.compare import gradient_bound
 from jobs.train.data import Data
 from jobs.train.keyed import key
 from jobs.train.layer_seeds import LayerSeeds
-from jobs.train.loading import ShardInput, Steps, move
+from jobs.train.loading import ShardInput, StepInput, Steps, move
 from jobs.train.models import build_model
 from jobs.train.modes import communication_dtype
 from jobs.train.numerics import numerics_of
 from jobs.train.optim import clip, gradient_of, gradients_of, learning_rate, named_gradients, set_learning_rate
+from jobs.train.rounding import Rounding, Values
 from jobs.train.sampling import Plan
+from jobs.train.tensor_draws import draw_as_split
 from jobs.train.world import add_in_order
 from jobs.train_settings import TrainSettings
+from pipe.rows import part_lengths
 
 USES: Final = 2  # of a tied weight: in the embedding and in the head
+LOSS: Final = "loss of each step"
+OUTPUT: Final = "output on test batch"
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,7 @@ class Setting:
     job_steps: int
     device: torch.device
     dtype: torch.dtype
+    tensor: int = 1  # ranks that every layer is split over
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -68,11 +74,14 @@ class Reference:
         self.scaler = self.numerics.scaler()
         model = build_model(settings.model, vocabulary=setting.data.vocabulary, seed=settings.seed)
         self.model: nn.Module = self.numerics.place(model)
+        draw_as_split(model, setting.tensor, sequence_parallel=settings.sequence_parallel)
         self.names = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         per_layer = settings.is_pipeline and settings.model.dropout > 0.0
         self.seeds = LayerSeeds(model, settings.seed) if per_layer else None
         self.terms: dict[str, Tensor] = {}  # of a pipeline's gradients: sums of magnitudes over micro-batches
         self.bounds: list[dict[str, float]] = []  # of each step: how far another order of summation may be off
+        self.rounding = Rounding(model, settings.seed) if setting.tensor > 1 else None
+        self.reach: dict[str, float] = {}  # of all losses and of the output: how far rounding may reach
         self.optimizer = self.numerics.optimizer(self.model.parameters(), settings.optimizer)
 
     def run(self, test_inputs: Tensor, follow: Sequence[Mapping[str, Tensor]] | None = None) -> Outcome:
@@ -82,7 +91,10 @@ class Reference:
         for step in range(self.setting.steps):
             work = move(reader[step], self.setting.device, self.setting.dtype)
             set_learning_rate(self.optimizer, self.setting.lr(step))
-            losses.append(self._gradients(step, work.shards) / work.batch.samples)
+            reach = self._reach(step, work) if follow is not None else {}
+            loss_sum, bounds = self._gradients(step, work.shards)
+            self.bounds.append({name: bound + reach.get(name, 0.0) for name, bound in bounds.items()})
+            losses.append(loss_sum / work.batch.samples)
             gradients.append(named_gradients(self.model))
             if follow is not None:
                 for name, parameter in self.names.items():
@@ -90,11 +102,37 @@ class Reference:
             self.scaler.advance(self.optimizer)
         self.model.eval()
         with torch.no_grad():
-            output = self.numerics.logits(self.model, test_inputs)
+            if self.rounding is not None and follow is not None:
+                self.reach |= self.rounding.reach(lambda: {OUTPUT: self._output(test_inputs)})
+            output = self._output(test_inputs)
         return Outcome(losses, gradients, state_of(self.model), output)
 
-    def _gradients(self, step: int, shards: tuple[ShardInput, ...]) -> float:
-        """Leave the gradients of a step in the parameters; return the sum of the losses of its samples."""
+    def _output(self, inputs: Tensor) -> Tensor:
+        """Return the model's outputs, of a pipeline's micro-batches one by one: a GPU computes others otherwise."""
+        parts = self.setting.plan.accumulation if self.setting.settings.is_pipeline else 1
+        lengths = part_lengths(len(inputs), parts)
+        return torch.cat([self.numerics.logits(self.model, each) for each in torch.split(inputs, lengths)])
+
+    def _reach(self, step: int, work: StepInput) -> dict[str, float]:
+        """Return how far rounding may reach in a step: in gradients; and keep the largest in losses."""
+        if self.rounding is None:
+            return {}
+
+        computed_in = torch.promote_types(self.numerics.weights, torch.float32)
+
+        def compute() -> Values:
+            loss_sum, _ = self._gradients(step, work.shards)
+            return {**named_gradients(self.model), LOSS: torch.tensor(loss_sum / work.batch.samples, dtype=computed_in)}
+
+        found = self.rounding.reach(compute)
+        self.reach[LOSS] = max(self.reach.get(LOSS, 0.0), found.pop(LOSS))
+        return found
+
+    def _gradients(self, step: int, shards: tuple[ShardInput, ...]) -> tuple[float, dict[str, float]]:
+        """Leave the gradients of a step in the parameters.
+
+        Returns the sum of the losses of its samples, and how far another order of summation over shards may be off.
+        """
         loss_sums, of_shards, terms = [], [], len(shards)
         for shard in shards:
             self.terms.clear()
@@ -111,18 +149,16 @@ class Reference:
         means = [(mean, magnitude / factor) for mean, magnitude in means]
         relative = self._clip([magnitude for _, magnitude in means])
         sent_as = communication_dtype(self.setting.settings)
-        self.bounds.append(
-            {
-                name: gradient_bound(
-                    float(magnitude.max()) + relative * float(mean.abs().max()),
-                    terms,
-                    mean.dtype,
-                    sent_as or mean.dtype,
-                )
-                for name, (mean, magnitude) in zip(self.names, means, strict=True)
-            }
-        )
-        return add_in_order(loss_sums)
+        bounds = {
+            name: gradient_bound(float(magnitude.max()), terms, mean.dtype, sent_as or mean.dtype)
+            for name, (mean, magnitude) in zip(self.names, means, strict=True)
+        }
+        if relative:  # the norm is one of all gradients, as coarse as the coarsest of them
+            coarsest = max((mean.dtype for mean, _ in means), key=lambda each: torch.finfo(each).eps)
+            for name, (mean, _) in zip(self.names, means, strict=True):
+                by_norm = relative * float(mean.abs().max())
+                bounds[name] += gradient_bound(by_norm, terms, coarsest, sent_as or coarsest)
+        return add_in_order(loss_sums), bounds
 
     def _clip(self, magnitudes: list[Tensor]) -> float:
         """Clip if the job does; return by how much rounding in the norm weighs: |m|_2 / |g|_2, 0 without clipping."""

@@ -1,6 +1,6 @@
 """A copy of the model whose state ranks share out: modes zero1, zero2 and zero3, by the `zero` library."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -111,6 +111,17 @@ class ShardedReplica(WrappedReplica):
         """Gather the parameters."""
         with self.wrapper.gather_full():
             return super().full_parameters()
+
+
+def shares_of(wrapper: Sharded, chosen: Callable[[str], bool]) -> list[Tensor]:
+    """Return this rank's shares of the mean gradients of parameters that are chosen by name."""
+    return [
+        home.of(home.grad, at)
+        for home in wrapper.homes
+        if home.grad is not None
+        for at in home.slices
+        if chosen(home.names[at.tensor])
+    ]
 
 
 def sharded_optimizer(wrapper: Sharded, numerics: Numerics, settings: TrainSettings) -> ShardedOptimizer:

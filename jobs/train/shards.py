@@ -5,7 +5,6 @@
 A checkpoint of any other number of ranks, in any other mode, has the same tensors in other ranges.
 """
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -17,6 +16,7 @@ from jobs.train.state import (
     MODEL,
     OPTIMIZER,
     Part,
+    Seen,
     aliases,
     buffer_parts,
     require_same_form,
@@ -64,16 +64,15 @@ class SharedState:
         self.rank = rank
         self.more = more
         self._parts: list[Part] = []
-        self._listed: list[object] | None = None  # the optimizer's state as it was listed; None: never
+        self._seen = Seen(optimizer)
 
     def parts(self) -> list[Part]:
         """Return the share, listed anew only when the optimizer has made state since."""
-        now = [value for state in self.optimizer.state.values() for value in state.values()]
-        if self._listed is None or len(now) != len(self._listed) or not all(map(operator.is_, now, self._listed)):
+        if not self._seen.is_same():
             own = [*buffer_parts(self.module), *(self._more() if self.leads else ())] if self.rank == 0 else []
             held = self.held()
             self._parts = [*own, *(part_of(each) for each in held if each.answers)]
-            self._listed = None if any(each.lent for each in held) else now
+            self._seen.take(keep=not any(each.lent for each in held))
         return self._parts
 
     def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:

@@ -1,7 +1,8 @@
 """Several pipelines side by side: how the gradients of one slice of a model become the mean over those that have it.
 
-    data rank 0   F B F B F B F B │         │          every data rank's pipeline has its own part of the batch;
-    data rank 1   F B F B F B F B │ average │ step     gradients are averaged after the last backward, slice by slice
+    data rank 0   F B F B F B F B │     │          every data rank's pipeline has its own part of the batch;
+    data rank 1   F B F B F B F B │     │ step     gradients are averaged slice by slice: by sync bucketed and by ZeRO
+                              average              from the last micro-batch's backward on, by flat after it
 
 With ZeRO every rank steps its share of its slice, and has the optimizer's state (stage 1), and after the average the
 gradients (2), for no other.
@@ -15,15 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp import FlatAllReduce
+from ddp import BucketedDDP, FlatAllReduce
 from ddp.base import broadcast
+from ddp.reduced import Reduced
 from jobs.modes import Parallel
 from jobs.train.numerics import Numerics
 from jobs.train.optim import gradients_of, named_gradients
-from jobs.train.sharded import sharded_optimizer
-from jobs.train.shards import Forms, SharedState
+from jobs.train.sharded import sharded_optimizer, shares_of
+from jobs.train.shards import SharedState
+from jobs.train.stage_ready import ReadyGradients
 from jobs.train.stage_state import StageState
 from jobs.train.state import HeldState
+from jobs.train.tensor_parts import Parts
+from jobs.train.tensor_state import TensorState
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 from pipe import Pipeline
@@ -33,15 +38,16 @@ from zero.flat import Held
 
 
 class StageReplica:
-    """One rank's slice of a model, whose pipeline is the only one."""
+    """One rank's slice of a model, whose pipeline is the only one; `parts` says which of every layer."""
 
-    def __init__(self, pipeline: Pipeline, forms: Forms, groups: Groups | None, world: World) -> None:
+    def __init__(self, pipeline: Pipeline, parts: Parts, groups: Groups | None, world: World) -> None:
         self.pipeline = pipeline
         self.module: nn.Module = pipeline.module
-        self.forms = forms
+        self.parts = parts
+        self.forms = parts.local
         self.world = world
         self.norm_group: dist.ProcessGroup | None = (
-            None if groups is None else groups.pipe
+            None if groups is None else groups.model
         )  # of ranks that have one gradient together
 
     @contextmanager
@@ -55,8 +61,11 @@ class StageReplica:
 
     def counted(self) -> list[Tensor]:
         """Return those of them that a norm counts here: of a weight that two ranks have, one does."""
-        tied = self.pipeline.tied
-        return gradients_of(each for name, each in self.module.named_parameters() if name not in tied)
+        return gradients_of(each for name, each in self.module.named_parameters() if self.is_counted(name))
+
+    def is_counted(self, name: str) -> bool:
+        """True where no earlier stage, and no earlier tensor rank, has the same parameter."""
+        return name not in self.pipeline.tied and self.parts.answers(name)
 
     def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
         """Build what steps this rank's parameters."""
@@ -65,7 +74,8 @@ class StageReplica:
     def held(self, optimizer: torch.optim.Optimizer, more: Mapping[str, Tensor]) -> HeldState:
         """Return what of the state this rank saves and reads; `more` are further tensors, the same on every rank."""
         rank, ranks, leads = self.world.data_rank, self.world.data_ranks, self.world.pipe_rank == 0
-        return StageState(self.module, optimizer, self.forms, rank=rank, ranks=ranks, leads=leads, more=more)
+        own = StageState(self.module, optimizer, self.forms, rank=rank, ranks=ranks, leads=leads, more=more)
+        return TensorState(own, self.parts)
 
     def whole(self) -> None:
         """Wait until the parameters are what was stepped: a collective."""
@@ -81,19 +91,28 @@ class StageReplica:
         """Deal out the buffers of the first pipeline."""
 
 
-class AveragedReplica(StageReplica):
-    """A slice that other pipelines have, too."""
+class SharedReplica(StageReplica):
+    """A slice that other pipelines have, too, in a wrapper that makes the mean."""
 
-    def __init__(self, pipeline: Pipeline, forms: Forms, groups: Groups, world: World) -> None:
-        super().__init__(pipeline, forms, groups, world)
+    wrapper: Reduced
+
+    def __init__(self, pipeline: Pipeline, parts: Parts, groups: Groups, world: World) -> None:
+        super().__init__(pipeline, parts, groups, world)
         self.data_group = groups.data
-        self.wrapper = FlatAllReduce(self.module, groups.data)
+        self.ready: ReadyGradients | None = None  # None: all of it is averaged after the last backward
+
+    def overlap(self) -> None:
+        """Average what is whole while other micro-batches and stages are still at work."""
+        shared = {*self.forms.aliases, *self.forms.aliases.values()}
+        self.ready = ReadyGradients(self.pipeline, self.wrapper, shared)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Average after the last backward."""
+        """Average beside the last backward, or after it."""
         with self.wrapper.no_sync():
             yield
+            if self.ready is not None:
+                self.ready.row_is_over()
         self.wrapper.finish_gradient_synchronization()
 
     def synchronize_buffers(self) -> None:
@@ -101,28 +120,40 @@ class AveragedReplica(StageReplica):
         broadcast(list(self.module.buffers()), self.data_group)
 
 
-class ShardedReplica(StageReplica):
+class AveragedReplica(SharedReplica):
+    """A slice that is stepped whole on every rank that has it."""
+
+    def __init__(self, pipeline: Pipeline, parts: Parts, groups: Groups, world: World, settings: TrainSettings) -> None:
+        super().__init__(pipeline, parts, groups, world)
+        if settings.split(world.size).sync == "flat":
+            self.wrapper = FlatAllReduce(self.module, groups.data)
+        else:
+            self.wrapper = BucketedDDP(self.module, groups.data, bucket_size_mb=settings.bucket_size_mb)
+            self.overlap()
+
+
+class ShardedReplica(SharedReplica):
     """A slice whose optimizer state those that have it share out."""
 
-    def __init__(self, pipeline: Pipeline, forms: Forms, groups: Groups, world: World, settings: TrainSettings) -> None:
-        super().__init__(pipeline, forms, groups, world)
+    wrapper: ShardedDataParallel
+
+    def __init__(self, pipeline: Pipeline, parts: Parts, groups: Groups, world: World, settings: TrainSettings) -> None:
+        super().__init__(pipeline, parts, groups, world)
         stage = settings.split(world.size).zero
         assert stage in (1, 2)
-        self.data_group = groups.data
         self.norm_group = groups.world
         self.wrapper = ShardedDataParallel(
             self.module, groups.data, stage=stage, bucket_size_mb=settings.bucket_size_mb
         )
         self.optimizer: ShardedOptimizer | None = None
+        self.overlap()
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Share the mean out after the last backward."""
+        """Share the mean out beside the last backward, of parameters that are there."""
         self.wrapper.synchronize()
-        with self.wrapper.no_sync():
+        with super().running():
             yield
-            self.wrapper.gradients_are_ready(each for each in self.module.parameters() if each.requires_grad)
-        self.wrapper.finish_gradient_synchronization()
 
     def gradients(self) -> list[Tensor]:
         """Return this rank's share of the mean gradients."""
@@ -131,14 +162,7 @@ class ShardedReplica(StageReplica):
 
     def counted(self) -> list[Tensor]:
         """Return the ranges of its share that no other rank counts."""
-        tied = self.pipeline.tied
-        return [
-            home.of(home.grad, at)
-            for home in self.wrapper.homes
-            if home.grad is not None
-            for at in home.slices
-            if home.names[at.tensor] not in tied
-        ]
+        return shares_of(self.wrapper, self.is_counted)
 
     def build_optimizer(self, numerics: Numerics, settings: TrainSettings) -> torch.optim.Optimizer:
         """Build what steps this rank's share; parameters of 16 bits in float32 copies."""
@@ -157,7 +181,8 @@ class ShardedReplica(StageReplica):
             return [named(each) for each in (*self.wrapper.held_parameters(), *optimizer.held_state())]
 
         rank, leads = self.world.data_rank, self.world.pipe_rank == 0
-        return SharedState(self.module, optimizer.inner, self.forms, held, rank=rank, more=more, leads=leads)
+        own = SharedState(self.module, optimizer.inner, self.forms, held, rank=rank, more=more, leads=leads)
+        return TensorState(own, self.parts)
 
     def whole(self) -> None:
         """Wait for the parameters that are being gathered."""
@@ -171,17 +196,13 @@ class ShardedReplica(StageReplica):
         """Gather the gradients."""
         return self.wrapper.full_gradients()
 
-    def synchronize_buffers(self) -> None:
-        """Deal out the buffers of the first pipeline."""
-        broadcast(list(self.module.buffers()), self.data_group)
-
 
 def replica_of(
-    pipeline: Pipeline, forms: Forms, groups: Groups | None, world: World, settings: TrainSettings, split: Parallel
+    pipeline: Pipeline, parts: Parts, groups: Groups | None, world: World, settings: TrainSettings, split: Parallel
 ) -> StageReplica:
     """Return how a slice is held: alone, or beside those of other pipelines."""
     if split.data == 1 or groups is None:
-        return StageReplica(pipeline, forms, groups, world)
+        return StageReplica(pipeline, parts, groups, world)
     if split.zero:
-        return ShardedReplica(pipeline, forms, groups, world, settings)
-    return AveragedReplica(pipeline, forms, groups, world)
+        return ShardedReplica(pipeline, parts, groups, world, settings)
+    return AveragedReplica(pipeline, parts, groups, world, settings)

@@ -43,7 +43,7 @@ def cuts_of(settings: TrainSettings, model: Stack, rank_of: Sequence[int], sampl
             return by_hand(first_layers(settings.cut, names), len(names), len(rank_of))
         weights = torch.zeros(len(names), dtype=torch.float64, device=world.device)
         if settings.cut != "profile" or world.rank == 0:
-            weights += torch.tensor(weights_of(model, settings.cut, input_size(settings.model, samples)))
+            weights += weights.new_tensor(weights_of(model, settings.cut, input_size(settings.model, samples)))
         if settings.cut == "profile" and world.group is not None:
             dist.broadcast(weights, 0, group=world.group)
         return balanced_ranks(weights.tolist(), rank_of)
@@ -84,7 +84,7 @@ class Places:
 
     def broadcast(self, name: str, own: Mapping[str, Tensor], piece: Piece, group: dist.ProcessGroup | None) -> Tensor:
         """Return a copy of what the rank that has a tensor finds in its `own`: a collective of the pipeline."""
-        source = self.rank(name) * self.world.data_ranks + self.world.data_rank
+        source = self.world.rank_at(self.rank(name))
         if self.world.rank == source:
             tensor = own[name].detach().clone()
         else:

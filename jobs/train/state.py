@@ -117,6 +117,26 @@ def deal(own: Sequence[Part], shared: Sequence[Part], *, rank: int, ranks: int) 
     return parts
 
 
+class Seen:
+    """The tensors of an optimizer's state, as they were when they were last listed."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._tensors: list[object] | None = None
+
+    def is_same(self) -> bool:
+        """True when they are still those very tensors."""
+        seen, now = self._tensors, self._now()
+        return seen is not None and len(now) == len(seen) and all(map(operator.is_, now, seen))
+
+    def take(self, *, keep: bool) -> None:
+        """See them as they are; or if what was listed is not to be kept, none."""
+        self._tensors = self._now() if keep else None
+
+    def _now(self) -> list[object]:
+        return [value for state in self.optimizer.state.values() for value in state.values()]
+
+
 class DealtState:
     """A rank's share of a replica's state, dealt anew only when the optimizer has made state since.
 
@@ -138,16 +158,15 @@ class DealtState:
         self.rank = rank
         self.ranks = ranks
         self._parts: list[Part] = []
-        self._dealt: list[object] | None = None  # the optimizer's state as it was dealt; None: deal every time
+        self._seen = Seen(optimizer)
 
     def parts(self) -> list[Part]:
         """Return the share; the buffers are rank 0's, whose running statistics count."""
-        now = [value for state in self.optimizer.state.values() for value in state.values()]
-        if self._dealt is None or len(now) != len(self._dealt) or not all(map(operator.is_, now, self._dealt)):
+        if not self._seen.is_same():
             shared = self._shared()
             self._parts = deal(self._own(), shared, rank=self.rank, ranks=self.ranks)
             # A range of a tensor that is not row-major is a copy, which the next step would leave behind.
-            self._dealt = now if all(part.tensor.is_contiguous() for part in shared) else None
+            self._seen.take(keep=all(part.tensor.is_contiguous() for part in shared))
         return self._parts
 
     def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -25,14 +26,14 @@ from jobs.train.loop import Trainer, build_trainer
 from jobs.train.main import FAILED, guarded, job_of, join, open_same_data, run_of, settings_of
 from jobs.train.metrics import global_losses
 from jobs.train.optim import set_learning_rate
-from jobs.train.reference import Outcome, Reference, Setting
+from jobs.train.reference import LOSS, OUTPUT, Outcome, Reference, Setting
 from jobs.train.sampling import total_steps
 from jobs.train.world import World
+from jobs.train_parallel import split_text
 from jobs.train_settings import TrainSettings
 from jobs.words import counted
 
-LOSS: Final = "loss of each step"
-OUTPUT: Final = "output on test batch"
+NOWHERE: Final[Mapping[str, float]] = MappingProxyType({})
 
 
 def verify_rank(payload: Mapping[str, Any]) -> int:
@@ -61,7 +62,9 @@ def verify(job: Job, world: World, steps: int) -> dict[str, Any] | None:
     data = open_same_data(job, world)
     trainer = build_trainer(settings_of(job), data, world)
     job_steps = max(total_steps(trainer.settings, trainer.plan), steps)
-    setting = Setting(trainer.settings, data, trainer.plan, steps, job_steps, world.device, trainer.dtype)
+    setting = Setting(
+        trainer.settings, data, trainer.plan, steps, job_steps, world.device, trainer.dtype, trainer.world.tensor
+    )
     test_inputs = move_inputs(data.eval_batch(block_indices(0, data.eval_samples))[0], world.device, trainer.dtype)
     outcome = run_mode(trainer, setting, test_inputs)
     differing = ranks_that_differ(outcome.state, world)
@@ -98,11 +101,13 @@ def judge(
         rows = compare_outcomes(outcome, alone, None)
     else:
         following = Reference(setting)
-        rows = compare_outcomes(outcome, following.run(test_inputs, outcome.gradients), following.bounds, alone)
+        wanted = following.run(test_inputs, outcome.gradients)
+        rows = compare_outcomes(outcome, wanted, following.bounds, alone, following.reach)
     losses = zip(outcome.losses, alone.losses, strict=True)
     return {
         "job": job.name,
         "mode": setting.settings.mode_name,
+        "split": split_text(setting.settings),
         "exact": setting.settings.exact,
         "world_size": world.size,
         "virtual_ranks": setting.plan.virtual_ranks,
@@ -121,11 +126,16 @@ def judge(
 
 
 def compare_outcomes(
-    found: Outcome, wanted: Outcome, bounds: Sequence[Mapping[str, float]] | None, alone: Outcome | None = None
+    found: Outcome,
+    wanted: Outcome,
+    bounds: Sequence[Mapping[str, float]] | None,
+    alone: Outcome | None = None,
+    reach: Mapping[str, float] = NOWHERE,
 ) -> list[Row]:
-    """Compare gradients within their bounds (none: bitwise), and parameters, buffers, losses and output bitwise.
+    """Compare gradients within their bounds (none: bitwise), and parameters and buffers bitwise.
 
-    `alone` is the reference that trained on its own, for the drift.
+    Losses and output, too, unless `reach` says how far rounding may reach in them. `alone` is the reference that
+    trained on its own, for the drift.
     """
     rows = [
         worst(
@@ -138,7 +148,7 @@ def compare_outcomes(
     wanted_by_name = _named(wanted)
     for name, value in _named(found).items():
         kind = {LOSS: "loss", OUTPUT: "output"}.get(name, "parameter" if name in wanted.gradients[0] else "buffer")
-        row = compare(name, kind, value, wanted_by_name[name], 0.0)
+        row = compare(name, kind, value, wanted_by_name[name], reach.get(name, 0.0))
         rows.append(replace(row, drift=max_difference(value, drifts[name])) if drifts else row)
     return rows
 
@@ -161,7 +171,9 @@ def promise_of(settings: TrainSettings, world_size: int) -> tuple[Exactness, str
             else "shards are summed in order and divided once"
         )
         return "bitwise", f"exact: {what}, as one process does"
-    where = f"{settings.mode_name} on {counted(world_size, 'rank')}"
+    where = f"{split_text(settings)} on {counted(world_size, 'rank')}"
+    if settings.split(world_size).tensor > 1:
+        return "near", f"{where}: products are added up over ranks, and what follows computes with their rounding"
     if settings.communication_dtype is not None and world_size > 1:
         return "tight", f"{where}: gradients are sent as {settings.communication_dtype}, and differ by its rounding"
     if settings.is_tied_over_stages(world_size):

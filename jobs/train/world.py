@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from jobs.ranks import RankEnv
 # connection, so this bound is for what hangs without dying. Torch's own default for gloo.
 COLLECTIVE_TIMEOUT_S: Final = 1800.0
 GLOO_INTERFACES: Final = "GLOO_SOCKET_IFNAME"
+T = TypeVar("T")
 GLOO_KEY: Final = re.compile(r"wait timeout after .*/(\d+)\s*$")  # gloo asks the store for ".../<own rank>/<peer>"
 
 
@@ -31,8 +32,8 @@ GLOO_KEY: Final = re.compile(r"wait timeout after .*/(\d+)\s*$")  # gloo asks th
 class World:
     """One rank among `size`, the group they talk in, and the device this rank computes on.
 
-    `pipe` ranks have one model together, and read the same part of a batch: those that are `data_ranks` apart, as in
-    `pipe.mesh`.
+    `pipe` x `tensor` ranks have one model together, and read the same part of a batch; rank numbers are those of
+    `pipe.mesh`: tensor ranks are neighbours, those of one pipeline furthest apart.
     """
 
     rank: int
@@ -40,21 +41,35 @@ class World:
     group: dist.ProcessGroup | None
     device: torch.device
     pipe: int = 1
+    tensor: int = 1
 
     @property
     def data_ranks(self) -> int:
         """Into how many parts ranks cut a batch."""
-        return self.size // self.pipe
+        return self.size // (self.pipe * self.tensor)
 
     @property
     def data_rank(self) -> int:
         """Which of these parts is this rank's."""
-        return self.rank % self.data_ranks
+        return self.rank // self.tensor % self.data_ranks
 
     @property
     def pipe_rank(self) -> int:
         """Which place this rank has in its pipeline."""
-        return self.rank // self.data_ranks
+        return self.rank // (self.data_ranks * self.tensor)
+
+    @property
+    def tensor_rank(self) -> int:
+        """Which part of its layers this rank has."""
+        return self.rank % self.tensor
+
+    def rank_at(self, pipe_rank: int) -> int:
+        """Return the rank of this one's pipeline that has a place in it."""
+        return (pipe_rank * self.data_ranks + self.data_rank) * self.tensor + self.tensor_rank
+
+    def readers(self, gathered: Sequence[T]) -> Sequence[T]:
+        """Return what one rank of each part of a batch gave, of what all did: those that share one say the same."""
+        return gathered[: self.data_ranks * self.tensor : self.tensor]
 
     def gather(self, mine: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in rank order; all must have one shape."""

@@ -3,6 +3,7 @@
 import argparse
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from jobs.words import counted
 from launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
+    from jobs.spec import Job
     from launch.submit.plan import NodePlan
     from launch.submit.prepare import Prepared
 
@@ -52,6 +54,7 @@ def commands_of(prepared: "Prepared") -> list[list[str]]:
 def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[str]]) -> dict[str, Any]:
     """Return the whole plan as plain values; `null` where only the start itself decides."""
     job, context = prepared.context.job, prepared.context
+    places = places_of(job, context.placement.world_size)
     return {
         "name": job.name,
         "kind": job.kind,
@@ -68,7 +71,11 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
                 "address": plan.placement.address,
                 "environment": [_value(value) for value in map(asdict, plan.warm_environment)],
                 "ranks": [
-                    {**asdict(rank), "environment": [_value(value) for value in map(asdict, rank.environment)]}
+                    {
+                        **asdict(rank),
+                        "places": places(rank.rank),
+                        "environment": [_value(value) for value in map(asdict, rank.environment)],
+                    }
                     for rank in plan.ranks
                 ],
             }
@@ -77,6 +84,16 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
         "command": job.settings.model_dump()["argv"] if context.entry is None else None,
         "function": context.entry,
     }
+
+
+def places_of(job: "Job", world_size: int) -> Callable[[int], dict[str, int]]:
+    """Return where the ranks of a job are among those that a model, or a batch, is split over."""
+    if job.kind != "train":
+        return lambda rank: {}
+    from jobs.train_settings import TrainSettings
+
+    assert isinstance(job.settings, TrainSettings)
+    return job.settings.split(world_size).places
 
 
 def _value(value: dict[str, Any]) -> dict[str, Any]:
@@ -95,14 +112,16 @@ def render(record: dict[str, Any]) -> str:
         "",
     ]
     own, shared = _split(ranks)
-    rows = [["rank", "node", "host", "address", "cores", "threads", *own]]
+    axes = [] if len(ranks[0]["places"]) < 2 else list(ranks[0]["places"])  # one alone is the rank
+    rows = [["rank", *axes, "node", "host", "address", "cores", "threads", *own]]
     for node in record["nodes"]:
         for rank in node["ranks"]:
             values = {each["name"]: each["value"] for each in rank["environment"]}
             cores = ",".join(map(str, rank["cores"])) or "all"
             address = node["address"] or "(at start)"
-            place = [str(rank["rank"]), str(node["node"]), node["host"], address, cores, str(rank["threads"])]
-            rows.append(place + [values.get(name, "") for name in own])
+            split = [str(rank["places"][axis]) for axis in axes]
+            place = [str(node["node"]), node["host"], address, cores, str(rank["threads"])]
+            rows.append([str(rank["rank"]), *split, *place, *(values.get(name, "") for name in own)])
     lines += _columns(rows)
     lines += ["", "environment of every rank"]
     lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in shared])

@@ -16,6 +16,10 @@ KINDS: Final = {
     "loss": "losses",
     "output": "outputs",
 }
+BOUNDS: Final = {
+    "tight": "the bound of another order of summation (see jobs/train/compare.py)",
+    "near": "what rounding reaches (see jobs/train/rounding.py)",
+}
 MANY_ULP: Final = 10_000  # beyond it the count of floats between two values near zero says nothing
 
 
@@ -32,7 +36,7 @@ def heading(record: Mapping[str, Any]) -> Text:
     shards = counted(record["virtual_ranks"], "shard")
     return Text.assemble(
         (record["job"], "bold"),
-        f": {record['mode']}{exact} on {ranks} against one process over the same {shards}; "
+        f": {record['split']}{exact} on {ranks} against one process over the same {shards}; "
         f"{steps} of batch {record['batch_size']}, {record['precision']} on {record['device']}",
     )
 
@@ -84,7 +88,7 @@ def verdict(record: Mapping[str, Any]) -> Text:
     if passed and same < len(rows):
         drift = max((row["drift"] or 0.0) for row in rows)
         text.append(
-            ", the others within the bound of another order of summation (see jobs/train/compare.py). "
+            f", the others within {BOUNDS[record['class']]}. "
             f"One process that trains on its own ends up to {drift:.1e} away."
         )
     for fault in faults(record):

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jobs.errors import RefusedError
-from jobs.modes import MODES, PIPELINES, SHARDED, Parallel, mode_of
+from jobs.modes import MODES, PIPELINES, SHARDED, TENSOR, Parallel, mode_of
 
 
 @pytest.mark.parametrize("name", [name for name in MODES if name != "single"])
@@ -14,7 +14,7 @@ def test_every_mode_uses_every_rank(name: str, world_size: int) -> None:
     assert MODES[name].expand(world_size).world_size == world_size
 
 
-@pytest.mark.parametrize("name", [name for name in MODES if name not in ("single", *SHARDED, *PIPELINES)])
+@pytest.mark.parametrize("name", [name for name in MODES if name not in ("single", TENSOR, *SHARDED, *PIPELINES)])
 def test_data_parallel_modes_differ_in_their_synchronization_alone(name: str) -> None:
     assert MODES[name].expand(4) == Parallel(data=4, pipe=1, tensor=1, zero=0, sync=name)  # type: ignore[arg-type]
 
@@ -30,12 +30,18 @@ def test_modes_that_share_state_out_name_what_is_shared_and_by_whom() -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_every_split_has_the_mode_that_it_came_from(name: str) -> None:
-    assert mode_of(MODES[name].expand(1)) == name
+    assert mode_of(MODES[name].expand(2 if name == TENSOR else 1)) == name
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_have_a_slice_of_the_model_on_every_rank(name: str) -> None:
     assert MODES[name].expand(4) == Parallel(data=1, pipe=4, schedule=name)  # type: ignore[arg-type]
+
+
+def test_split_layers_go_by_that_name_however_gradients_are_averaged() -> None:
+    assert MODES[TENSOR].expand(4) == Parallel(tensor=4)
+    assert mode_of(Parallel(data=2, tensor=2, sync="sharded", zero=1)) == TENSOR
+    assert mode_of(Parallel(pipe=2, tensor=2, schedule="1f1b")) == "1f1b"
 
 
 def test_single_runs_on_one_rank_only() -> None:
@@ -53,6 +59,7 @@ def test_single_runs_on_one_rank_only() -> None:
         ("allreduce", ["bitwise", "bitwise", "tight"]),
         *((name, ["bitwise", "bitwise", "bitwise"]) for name in ("model", "gpipe", "1f1b", "interleaved")),
         *((name, ["bitwise", "tight", "tight"]) for name in ("zb1p", "zbv")),  # weights' gradients in one sum
+        (TENSOR, ["bitwise", "near", "near"]),
         # divided before they are added: three thirds need not make one
         *((name, ["bitwise", "tight", "tight"]) for name in ("flat", "overlap", "bucketed", "ddp", *SHARDED)),
     ],

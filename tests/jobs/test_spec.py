@@ -23,6 +23,10 @@ def test_a_word_is_short_for_a_named_section() -> None:
     assert train(model="gpt-nano", data={"text": "/x"}).data.text == "/x"
 
 
+SPLIT: Any = {"d_model": 24, "d_ff": 48, "layers": 2, "heads": 6, "context": 16, "vocabulary": 252}
+GPT: Any = {"model": SPLIT, "data": "synthetic"}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -59,14 +63,24 @@ def test_a_word_is_short_for_a_named_section() -> None:
         ({"parallel": {"data": 2, "zero": 1, "sync": "fsdp"}}, "zero: 1 does not go with sync: fsdp"),
         ({"parallel": {"data": 2, "sync": "sharded"}}, "zero: 0 does not go with sync: sharded"),
         ({"parallel": {"data": 2, "zero": 4}}, "zero"),
-        ({"parallel": {"data": 2, "tensor": 2}}, "tensor: 2: jobs do not split layers yet; set tensor: 1"),
+        ({"parallel": {"data": 2, "sync": "none"}}, "sync: none leaves 2 data-parallel ranks with gradients of their"),
+        ({"parallel": {"tensor": 2}}, "model: vgg11: tensor parallel splits the layers of a gpt"),
+        ({**GPT, "parallel": {"tensor": 2, "data": 2, "zero": 3}}, "zero: 3 by sync: sharded does not go with tensor"),
+        ({**GPT, "parallel": {"tensor": 2, "data": 2, "sync": "fsdp"}}, "zero: 3 by sync: fsdp does not go with"),
+        ({**GPT, "mode": "tensor", "exact": True}, "exact: true needs one of the modes"),
+        ({**GPT, "parallel": {"tensor": 2, "pipe": 2}, "exact": True}, "exact: true does not go with tensor parallel"),
+        ({**GPT, "mode": "tensor", "cuda_graph": True}, "cuda_graph does not go with tensor: exchanges within"),
+        ({**GPT, "mode": "tensor", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes"),
+        (
+            {"mode": "1f1b", "grad_accumulation": 2},
+            "grad_accumulation: 2 does not go with 1f1b, .*, or set microbatches",
+        ),
         ({"parallel": {"pipe": 2, "zero": 3}}, "zero: 3 does not go with a pipeline, whose .*; zero 0, 1 and 2 do"),
         ({"parallel": {"pipe": 2, "data": 2, "sync": "ddp"}}, "sync: ddp does not go with a pipeline, whose"),
         ({"parallel": {"data": 2, "microbatches": 2}}, "microbatches are a pipeline's; set pipe and schedule"),
         ({"parallel": {"pipe": 2, "schedule": "1f2b"}}, "'1f1b', 'interleaved', 'zb1p' or 'zbv'"),
         ({"parallel": {"data": 2, "pipe": 2}, "exact": True}, "exact: true does not go with 2 data-parallel pipelines"),
         ({"mode": "1f1b", "exact": True, "virtual_ranks": 4}, "1f1b has one virtual rank, virtual_ranks is 4"),
-        ({"mode": "1f1b", "cuda_graph": True}, "cuda_graph does not go with 1f1b: stages hand on micro-batches"),
         ({"mode": "gpipe", "compile": True}, "gpipe does not go with compile yet; set compile: false"),
         ({"mode": "zbv", "communication_dtype": "bf16"}, "zbv sends activations and gradients as they are"),
         ({"mode": "gpipe", "layerwise": True, "activation_checkpointing": True}, "without activation_checkpointing"),
@@ -152,7 +166,7 @@ PIPE: Any = {"pipe": 4, "sync": "none"}
         ),
         (
             {"parallel": {"pipe": 2, "data": 2}},
-            {"data": 2, "pipe": 2, "schedule": "1f1b", "sync": "flat", "microbatches": 8},
+            {"data": 2, "pipe": 2, "schedule": "1f1b", "sync": "bucketed", "microbatches": 8},
         ),
         (
             {"parallel": {"pipe": 2, "data": 2, "zero": 1, "schedule": "gpipe"}},
@@ -182,6 +196,7 @@ def test_a_pipeline_is_filled_with_micro_batches(settings: dict[str, Any], wante
             4,
             "64 has no sample for each of 40 micro-batches for each of 2 pipelines; use at most 32",
         ),
+        ({"parallel": {"pipe": 2, "data": 2}, "batch_size": 1}, 4, "1 is less than one sample for each of 2 pipelines"),
         ({"mode": "1f1b", "cut": ["conv3", "conv9"]}, 3, "train.cut: there is no layer 'conv9'; the model has conv1,"),
         ({"mode": "1f1b", "cut": ["conv3"]}, 3, "train.cut: .* make 2 stages of 31 layers, not 3"),
         ({"mode": "1f1b", "cut": [9, 9]}, 3, "train.cut: .* 9 does not come after 9"),
@@ -192,6 +207,48 @@ def test_a_pipeline_that_cannot_be_is_refused_before_a_rank_is_started(
 ) -> None:
     with pytest.raises(RefusedError, match=message):
         train(**settings).check(ranks)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "wanted"),
+    [
+        ({"tensor": 4}, {"tensor": 4}),
+        ({"tensor": 2, "data": 2}, {"tensor": 2, "data": 2, "sync": "ddp"}),
+        ({"tensor": 2, "data": 2, "zero": 2}, {"tensor": 2, "data": 2, "sync": "sharded", "zero": 2}),
+        ({"tensor": 2, "pipe": 2}, {"tensor": 2, "pipe": 2, "schedule": "1f1b", "microbatches": 8}),
+    ],
+)
+def test_split_layers_read_a_batch_together(parallel: dict[str, Any], wanted: dict[str, Any]) -> None:
+    job = train(**{**GPT, "model": {**SPLIT, "heads": 4}}, parallel=parallel)
+    job.check(4)
+    assert job.split(4) == Parallel(**wanted)
+    assert job.virtual_world_size(4) == wanted.get("data", 1)
+    assert (job.splits_layers, job.is_product) == (True, len(parallel) > 1)
+    assert TrainSettings.model_validate(job.model_dump(mode="json", exclude_unset=True)) == job
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "message"),
+    [
+        ({}, 4, r"mode: tensor: 4 ranks do not divide heads 6 \(2 left\); use 2 or 3 or 6 of them, which"),
+        ({"model": {**SPLIT, "d_ff": 39}}, 2, r"d_ff 39 \(1 left\); use 3 of them, which divide heads 6, d_ff 39"),
+        ({"model": {**SPLIT, "vocabulary": 257}}, 2, r"vocabulary 257 \(1 left\); no number of them divides heads"),
+        ({"sequence_parallel": True}, 3, r"context 16 \(1 left\); use 2 of them, which .*, context 16"),
+        (
+            {"parallel": {"tensor": 2, "data": 2}, "batch_size": 1},
+            4,
+            "for each of 2 data-parallel ranks; use at least 2",
+        ),
+        ({"parallel": {"tensor": 2, "data": 2}}, 8, "data 2 x tensor 2 makes 4 ranks, the job has 8"),
+        ({"parallel": {"tensor": 2, "pipe": 9}}, 18, "make 9 stages, the model has 5 layers"),
+    ],
+)
+def test_layers_that_cannot_be_split_are_refused_before_a_rank_is_started(
+    settings: dict[str, Any], ranks: int, message: str
+) -> None:
+    mode = {} if "parallel" in settings else {"mode": "tensor"}
+    with pytest.raises(RefusedError, match=message):
+        train(**{**GPT, **mode, **settings}).check(ranks)
 
 
 def test_what_a_mode_does_not_read_may_stand_there() -> None:

@@ -25,6 +25,13 @@ def settings(**more: Any) -> TrainSettings:
         ({"mode": "fsdp"}, "cuda_graph does not go with fsdp: .*; choose mode bucketed"),
         ({"model": {"name": "gpt-nano", "dropout": 0.1}}, "cuda_graph does not go with dropout: .* set dropout: 0"),
         ({"exact": True, "mode": "allreduce"}, "cuda_graph does not go with exact: .* remove one of them"),
+        ({"mode": "tensor"}, "cuda_graph does not go with tensor: exchanges within its layers have not been recorded"),
+        (
+            {"mode": "zbv", "layerwise": True},
+            "cuda_graph does not go with layerwise: what is recorded keeps its memory",
+        ),
+        ({"mode": "1f1b", "activation_checkpointing": True}, "cuda_graph does not go with activation_checkpointing: "),
+        ({"mode": "1f1b", "exact": True}, "cuda_graph does not go with exact where the head is the embedding: "),
     ],
 )
 def test_what_the_host_decides_within_a_step_is_refused_with_what_to_do(more: dict[str, Any], message: str) -> None:
@@ -37,6 +44,29 @@ def test_a_split_that_is_written_out_is_refused_as_its_mode_is() -> None:
     given = {key: value for key, value in GPT.items() if key != "mode"}
     with pytest.raises(ValueError, match="cuda_graph does not go with ddp"):
         TrainSettings.model_validate({**given, "parallel": {"data": 2, "sync": "ddp"}})
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        (
+            {"data": 2, "pipe": 2},
+            "cuda_graph does not go with 2 data-parallel pipelines: gradients are averaged by hooks",
+        ),
+        ({"tensor": 2, "pipe": 2}, "cuda_graph does not go with tensor parallel: exchanges within layers"),
+    ],
+)
+def test_a_product_with_a_pipeline_is_not_recorded(split: dict[str, Any], message: str) -> None:
+    given = {key: value for key, value in GPT.items() if key != "mode"}
+    with pytest.raises(ValueError, match=message):
+        TrainSettings.model_validate({**given, "parallel": split})
+
+
+def test_forwards_and_backwards_of_a_pipeline_can_be_recorded() -> None:
+    for more in ({"mode": "1f1b"}, {"mode": "zb1p", "precision": "bf16"}, {"mode": "zbv", "microbatches": 3}):
+        assert why_not_recorded(settings(**more)) is None
+    untied = {"name": "gpt-nano", "tied": False}
+    assert why_not_recorded(settings(mode="zb1p", exact=True, model=untied)) is None
 
 
 @pytest.mark.parametrize("mode", ["single", "allreduce", "flat", "overlap", "bucketed"])

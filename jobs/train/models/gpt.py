@@ -51,18 +51,17 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Mix each position with those before it, (batch, tokens, d_model) to the same shape."""
         query, key, value = self.project(x)
-        mixed = functional.scaled_dot_product_attention(
-            self._split(query),
-            self._split(key),
-            self._split(value),
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
-        )  # (batch, heads, tokens, width)
+        mixed = self.mix(self._split(query), self._split(key), self._split(value))  # (batch, heads, tokens, width)
         return cast(Tensor, self.output(mixed.transpose(1, 2).flatten(2)))  # (batch, tokens, d_model)
 
     def project(self, x: Tensor) -> Sequence[Tensor]:
         """Return queries, keys and values; tensor parallel makes all three at once."""
         return self.query(x), self.key(x), self.value(x)
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attend: (batch, heads, tokens, width) each to the same shape."""
+        dropout = self.dropout if self.training else 0.0
+        return functional.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
 
     def _split(self, x: Tensor) -> Tensor:
         batch, tokens, _ = x.shape

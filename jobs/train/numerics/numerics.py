@@ -138,5 +138,6 @@ def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
         settings.compile,
         settings.activation_checkpointing,
         cut_anywhere=settings.deterministic and not settings.exact,  # exact shards are cut where no vector ends
-        chunked=not settings.is_pipeline,  # whose head and loss are two steps
+        # A pipeline's head and loss are two steps, a split head has a loss of its own.
+        chunked=not settings.is_pipeline and not settings.splits_layers,
     )

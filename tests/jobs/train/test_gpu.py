@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from jobs.files import read_lines
-from jobs.modes import MODES
+from jobs.modes import MODES, TENSOR
 from jobs.rundir import RunDir
 from support.live import LiveRun
 from support.resuming import ADAMW, VGG, attempt_apart
 
 ROOT = Path(__file__).parents[3]
-SHARED = [name for name in MODES if name != "single"]
+SHARED = [name for name in MODES if name not in ("single", TENSOR)]
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
 JOB = """
@@ -98,8 +98,19 @@ def test_verify_passes_on_two_gpus(tmp_path: Path, mode: str) -> None:
     assert "PASS" in done.stdout
 
 
-def test_a_gpt_trains_on_two_gpus(tmp_path: Path) -> None:
-    _, rows = train(tmp_path / "gpt", job(ranks=2, model="gpt-micro", data="python-source"))
+@pytest.mark.parametrize("more", ["", "  sequence_parallel: true\n  precision: bf16\n"], ids=["fp32", "sequence, bf16"])
+def test_split_layers_compute_on_two_gpus_what_one_does(tmp_path: Path, more: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(job(ranks=2, mode=TENSOR, model="gpt-nano", data="synthetic") + more)
+    argv = [sys.executable, "-m", "launch", "verify", str(path), "--steps", "2", "--runs", str(tmp_path / "runs")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=55)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS  class near" in done.stdout
+
+
+@pytest.mark.parametrize("mode", ["ddp", TENSOR])
+def test_a_gpt_trains_on_two_gpus(tmp_path: Path, mode: str) -> None:
+    _, rows = train(tmp_path / "gpt", job(ranks=2, mode=mode, model="gpt-micro", data="python-source"))
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 

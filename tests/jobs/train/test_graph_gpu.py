@@ -1,6 +1,7 @@
 """Recorded steps on CUDA devices: the same training as without. `pytest -m gpu` on a machine with at least two."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jobs.train.loading import MicroInput, ShardInput
 from jobs.train.models import build_model
 from jobs.train.numerics import numerics_of
 from jobs.train.optim import set_learning_rate
+from jobs.train.pipeline import PipelineEngine
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 from support.gpus import over
@@ -108,6 +110,39 @@ def all_differences(world: World, folder: str, names: list[str]) -> list[str]:
 def test_recorded_steps_train_as_eager_ones_bit_for_bit(on_ranks, tmp_path: Path, world_size, names):
     found = on_ranks(world_size, all_differences, deadline_s=55.0, group=False, folder=str(tmp_path), names=names)
     assert found == [[]] * world_size
+
+
+def pipelines(world: World, folder: str) -> list[str]:
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    with over("nccl", world, folder) as on_gpu:
+        return [each for mode in ("1f1b", "zb1p") for each in pipeline_differences(mode, replace(on_gpu, pipe=2))]
+
+
+def pipeline_differences(mode: str, world: World) -> list[str]:
+    """Train a pipeline with and without recorded forwards and backwards; name what is not the same."""
+    case = {**GPT, "mode": mode, "microbatches": 3, "clip_norm": 0.1, "precision": "bf16"}
+    engines = [engine_of(case, world, cuda_graph=cuda_graph) for cuda_graph in (False, True)]
+    losses: list[list[float]] = [[], []]
+    for step in range(5):
+        tokens = torch.randint(10, (2, 8, 16), generator=torch.Generator().manual_seed(step)).to(world.device)
+        work = ShardInput(0, (MicroInput(tokens[0], tokens[1], 8, 1.0),))
+        for engine, found in zip(engines, losses, strict=True):
+            found += [float(loss) for loss in engine.train_step(step, [work])]
+    problems = [] if losses[0] == losses[1] else [f"losses {losses[1]} where {losses[0]} were wanted"]
+    eager, recorded = engines
+    assert isinstance(recorded, PipelineEngine)
+    graphs = recorded.pipeline._graphs
+    if graphs is None or not any(graphs._slots.values()):
+        problems.append("forwards and backwards should have been recorded")
+    wanted = eager.module.state_dict()
+    state = recorded.module.state_dict()
+    problems += [name for name, each in wanted.items() if not torch.equal(each, state[name])]
+    return [f"{mode}: {problem}" for problem in problems]
+
+
+def test_recorded_forwards_and_backwards_of_pipelines_train_as_eager_ones(on_ranks, tmp_path: Path):
+    assert on_ranks(2, pipelines, deadline_s=55.0, group=False, folder=str(tmp_path)) == [[], []]
 
 
 def silent(world: World, folder: str) -> list[float]:

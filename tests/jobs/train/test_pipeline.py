@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp import FlatAllReduce
+from ddp.reduced import Reduced
 from jobs.modes import PIPELINES
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
 from jobs.spec import Job
@@ -60,6 +60,8 @@ def test_every_schedule_has_the_bits_of_the_loop_over_micro_batches(on_ranks, wo
     jobs = [{**GPT, "mode": name, "microbatches": 3, **exact[name]} for name in modes]
     jobs += [{**VGG, "mode": name, **exact[name], **more.get(name, {})} for name in modes if world_size == 2]
     jobs += [{**VGG, "mode": "interleaved"}] if world_size == 4 else []
+    tied = ("1f1b", "interleaved", "zbv") if world_size == 2 else ()
+    jobs += [{**TIED, "mode": name, "microbatches": 3, "exact": True} for name in tied]
     assert {record["class"] for record in check(on_ranks, world_size, *jobs)} == {"bitwise"}
 
 
@@ -170,7 +172,8 @@ def _no_sum_of_ties() -> None:
 
 
 def _no_average() -> None:
-    FlatAllReduce.finish_gradient_synchronization = lambda self: None
+    Reduced.gradients_are_ready = lambda self, parameters: None
+    Reduced.finish_gradient_synchronization = lambda self: None
 
 
 def _norm_of_one_rank() -> None:
@@ -209,16 +212,27 @@ def test_a_broken_pipeline_fails_the_comparison(on_ranks, fault, train):
     assert not record["pass"]
 
 
-def failing(world: World, mode: str) -> list:
-    """Train until a layer of the second rank raises; tell what that came to on this rank."""
-    trainer = _build(world, {**GPT, "mode": mode})
-    steps = trainer.own_steps()
-    trainer.engine.train_step(0, steps[0].shards)
-    if world.rank == 1:
+@pytest.mark.ranks
+def test_a_norm_of_coarse_and_fine_gradients_is_as_coarse_as_the_coarsest(on_ranks):
+    half = {**VGG, "precision": "pure_bf16", "clip_norm": 0.1}  # batch norms' gradients stay in float32
+    (record,) = check(on_ranks, 2, {**half, "mode": "zbv", "microbatches": 3})
+    assert record["class"] == "tight"
+    assert [row["name"] for row in record["rows"] if row["name"].startswith("norm") and not row["bitwise"]]
 
-        def raises(*_: object) -> None:
+
+def failing(world: World, way: dict, late: bool = False) -> list:
+    """Train until the second rank raises, in a forward or its last backward; tell what came of it on this rank."""
+    trainer = _build(world, {**GPT, **way, "bucket_size_mb": 0.001})
+    steps, pipeline = trainer.own_steps(), trainer.engine.pipeline
+    trainer.engine.train_step(0, steps[0].shards)
+
+    def raises(*_: object) -> None:
+        if pipeline.in_last_backward or not late:
             raise ArithmeticError("the second stage has had enough")
 
+    if world.rank == 1 and late:
+        list(trainer.engine.module.parameters())[-1].register_post_accumulate_grad_hook(raises)  # the first to be ready
+    elif world.rank == 1:
         next(trainer.engine.module.children()).register_forward_pre_hook(raises)
     try:
         trainer.engine.train_step(1, steps[1].shards)
@@ -228,9 +242,18 @@ def failing(world: World, mode: str) -> list:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("late", [False, True])
+def test_where_pipelines_average_one_that_raises_is_the_culprit_and_nobody_hangs(on_ranks, late):
+    found = on_ranks(4, failing, way={"parallel": PRODUCT}, late=late)
+    assert found.pop(1) == ["ArithmeticError", "the second stage has had enough", False]
+    assert found[0][2:] == [True], "its neighbour waits for a bucket"
+    assert all(each[2:] in ([], [True]) for each in found), "stages that had done their part may have ended the step"
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("mode", ["gpipe", "zbv"])
 def test_a_stage_that_raises_is_the_culprit_and_the_other_ranks_are_its_victims(on_ranks, mode):
-    first, second, third = on_ranks(3, failing, mode=mode)
+    first, second, third = on_ranks(3, failing, way={"mode": mode})
     assert second == ["ArithmeticError", "the second stage has had enough", False]
     for kind, said, is_victim in (first, third):
         assert (kind, is_victim) == ("StageFailedError", True)

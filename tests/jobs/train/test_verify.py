@@ -12,7 +12,7 @@ from ddp import means
 from ddp.all_reduce import AllReduce
 from ddp.base import DataParallel
 from ddp.gather_scatter import GatherScatter
-from jobs.modes import MODES, PIPELINES, SHARDED
+from jobs.modes import MODES, PIPELINES, SHARDED, TENSOR
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
 from jobs.spec import Job
 from jobs.train import verify as verification
@@ -27,7 +27,7 @@ SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
 ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 50, "optimizer": SGD}
 GPT = {"model": {"name": "gpt-nano"}, "data": "synthetic", "batch_size": 10, "optimizer": ADAMW}
-OF_MANY = [name for name in MODES if name != "single" and name not in PIPELINES]  # those: test_pipeline.py
+OF_MANY = [name for name in MODES if name not in ("single", TENSOR, *PIPELINES)]  # test_tensor.py, test_pipeline.py
 WHOLE = [name for name in OF_MANY if name not in SHARDED]  # every rank has all of the state
 # State that is shared out is tried on fewer worlds here: test_sharded.py has every stage on each of them, exact.
 WORLDS = [

@@ -87,8 +87,7 @@ def overflow(world: World, mode: str, accumulate: int) -> list:
             "steps": 4,
             "precision": "fp16",
             "mode": mode,
-            "grad_accumulation": accumulate,
-            "microbatches": accumulate,
+            "microbatches" if mode in PIPELINES else "grad_accumulation": accumulate,
             "clip_norm": 1.0,
             "optimizer": {"name": "adamw", "lr": 0.01},
         }

@@ -1,0 +1,60 @@
+"""Dropout of one process that draws as the tensor ranks of a split model do, for `muster verify` to compare them.
+
+A rank drops of its heads, and of its part of a sequence, by masks of its own (`pipe/tensor/draws.py`): here one process
+does what they do, rank after rank, each from the numbers that both begin with.
+
+    heads       | rank 0 | rank 1 |       the attention of each rank's heads by itself, then side by side
+    tokens      | rank 0 | rank 1 |       dropout of each rank's tokens, where sequences are split
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from jobs.train.models.gpt import Attention, Block
+from pipe.tensor.draws import OwnDraws
+from pipe.tensor.region import Region
+
+
+def draw_as_split(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> None:
+    """Let a whole model drop as `ranks` tensor ranks would, in place."""
+    if ranks == 1:
+        return
+    places = [Place(rank) for rank in range(ranks)]
+    for module in model.modules():
+        if isinstance(module, Attention) and module.dropout > 0.0:
+            module.mix = partial(in_turn, places, module, module.mix, 1)  # type: ignore[method-assign]
+        if isinstance(module, Block) and module.dropout.p > 0.0 and sequence_parallel:
+            whole = module.dropout
+            whole.forward = partial(in_turn, places, whole, whole.forward, 1)  # type: ignore[method-assign]
+
+
+class Place:
+    """Draws of one tensor rank, made here."""
+
+    def __init__(self, rank: int) -> None:
+        region = Region(None)
+        region.rank = rank
+        self.draws = OwnDraws(nn.Module(), region)
+
+
+def in_turn(
+    places: Sequence[Place], module: nn.Module, call: Callable[..., Tensor], dimension: int, *given: Tensor
+) -> Tensor:
+    """Call on every rank's part of tensors, cut along a dimension, with that rank's draws; put the results together."""
+    if not module.training:
+        return call(*given)
+    devices = [given[0].device] if given[0].is_cuda else []
+    parts = [each.chunk(len(places), dimension) for each in given]
+    made = []
+    for place, own in zip(places, zip(*parts, strict=True), strict=True):
+        # Every rank begins from the same numbers; what the last one leaves is what each goes on with.
+        last = place is places[-1]
+        with nullcontext() if last else torch.random.fork_rng(devices=devices):
+            place.draws.begin(module, own)
+            made.append(call(*own))
+            place.draws.end(module, own, None)
+    return torch.cat(made, dimension)
