@@ -4,7 +4,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipe.rows import row_of
@@ -53,6 +53,7 @@ def most_in_a_run(ranks, favoured, choose) -> Counter:
             lying[step.peer, rank] -= 1
 
 
+@settings(deadline=None)
 @given(
     name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb1p", "zbv"]),
     ranks=st.integers(2, 4),
