@@ -40,7 +40,6 @@ GRAPHED = [
     Case("gpt plain", "interleaved", 4, (8, 8, 8), {"cuda_graphs": True}),
     Case("gpt plain", "zb1p", 4, (8, 7, 8, 7), {"cuda_graphs": True, "exact": True}),
     Case("gpt plain", "zbv", 4, (8, 8, 8), {"cuda_graphs": True, "exact": True}),
-    Case("gpt tied", "1f1b", 4, (8, 8, 8), {"exact": True}),
 ]
 
 
