@@ -1,5 +1,7 @@
 """What else a pipeline is asked for: tied weights, memory, hooks, spans, subgroups, frozen layers."""
 
+import gc
+import weakref
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +20,25 @@ from support.data_parallel import same_bits
 from support.pipelines import MODELS, Case, Loop, batch_of, built, loss_of, seed_of
 
 pytestmark = pytest.mark.ranks
+
+
+def alive(world: World, name: str) -> list[str]:
+    """Build a pipeline and take a step; name the layers that live on this rank, but for its own."""
+    layers = MODELS["gpt"]()
+    each = {layer: weakref.ref(module) for layer, module in layers.named_children()}
+    table = schedule(name, world.size, 4, chunks=2)
+    pipeline = Pipeline(layers, table, loss=loss_of, process_group=world.group)
+    del layers
+    pipeline.step(*batch_of("gpt", 7, 0, world.device))
+    gc.collect()
+    own = [layer for layer, _ in pipeline.module.named_children()]
+    assert 0 < len(own) < len(each)
+    return [layer for layer, module in each.items() if module() is not None and layer not in own]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_a_rank_lets_the_layers_of_others_go(on_ranks, name):
+    assert on_ranks(2, alive, name=name) == [[]] * 2
 
 
 def tied(world: World) -> list[str]:
