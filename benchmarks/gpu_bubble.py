@@ -19,10 +19,7 @@ import gzip
 import itertools
 import json
 import os
-import socket
-import subprocess
 import sys
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -36,12 +33,12 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 import pipe_bubble  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from gpu_listen import listen, start  # noqa: E402
 from torch import nn  # noqa: E402
 
 MODEL = "gpt-medium"
 SAMPLES = 4  # of a micro-batch
 FIRST_WARM_UP, WARM_UP = 6, 4  # steps, of which the second records graphs; the first cell's kernels are loaded too
-PATIENCE_S = 20.0  # for ranks to end when rank 0 has nothing more to say
 RECORDS = "records.jsonl.gz"
 DIGITS = 7  # of a second
 
@@ -150,50 +147,12 @@ def rank_main(order: dict[str, Any]) -> None:
     os._exit(0)  # without taking every communicator down
 
 
-def listen(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start a rank a GPU, read what rank 0 says until it ends; when the time is over, all are ended."""
-    from gpu_throughput import end
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    order = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    common = {"WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **common, "BUBBLE_ORDER": json.dumps(order)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "gpu_bubble.py")],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(args.gpus)
-    ]
-    said: list[dict[str, Any]] = []
-    watch = threading.Timer(args.limit_s, kill, [ranks])
-    watch.start()
-    assert ranks[0].stdout is not None
-    for line in ranks[0].stdout:
-        try:
-            said.append(json.loads(line))
-        except ValueError:
-            print(f"  | {line.decode(errors='replace').rstrip()}", flush=True)
-            continue
-        if said[-1]["say"] == "row":
-            tell(said[-1]["row"])
-        else:
-            print("  " + json.dumps(said[-1]), flush=True)
-    codes = end(ranks, patience_s=PATIENCE_S)
-    watch.cancel()
-    if any(codes):
-        said.append({"say": "failed", "why": f"ranks ended with {codes} within {args.limit_s:.0f} s"})
-        print(f"  PROBLEM: {said[-1]['why']}", flush=True)
-    return said
-
-
-def kill(ranks: "list[subprocess.Popen[bytes]]") -> None:
-    """End all ranks."""
-    for rank in ranks:
-        rank.kill()
+def hear(each: dict[str, Any]) -> None:
+    """Print what rank 0 says."""
+    if each["say"] == "row":
+        tell(each["row"])
+    else:
+        print("  " + json.dumps(each), flush=True)
 
 
 def tell(row: dict[str, Any]) -> None:
@@ -220,6 +179,8 @@ def summary(said: list[dict[str, Any]], wanted: int, gpus: int) -> dict[str, Any
     within = sum(row["reached"] for row in rows)
     reached = within == wanted and not failed
     pipe_bubble.show(rows)
+    for each in failed:
+        print(f"  PROBLEM: {each['why']}", flush=True)
     print(f"reach: within {pipe_bubble.REACH_POINTS:.0f} points: {within} of {wanted}, {'yes' if reached else 'NO'}")
     return {"benchmark": "gpu bubble", "gpus": gpus, "reached": reached, "failed": failed, "rows": rows}
 
@@ -239,7 +200,8 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / RECORDS).unlink(missing_ok=True)
     began_s = time.monotonic()
-    record = summary(listen(args), len(args.schedules) * len(args.microbatches), args.gpus)
+    ranks = start(HERE / "gpu_bubble.py", "BUBBLE_ORDER", args)
+    record = summary(listen(ranks, args.limit_s, hear), len(args.schedules) * len(args.microbatches), args.gpus)
     print(f"{time.monotonic() - began_s:.0f} s", flush=True)
     (args.out / "gpu_bubble.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))

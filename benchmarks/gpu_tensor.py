@@ -18,11 +18,8 @@ as its slowest rank does; a ratio is the median over turns. The processes are th
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -37,47 +34,10 @@ REACH = 1.3
 WITHIN = 0.02  # norms of results in bf16
 
 
-def start(args: argparse.Namespace) -> "list[subprocess.Popen[bytes]]":
-    """Start one rank a GPU; rank 0's output is read."""
-    from gpu_throughput import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    order = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    common = {"WORLD_SIZE": str(args.gpus), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **common, "TENSOR_ORDER": json.dumps(order)}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "gpu_tensor_ranks.py")],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
-        )
-        for rank in range(args.gpus)
-    ]
-
-
-def listen(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Read what rank 0 says, a line each, until it ends; when the time is over, all ranks are ended."""
-    from gpu_throughput import end
-
-    ranks, said = start(args), list[dict[str, Any]]()
-    watch = threading.Timer(60.0 * args.minutes, lambda: [rank.kill() for rank in ranks])
-    watch.start()
-    assert ranks[0].stdout is not None
-    for line in ranks[0].stdout:
-        try:
-            said.append(json.loads(line))
-        except ValueError:
-            print(f"  | {line.decode(errors='replace').rstrip()}", flush=True)
-            continue
-        if said[-1]["say"] != "sample":
-            print("  " + said[-1].get("text", json.dumps(said[-1])), flush=True)
-    codes = end(ranks, patience_s=20.0)
-    watch.cancel()
-    if any(codes):
-        said.append({"say": "failed", "why": f"ranks ended with {codes} within {args.minutes} minutes"})
-    return said
+def tell(each: dict[str, Any]) -> None:
+    """Print what rank 0 says, but for single times."""
+    if each["say"] != "sample":
+        print("  " + each.get("text", json.dumps(each)), flush=True)
 
 
 def apart(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -142,7 +102,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("gpu-tensor"))
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    record = summary(listen(args), args.gpus)
+    from gpu_listen import listen, start
+
+    ranks = start(HERE / "gpu_tensor_ranks.py", "TENSOR_ORDER", args)
+    record = summary(listen(ranks, 60.0 * args.minutes, tell), args.gpus)
     (args.out / "gpu_tensor.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps({"benchmark": "gpu_tensor", **{k: v for k, v in record.items() if k != "samples_ms"}}))
     return 0 if record["reached"] or (args.smoke and not record["failed"]) else 1

@@ -16,6 +16,15 @@ pytestmark = pytest.mark.ranks
 STUBBORN = (Path(__file__).parents[2] / "benchmarks" / "stubborn.py").read_text()
 
 
+def kill_and_outlive(live: LiveRun) -> None:
+    """Kill a supervisor; wait until everything of its run has ended with it."""
+    run_id = live.run.run_id
+    live.process.kill()
+    live.process.wait()
+    wait_until(lambda: not of_run(run_id), "all of a run to end with its supervisor")
+    live.process.communicate()
+
+
 @pytest.mark.parametrize("job", [two_by_two(STUBBORN), TRAINING], ids=["stubborn", "training"])
 def test_nothing_is_left_after_the_supervisor_is_killed(tmp_path: Path, job: str) -> None:
     live = LiveRun(tmp_path, job)
@@ -24,12 +33,8 @@ def test_nothing_is_left_after_the_supervisor_is_killed(tmp_path: Path, job: str
         live.wait_for("joined")
     else:
         live.wait_for_output("ready", 3)
-    run_id = live.run.run_id
-    assert len(of_run(run_id)) >= 4
-    live.process.kill()
-    live.process.wait()
-    wait_until(lambda: not of_run(run_id), "the ranks to end with their supervisor")
-    live.process.communicate()
+    assert len(of_run(live.run.run_id)) >= 4
+    kill_and_outlive(live)
 
 
 def test_ctrl_c_ends_stubborn_ranks_after_the_grace(tmp_path: Path) -> None:
@@ -124,10 +129,7 @@ def test_a_frozen_keeper_does_not_survive_its_run(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
     keeper = int(Path(f"/proc/{live.pid_of(2)}/stat").read_text().rpartition(")")[2].split()[1])
     os.kill(keeper, signal.SIGSTOP)
-    run_id = live.run.run_id
-    live.process.kill()
-    wait_until(lambda: not of_run(run_id), "the frozen keeper and its ranks to end")
-    live.process.communicate()
+    kill_and_outlive(live)
 
 
 def test_a_frozen_agent_is_noticed_by_its_silence(tmp_path: Path) -> None:
