@@ -6,7 +6,7 @@
     slot     F | B   or  F | I | W   graphs with memory of their own, so that slots can be in any order in flight
 
 A graph repeats what was recorded: kernels and addresses. So gradients stay where they were at the recording: `.grad`
-that is None when a step begins is the same tensor again, full of (minus) zeros; hooks of parameters and modules would not be
+that is None when a step begins is the same tensor again, full of zeros; hooks of parameters and modules would not be
 called, so parameters that have some are refused. Where weights have moved, layers changed between training and
 evaluation or learn no longer, all is recorded anew. A micro-batch of another form runs eagerly, and is recorded before
 the next step. Layers whose random numbers have seeds of their own run eagerly: a seed would be recorded, too.
