@@ -61,7 +61,9 @@ def _absent(engine: Any) -> None:
 
 
 def _gil(engine: Any) -> None:
-    ctypes.PyDLL(None).sleep(FOREVER_S)  # PyDLL, unlike CDLL, keeps the lock during the call
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # for good the second time: no signal ends that wait, as one would end the C library's sleep
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)  # PyDLL, unlike CDLL, keeps the lock during the call
 
 
 def _nan(engine: Any) -> None:

@@ -46,10 +46,14 @@ linux.kill_quietly = lambda pid, number, group=False: None if number == 9 else s
 keeper.KILL_S = 0.3
 keeper.Keeper(socket.socket(fileno=int(sys.argv[1]))).run()
 """
+# A mutex taken twice: no signal ends that wait, as one would end the C library's sleep.
 HOLDS_THE_LOCK = """
 import ctypes
+c = ctypes.PyDLL(None)
+mutex = ctypes.create_string_buffer(64)
+c.pthread_mutex_lock(mutex)
 print("ready")
-ctypes.PyDLL(None).sleep(1000)
+c.pthread_mutex_lock(mutex)
 """
 
 

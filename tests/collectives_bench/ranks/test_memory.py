@@ -45,9 +45,12 @@ def test_expected_memory_is_within_5_percent_of_what_was_measured(on_ranks):
         for operation, nbytes, buffers, hidden in rows:
             cell = cell_of(operation)
             expected = memory.expected_hidden(cell, nbytes, 2, root=rank == 0)
-            told = f"{operation} on rank {rank}: {hidden / MB:.2f} MB, expected {expected / MB:.2f}"
+            # Two columns are the most that are under way: a rank that its neighbour keeps waiting has one.
+            least = expected / 2 if operation == "ring_reduce_scatter" else expected
+            told = f"{operation} on rank {rank}: {hidden / MB:.2f} MB, expected {least / MB:.2f} to {expected / MB:.2f}"
             # Copies of S are mapped anew each time; some MB of segments may come from what threads have kept.
-            assert abs(hidden - expected) <= 0.05 * (buffers + hidden) + 3 * MB, told
+            slack = 0.05 * (buffers + hidden) + 3 * MB
+            assert least - slack <= hidden <= expected + slack, told
             assert buffers == memory.buffers_bytes(cell, nbytes, 2, root=rank == 0), told
 
 
