@@ -28,7 +28,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from jobs.shapes import GptShape
 from jobs.train.models.gpt import Block
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 
 REACH = 1.05
 BLOCKS = 4

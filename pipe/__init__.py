@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipe.local import Pipe as Pipe
+    from pipe.local.pipe import Pipe as Pipe
     from pipe.pipeline import Pipeline as Pipeline
 
 _HOME = {
-    "Pipe": "pipe.local",
+    "Pipe": "pipe.local.pipe",
     "Pipeline": "pipe.pipeline",
 }
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe.draws import Hooks
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 from pipe.stage import Stage, WholeGraph
 
 

@@ -10,8 +10,8 @@ The loop, in one process: for every part of the batch, in order,
     loss = loss_of(model(part_inputs), part_targets);  (loss * (samples of the part / samples)).backward()
 
 Weights that several stages have get the same sum in another order, on each of their ranks, unless it is `exact`
-(`pipe/ties.py`). Where a stage raises, all ranks end with that as the cause (`pipe/failures.py`), and the pipeline
-cannot be used again.
+(`pipe/ties.py`). Where a stage raises, all ranks end with that as the cause, and the pipeline cannot be
+used again (`pipe/wires/failures.py`).
 """
 
 import weakref
@@ -24,21 +24,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipe.channels import Channels
 from pipe.draws import Hooks
-from pipe.failures import LostError, StageFailedError, first_line
 from pipe.graphs import Graphs, graphs_for
 from pipe.held import Held, check_batch, check_model, device_of
 from pipe.marks import Mark, marks_for
-from pipe.meeting import meet
 from pipe.rows import Row, part_lengths, row_of
 from pipe.run import Parts, Run, Span
 from pipe.schedules import cuts as cutting
 from pipe.schedules.actions import Schedule
 from pipe.schedules.programs import Step
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 from pipe.stage import PASSAGES, Loss, Make, Stage
 from pipe.ties import Tied, Ties, find_ties
+from pipe.wires.channels import Channels
+from pipe.wires.failures import LostError, StageFailedError, first_line
+from pipe.wires.meeting import meet
 from zero.agreement import require_same
 
 Result = TypeVar("Result")

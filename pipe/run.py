@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipe.channels import Arrival, Channels, Form
 from pipe.marks import Mark
 from pipe.rows import Row
 from pipe.schedules.actions import Action
 from pipe.schedules.programs import Receive, Send, Step
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 from pipe.stage import Passage, Stage
+from pipe.wires.channels import Arrival, Channels, Form
 
 
 class Span(NamedTuple):

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipe.channels import TIED_TAG
-from pipe.wires import Message, Wire
+from pipe.wires.channels import TIED_TAG
+from pipe.wires.wire import Message, Wire
 
 Use = tuple[int, int]  # stage and micro-batch
 

@@ -184,7 +184,7 @@ def test_libraries_are_those_that_pyproject_gives_reasons_for_and_ddp_needs_none
     wrong = []
     for module in modules().values():
         allowed = {"torch"} if module.package in ("ddp", "zero", "pipe") else LIBRARIES | {"torch"}
-        if module.name == "pipe.driver":
+        if module.name == "pipe.wires.driver":
             allowed |= {"cuda"}
         outside = {root(name) for name in imported(module, functions=True, typing=True)} - set(PACKAGES)
         if extra := outside - set(sys.stdlib_module_names) - allowed:

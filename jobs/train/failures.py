@@ -9,7 +9,7 @@ from typing import Final
 
 from ddp.timeouts import CollectiveTimeoutError
 from jobs.errors import StartTimeoutError
-from pipe.failures import StageFailedError
+from pipe.wires.failures import StageFailedError
 
 # What the transports say when a peer is gone or silent.
 LOST: Final = re.compile(

@@ -4,7 +4,7 @@
     rank 1   <a F0 B0 >g <a F1 B1 >g ...                  before the fourth >a it has received one: g says so
 
 A rank that has room for as many never waits with a send, so a host that waits for its device at any place - while it
-takes memory, or loads a kernel - waits only for messages whose senders need nothing of it (`pipe/peers.py`).
+takes memory, or loads a kernel - waits only for messages whose senders need nothing of it (`pipe/wires/peers.py`).
 """
 
 from collections.abc import Sequence

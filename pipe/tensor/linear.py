@@ -9,7 +9,7 @@ sequences are split too (Korthikanti et al. 2022), the first gathers and the sec
 round in the backward; as many bytes as the sums.
 
 In the backward of column layers dx is on its way while the product for dW runs. Layers with the same input are one:
-their products, their sum. Where a pipeline makes dW later (`pipe/splitting.py`), what is sent is sent before.
+their products, their sum. Where a pipeline makes dW later (`pipe/splitting/halves.py`), what is sent is sent before.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipe.splitting.weight_gradients import LINEAR, Work
 from pipe.tensor.region import Pending, Region, outside_graph
-from pipe.weight_gradients import LINEAR, Work
 
 
 class Keeper(Protocol):
-    """Who makes gradients of weights later: `pipe.splitting.WeightQueue`."""
+    """Who makes gradients of weights later: `pipe.splitting.halves.WeightQueue`."""
 
     def keep(self, work: Work) -> None:
         """Take one use of a layer, in the backward."""

@@ -7,7 +7,7 @@ import pipe_split
 import pytest
 import torch
 
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 
 WIDTH, TOKENS = 32, 4
 

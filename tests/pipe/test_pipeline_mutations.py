@@ -12,10 +12,10 @@ from torch import Tensor
 from jobs.train.world import World
 from pipe import pipeline, run
 from pipe.buffers import Before
-from pipe.channels import Arrival, Channels
 from pipe.rows import Row, row_of
 from pipe.run import Handed, Run
 from pipe.stage import Stage, WholeGraph
+from pipe.wires.channels import Arrival, Channels
 from support.pipelines import Case, wrong_training
 
 pytestmark = pytest.mark.ranks

@@ -8,7 +8,7 @@ from jobs.train.world import World
 from pipe.mesh import Mesh
 from pipe.pipeline import Pipeline
 from pipe.schedules.tables import schedule
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 from pipe.tensor.linear import ColumnLinear
 from support.tensor_parallel import WITHIN, Case, batch, build, far, part_of, split
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp import BucketedDDP
 from jobs.train.world import World
 from pipe.mesh import Mesh
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 from pipe.tensor.cross_entropy import SplitCrossEntropy
 from pipe.tensor.linear import ColumnLinear, RowLinear, side_by_side
 from pipe.tensor.region import Pending, Region

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipe import Pipe
-from pipe.across import Streams
+from pipe.local.across import Streams
 
 pytestmark = pytest.mark.gpu
 

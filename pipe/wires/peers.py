@@ -26,9 +26,9 @@ from torch import Tensor
 
 from ddp.checks import gather_json
 from ddp.means import beside
-from pipe import driver
-from pipe.failures import LostError
-from pipe.wires import PEERS_TAG, Message, Wire
+from pipe.wires import driver
+from pipe.wires.failures import LostError
+from pipe.wires.wire import PEERS_TAG, Message, Wire
 from zero.neighbours import CPU, Neighbours, neighbours_of
 
 LINE: Final = 16  # 32-bit numbers: counters of different ways share no cache line

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from jobs.shapes import GptShape, VggShape
 from jobs.train.models.gpt import Block, build_gpt
 from jobs.train.models.vgg import build_vgg
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 
 Gradients = dict[str, Tensor | None]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipe.across import Ready, Streams, events_now, streams_now
+from pipe.local.across import Ready, Streams, events_now, streams_now
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@
     queue.run(0)                                   # W: linear layers and convolutions
 
 The cut goes through the operation: it needs no second walk through the graph, which keeps no memory and costs no time.
-`pipe/split_layers.py` has the layers, `pipe/weight_gradients.py` the products.
+`pipe/splitting/layers.py` has the layers, `pipe/splitting/weight_gradients.py` the products.
 
 Source: Qi et al. 2024, "Zero bubble pipeline parallelism"; that the weights' half can be put off by each layer for
 itself is from DeepSeek-AI 2025, "DualPipe".
@@ -23,8 +23,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pipe.split_layers import is_split, kind_of, restore, split
-from pipe.weight_gradients import Ready, Sums, Work
+from pipe.splitting.layers import is_split, kind_of, restore, split
+from pipe.splitting.weight_gradients import Ready, Sums, Work
 
 Later = Callable[[], None]
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipe import Pipe
-from pipe.turns import Turns
+from pipe.local.turns import Turns
 from support.local_pipes import PATIENCE_S, Doing, pipe_of
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ddp.means import beside
-from pipe.failures import LostError
-from pipe.wires import Mark, flat
+from pipe.wires.failures import LostError
+from pipe.wires.wire import Mark, flat
 
 CTAS: Final = 4  # thread blocks of a message at most: while it waits they take as many multiprocessors
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from jobs.shapes import GptShape
 from jobs.train.models.gpt import build_gpt
 from pipe import Pipe
-from pipe.local import clock_cycles, split_module
+from pipe.local.pipe import clock_cycles, split_module
 from support.local_pipes import PATIENCE_S, Doing, mlp, pipe_of
 
 

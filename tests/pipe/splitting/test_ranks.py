@@ -13,7 +13,7 @@ from jobs.train.world import World
 from pipe.mesh import Mesh
 from pipe.pipeline import Pipeline
 from pipe.schedules.tables import schedule
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 from support.data_parallel import same_bits
 from support.pipelines import MODELS, Loop, batch_of, loss_of, seed_of
 from zero import ShardedDataParallel

@@ -1,4 +1,4 @@
-"""How a tensor gets from one rank to another: on CPUs gloo, here; between GPUs NCCL (`pipe/nccl.py`).
+"""How a tensor gets from one rank to another: on CPUs gloo, here; between GPUs NCCL (`pipe/wires/nccl.py`).
 
 Tags tell gloo's messages apart, so they may be asked for in any order, long before they come. NCCL has no tags. Both
 close for good with `abort`, which ends what other ranks wait for.
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipe.failures import LostError
+from pipe.wires.failures import LostError
 
 NO_TAG: Final = 1  # nobody sends with it
-PEERS_TAG: Final = 8  # of names of memory, `pipe/peers.py`; other tags: `pipe/channels.py`
+PEERS_TAG: Final = 8  # of names of memory, `pipe/wires/peers.py`; other tags: `pipe/wires/channels.py`
 AT_ONCE: Final = timedelta(milliseconds=1)
 
 

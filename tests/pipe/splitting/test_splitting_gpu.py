@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from jobs.shapes import GptShape
 from jobs.train.models.gpt import Block
-from pipe.splitting import WeightQueue
+from pipe.splitting.halves import WeightQueue
 
 pytestmark = pytest.mark.gpu
 

@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipe.failures import LostError
 from pipe.schedules.programs import Receive, Send
-from pipe.wires import PEERS_TAG, Mark, Message, Wire, dense
+from pipe.wires.failures import LostError
+from pipe.wires.wire import PEERS_TAG, Mark, Message, Wire, dense
 
 AHEAD: Final = (
     1  # beyond the one that is waited for; none on GPUs, where a receive takes multiprocessors from who computes

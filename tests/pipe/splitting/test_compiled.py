@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from pipe import split_compiled, split_layers
-from pipe.splitting import WeightQueue
+from pipe.splitting import compiled as split_compiled
+from pipe.splitting import layers
+from pipe.splitting.halves import WeightQueue
 
 
 class Block(nn.Module):
@@ -79,7 +80,7 @@ def test_equal_blocks_share_one_compiled_backward_that_leaves_their_weights_for_
 def test_what_compiled_code_hands_over_is_copied():
     block = nn.Linear(4, 4)
     with WeightQueue(block) as queue:
-        place = block.__dict__[split_layers.PLACE]
+        place = block.__dict__[layers.PLACE]
         gradient, x = torch.ones(2, 4), torch.ones(2, 4)
         with queue.collecting(0):
             split_compiled.input_gradient(gradient, x, block.weight.detach(), place)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipe.splitting import WeightQueue
-from pipe.weight_gradients import Linear, Sums
+from pipe.splitting.halves import WeightQueue
+from pipe.splitting.weight_gradients import Linear, Sums
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipe.channels import AGREE_TAG, BATCH_TAG, HEADER_TAG, LOSS_TAG, NOTHING, OUTPUT_TAG, Layout, layout_of
-from pipe.failures import Board
-from pipe.nccl import NcclWire
-from pipe.peers import peers_of
-from pipe.wires import GlooWire, Message, Wire, own_group
+from pipe.wires.channels import AGREE_TAG, BATCH_TAG, HEADER_TAG, LOSS_TAG, NOTHING, OUTPUT_TAG, Layout, layout_of
+from pipe.wires.failures import Board
+from pipe.wires.nccl import NcclWire
+from pipe.wires.peers import peers_of
+from pipe.wires.wire import GlooWire, Message, Wire, own_group
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipe.across import Ready
-from pipe.nested import batch_of, cut, join
+from pipe.local.across import Ready
+from pipe.local.nested import batch_of, cut, join
+from pipe.local.turns import Turns
+from pipe.local.workers import Answer, Call, Modes, Task, Workers
 from pipe.rows import part_lengths
 from pipe.schedules.cuts import Cuts, by_hand, even
-from pipe.turns import Turns
-from pipe.workers import Answer, Call, Modes, Task, Workers
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:
@@ -75,7 +75,7 @@ class Pipe(nn.Module):
 
     What differs from calling the module: batch norms see micro-batches, and count each; dropout draws a mask for each.
     Draws come in the order of ticks, in a tick in that of stages: stages that draw from one generator (those on CPUs
-    do, and those of one GPU) take turns, so the same seed gives the same masks (`pipe/turns.py`). Sums of gradients are
+    do, and those of one GPU) take turns (`turns.py`), so the same seed gives the same masks. Sums of gradients are
     those of one forward of every micro-batch and one backward of all. Tensor subclasses' modes and saved-tensor hooks
     are not carried to the threads; autograd's modes, autocast, the default device, current streams and context
     variables are.

@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from pipe import split_compiled
-from pipe.weight_gradients import LINEAR, Convolution, Kind, Work
+from pipe.splitting import compiled
+from pipe.splitting.weight_gradients import LINEAR, Convolution, Kind, Work
 
 SITE: Final = "_split_site"  # where a layer keeps its `Site`
 PLACE: Final = "_split_place"  # and its number, for compiled code
@@ -87,7 +87,7 @@ def split(module: nn.Module, kind: Kind, keeper: Keeper) -> None:
     """Split one layer."""
     ours = _SplitLinear if kind is LINEAR else _SplitConvolution
     site = module.__dict__[SITE] = Site(keeper, kind, module)
-    module.__dict__[PLACE] = split_compiled.number(site)
+    module.__dict__[PLACE] = compiled.number(site)
     module.__class__ = _subclass(ours, site.original)  # type: ignore[arg-type]
 
 
@@ -206,9 +206,7 @@ class _SplitLinear(_Split):
         x = _in_autocast(input)
         if torch.compiler.is_compiling():
             place = self.__dict__[PLACE] if x.requires_grad else None
-            return (
-                functional.linear(x, weight, bias) if place is None else split_compiled.linear(x, weight, bias, place)
-            )
+            return functional.linear(x, weight, bias) if place is None else compiled.linear(x, weight, bias, place)
         if x.dim() == 2 or (x.requires_grad and x.is_contiguous()):
             return self._tapped(functional.linear, x, bias)
         flat, shape = x.flatten(0, -2), (*x.shape[:-1], len(weight))  # (rows, features)
@@ -236,7 +234,7 @@ class _SplitConvolution(_Split):
             x, padding = functional.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
         if compiling:
             settings = (self.stride, padding, self.dilation, self.groups)
-            return split_compiled.convolution(x, weight, bias, self.__dict__[PLACE], *settings)
+            return compiled.convolution(x, weight, bias, self.__dict__[PLACE], *settings)
         run = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
         return self._tapped(run, x, bias, self.stride, padding, self.dilation, self.groups)
 

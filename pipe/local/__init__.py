@@ -1,0 +1,1 @@
+"""Pipelines within one process."""

@@ -1,0 +1,1 @@
+"""Backwards in two halves: gradients of inputs, and later those of weights."""
