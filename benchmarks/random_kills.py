@@ -40,7 +40,7 @@ def story(kills: int, seed: int) -> tuple[str, list[str]]:
     kinds = [KINDS[number % len(KINDS)] for number in range(kills)]
     draw.shuffle(kinds)
     text = job(
-        nodes=2, ranks=1, steps=STEPS_APART[1] * (kills + 2), every=EVERY, restart={"max": kills + 5, "backoff": 0.0}
+        nodes=2, ranks=1, steps=STEPS_APART[1] * (kills + 6), every=EVERY, restart={"max": kills + 5, "backoff": 0.0}
     )
     return text, kinds
 

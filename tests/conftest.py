@@ -11,15 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from support.box import LiveBox
 from support.live import LiveRun
 
-# A continuous build tries the same examples every time; everywhere else new ones are drawn.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# A continuous build tries the same examples every time; everywhere else new ones are drawn. How long one takes says how
+# busy the machine is.
+settings.register_profile(
+    "ours",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("ours")
 
 NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bare machine has not: sshd, pdsh, Slurm
 

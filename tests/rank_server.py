@@ -99,6 +99,7 @@ def become(rank: int, writing: int, request: dict[str, Any], folder: str) -> NoR
     answer: dict[str, Any]
     try:
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="This DataLoader will create")  # how few cores there are
         sys.stdin.close()
         world = World(rank, request["world_size"], None, torch.device("cpu"))
         if request["group"]:

@@ -117,7 +117,8 @@ def test_asked_for_its_stacks_a_rank_writes_them_whatever_it_does(warm: Warm) ->
     for rank in (0, 1, 2):
         warm.wait_for_output(rank)
     os.kill(pids[1], signal.SIGSTOP)
-    wait_until(lambda: state_of(pids[1]) == "T", "rank 1 to stand still")
+    for rank, state in enumerate("STS"):  # a rank that is ready is about to wait
+        wait_until(lambda rank=rank, state=state: state_of(pids[rank]) == state, f"rank {rank} to be in state {state}")
     warm.tell({"do": "dump"})
     assert warm.next("dumped")["dumped"] == {"0": "S", "1": "T", "2": "S"}
     for rank in (0, 1, 2):
@@ -251,12 +252,14 @@ def test_a_rank_that_cannot_be_killed_is_told_and_the_next_attempt_starts(make_w
     warm = make_warm(code=POWERLESS).wait_for_keepers()
     pids = warm.start(warm.rank(5, code=DEAF), warm.rank(6, SLEEP), attempt=0)
     warm.wait_for_output(5)
+    wait_until(lambda: state_of(pids[5]) == "S", "rank 5 to wait")
     warm.tell({"do": "stop", "grace_s": 0.0})
     assert warm.next("exited")["exited"] == 6
     swept = warm.next("swept")
     assert [(each["pid"], each["rank"], each["state"]) for each in swept["left"]] == [(pids[5], 5, "S")]
     warm.start(warm.rank(7, SLEEP), attempt=1)
     os.kill(pids[5], signal.SIGKILL)  # what it waited for has come back: nobody is told, nobody minds
+    wait_until(lambda: start_ticks(pids[5]) is None, "the end of rank 5")  # or it would be swept with what is left
     assert warm.stop(7) == {"swept": 0, "left": [], "attempt": 1}
 
 

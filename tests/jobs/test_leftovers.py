@@ -48,7 +48,7 @@ def test_what_cannot_be_killed_is_told_when_the_time_is_over() -> None:
     code = """
 stubborn, other = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
 kill = lambda pid: None if pid == stubborn.pid else leftovers.kill(pid)
-found = leftovers.sweep(os.getpid(), limit_s=0.2, kill=kill)
+found = leftovers.sweep(os.getpid(), limit_s=1.0, kill=kill)
 print(found.count, found.left == (stubborn.pid,), found.buried == {other.pid})
 print([each["name"] for each in leftovers.described(found.left)])
 stubborn.kill()

@@ -86,11 +86,17 @@ def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
     return lambda run_id="vgg-20250101T000000Z-abc123": RunFolder(tmp_path / "runs", run_id)
 
 
+# Who forks another is gone before that one says anything: until then it would be found as well.
+FORK = """
+between = os.getpid()
+if os.fork(): os._exit(0)
+while os.getppid() == between: time.sleep(0.001)
+"""
 BODIES = {
     "plain": "",
     "ignores TERM": "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)",
     "called setsid": "import os; os.setsid()",
-    "forked twice": "import os\nif os.fork(): os._exit(0)\nos.setsid()\nif os.fork(): os._exit(0)",
+    "forked twice": f"import os, time\n{FORK}os.setsid()\n{FORK}",
 }
 
 

@@ -13,6 +13,7 @@ from jobs.page import NEVER
 from launch.processes import start_ticks
 from support.agents import LOOPBACK, Supervised, program, rank
 from support.live import wait_until
+from support.warm import state_of
 
 pytestmark = pytest.mark.ranks
 
@@ -254,7 +255,8 @@ def test_asked_for_them_a_node_sends_the_stacks_of_its_ranks_and_their_states(no
     node.wait_for_output(0, 1)
     wait_until(lambda: (progress(node) or {}).get("steps") == 5, "a look")
     os.kill(pids[1], signal.SIGSTOP)
-    wait_until(lambda: Path(f"/proc/{pids[1]}/stat").read_text().split()[2] == "T", "rank 1 to stand still")
+    for each, state in enumerate("ST"):  # a rank that is ready is about to wait
+        wait_until(lambda each=each, state=state: state_of(pids[each]) == state, f"rank {each} to be in state {state}")
     node.send(do="dump", attempt=0)
     stacks = node.next("stacks")
     assert (stacks["attempt"], sorted(stacks["ranks"])) == (0, ["0", "1"])

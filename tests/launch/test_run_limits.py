@@ -11,11 +11,19 @@ from pathlib import Path
 import pytest
 
 from jobs.files import read_lines
+from jobs.leftovers import state_of
 from jobs.linux import descendants
 from launch.processes import command_line, of_run
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
 
 pytestmark = pytest.mark.ranks
+
+
+def fill(path: Path) -> None:
+    """Let a file be one on a full disk, in a single step: its writer may be at work."""
+    full = path.with_name("full")
+    full.symlink_to("/dev/full")
+    full.replace(path)
 
 
 def test_a_rank_that_never_reaches_the_rendezvous_is_named(tmp_path: Path) -> None:
@@ -35,15 +43,24 @@ time.sleep(1000)
 def test_training_ranks_that_never_come_are_named(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, TRAINING + "start_timeout_s: 3\n")
     live.wait_for("submitted")
-    (warm,) = [pid for pid in descendants(live.process.pid) if "jobs.warm" in command_line(pid)]
-    os.kill(warm, signal.SIGSTOP)  # it is importing torch: no rank has been forked
+    stopped: set[int] = set()  # the warm process, which imports torch, and what it has forked if that took no time
+
+    def stands_still() -> bool:
+        found = {pid for pid in descendants(live.process.pid) if "jobs.warm" in command_line(pid)}
+        fresh = found - stopped
+        for pid in fresh:
+            os.kill(pid, signal.SIGSTOP)
+        stopped.update(fresh)
+        return bool(found) and not fresh and {state_of(pid) for pid in found} == {"T"}
+
+    wait_until(stands_still, "the warm process to stand still")
     assert live.end() == 124
     assert "rank 0 on node 0, rank 1 on node 1" in live.verdict()["message"]
     assert not live.left()
 
 
 def test_a_program_that_meets_nobody_has_no_start_time_out(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, two_by_two("import time; time.sleep(3)", start_timeout_s=1))
+    live = LiveRun(tmp_path, two_by_two("import time; time.sleep(3)", start_timeout_s=2))
     assert live.end() == 0, live.err
 
 
@@ -65,8 +82,7 @@ def test_a_full_disk_under_the_supervisor_is_said_and_changes_no_verdict(tmp_pat
     live = LiveRun(tmp_path, two_by_two(SLEEP))
     live.wait_for("started", 2)
     run_id, events = live.run.run_id, live.run.events
-    events.unlink()
-    events.symlink_to("/dev/full")
+    fill(events)
     os.kill(json.loads(live.run.attempt(0).node(1).read_text())["ranks"][0]["pid"], signal.SIGKILL)
     assert live.end() == 128 + signal.SIGKILL
     assert "No space left on device; free some space" in live.err
@@ -78,8 +94,8 @@ def test_a_full_disk_under_rank_0_ends_the_run_with_74_and_keeps_what_was_writte
     live = LiveRun(tmp_path, TRAINING)
     wait_until(lambda: live.run.metrics.is_file() and len(list(read_lines(live.run.metrics))) >= 2, "two steps")
     kept = tmp_path / "kept.jsonl"
-    live.run.metrics.rename(kept)
-    live.run.metrics.symlink_to("/dev/full")
+    kept.hardlink_to(live.run.metrics)
+    fill(live.run.metrics)
     assert live.end() == 74
     assert "No space left on device" in live.err
     assert len(list(read_lines(kept))) >= 2

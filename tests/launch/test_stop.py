@@ -10,6 +10,7 @@ import pytest
 from jobs.files import read_lines
 from launch import processes
 from launch.commands import stop as stop_command
+from support.live import wait_until
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0  # the zero of the records that `make_run` writes
@@ -87,13 +88,35 @@ def test_a_supervisor_that_does_not_answer_is_named_after_the_deadline(make_run,
     )
 
 
+class Clock:
+    """What the command takes for `time`; it stands still until somebody moves it."""
+
+    def __init__(self) -> None:
+        self.now, self.looks, self.time = 0.0, 0, time.time
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.looks += 1
+        time.sleep(0.01)
+
+    def wait_for_a_look(self) -> None:
+        """Wait until what is there now has been seen."""
+        looks = self.looks
+        wait_until(lambda: self.looks >= looks + 2, "the command to look again")
+
+
 def test_a_drain_is_waited_for_as_long_as_the_supervisor_gives_it(make_run, muster, supervise, monkeypatch) -> None:
-    monkeypatch.setattr(stop_command, "BEYOND_GRACE_S", 0.2)
+    clock = Clock()
+    monkeypatch.setattr(stop_command, "time", clock)
     folder = make_run().submitted().attempt()
 
     def answer(request) -> None:
         folder.event("draining", 3.0, attempt=0, by="muster stop", deadline_s=30.0)
-        time.sleep(0.7)  # far beyond the grace
+        clock.wait_for_a_look()
+        clock.now = 25.0  # far beyond the grace
+        clock.wait_for_a_look()
         folder.ended(4.0, code=130, name="stopped")
 
     supervise(folder, answer)

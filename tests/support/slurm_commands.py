@@ -46,14 +46,17 @@ class FakeSlurm:
 
     def calls(self, program: str = "") -> list[list[str]]:
         """List the calls so far, argv with the program's name."""
-        path = self.folder / "calls.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [row["argv"] for row in rows if not program or row["argv"][0] == program]
+        return [row["argv"] for row in self._rows() if not program or row["argv"][0] == program]
 
     def environments(self, program: str) -> list[dict[str, str]]:
         """List what the calls of a program were started with."""
-        rows = [json.loads(line) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
-        return [row["environment"] for row in rows if row["argv"][0] == program]
+        return [row["environment"] for row in self._rows() if row["argv"][0] == program]
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """Read the calls, none of which is half written meanwhile."""
+        path = self.folder / "calls.jsonl"
+        with self.world():
+            return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @contextmanager

@@ -33,6 +33,11 @@ class Player:
             assert time.monotonic() < deadline, "what the test waits for did not come"
             time.sleep(0.02)
 
+    def wait_for_questions(self) -> None:
+        """Wait until squeue was asked as things are now, and what it said was heard."""
+        before = len(self.slurm.calls("squeue"))
+        self.wait(lambda: len(self.slurm.calls("squeue")) > before + 2)
+
     def event(self, event: str, **fields: Any) -> None:
         append_line(self.run.events, {"time": time.time(), "event": event, **fields})
 

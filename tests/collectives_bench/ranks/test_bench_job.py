@@ -77,7 +77,7 @@ def test_a_stopped_player_of_a_running_job_costs_one_operation_and_the_job_ends(
 
 
 def test_a_killed_rank_of_a_running_job_is_a_row_and_so_is_all_that_is_not_measured_without_it(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, job(what="[all_reduce, barrier]", launches=4, more="block_s: 0.4"))
+    live = LiveRun(tmp_path, job(what="[all_reduce, barrier]", launches=20, more="block_s: 0.4"))
     out = live.run.attempt(0).bench
     wait_until(lambda: len(list(read_lines(out))) > 1, "a block")
     assert player_of(live, 1)
@@ -86,7 +86,7 @@ def test_a_killed_rank_of_a_running_job_is_a_row_and_so_is_all_that_is_not_measu
     assert live.left() == []
     found = list(read_lines(out))[1:]
     cells = [(each["launch"], each["cell"]["operation"]) for each in found]
-    assert len(cells) == len(set(cells)) == 8
+    assert len(cells) == len(set(cells)) == 40
     missing = [each for each in found if each["state"] != "ok"]
     assert missing
     assert {each["state"] for each in missing} == {"failed"}

@@ -1,10 +1,15 @@
 """What real ranks record while they train, and that a training does not mind."""
 
 import json
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from jobs import page
 from jobs.files import read_lines
@@ -22,20 +27,23 @@ from jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 
-# The backward is long enough for a collective to begin and end within it.
 MODEL = {"d_model": 64, "d_ff": 256, "layers": 3, "heads": 4, "context": 64, "vocabulary": 128}
 GPT = {"model": MODEL, "data": "synthetic", "batch_size": 16, "evaluate": False, "device": "cpu", "log_every": 2}
 PROFILE = {"first_step": 3, "steps": 2}
 FILES = {"trace.json.gz", "flame.svg", "operators.txt", "operators.csv", "profile.json"}
 
 
-def record(world: World, folder: str, settings: dict, first: int = 0, stop_at: int | None = None) -> str | None:
-    """Train and profile; return what is said at the end."""
+def record(
+    world: World, folder: str, settings: dict, first: int = 0, stop_at: int | None = None, long: bool = False
+) -> str | None:
+    """Train and profile; return what is said at the end. `long`: backwards last as `lengthen` says."""
     job = TrainSettings.model_validate({**GPT, **settings})
     trainer = build_trainer(job, open_data(job), world)
     page.own = page.Page()  # the one that the ranks' parent has is shared with all of them
     if stop_at is not None:
         page.own.set_stop_at(stop_at)
+    if long:
+        lengthen(trainer.engine.module)
     profiling = recorder_of(RunDir(Path(folder)), trainer, first) if job.profile.on else NOT_PROFILING
     attempt = RunDir(Path(folder)).attempt(0)
     attempt.path.mkdir(exist_ok=True)
@@ -43,6 +51,29 @@ def record(world: World, folder: str, settings: dict, first: int = 0, stop_at: i
     assert page.own.phase == page.Phase.END
     assert trainer.clock.listener is None
     return profiling.summary
+
+
+def lengthen(module: nn.Module) -> None:
+    """Let the end of every backward compute until a collective is over that began in it, however late it is taken up.
+
+    If none has begun by then, it gives up after some seconds.
+    """
+    works: list[dist.Work] = []
+    all_reduce = dist.all_reduce
+
+    def noted(*arguments: Any, **settings: Any) -> dist.Work | None:
+        work = all_reduce(*arguments, **settings)
+        works.extend([work] if work is not None else [])
+        return work
+
+    def hold(_: torch.Tensor) -> None:
+        deadline, numbers = time.monotonic() + 5.0, torch.ones(256, 256)
+        while not any(work.is_completed() for work in works) and time.monotonic() < deadline:
+            numbers @ numbers
+
+    dist.all_reduce = noted
+    module.register_forward_pre_hook(lambda *_: works.clear())
+    next(module.parameters()).register_hook(hold)  # the last to have its gradient, but for what it is tied to
 
 
 def recorder_of(run: RunDir, trainer: Trainer, first: int) -> Recorder:
@@ -91,7 +122,7 @@ def test_a_synchronous_mode_hides_nothing_and_everything_is_written(on_ranks, tm
     "settings", [{"mode": "overlap"}, {"mode": "bucketed", "bucket_size_mb": 0.1}], ids=["overlap", "bucketed"]
 )
 def test_a_mode_that_overlaps_communicates_before_the_backward_has_ended(on_ranks, tmp_path, settings):
-    on_ranks(2, record, folder=str(tmp_path), settings={**settings, "steps": 4, "profile": PROFILE})
+    on_ranks(2, record, folder=str(tmp_path), settings={**settings, "steps": 4, "profile": PROFILE}, long=True)
     for rank, written in enumerate(records(tmp_path)):
         assert 0.0 < written["overlap"] <= 1.0
         flights = events_of(tmp_path, rank, "gloo:all_reduce")

@@ -106,7 +106,7 @@ def test_ranks_that_do_not_agree_on_the_checkpoint_are_refused_within_seconds(on
     for rank, (code, said, seconds) in enumerate(results):
         assert code == (66 if rank == 1 and "run" in other else 78)
         assert "rank 1" in said or rank == 1
-        assert seconds < 5.0
+        assert seconds < 25.0, "nobody waits for a message that does not come: that takes 30 s here"
 
 
 def test_a_checkpoint_that_changed_since_it_was_chosen_is_refused_on_all_ranks(on_ranks, saved):

@@ -31,7 +31,8 @@ def test_a_run_is_followed_from_the_queue_to_its_verdict(
     assert slurm_follow.follow(submission.context.run, Console()) == 3
     shown = capsys.readouterr()
     assert shown.out == "rank 0 says\nhalf a line\n"
-    said = shown.err.splitlines()
+    # Slurm may have begun the job when its supervisor has written nothing yet: that is said, if it is seen.
+    said = [line for line in shown.err.splitlines() if line != "Slurm job 12 runs on n[1-2]"]
     assert said[:5] == [
         "Slurm job 12: jobs of higher priority come first (Priority)",
         "Slurm job 12: its supervisor is on n1",
@@ -96,7 +97,8 @@ def test_a_job_that_is_stopped_from_outside_and_queued_again_is_followed_on(
         player.begin()
         player.verdict(130, "stopped", "stopped by SIGTERM")
         slurm.job("12", state="PENDING", reason="BeginTime")
-        player.wait(lambda: len(slurm.calls("squeue")) > 2)
+        player.wait_for_questions()
+        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
         player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 8})
         player.event("attempt", attempt=1, world_size=4, master_addr="10.0.0.1", master_port=4001)
         player.event("ended", attempt=1, code=0, message="4 ranks ended with 0", **{"class": "done"})
@@ -116,18 +118,17 @@ def test_a_run_is_followed_through_restarts_and_several_requeues(
 
     def start(number: int) -> None:
         """A start of the job drains, and has itself queued again."""
+        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")  # before there is a supervisor to write anything
         player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 8 + number})
         player.event("resuming", attempt=number, checkpoint=f"step-{number}", step=number)
         player.event("attempt", attempt=number, world_size=4, master_addr="10.0.0.1", master_port=4001)
-        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
         player.event("draining", attempt=number, by="SIGUSR2", deadline_s=60.0)
         player.event("ended", attempt=number, code=75, message="saved", **{"class": "requeue"})
         player.event("requeueing", job="12")
-        before = len(slurm.calls("squeue"))
         slurm.job("12", state="COMPLETING")
-        player.wait(lambda: len(slurm.calls("squeue")) > before + 2)
+        player.wait_for_questions()
         slurm.job("12", state="PENDING", reason="BeginTime")
-        player.wait(lambda: len(slurm.calls("squeue")) > before + 5)
+        player.wait_for_questions()
 
     def scene() -> None:
         player.begin()
@@ -135,6 +136,7 @@ def test_a_run_is_followed_through_restarts_and_several_requeues(
         player.event("restarting", attempt=1, delay_s=0.5, hosts=["n1"], why="n2 is gone")
         for number in (1, 2):
             start(number)
+        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
         player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 20})
         player.event("ended", attempt=3, code=0, message="4 ranks ended with 0", **{"class": "done"})
         slurm.job("12", state="COMPLETED")
@@ -185,6 +187,7 @@ def test_of_a_run_that_goes_on_only_what_is_new_is_shown(
     slurm_run.submit(submission)
 
     def scene() -> None:
+        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
         player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 9})
         player.event("ended", attempt=1, code=0, message="done", **{"class": "done"})
         slurm.job("12", state="COMPLETED")

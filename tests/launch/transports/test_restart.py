@@ -77,7 +77,9 @@ async def lose_and_restart(transport: Transport, slot: int, nodes: int = 2) -> N
     for channel, _ in met.values():
         await channel.send({"do": "bye", "code": 0})
     await transport.close([])
-    assert [start_ticks(hello["pid"]) for _, hello in met.values()] == [None] * nodes
+    # They end by themselves; of a pdsh that may wait for a lost node nobody waits for long.
+    while any(start_ticks(hello["pid"]) is not None for _, hello in met.values()):
+        await asyncio.sleep(0.02)
     for channel, _ in met.values():
         channel.close()
 
