@@ -61,7 +61,7 @@ def boundary_sizes(
     stages: int | Sequence[int],
     *,
     dtype: torch.dtype | None = None,
-) -> list[tuple[torch.Size, torch.Size | None]]:
+) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
     """Return the shapes of activation and gradient at every cut, first to last; none for one stage.
 
     Over a batch of B samples the forward sends the sum of the activations: (P - 1) * B * N bytes for P stages where
@@ -69,7 +69,7 @@ def boundary_sizes(
     None where token ids cross. Arguments and errors are those of `boundaries`.
     """
     found = boundaries(layers, input_size, stages, dtype=dtype)
-    return [(each.shape, each.shape if each.has_gradient else None) for each in found]
+    return [(tuple(each.shape), tuple(each.shape) if each.has_gradient else None) for each in found]
 
 
 def boundaries(

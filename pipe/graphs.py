@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from pipe.draws import Hooks
+from pipe.passages import WholeGraph
 from pipe.splitting.halves import WeightQueue
-from pipe.stage import Stage, WholeGraph
+from pipe.stage import Stage
 
 
 def graphs_for(

@@ -1,11 +1,12 @@
-"""What a rank holds of a model, and what is asked of models and batches before anything is sent."""
+"""What a rank holds of a model, and what is asked of models before anything is sent."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipe.schedules.actions import Schedule
 
@@ -18,8 +19,19 @@ class Held(nn.Module):
         for name, layer in layers:
             self.add_module(name, layer)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the forward of each layer by itself, as `nn.Module.compile` does: it is layers that stages run."""
+        for layer in self.children():
+            layer.compile(*args, **kwargs)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
         """Refuse another layer: the stages would go on with the first one."""
+        if name in self._modules:
+            raise AttributeError(f"layer {name!r} of a pipeline stays; change it before the Pipeline is built")
+        super().add_module(name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another layer here, too."""
         if name in self.__dict__.get("_modules", ()):
             raise AttributeError(f"layer {name!r} of a pipeline stays; change it before the Pipeline is built")
         super().__setattr__(name, value)
@@ -29,6 +41,7 @@ def check_model(
     layers: nn.Sequential,
     process_group: dist.ProcessGroup | None,
     schedule: Schedule,
+    loss: Callable[..., Any],
     *,
     layerwise: bool,
     recompute: bool,
@@ -41,27 +54,15 @@ def check_model(
         raise ValueError(f"schedule {schedule.name} is for {schedule.ranks} ranks, the group has {ranks}")
     if layerwise and recompute:
         raise ValueError("layerwise and recompute: layerwise forwards every layer again anyway; drop one of the two")
+    if layerwise and isinstance(loss, nn.Module) and any(each.requires_grad for each in loss.parameters()):
+        raise ValueError(
+            "layerwise: the loss has parameters that learn, and only layers' get gradients; move them into the last "
+            "layer, or leave layerwise out"
+        )
     of_layers = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
     for name, each in (*layers.named_parameters(), *layers.named_buffers()):
         if id(each) not in of_layers:
             raise ValueError(f"{name} belongs to no layer, so to no stage; move it into one")
-
-
-def check_batch(inputs: Tensor, targets: Tensor | None, *, evaluates: bool) -> None:
-    """Refuse what no step can be made of."""
-    for what, each in (("inputs", inputs), ("targets", inputs if evaluates else targets)):
-        if not isinstance(each, Tensor):
-            raise TypeError(f"{what} are a {type(each).__name__}, wanted one tensor, samples first")
-    if not inputs.dim() or not len(inputs):
-        raise ValueError("a batch of 0 samples; pass one at least")
-    if targets is not None and len(targets) != len(inputs):
-        raise ValueError(f"{len(inputs)} inputs but {len(targets)} targets; pass one for each")
-    if inputs.requires_grad:
-        raise ValueError("inputs require a gradient, which would reach no rank's; pass inputs.detach()")
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            "a pipeline within torch.inference_mode(): call it outside; evaluate() records nothing anyway"
-        )
 
 
 def device_of(*modules: nn.Module) -> torch.device:
@@ -69,3 +70,15 @@ def device_of(*modules: nn.Module) -> torch.device:
     held = (each for module in modules for each in (*module.parameters(), *module.buffers()))
     first = next(held, None)
     return torch.device("cpu") if first is None else first.device
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and each of its parts back into what it was in."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training

@@ -15,7 +15,6 @@ used again (`pipe/wires/failures.py`).
 """
 
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -24,20 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipe.batches import cut_batch
 from pipe.draws import Hooks
 from pipe.graphs import Graphs, graphs_for
-from pipe.held import Held, check_batch, check_model, device_of
+from pipe.held import Held, check_model, device_of, evaluating
 from pipe.marks import Mark, marks_for
-from pipe.rows import Row, part_lengths, row_of
+from pipe.passages import PASSAGES
+from pipe.rows import Row, row_of
 from pipe.run import Parts, Run, Span
 from pipe.schedules import cuts as cutting
 from pipe.schedules.actions import Schedule
 from pipe.schedules.programs import Step
 from pipe.splitting.halves import WeightQueue
-from pipe.stage import PASSAGES, Loss, Make, Stage
+from pipe.stage import Loss, Make, Stage
 from pipe.ties import Tied, Ties, find_ties
+from pipe.together import Place, Together
 from pipe.wires.channels import Channels
-from pipe.wires.failures import LostError, StageFailedError, first_line
 from pipe.wires.meeting import meet
 from zero.agreement import require_same
 
@@ -60,7 +61,12 @@ class Pipeline:
     Layers stay those that were passed; a buffer that several ranks have is each one's own from then on. Batch norms
     normalize each micro-batch by itself, and update running statistics by one after the other. Layers draw other random
     numbers than in a loop, unless `hooks.seeds` are set. Gradients may be sparse (of embeddings); that of a weight that
-    several ranks have becomes dense.
+    several ranks have becomes dense. What crosses a cut and does not fill its memory, as what is expanded, arrives as a
+    dense copy, which kernels of 16-bit types may round otherwise.
+
+    Between steps weights may be loaded, replaced, frozen or, before the first step, cast to another type, on all ranks
+    alike; one that several stages have is copied into, not replaced. `module.compile()` compiles layers where they are.
+    A deep copy of `module`, as for an average of weights, has plain layers, whatever the schedule.
 
     A rank that needs nothing more of the others has ended its step when one of them fails later, and hears of it in the
     next: to hear of it at once it would have to wait in every step until the slowest has ended. Over NCCL a rank whose
@@ -74,8 +80,7 @@ class Pipeline:
     """
 
     loss_sum: Tensor | None = None  # of the last step, over its samples
-    _ended: str | None = None  # why there can be no other step
-    _running: Run | None = None
+    _running: Run | None = None  # between the begin and the end of a row
 
     def __init__(
         self,
@@ -90,7 +95,7 @@ class Pipeline:
         exact: bool = False,
         cuda_graphs: bool = False,
     ) -> None:
-        check_model(layers, process_group, schedule, layerwise=layerwise, recompute=recompute)
+        check_model(layers, process_group, schedule, loss, layerwise=layerwise, recompute=recompute)
         named = [(name, layer) for name, layer in layers._modules.items() if layer is not None]
         count, stages = len(named), schedule.stages
         bounds = cutting.even(count, stages) if cuts is None else cutting.by_hand(cuts, count, stages)
@@ -125,8 +130,8 @@ class Pipeline:
         ties = find_ties(layers, lengths, schedule.rank_of, self.rank)
         self._meeting = meet(process_group, self._device, _peers(schedule, self.rank, ties))
         self._channels: Channels | None = None
-        wire = None if self._meeting is None else self._meeting.wire
-        self._ties = Ties(ties, wire, self.rank, _use_of(self) if exact else None)
+        self._together = Together(self._meeting)
+        self._ties = Ties(ties, self._meeting, self.rank, _use_of(self) if exact else None)
         if self._meeting is not None:
             how = f"cuts {bounds}, layerwise {layerwise}, recompute {recompute}, exact {exact}"
             require_same([str(schedule), how, *(name for name, _ in named)], self._meeting.group, "pipelines")
@@ -176,27 +181,27 @@ class Pipeline:
             StageFailedError: another rank's stage failed.
             Exception: what a stage of this rank raised.
         """
-        return self._together(lambda: self._step(inputs, targets))
+        return self._guarded(lambda: self._step(inputs, targets))
 
     def evaluate(self, inputs: Tensor) -> Tensor:
         """Run the model in evaluation mode; return the outputs of the whole batch on every rank.
 
         It is cut as a step cuts it. Raises as `step` does.
         """
-        return self._together(lambda: self._evaluate(inputs))
+        return self._guarded(lambda: self._evaluate(inputs))
 
     def __reduce__(self) -> Any:
         raise TypeError("a pipeline holds connections: it cannot be copied or pickled; copy its module, or state dict")
 
     def sum_ties(self) -> None:
-        """Make gradients of weights that several ranks have the sum over all of them: a collective."""
-        self._together(self._ties.sum_gradients)
+        """Make gradients of weights that several ranks have the sum over all of them: a collective, once a gradient."""
+        self._guarded(self._ties.sum_gradients)
 
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        parts = self._cut(inputs, targets)
+        parts = cut_batch(inputs, targets, self.schedule.microbatches, self._meeting)
         if self._graphs is not None:
             self._graphs.begin()
-        run = self._running = Run(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
+        run = Run(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
         run.on_last_backward, run.now = self.on_last_backward, self._marks.now
         self._marked, self._spans = run.marked, None
         if self.sums_ties:
@@ -217,16 +222,10 @@ class Pipeline:
         return self.loss_sum / len(inputs)
 
     def _evaluate(self, inputs: Tensor) -> Tensor:
-        parts = self._cut(inputs, None, evaluates=True)
-        run = self._running = Run(self.stages, self.schedule.stages - 1, self._channels, None, None)
-        modes = [(each, each.training) for each in self.module.modules()]
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                self._do(run, self._row(len(parts.weights), forwards_only=True), parts)
-        finally:
-            for each, training in modes:
-                each.training = training
+        parts = cut_batch(inputs, None, self.schedule.microbatches, self._meeting, evaluates=True)
+        run = Run(self.stages, self.schedule.stages - 1, self._channels, None, None)
+        with evaluating(self.module), torch.no_grad():
+            self._do(run, self._row(len(parts.weights), forwards_only=True), parts)
         outputs = torch.cat([run.results[index] for index in range(len(run.results))]) if run.results else None
         if self._meeting is not None:
             outputs = self._meeting.deal(outputs, self.schedule.rank_of[-1])
@@ -235,9 +234,16 @@ class Pipeline:
 
     def _do(self, run: Run, row: Row, parts: Parts) -> None:
         """Do all of a row, as all other ranks do."""
+        first = next(self.module.parameters(), None)
+        if first is not None and first.device != self._device:
+            raise ValueError(
+                f"layers are on {first.device}, the pipeline was built for {self._device}; move them before it is built"
+            )
         if self._meeting is not None:
             self._meeting.wire.expect(row.backlogs)
+        self._running = run
         run.run(row, parts)
+        self._running = None  # not where it raises: who asks what failed looks there
         if self._meeting is not None:
             self._meeting.agree()
         if self._channels is not None:
@@ -245,56 +251,29 @@ class Pipeline:
         if self._meeting is not None:
             self._meeting.wire.expect({})
 
-    def _cut(self, inputs: Tensor, targets: Tensor | None, *, evaluates: bool = False) -> Parts:
-        """Cut a batch into micro-batches."""
-        check_batch(inputs, targets, evaluates=evaluates)
-        lengths = part_lengths(len(inputs), self.schedule.microbatches)
-        kind = (tuple(inputs.shape[1:]), inputs.dtype, targets is None)
-        if self._meeting is not None:
-            shape = f"{len(inputs)} samples of shape {kind[0]}, {inputs.dtype}"
-            self._meeting.compare([len(inputs), zlib.crc32(repr(kind).encode())], shape)
-        return Parts(
-            torch.split(inputs, lengths),
-            () if targets is None else torch.split(targets, lengths),
-            [length / len(inputs) for length in lengths],
-            [(length, *kind) for length in lengths],
-        )
-
     def _row(self, microbatches: int, *, forwards_only: bool = False) -> Row:
         key = (microbatches, forwards_only)
         if key not in self._rows:
             self._rows[key] = row_of(self.schedule, self.rank, microbatches, forwards_only=forwards_only)
         return self._rows[key]
 
-    def _together(self, work: Callable[[], Result]) -> Result:
-        """Do something that needs all ranks: where one of them fails, all do, with its cause."""
-        if self._ended is not None:
-            raise StageFailedError(f"this pipeline has ended: {self._ended}; build a new one, of a new group")
+    def _guarded(self, work: Callable[[], Result]) -> Result:
+        """Do something that needs all ranks; what is left of a step that failed goes."""
         try:
-            return work()
-        except BaseException as error:
-            own = not isinstance(error, LostError)
-            self._end(error, own=own)
-            if own:
-                raise
-            raise StageFailedError(self._ended) from error
+            return self._together.do(work, self._place)
+        except BaseException:
+            self._running = None
+            if self.queue is not None:
+                self.queue.discard()
+            raise
 
-    def _end(self, error: BaseException, *, own: bool) -> None:
-        """Tell the others why this rank stops, or hear why another has, and close all connections."""
-        at = self._running.at if self._running is not None else None
-        rank = f"rank {dist.get_rank() if dist.is_initialized() else 0}"  # of the world: the group may be a part of it
-        where = rank if at is None else f"stage {at.stage} on {rank}"
-        self._ended = f"{where} failed: {first_line(error)}" if own else f"{rank}: {error}"
-        if own and at is not None and hasattr(error, "add_note"):
-            names = self.stages[at.stage].names
-            error.add_note(f"in {where}, layers {names[0]!r} to {names[-1]!r}, at {at} of {self.schedule.name}")
-        if self.queue is not None:
-            self.queue.discard()
-        if self._meeting is None:
-            return
-        heard = None if own else self._meeting.board.hear()
-        self._ended = heard or self._meeting.board.tell(self._ended)
-        self._meeting.abort()
+    def _place(self) -> Place | None:
+        """Tell what this rank works on."""
+        if self._running is None or self._running.at is None:
+            return None
+        at = self._running.at
+        names = self.stages[at.stage].names
+        return Place(at.stage, f"layers {names[0]!r} to {names[-1]!r}, at {at} of {self.schedule.name}")
 
 
 def _use_of(pipeline: Pipeline) -> Callable[[], tuple[int, int]]:

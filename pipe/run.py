@@ -141,8 +141,8 @@ class Run:
             passage = self._passages[number, microbatch] = self.make(stage, microbatch)
             output = passage.forward(x, targets)
             learns = passage.learns
-        if self.channels is not None and self.make is None and self.channels.is_buffer(output):
-            output = output.clone()  # an evaluation gives the buffer back at once
+        if self.make is None or number == self.last_stage:
+            output = self._own(output)  # an evaluation gives the buffer back at once, a loss outlives it
         if number == self.last_stage:
             if self.make is not None and not learns:
                 raise RuntimeError(f"stage {number}: the loss does not require a gradient: nothing of it learns")
@@ -200,10 +200,16 @@ class Run:
         return handed.tensor
 
     def _hand_over(self, what: str, stage: int, microbatch: int, tensor: Tensor | None, *, learns: bool) -> None:
-        if stage in self.stages:
-            self._handed[what, stage, microbatch] = Handed(tensor, learns, None)
+        if stage in self.stages:  # this stage may be through with a buffer before that one is
+            own = None if tensor is None else self._own(tensor)
+            self._handed[what, stage, microbatch] = Handed(own, learns, None)
         else:
             self._made[what, stage, microbatch] = (tensor, learns)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Return a tensor that no message overwrites: itself, or a copy of what lies in a buffer."""
+        lent = self.channels is not None and self.channels.is_buffer(tensor)
+        return tensor.detach().clone() if lent else tensor
 
     def _end(self, action: Action) -> None:
         self._give_back(action.stage, action.microbatch)

@@ -89,12 +89,23 @@ def gather(
         offsets = clock_offsets(process_group)
     if len(offsets) != ranks:
         raise ValueError(f"offsets: found {len(offsets)}; wanted one for each of {ranks} ranks")
-    mine = [_record(span, rank) for span in spans]
+    mine = records_of(spans, rank)
     if ranks == 1:
         return on_one_clock([mine], offsets)
     every: list[list[Record]] | None = [[] for _ in range(ranks)] if rank == 0 else None
     dist.gather_object(mine, every, group=process_group, group_dst=0)
     return None if every is None else on_one_clock(every, offsets)
+
+
+def records_of(spans: Iterable[Span], rank: int) -> list[Record]:
+    """Return a rank's spans as records, on its own clock."""
+
+    def kind(step: Step) -> str:
+        return step.kind if isinstance(step, Action) else "send" if isinstance(step, Send) else "wait"
+
+    return [
+        Record(rank, kind(each.step), each.step.stage, each.step.microbatch, each.start_s, each.end_s) for each in spans
+    ]
 
 
 def on_one_clock(rows: Sequence[Sequence[Record]], offsets: Sequence[Offset]) -> list[Record]:
@@ -109,12 +120,6 @@ def on_one_clock(rows: Sequence[Sequence[Record]], offsets: Sequence[Offset]) ->
         (replace(each, start_s=each.start_s - began_s, end_s=each.end_s - began_s) for each in moved),
         key=lambda each: (each.start_s, each.rank),
     )
-
-
-def _record(span: Span, rank: int) -> Record:
-    step = span.step
-    kind = step.kind if isinstance(step, Action) else "send" if isinstance(step, Send) else "wait"
-    return Record(rank, kind, step.stage, step.microbatch, span.start_s, span.end_s)
 
 
 def _ping(stamp: Tensor, peer: int, group: dist.ProcessGroup | None, clock: Clock) -> Offset:

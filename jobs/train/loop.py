@@ -31,7 +31,7 @@ from jobs.train.sampling import Plan, plan_of, total_steps
 from jobs.train.saving import NotSaving
 from jobs.train.screen import Screen
 from jobs.train.soundness import Soundness, require_finite
-from jobs.train.timeline import NotRecording, Timeline
+from jobs.train.timeline import NotRecording, Recorder
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
 
@@ -99,9 +99,8 @@ def train(
     """
     steps = trainer.steps
     units = Units(trainer.data.unit, trainer.data.units_per_sample)
-    first_pipeline = trainer.world.data_rank == trainer.world.tensor_rank == 0
-    if isinstance(trainer.engine, PipelineEngine) and first_pipeline:
-        trainer = replace(trainer, timeline=Timeline(trainer.engine.pipeline, trainer.engine.group, files.timeline))
+    if isinstance(trainer.engine, PipelineEngine):
+        trainer = replace(trainer, timeline=Recorder(trainer.engine, files.timeline))
     metrics = Metrics(files, trainer.world, trainer.clock, units, attempt=attempt, steps=steps, patient=saving.patient)
     with Screen(trainer.world, reporter, steps, patient=saving.patient) as screen:
         with profiling:  # what it has to write waits until all is saved

@@ -1,10 +1,11 @@
-"""What the ranks of a pipeline did in the steps at log points, each as one row of `attempt-NNN/timeline.jsonl`.
+"""What all ranks did in the steps at log points: a row of `attempt-NNN/timeline.jsonl` for each pipeline.
 
-    {"step": 20, "schedule": "1f1b", "rank_of": [0, 1], "microbatches": 8, "chunks": 1,
+    {"step": 20, "schedule": "1f1b", "rank_of": [1, 3], "microbatches": 8, "chunks": 1,
      "records": [[rank, "F", stage, micro-batch, start_s, end_s], ...]}
 
-Times count from the step's first action, on the clock of the pipeline's first rank. Only the pipeline of rank 0 is
-recorded: others do the same. `muster timeline` draws it.
+Ranks are those of the world, `rank_of` has that of every stage. Times count from the pipeline's first action in the
+step, on the clock of its first rank. A row takes about 45 bytes a record, of which a rank has some six a micro-batch.
+`muster timeline` draws it.
 """
 
 from collections.abc import Sequence
@@ -16,13 +17,17 @@ import torch.distributed as dist
 from jobs.errors import MusterError
 from jobs.files import append_line
 from jobs.train.metrics import warn
-from pipe import Pipeline
+from jobs.train.pipeline import PipelineEngine
+from jobs.train.world import World
+from pipe.mesh import Mesh
 from pipe.schedules.actions import Schedule
 from pipe.schedules.measured import Record
-from pipe.timeline import Offset, clock_offsets, gather
+from pipe.timeline import Offset, clock_offsets, on_one_clock, records_of
 
 DIGITS: Final = 7  # of a second: 0.1 us
 COMPARED: Final = 10  # records between comparisons of clocks, which drift by 10 us a second and more
+
+Told = tuple[list[Record], list[Offset]]  # what a rank did, and, if it is a pipeline's first, how far clocks are off
 
 
 class NotRecording:
@@ -32,14 +37,13 @@ class NotRecording:
         """Record the step just done: a collective."""
 
 
-class Timeline(NotRecording):
-    """Gathers the last step's spans of one pipeline; its first rank writes them, where it has a `path`."""
+class Recorder(NotRecording):
+    """Gathers what all ranks did in the last step; rank 0 writes it."""
 
-    def __init__(self, pipeline: Pipeline, group: dist.ProcessGroup | None, path: Path | None) -> None:
-        self.pipeline = pipeline
-        self.group = group
-        self.path = path
-        self.offsets: list[Offset] | None = None
+    def __init__(self, engine: PipelineEngine, path: Path | None) -> None:
+        self.pipeline, self.group, self.world = engine.pipeline, engine.group, engine.world
+        self.path = path  # None: on other ranks, and where it could not be written
+        self.offsets: list[Offset] = []
         self.recorded = 0
 
     def record(self, step: int) -> None:
@@ -47,23 +51,42 @@ class Timeline(NotRecording):
         if self.recorded % COMPARED == 0:  # counted alike by all ranks: it is a collective
             self.offsets = clock_offsets(self.group)
         self.recorded += 1
-        records = gather(self.pipeline.spans, self.group, self.offsets)
-        if records is None or self.path is None:
+        every = gather((records_of(self.pipeline.spans, self.world.rank), self.offsets), self.world)
+        if self.path is None:
             return
-        row = row_of(step, self.pipeline.schedule, records)
         try:
-            append_line(self.path, row)
+            for row in rows_of(step, self.pipeline.schedule, every, self.world):
+                append_line(self.path, row)
         except MusterError as error:
             self.path = None
             warn(f"{error}; no further timeline is written")
 
 
-def row_of(step: int, schedule: Schedule, records: Sequence[Record]) -> dict[str, Any]:
-    """Spell a step, which may have fewer micro-batches than its schedule."""
+def gather(mine: Told, world: World) -> list[Told]:
+    """Return what every rank has told, on rank 0: a collective."""
+    if world.group is None:
+        return [mine]
+    every: list[Any] = [None] * world.size
+    dist.gather_object(mine, every if world.rank == 0 else None, group=world.group, group_dst=0)
+    return every
+
+
+def rows_of(step: int, schedule: Schedule, every: Sequence[Told], world: World) -> list[dict[str, Any]]:
+    """Put what all ranks did into rows, one for each pipeline, in order of their first ranks."""
+    mesh = Mesh(world.data_ranks, world.pipe, world.tensor)
+    pipelines = [mesh.ranks_of("pipe", first) for first in range(world.data_ranks * world.tensor)]
+    return [
+        row_of(step, schedule, ranks, on_one_clock([every[rank][0] for rank in ranks], every[ranks[0]][1]))
+        for ranks in pipelines
+    ]
+
+
+def row_of(step: int, schedule: Schedule, ranks: Sequence[int], records: Sequence[Record]) -> dict[str, Any]:
+    """Spell a step of a pipeline of these ranks, which may have fewer micro-batches than its schedule."""
     return {
         "step": step,
         "schedule": schedule.name,
-        "rank_of": list(schedule.rank_of),
+        "rank_of": [ranks[place] for place in schedule.rank_of],
         "microbatches": 1 + max((each.microbatch for each in records), default=-1),
         "chunks": schedule.stages // schedule.ranks,
         "records": [

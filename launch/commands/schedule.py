@@ -3,13 +3,9 @@
 import argparse
 import json
 import math
-import os
-import shutil
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import RunFolderError, UsageError
+from jobs.errors import UsageError
 from launch.options import add_json
 
 if TYPE_CHECKING:
@@ -19,6 +15,8 @@ if TYPE_CHECKING:
     from pipe.schedules.simulate import Simulated, Span
 
 WIDE: Final = 160  # columns, where the output is no terminal
+LEAST, MOST = 1e-9, 1e9  # of a time: sums of such ones are exact enough to be drawn
+MOST_ACTIONS: Final = 300_000  # of a step: they take half a minute or more
 COLUMNS: Final = ("schedule", "stages>", "makespan>", "bubble>", "formula>", "in flight, by rank", "what it does")
 FORMULAS: Final = {  # of ranks p, micro-batches m, chunks v; where F, I and W take as long, and messages no time
     "model": "(p - 1) / p",
@@ -52,9 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-m", "--microbatches", metavar="M", type=int, default=8, help="micro-batches of a step (default: 8)"
     )
-    parser.add_argument(
-        "--chunks", metavar="V", type=int, default=2, help="stages a rank has, of interleaved (default: 2)"
-    )
+    parser.add_argument("--chunks", metavar="V", type=int, help="stages a rank has, of interleaved (default: 2)")
     parser.add_argument("--costs", metavar="F,I,W", default="1,1,1", help="times of a rank (default: 1,1,1)")
     parser.add_argument("--message", metavar="S", default="0", help="time of a message between ranks (default: 0)")
     parser.add_argument("--svg", metavar="FILE", help="draw it into a file, too")
@@ -68,19 +64,16 @@ def run(args: argparse.Namespace) -> int:
         UsageError: no such schedule, or numbers that make none.
         RunFolderError: the file cannot be written.
     """
+    from launch.look import drawings
     from pipe.schedules.tables import SCHEDULES
 
-    for flag, number in (("-p", args.ranks), ("-m", args.microbatches), ("--chunks", args.chunks)):
-        if number < 1:
-            raise UsageError(f"{flag} {number}: must be a whole number from 1")
-    if args.name is not None and args.name not in SCHEDULES:
-        raise UsageError(f"unknown schedule {args.name!r}; {_near(args.name, list(SCHEDULES))}")
-    if args.name is None and args.svg:
-        raise UsageError(f"--svg {args.svg}: draws one schedule; name one of {', '.join(SCHEDULES)}")
-    shown = [simulated(name, args) for name in ([args.name] if args.name else SCHEDULES)]
+    names = [args.name] if args.name else list(SCHEDULES)
+    require(args, names)
+    args.chunks = args.chunks or 2
+    shown = [simulated(name, args) for name in names]
     records = [record(args, *each) for each in shown]
     if args.svg:
-        _write(args.svg, picture(records[0], *shown[0]))
+        drawings.write(args.svg, picture(records[0], *shown[0]))
     if args.json:
         print(json.dumps(records[0] if args.name else records))
     elif args.name:
@@ -88,6 +81,28 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(comparison(records))
     return 0
+
+
+def require(args: argparse.Namespace, names: list[str]) -> None:
+    """Raise UsageError unless the options can be, and go together."""
+    from pipe.schedules.tables import SCHEDULES
+
+    for flag, number in (("-p", args.ranks), ("-m", args.microbatches), ("--chunks", args.chunks)):
+        if number is not None and number < 1:
+            raise UsageError(f"{flag} {number}: must be a whole number from 1")
+    if args.name is not None and args.name not in SCHEDULES:
+        raise UsageError(f"unknown schedule {args.name!r}; {_near(args.name, list(SCHEDULES))}")
+    if args.name is None and args.svg:
+        raise UsageError(f"--svg {args.svg}: draws one schedule; name one of {', '.join(SCHEDULES)}")
+    own = [SCHEDULES[name].chunks for name in names]
+    if args.chunks and None not in own:
+        raise UsageError(
+            f"--chunks {args.chunks}: {args.name} has its own number of stages a rank, {own[0]}; leave it out"
+        )
+    actions = sum(SCHEDULES[name].actions(args.ranks, args.microbatches, args.chunks or 2) for name in names)
+    if actions > MOST_ACTIONS:
+        many = f"-p {args.ranks} -m {args.microbatches}: make {actions} forwards and backwards"
+        raise UsageError(f"{many}; {MOST_ACTIONS} at most are drawn: lower -m, or -p")
 
 
 def simulated(name: str, args: argparse.Namespace) -> "tuple[Schedule, Simulated]":
@@ -166,16 +181,11 @@ def bars(made: "Schedule", outcome: "Simulated") -> "list[list[Bar]]":
 
 def drawing(record: dict[str, Any], made: "Schedule", outcome: "Simulated") -> str:
     """Draw a schedule for the terminal, its numbers below."""
-    from pipe.schedules.draw import legend, text
+    from launch.look import drawings
 
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size((WIDE, 24)).columns if terminal else WIDE
-    rows = bars(made, outcome)
     return "\n".join(
         [
-            text(rows, width=width, colour=terminal and "NO_COLOR" not in os.environ),
-            "",
-            legend(rows),
+            drawings.on_screen(bars(made, outcome), wide=WIDE),
             "",
             f"{made.name}: {record['what']}; {sizes(made)}",
             f"makespan   {outcome.makespan_s:.6g}",
@@ -247,8 +257,9 @@ def _seconds(flag: str, whole: str, word: str) -> float:
         seconds = float(word)
     except ValueError:
         seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise UsageError(f"{flag} {whole}: {word.strip() or 'nothing'} is no time; wanted a number from 0")
+    if not (seconds == 0 or LEAST <= seconds <= MOST):
+        wanted = f"0, or a number from {LEAST:g} to {MOST:g}"
+        raise UsageError(f"{flag} {whole}: {word.strip() or 'nothing'} is no time; wanted {wanted}")
     return seconds
 
 
@@ -257,11 +268,3 @@ def _near(name: str, names: list[str]) -> str:
 
     near = get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else f"wanted one of {', '.join(names)}"
-
-
-def _write(file: str, text: str) -> None:
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunFolderError(f"{file}: cannot be written: {(error.strerror or 'unknown reason').lower()}") from error
-    print(f"muster: wrote {file}", file=sys.stderr)

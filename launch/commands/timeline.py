@@ -2,29 +2,35 @@
 
 import argparse
 import json
-import os
-import shutil
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import RunFolderError, UsageError
+from jobs.errors import UsageError
 from jobs.rundir import find_run, runs_root
 from launch import options
 
 if TYPE_CHECKING:
-    from launch.look.timelines import Recorded
+    from launch.look.timelines import Recorded, Timeline
 
 WIDE: Final = 120  # columns, where the output is no terminal
-COLUMNS: Final = ("stage>", "rank>", "forward>", "backward>", "of weights>", "message on>", "to send>", "to take>")
+STAGES: Final = ("stage>", "rank>", "forward>", "backward>", "of weights>", "message on>", "to send>", "to take>")
+PIPELINES: Final = ("pipeline of ranks", "step>", "bubble>", "busy, by rank")
+APART: Final = 0.01  # of bubbles: beyond it, why they differ is said
+EPILOG: Final = """\
+Ranks are those of the run. Of several pipelines the slowest is drawn, for which the others wait when gradients are
+averaged, and all are listed: ranks of one column do the same work, so one that is busy for longer is a slow one.
+The simulated bubble is that of ranks that do nothing else, where every action takes the mean of its kind and stage.
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_run(parser)
     options.add_json(parser)
     parser.add_argument("--step", metavar="N", type=int, help="this step (default: the newest that was recorded)")
     parser.add_argument("--attempt", metavar="N", type=int, help="of this attempt (default: the newest that has it)")
+    parser.add_argument("--rank", metavar="R", type=int, help="the pipeline of this rank (default: the slowest)")
     parser.add_argument("--svg", metavar="FILE", help="draw it into a file, too")
 
 
@@ -35,54 +41,69 @@ def run(args: argparse.Namespace) -> int:
         UsageError: a number that cannot be.
         RunFolderError: nothing was recorded, or the file cannot be written.
     """
+    from launch.look import drawings
     from launch.look.timelines import read_timeline
 
-    for flag, number, least in (("--step", args.step, 1), ("--attempt", args.attempt, 0)):
+    for flag, number, least in (("--step", args.step, 1), ("--attempt", args.attempt, 0), ("--rank", args.rank, 0)):
         if number is not None and number < least:
             raise UsageError(f"{flag}: must be at least {least}, got {number}")
     folder = find_run(runs_root(args.runs), args.run)
-    attempt, recorded, steps = read_timeline(folder, args.attempt, args.step)
+    timeline = read_timeline(folder, args.attempt, args.step)
+    recorded = timeline.slowest() if args.rank is None else timeline.of_rank(args.rank)
+    title, sizes = f"{folder.run_id}, attempt {timeline.attempt}, step {timeline.step}", sizes_of(timeline, recorded)
     if args.svg:
-        write(Path(args.svg), picture(folder.run_id, recorded))
+        drawings.write(args.svg, picture(title, sizes, recorded))
     if args.json:
-        print(json.dumps({"run": folder.run_id, "attempt": attempt, "recorded": steps, **recorded.to_json()}))
+        pipelines = [each.summary() for each in timeline.pipelines]
+        about = {"run": folder.run_id, "attempt": timeline.attempt, "step": timeline.step, "recorded": timeline.steps}
+        print(json.dumps({**about, **recorded.to_json(), "pipelines": pipelines}))
         return 0
-    print(render(folder.run_id, attempt, recorded))
+    print(render(f"{title}: {sizes}", timeline, recorded))
     return 0
 
 
-def write(path: Path, text: str) -> None:
-    """Write a drawing.
-
-    Raises:
-        RunFolderError: it cannot be written.
-    """
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunFolderError(f"{path}: cannot be written: {(error.strerror or 'unknown reason').lower()}") from error
+def sizes_of(timeline: "Timeline", recorded: "Recorded") -> str:
+    """Say what is drawn."""
+    table, count = recorded.schedule, len(timeline.pipelines)
+    which = f"; {'the slowest' if recorded is timeline.slowest() else 'one'} of {count} pipelines" if count > 1 else ""
+    return f"{table.name}, {table.ranks} ranks, {table.microbatches} micro-batches{which}"
 
 
-def render(run_id: str, attempt: int, recorded: "Recorded") -> str:
+def render(title: str, timeline: "Timeline", recorded: "Recorded") -> str:
     """Draw a step for the terminal, with its numbers and what actions took."""
-    from launch.look import screen
-    from pipe.schedules.draw import legend, text
+    from launch.look import drawings, screen
     from pipe.schedules.measured import bars
 
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size((WIDE, 24)).columns if terminal else WIDE
-    table, rows = recorded.schedule, bars(recorded.records, recorded.schedule.rank_of)
-    compared = recorded.compared()
-    costs, simulated_s = compared.costs, compared.simulation.makespan_s
+    rows = bars(recorded.records, recorded.schedule.rank_of)
+    simulated_s = recorded.compared.simulation.makespan_s
+    parts = [
+        title,
+        drawings.on_screen(rows, wide=WIDE, names=names_of(recorded)),
+        screen.table(STAGES, stages_of(recorded)),
+        f"step    {milliseconds(recorded.seconds)}, {milliseconds(simulated_s)} simulated with these times\n"
+        f"bubble  {bubbles(recorded)}{why_apart(recorded)}",
+    ]
+    if len(timeline.pipelines) > 1:
+        parts.append(screen.table(PIPELINES, map(line_of, timeline.pipelines)))
+    return "\n\n".join(parts)
+
+
+def names_of(recorded: "Recorded") -> list[str]:
+    """Name the rows of a drawing."""
+    return [f"rank {rank}" for rank in recorded.ranks]
+
+
+def stages_of(recorded: "Recorded") -> list[tuple[object, ...]]:
+    """Return a line for every stage: its rank, what its actions and messages took."""
+    table, costs = recorded.schedule, recorded.compared.costs
 
     def of(times: float | tuple[float, ...], stage: int) -> str:
-        seconds = times[stage] if isinstance(times, tuple) else times
-        return f"{1e3 * seconds:.3g} ms"
+        return milliseconds(times[stage] if isinstance(times, tuple) else times)
 
-    lines = [
+    return [
         (
             stage,
-            rank,
+            recorded.ranks[place],
             of(costs.forward, stage),
             of(costs.input_gradient, stage),
             of(costs.weight_gradient, stage) if table.splits_backward else None,
@@ -90,45 +111,54 @@ def render(run_id: str, attempt: int, recorded: "Recorded") -> str:
             of(costs.send, stage),
             of(costs.take, stage),
         )
-        for stage, rank in enumerate(table.rank_of)
+        for stage, place in enumerate(table.rank_of)
     ]
-    return "\n".join(
-        [
-            f"{run_id}, attempt {attempt}, step {recorded.step}: {table.name}, {table.ranks} ranks, "
-            f"{table.microbatches} micro-batches",
-            "",
-            text(rows, width=width, colour=terminal and "NO_COLOR" not in os.environ),
-            "",
-            legend(rows),
-            "",
-            screen.table(COLUMNS, lines),
-            "",
-            f"step    {1e3 * recorded.seconds:.4g} ms, {1e3 * simulated_s:.4g} ms simulated with these times",
-            f"bubble  {bubbles(recorded)}",
-        ]
-    )
 
 
-def picture(run_id: str, recorded: "Recorded") -> str:
+def line_of(recorded: "Recorded") -> tuple[str, ...]:
+    """Return a pipeline's line beside the others'."""
+    busy = ", ".join(map(milliseconds, recorded.busy_s()))
+    share = f"{100 * recorded.compared.measured:.1f} %"
+    return " ".join(map(str, recorded.ranks)), milliseconds(recorded.seconds), share, busy
+
+
+def picture(title: str, sizes: str, recorded: "Recorded") -> str:
     """Draw a step as SVG."""
     from pipe.schedules.measured import bars
     from pipe.schedules.svg import svg
 
-    table = recorded.schedule
-    return svg(
-        bars(recorded.records, table.rank_of),
-        title=f"{run_id}, step {recorded.step}: {table.name}, {table.ranks} ranks, {table.microbatches} micro-batches",
-        subtitle=f"{1e3 * recorded.seconds:.4g} ms, bubble {bubbles(recorded)}",
-        unit="ms",
-    )
+    rows = bars(recorded.records, recorded.schedule.rank_of)
+    subtitle = f"{sizes}; {milliseconds(recorded.seconds)}, bubble {bubbles(recorded)}"
+    return svg(rows, title=title, subtitle=subtitle, unit="ms", names=names_of(recorded))
 
 
 def bubbles(recorded: "Recorded") -> str:
     """Say the measured, the simulated and the formula's share of time in which ranks idle."""
-    compared = recorded.compared()
+    compared = recorded.compared
     shares = (
         (compared.measured, "measured"),
         (compared.simulated, "simulated"),
         (recorded.bubble_formula(), "by the formula of equal stages"),
     )
     return ", ".join(f"{100 * share:.1f} % {what}" for share, what in shares)
+
+
+def why_apart(recorded: "Recorded") -> str:
+    """Say why the measured bubble is not the simulated one, where it is not."""
+    from pipe.schedules.measured import spread
+
+    compared = recorded.compared
+    if abs(compared.measured - compared.simulated) <= APART:
+        return ""
+    least, most = spread(recorded.records)
+    return (
+        "\n        they differ: a simulated action takes the mean of its kind and stage, real ones took "
+        f"{least:.2g} to {most:.2g} of it,\n"
+        "        which other work on the machine does, or fewer cores than ranks compute with"
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """Write a time with three digits at least."""
+    ms = round(1e3 * seconds, 4)
+    return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

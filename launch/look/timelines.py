@@ -1,4 +1,4 @@
-"""Recorded steps of a pipeline, read back: their bubble, and that of the same step simulated with the same costs."""
+"""Recorded steps of pipelines, read back: their bubble, and that of the same step simulated with the same costs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,93 +8,131 @@ from jobs.errors import RunFolderError
 from jobs.files import read_lines
 from jobs.rundir import RunDir
 from pipe.schedules.actions import Schedule
-from pipe.schedules.measured import Compared, Record, compare
+from pipe.schedules.draw import COMPUTE
+from pipe.schedules.measured import Compared, Record, busy_s, compare
 from pipe.schedules.simulate import bubble_formula
 from pipe.schedules.tables import schedule
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """One step of one pipeline."""
+    """One step of one pipeline; a record's rank is its place in the pipeline, `ranks` are those of the world."""
 
-    step: int
     schedule: Schedule
     chunks: int
+    ranks: tuple[int, ...]
     records: tuple[Record, ...]
-
-    def compared(self) -> Compared:
-        """Set its bubble beside the simulated one of the costs that were measured in it."""
-        return compare([self.records], self.schedule)
+    compared: Compared  # its bubble beside the simulated one of the costs that were measured in it
 
     def bubble_formula(self) -> float:
         """Return the bubble of stages that are alike."""
         table = self.schedule
         return bubble_formula(table.name, table.ranks, table.microbatches, self.chunks)
 
+    @property
+    def seconds(self) -> float:
+        """How long it took, from the first action to the end of the last one."""
+        return max((each.end_s for each in self.records if each.kind in COMPUTE), default=0.0)
+
+    def busy_s(self) -> tuple[float, ...]:
+        """Return for how many seconds each of its ranks computed."""
+        return busy_s(self.records, len(self.ranks))
+
     def to_json(self) -> dict[str, Any]:
-        """Return it for --json; shares are of 1."""
-        compared, table = self.compared(), self.schedule
+        """Return it for --json; shares are of 1, ranks those of the world."""
+        compared, table = self.compared, self.schedule
         return {
-            "step": self.step,
             "schedule": table.name,
             "ranks": table.ranks,
             "microbatches": table.microbatches,
-            "rank_of": list(table.rank_of),
+            "rank_of": [self.ranks[place] for place in table.rank_of],
             "makespan_s": self.seconds,
             "simulated_makespan_s": compared.simulation.makespan_s,
             "bubble": compared.measured,
             "simulated_bubble": compared.simulated,
             "bubble_formula": self.bubble_formula(),
             "costs": vars(compared.costs),
-            "records": [each.as_dict() for each in self.records],
+            "records": [replace(each, rank=self.ranks[each.rank]).as_dict() for each in self.records],
         }
 
-    @property
-    def seconds(self) -> float:
-        """How long it took, from the first action to the end of the last one."""
-        return max((each.end_s for each in self.records if each.kind not in ("send", "wait")), default=0.0)
+    def summary(self) -> dict[str, Any]:
+        """Return what is told of every pipeline beside the one that is drawn."""
+        ranks, busy = list(self.ranks), list(self.busy_s())
+        return {"ranks": ranks, "makespan_s": self.seconds, "bubble": self.compared.measured, "busy_s": busy}
 
 
-def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> tuple[int, Recorded, list[int]]:
-    """Read a step that an attempt recorded, by default the newest of the newest; return the steps that there are, too.
+@dataclass(frozen=True)
+class Timeline:
+    """One step of all pipelines of an attempt, in order of their first ranks; `steps` are all that it recorded."""
+
+    attempt: int
+    step: int
+    steps: tuple[int, ...]
+    pipelines: tuple[Recorded, ...]
+
+    def slowest(self) -> Recorded:
+        """Return the pipeline that took longest: for it the others wait."""
+        return max(self.pipelines, key=lambda each: each.seconds)
+
+    def of_rank(self, rank: int) -> Recorded:
+        """Return the pipeline that a rank of the world is in.
+
+        Raises:
+            RunFolderError: none is.
+        """
+        for each in self.pipelines:
+            if rank in each.ranks:
+                return each
+        there = ", ".join(str(each) for each in sorted(rank for one in self.pipelines for rank in one.ranks))
+        raise RunFolderError(f"attempt {self.attempt}, step {self.step}: rank {rank} was not recorded, only {there}")
+
+
+def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> Timeline:
+    """Read a step that an attempt recorded, by default the newest of the newest.
 
     Raises:
         RunFolderError: there is none.
     """
     numbers = run.attempt_numbers() if attempt is None else [attempt]
-    seen: list[int] = []
+    seen: set[int] = set()
     for number in reversed(numbers):
         rows = [row for row in read_lines(run.attempt(number).timeline) if isinstance(row.get("step"), int)]
-        found = [row for row in rows if step is None or row["step"] == step]
-        seen += [row["step"] for row in rows]
-        for row in reversed(found):
-            if (recorded := recorded_of(row)) is not None:
-                return number, recorded, [each["step"] for each in rows]
+        steps = sorted({row["step"] for row in rows})
+        seen.update(steps)
+        for each in reversed(steps):
+            if step in (None, each):
+                found = [recorded_of(row) for row in rows if row["step"] == each]
+                if pipelines := tuple(recorded for recorded in found if recorded is not None):
+                    return Timeline(number, each, tuple(steps), pipelines)
     where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
     if not seen:
         raise RunFolderError(
             f"{where}: no timeline is there; pipelines record one at every log point (train.log_every)"
         )
-    raise RunFolderError(f"{where}: step {step} was not recorded, only {', '.join(map(str, sorted(set(seen))))}")
+    raise RunFolderError(f"{where}: step {step} was not recorded, only {', '.join(map(str, sorted(seen)))}")
 
 
 def recorded_of(row: Mapping[str, Any]) -> Recorded | None:
     """Read a row; None where it does not make a step: nothing read here is trusted."""
     try:
-        records = tuple(Record(*each) for each in row["records"])
-        ranks, chunks = 1 + max(row["rank_of"]), int(row["chunks"])
-        table = schedule(row["schedule"], ranks, int(row["microbatches"]), chunks=max(chunks, 1))
-        recorded = Recorded(int(row["step"]), fitted(table, records), chunks, records)
-        recorded.compared()
-        return recorded
-    except (ValueError, KeyError, TypeError, IndexError):  # torn, or another version's
+        ranks = tuple(dict.fromkeys(map(int, row["rank_of"])))  # the first stages are those of the ranks in order
+        place_of = {rank: place for place, rank in enumerate(ranks)}
+        records = tuple(Record(place_of[rank], *more) for rank, *more in row["records"])
+        chunks, microbatches = int(row["chunks"]), int(row["microbatches"])
+        if max(chunks, microbatches) > len(records):
+            raise ValueError("more actions than records")
+        table = fitted(schedule(row["schedule"], len(ranks), microbatches, chunks=max(chunks, 1)), records)
+        if tuple(ranks[place] for place in table.rank_of) != tuple(row["rank_of"]):
+            raise ValueError("not the places of this schedule")
+        return Recorded(table, chunks, ranks, records, compare([records], table))
+    except (ValueError, KeyError, TypeError, IndexError, OverflowError):  # torn, or another version's
         return None
 
 
 def fitted(table: Schedule, records: Sequence[Record]) -> Schedule:
     """Return a schedule whose actions are in the order in which they were done: a short batch has a longer one's."""
     actions = tuple(
-        tuple(each.action for each in records if each.rank == rank and each.kind not in ("send", "wait"))
+        tuple(each.action for each in records if each.rank == rank and each.kind in COMPUTE)
         for rank in range(table.ranks)
     )
     if any(sorted(done) != sorted(planned) for done, planned in zip(actions, table.actions, strict=True)):

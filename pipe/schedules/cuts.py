@@ -41,7 +41,8 @@ def by_hand(bounds: Sequence[int], layers: int, stages: int) -> Cuts:
     if stages == 1:
         wanted = "wanted none for one stage"
     if len(cuts) != stages:
-        raise ValueError(f"cuts {list(bounds)}: make {len(cuts)} stages of {layers} layers, not {stages}; {wanted}")
+        made = f"{_counted(len(cuts), 'stage')} of {_counted(layers, 'layer')}"
+        raise ValueError(f"cuts {list(bounds)}: make {made}, not {stages}; {wanted}")
     for before, after in pairwise(cuts):
         if after <= before:
             raise ValueError(f"cuts {list(bounds)}: {after} does not come after {before}; {wanted}")
@@ -171,5 +172,9 @@ def _check(layers: int, stages: int) -> None:
         raise ValueError(f"{stages} stages: wanted 1 at least")
     if stages > layers:
         raise ValueError(
-            f"{stages} stages of {layers} layers: a stage has one layer at least; cut into {layers} at most"
+            f"{stages} stages of {_counted(layers, 'layer')}: a stage has one layer at least; cut into {layers} at most"
         )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -85,17 +85,30 @@ def bubble(records: Iterable[Record], ranks: int) -> float:
 
     0 to 1, as in `Simulated`; 0 without records. Actions of a rank that overlap count once.
     """
-    rows: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    actions = [each for each in records if each.kind in COMPUTE]
+    if not actions:
+        return 0.0
+    whole_s = max(each.end_s for each in actions) - min(each.start_s for each in actions)
+    return max(0.0, 1 - sum(busy_s(actions, ranks)) / (ranks * whole_s)) if whole_s else 0.0
+
+
+def busy_s(records: Iterable[Record], ranks: int) -> tuple[float, ...]:
+    """Return for how many seconds each rank computed; actions that overlap count once."""
+    rows: list[list[tuple[float, float]]] = [[] for _ in range(ranks)]
     for each in records:
         if each.kind in COMPUTE:
             rows[each.rank].append((each.start_s, each.end_s))
-    if not rows:
-        return 0.0
-    whole_s = max(end for row in rows.values() for _, end in row) - min(
-        start for row in rows.values() for start, _ in row
-    )
-    busy_s = sum(_covered(row) for row in rows.values())
-    return max(0.0, 1 - busy_s / (ranks * whole_s)) if whole_s else 0.0
+    return tuple(map(_covered, rows))
+
+
+def spread(records: Iterable[Record]) -> tuple[float, float]:
+    """Return how long the shortest and the longest action took, of the mean of its kind and stage; 1 and 1 of none."""
+    took: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for each in records:
+        if each.kind in COMPUTE:
+            took[each.kind, each.stage].append(each.end_s - each.start_s)
+    shares = [each / mean for seconds in took.values() if (mean := fmean(seconds)) for each in seconds]
+    return min(shares, default=1.0), max(shares, default=1.0)
 
 
 def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:

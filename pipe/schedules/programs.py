@@ -1,6 +1,6 @@
 """Messages of a schedule, and programs: a schedule's actions with the messages between them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pipe.schedules.actions import Action, Schedule
@@ -47,11 +47,11 @@ class Program:
 
 def sent_after(action: Action, rank_of: tuple[int, ...]) -> Send | None:
     """Return the message that an action makes; None where the next stage is on the same rank, or there is none."""
-    if action.kind == "F" and action.stage + 1 < len(rank_of):
-        return _between_ranks(Send("activation", action.stage + 1, action.microbatch, -1), action.stage, rank_of)
-    if action.kind in ("B", "I") and action.stage:
-        return _between_ranks(Send("gradient", action.stage - 1, action.microbatch, -1), action.stage, rank_of)
-    return None
+    what: What = "activation" if action.kind == "F" else "gradient"
+    target = action.stage + (1 if action.kind == "F" else -1)
+    if action.kind == "W" or not 0 <= target < len(rank_of) or rank_of[target] == rank_of[action.stage]:
+        return None
+    return Send(what, target, action.microbatch, rank_of[target])
 
 
 def received_before(action: Action, rank_of: tuple[int, ...]) -> Receive | None:
@@ -61,8 +61,3 @@ def received_before(action: Action, rank_of: tuple[int, ...]) -> Receive | None:
     if action.kind == "W" or not 0 <= source < len(rank_of) or rank_of[source] == rank_of[action.stage]:
         return None
     return Receive(what, action.stage, action.microbatch, rank_of[source])
-
-
-def _between_ranks(message: Send, source: int, rank_of: tuple[int, ...]) -> Send | None:
-    peer = rank_of[message.stage]
-    return None if peer == rank_of[source] else replace(message, peer=peer)

@@ -37,7 +37,11 @@ class Row:
 
     def stages(self, ranks: int, chunks: int = 2) -> int:
         """Count the stages that a model is cut into."""
-        return len(self.rank_of(ranks, self.chunks or chunks))
+        return ranks * (self.chunks or chunks)
+
+    def actions(self, ranks: int, microbatches: int, chunks: int = 2) -> int:
+        """Count what all ranks do in a step."""
+        return self.stages(ranks, chunks) * microbatches * (3 if self.splits_backward else 2)
 
 
 def schedule(name: str, ranks: int, microbatches: int, *, chunks: int = 2, costs: Costs | None = None) -> Schedule:

@@ -45,7 +45,8 @@ class Rules:
 def one_chunk(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: Costs) -> Orders:
     """Order zb1p: as many activations in flight on a rank as 1F1B has on the first, each until its W.
 
-    1F1B with its backwards split in place is tried too, so that in simulated time zb1p is never the slower.
+    1F1B with its backwards split in place is tried too, so that in simulated time zb1p is never the slower, up to
+    `MANY_ACTIONS`.
     """
     after = [tuple(range(ranks)), tuple((rank + 1) // 2 for rank in range(ranks)), (0,) * ranks]
     drawn = (_h1(ranks, microbatches, each) for each in after)
@@ -76,18 +77,19 @@ def two_chunks(rank_of: tuple[int, ...], ranks: int, microbatches: int, costs: C
 def _shortest(
     candidates: Iterable[Orders], rank_of: tuple[int, ...], costs: Costs, then: Costs | None = None
 ) -> Orders:
-    """Choose the order with the shortest step, the first of equals; the first that cannot be beaten, or is large.
+    """Choose the order with the shortest step, the first of equals; the first that cannot be beaten, or is long.
 
     With `then`, of orders that are equally short the one whose step is shortest with those costs.
     """
     best: tuple[tuple[float, float], Orders] | None = None
     for orders in candidates:
+        if sum(map(len, orders)) > MANY_ACTIONS:
+            return orders
         seconds = seconds_of(rank_of, orders, costs)
         found = seconds, 0.0 if then is None else seconds_of(rank_of, orders, then)
         if best is None or found < best[0]:
             best = found, orders
-        done = then is None and best[0][0] <= least_seconds(rank_of, orders, costs) * (1 + 1e-9)
-        if done or sum(map(len, orders)) > MANY_ACTIONS:
+        if then is None and best[0][0] <= least_seconds(rank_of, orders, costs) * (1 + 1e-9):
             break
     assert best is not None
     return best[1]

@@ -33,8 +33,9 @@ class WeightQueue:
     """What is left to do for the weights of a module, by micro-batch.
 
     Building one splits the module's `nn.Linear`, `nn.Conv1d`, `nn.Conv2d` and `nn.Conv3d` layers, until `restore()`,
-    the end of a `with` or the queue's own end; state dict, names and parameters stay what they are. A key is anything
-    that names one backward: a stage and a micro-batch.
+    the end of a `with` or the queue's own end; state dict, names and parameters stay what they are. A copy of a split
+    layer, or one that comes out of a pickle, is a plain one. A layer whose weight is computed by a norm, a mask or a
+    parametrization, now or later, is whole. A key is anything that names one backward: a stage and a micro-batch.
 
     From `collecting` to `run`, inputs of these layers and gradients of their outputs are held as they are, not copied:
     memory that either lies in must not be written to in between.

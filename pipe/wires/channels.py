@@ -280,7 +280,10 @@ def _apart(step: Send, layout: Layout, known: Layout) -> str:
     if known._replace(strides=layout.strides, learns=layout.learns) == layout:
         why = "what learns before a cut must stay as in the first step: where it changes, build a new Pipeline"
     else:
-        why = "shapes must follow from those of the inputs: where they do not, build a new Pipeline"
+        why = (
+            "shapes and types must follow from those of the inputs: where they do not, as after module.to(dtype), "
+            "build a new Pipeline"
+        )
     return (
         f"the {step.what} of micro-batch {step.microbatch} for stage {step.stage} is {layout.in_words()}, "
         f"earlier ones for as many samples were {known.in_words()}; {why}"

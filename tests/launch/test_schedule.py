@@ -151,12 +151,21 @@ def test_on_a_terminal_it_is_coloured_and_as_wide_as_that(draw: Draw, monkeypatc
         (["gpipe", "-p", "0"], "-p 0: must be a whole number from 1"),
         (["gpipe", "-m", "-1"], "-m -1: must be a whole number from 1"),
         (["interleaved", "--chunks", "0"], "--chunks 0: must be a whole number from 1"),
+        (["zbv", "--chunks", "2"], "--chunks 2: zbv has its own number of stages a rank, 2; leave it out"),
+        (
+            ["1f1b", "-p", "100000", "-m", "100000"],  # computed for ever once, and filled the memory
+            "-p 100000 -m 100000: make 20000000000 forwards and backwards; 300000 at most are drawn: lower -m, or -p",
+        ),
         (["gpipe", "--costs", "1,2"], "--costs 1,2: wanted three times, of F, I and W, such as 1,1,1"),
-        (["gpipe", "--costs", "1,,2"], "--costs 1,,2: nothing is no time; wanted a number from 0"),
-        (["gpipe", "--costs", "1,nan,2"], "--costs 1,nan,2: nan is no time; wanted a number from 0"),
-        (["gpipe", "--costs=-1,1,1"], "--costs -1,1,1: -1 is no time; wanted a number from 0"),
+        (["gpipe", "--costs", "1,,2"], "--costs 1,,2: nothing is no time; wanted 0, or a number from 1e-09 to 1e+09"),
+        (["gpipe", "--costs", "1,nan,2"], "--costs 1,nan,2: nan is no time; wanted 0, or a number from 1e-09 to 1e+09"),
+        (["gpipe", "--costs=-1,1,1"], "--costs -1,1,1: -1 is no time; wanted 0, or a number from 1e-09 to 1e+09"),
+        (
+            ["gpipe", "--costs", "1,1,1e308"],  # sums were infinite once: a stack of Python's
+            "--costs 1,1,1e308: 1e308 is no time; wanted 0, or a number from 1e-09 to 1e+09",
+        ),
         (["gpipe", "--costs", "0,0,0"], "--costs 0,0,0: one of them at least must take time"),
-        (["gpipe", "--message", "fast"], "--message fast: fast is no time; wanted a number from 0"),
+        (["gpipe", "--message", "fast"], "--message fast: fast is no time; wanted 0, or a number from 1e-09 to 1e+09"),
         (["--svg", "a.svg"], f"--svg a.svg: draws one schedule; name one of {', '.join(SCHEDULES)}"),
     ],
 )

@@ -1,13 +1,14 @@
 """`muster timeline`: recorded steps read back, drawn, and set beside the simulated ones."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs.files import append_line
+from jobs.files import append_line, read_lines
 from jobs.rundir import RunDir
 from jobs.train.timeline import row_of
 from launch import cli
@@ -28,9 +29,16 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def record(
-    run: RunDir, step: int, name: str = "1f1b", *, attempt: int = 0, microbatches: int = 4, late_s: float = 0.0
+    run: RunDir,
+    step: int,
+    name: str = "1f1b",
+    *,
+    attempt: int = 0,
+    microbatches: int = 4,
+    late_s: float = 0.0,
+    ranks: tuple[int, int] = (0, 1),
 ) -> None:
-    """Leave what two ranks did in a step in which the last rank's actions were all late."""
+    """Leave what two ranks did in a step in which the last action to end was late."""
     table = schedule(name, 2, microbatches)
     spans = simulate(with_messages(table), Costs(0.001, 0.002, 0.001, 0.0)).spans
     records = [
@@ -41,8 +49,9 @@ def record(
     records += [Record(1, "wait", 1, 0, 0.0, records[0].end_s), Record(0, "send", 1, 0, 0.001, 0.001)]
     last = max(each.end_s for each in records)
     records = [replace(each, end_s=each.end_s + late_s) if each.end_s == last else each for each in records]
+    records = [replace(each, rank=ranks[each.rank]) for each in records]
     run.attempt(attempt).path.mkdir(exist_ok=True)
-    append_line(run.attempt(attempt).timeline, row_of(step, replace(table, microbatches=8), records))
+    append_line(run.attempt(attempt).timeline, row_of(step, replace(table, microbatches=8), ranks, records))
 
 
 def shown(capsys: Any, run: RunDir, *more: str) -> str:
@@ -75,6 +84,57 @@ def test_a_step_is_chosen_and_told_as_data(capsys, run):
     assert json.loads(shown(capsys, run, "--json", "--attempt", "0"))["schedule"] == "zbv"
 
 
+def test_of_several_pipelines_the_slowest_is_drawn_by_ranks_of_the_world_and_others_by_rank(capsys, run, tmp_path):
+    record(run, 10, ranks=(0, 2))
+    record(run, 10, ranks=(1, 3), late_s=0.003)
+    out, drawing = shown(capsys, run, "--svg", str(tmp_path / "step.svg")), tmp_path / "step.svg"
+    lines = [re.split(r"\s{2,}", line.strip()) for line in out.splitlines()]
+    assert "2 ranks, 4 micro-batches; the slowest of 2 pipelines" in out
+    assert [line[0] for line in lines if line[0].startswith("rank")] == ["rank 1", "rank 3"]
+    assert [line[:2] for line in lines if line[0] in ("0", "1")] == [["0", "1"], ["1", "3"]]  # stages and their ranks
+    assert lines[-2:] == [
+        ["0 2", "20 ms", "20.0 %", "16 ms, 16 ms"],
+        ["1 3", "23 ms", "23.9 %", "19 ms, 16 ms"],  # rank 1 is slower than rank 0, which has the same stage
+    ]
+    assert "rank 3: F1.0" in drawing.read_text()
+    told = json.loads(shown(capsys, run, "--rank", "2", "--json"))
+    assert {each["rank"] for each in told["records"]} == set(told["rank_of"]) == {0, 2}
+    assert [each["ranks"] for each in told["pipelines"]] == [[0, 2], [1, 3]]
+    assert [each["makespan_s"] for each in told["pipelines"]] == pytest.approx([0.020, 0.023])
+    assert "one of 2 pipelines" in shown(capsys, run, "--rank", "0")
+    assert cli.main(["timeline", str(run.path), "--rank", "4"]) == 73
+    assert "step 10: rank 4 was not recorded, only 0, 1, 2, 3" in capsys.readouterr().err
+    assert cli.main(["timeline", str(run.path), "--rank", "-1"]) == 2
+
+
+def test_why_a_measured_bubble_is_not_the_simulated_one_is_said_where_they_differ(capsys, run):
+    record(run, 10)
+    assert "they differ" not in shown(capsys, run)
+    record(run, 20, late_s=0.006)
+    assert "they differ: a simulated action takes the mean of its kind and stage, real ones took 0.67 to 2 of it" in (
+        shown(capsys, run)
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank_of": [0, 0]},
+        {"rank_of": ["a", "b"]},
+        {"rank_of": [float("inf")]},
+        {"microbatches": 10**12},
+        {"chunks": 10**9, "schedule": "interleaved"},
+        {"records": [[0, "F", 0, 0, 0.0, 1.0]]},
+        {"records": [[9, "F", 0, 0, 0.0, 1.0]]},
+    ],
+)
+def test_a_row_that_makes_no_step_is_left_out(capsys, run, wrong):
+    record(run, 10)
+    (row,) = read_lines(run.attempt(0).timeline)
+    append_line(run.attempt(0).timeline, {**row, "step": 11, **wrong})
+    assert "step 10" in shown(capsys, run)
+
+
 def test_a_short_batch_is_a_step_of_fewer_micro_batches(capsys, run):
     record(run, 3, "interleaved", microbatches=3)
     assert json.loads(shown(capsys, run, "--json"))["microbatches"] == 3
@@ -85,7 +145,8 @@ def test_it_is_drawn_into_a_file(capsys, run, tmp_path):
     shown(capsys, run, "--svg", str(tmp_path / "step.svg"))
     drawing = (tmp_path / "step.svg").read_text()
     assert drawing.startswith("<svg")
-    assert "step 7: 1f1b, 2 ranks" in drawing
+    assert "attempt 0, step 7</text>" in drawing
+    assert ">1f1b, 2 ranks, 4 micro-batches; 20 ms, bubble 20.0 % measured" in drawing
     assert cli.main(["timeline", str(run.path), "--svg", str(tmp_path / "nowhere" / "step.svg")]) == 73
     assert capsys.readouterr().err.endswith("step.svg: cannot be written: no such file or directory\n")
 

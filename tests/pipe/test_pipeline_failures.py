@@ -16,6 +16,7 @@ from jobs.train.world import World
 from pipe.pipeline import Pipeline
 from pipe.schedules.actions import Action, Schedule
 from pipe.schedules.tables import schedule
+from pipe.wires.failures import StageFailedError
 
 pytestmark = pytest.mark.ranks
 
@@ -89,7 +90,7 @@ FAILURES = [
         5,
         0,
         "ValueError: the activation of micro-batch 0 for stage 1 is (2, 2) of torch.float32, earlier ones for as many "
-        "samples were (2, 4) of torch.float32; shapes must follow from those of the inputs",
+        "samples were (2, 4) of torch.float32; shapes and types must follow from those of the inputs",
         None,
     ),
     ("model", "tuple", 1, 1, "TypeError: stage 1: layer '1' returned a tuple; one tensor crosses a cut", None),
@@ -160,6 +161,17 @@ def test_an_error_says_in_which_stage_it_came_up():
         pipeline.step(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
     told = ["in stage 1 on rank 0, layers '1' to '2', at F1.2 of interleaved"]
     assert getattr(caught.value, "__notes__", []) == (told if hasattr(ValueError, "add_note") else [])  # not in 3.10
+
+
+def test_an_error_between_steps_is_in_no_stage():
+    pipeline = Pipeline(layers_with("nothing", 0, 0), schedule("1f1b", 1, 4), loss=functional.cross_entropy)
+    pipeline.step(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
+    assert not pipeline.in_last_backward
+    with pytest.raises(ValueError, match="8 inputs but 7 targets") as caught:
+        pipeline.step(torch.randn(8, 4), torch.zeros(7, dtype=torch.int64))
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises(StageFailedError, match=r"has ended: rank 0 failed: ValueError: 8 inputs but 7 targets"):
+        pipeline.step(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
 
 
 def gone(world: World) -> str:

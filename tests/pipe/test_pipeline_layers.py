@@ -3,7 +3,9 @@
 Each is compared with a loop in one process, bit for bit.
 """
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from jobs.train.world import World
 from pipe.pipeline import Pipeline
+from pipe.schedules.actions import Schedule
 from pipe.schedules.tables import schedule
 from support.data_parallel import distance, same_bits
 
@@ -90,6 +93,9 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
     "batch norm": lambda: nn.Sequential(
         *embedding(), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES)
     ),
+    "nothing at the turn": lambda: nn.Sequential(
+        *embedding(), nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Linear(WIDTH, CLASSES)
+    ),
     "in place at the cut": lambda: nn.Sequential(
         *embedding(), nn.Linear(WIDTH, WIDTH), Overwriting(), Overwriting(), nn.Linear(WIDTH, CLASSES)
     ),
@@ -110,12 +116,24 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     return torch.randint(TOKENS, (9,), generator=generator), torch.randint(CLASSES, (9,), generator=generator)
 
 
+def table_of(name: str, ranks: int) -> Schedule:
+    """Make a schedule; a late one puts the weights of each rank's first stage off until the end of the step."""
+    table = schedule(name.removesuffix(" late"), ranks, 4)
+    if not name.endswith(" late"):
+        return table
+    rows = [
+        tuple(sorted(row, key=lambda action, first=rank: action.kind == "W" and action.stage == first))
+        for rank, row in enumerate(table.actions)
+    ]
+    return replace(table, actions=tuple(rows))
+
+
 def wrong_steps(name: str, table: str, ranks: int, settings: dict[str, Any], *, within: float = 0.0) -> list[str]:
     """Take two steps whose gradients add up, and a third one after they were set to zero, as a loop does."""
     torch.manual_seed(1)
     reference = MODELS[name]()
     torch.manual_seed(1)
-    pipeline = Pipeline(MODELS[name](), schedule(table, ranks, 4), loss=functional.cross_entropy, **settings)
+    pipeline = Pipeline(MODELS[name](), table_of(table, ranks), loss=functional.cross_entropy, **settings)
     wanted = dict(reference.named_parameters(remove_duplicate=False))
     problems = []
     for step in range(3):
@@ -146,6 +164,7 @@ CASES = [
     *((name, "1f1b", way) for name in ("spectral norm", "smoothed", "one buffer", "batch norm") for way in WAYS[1:]),
     *((f"in place {where}", "1f1b", way) for where in ("at the cut", "behind a view") for way in WAYS),
     ("spectral norm", "zbv", WAYS[1]),
+    ("nothing at the turn", "zbv late", WAYS[0]),
     ("in place at the cut", "zb1p", WAYS[2]),
     *((name, table, WAYS[0]) for name in ("sparse", "tied", "sparse and tied") for table in ("1f1b", "zbv")),
     ("tied", "interleaved", WAYS[1]),
@@ -205,3 +224,77 @@ def test_a_buffer_that_a_second_forward_would_not_find_as_it_was_is_refused(way:
         RuntimeError, match=r"layer '1\.0' has written its buffer 'seen', which it did not in its first"
     ):
         pipeline.step(torch.ones(8, 2), torch.ones(8, 2))
+
+
+def within(*, sparse: bool) -> nn.Sequential:
+    """Layers of one stage that are there twice, and two that have one weight."""
+    again, norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+    layers = nn.Sequential(
+        *embedding(sparse=sparse), again, norm, nn.Tanh(), again, norm, nn.Linear(WIDTH, TOKENS, bias=False)
+    )
+    layers[6].weight = layers[0].weight
+    return layers
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("table", ["1f1b", "zb1p"])
+def test_weights_that_a_stage_has_twice_gain_once_a_microbatch_layer_by_layer(table: str, sparse: bool):
+    torch.manual_seed(1)
+    reference = within(sparse=sparse)
+    pipeline = Pipeline(
+        copy.deepcopy(reference), schedule(table, 1, 4), loss=functional.cross_entropy, layerwise=True, exact=True
+    )
+    calls: list[nn.Parameter] = []
+    for each in pipeline.module.parameters():
+        each.register_post_accumulate_grad_hook(calls.append)
+    inputs, targets = batch(0)
+    pipeline.step(inputs, targets)
+    for x, y in zip(inputs.tensor_split(4), targets.tensor_split(4), strict=True):
+        (functional.cross_entropy(reference(x), y) * (len(x) / len(inputs))).backward()
+    for (name, found), wanted in zip(pipeline.module.named_parameters(), reference.parameters(), strict=True):
+        assert same_bits(whole(found.grad), whole(wanted.grad)), name
+        assert sum(each is found for each in calls) == 4, name
+
+
+def test_what_a_gradient_does_not_reach_keeps_no_other_use_back_layer_by_layer():
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Ends(), nn.Linear(WIDTH, WIDTH))
+    layers[2].weight = layers[0].weight
+    x, y = torch.randn(2, WIDTH), torch.randn(2, WIDTH)
+    functional.mse_loss(layers(x), y).backward()
+    wanted = layers[0].weight.grad
+    layers.zero_grad()
+    Pipeline(layers, schedule("1f1b", 1, 1), loss=functional.mse_loss, layerwise=True).step(x, y)
+    assert wanted is not None
+    assert same_bits(whole(layers[0].weight.grad), wanted)
+
+
+class Ends(nn.Module):
+    """Lets no gradient back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach() * 2.0
+
+
+class Pair(nn.Module):
+    """Makes two tensors of one, and one of two."""
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        return (x, x * 2.0) if isinstance(x, Tensor) else x[0] + x[1]
+
+
+def test_tensors_may_go_in_pairs_within_a_stage_but_not_layer_by_layer():
+    layers = nn.Sequential(nn.Linear(2, 2), Pair(), Pair(), nn.Linear(2, 2))
+    table, x, y = schedule("1f1b", 1, 1), torch.ones(2, 2), torch.ones(2, 2)
+    found = Pipeline(layers, table, loss=functional.mse_loss, recompute=True).step(x, y)
+    assert same_bits(found, functional.mse_loss(layers(x), y).detach().double())
+    with pytest.raises(TypeError, match="layer '1' returned a tuple; layerwise, one tensor goes from layer to layer"):
+        Pipeline(layers, table, loss=functional.mse_loss, layerwise=True).step(x, y)
+
+
+def test_a_split_layer_whose_input_does_not_learn_gains_layer_by_layer():
+    layers = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
+    plain, table, x, y = copy.deepcopy(layers), schedule("zb1p", 1, 1), torch.ones(2, 2), torch.zeros(2, 2)
+    Pipeline(layers, table, loss=functional.mse_loss, layerwise=True, exact=True).step(x, y)
+    functional.mse_loss(plain(x), y).backward()
+    for found, wanted in zip(layers.parameters(), plain.parameters(), strict=True):
+        assert same_bits(whole(found.grad), whole(wanted.grad))

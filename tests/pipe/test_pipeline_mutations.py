@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from jobs.train.world import World
-from pipe import pipeline, run
+from pipe import batches, pipeline, run
 from pipe.buffers import Before
+from pipe.passages import WholeGraph
 from pipe.rows import Row, row_of
 from pipe.run import Handed, Run
-from pipe.stage import Stage, WholeGraph
+from pipe.stage import Stage
 from pipe.wires.channels import Arrival, Channels
 from support.pipelines import Case, wrong_training
 
@@ -49,7 +50,7 @@ def all_count_alike() -> Any:
         def weights(self) -> list[float]:  # type: ignore[override]
             return [1 / len(self.inputs)] * len(self.inputs)
 
-    return mock.patch.object(pipeline, "Parts", Alike)
+    return mock.patch.object(batches, "Parts", Alike)
 
 
 def two_are_swapped() -> Any:

@@ -201,6 +201,21 @@ def test_layers_that_do_not_learn_are_sent_no_gradients(on_ranks):
     assert on_ranks(3, frozen) == [[], ["shifted.shift"], ["head.bias", "head.weight"]]
 
 
+def seen(world: World) -> list[float]:
+    """Let the loss be a view of the one number that came; return it of two steps, and of one process."""
+    torch.manual_seed(0)
+    layers, inputs = nn.Sequential(nn.Linear(4, 1), nn.Identity()), torch.randn(6, 4)
+    pipeline = Pipeline(layers, schedule("1f1b", 2, 6), loss=lambda output, _: output.squeeze())
+    losses = [pipeline.step(inputs, inputs).item() for _ in range(2)]
+    return [*losses, sum(layers(inputs).double()).item() / 6]
+
+
+def test_a_loss_that_lies_in_a_buffer_outlives_it(on_ranks):
+    """The next micro-batches' numbers were taken for those before them."""
+    for first, second, wanted in on_ranks(2, seen):
+        assert (first, second) == pytest.approx((wanted, wanted), rel=1e-6)
+
+
 def test_one_process_without_a_group_is_a_pipeline_too():
     loop, table = Loop("vgg", 3, torch.device("cpu")), schedule("gpipe", 1, 3)
     pipeline = Pipeline(MODELS["vgg"](), table, loss=loss_of)

@@ -1,10 +1,13 @@
 """Pipelines against one process that takes the same micro-batches one after another; and faults that must be found."""
 
 import itertools
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ddp.reduced import Reduced
 from jobs.modes import PIPELINES
@@ -18,6 +21,7 @@ from jobs.train.world import World
 from jobs.train_parallel import layer_names
 from jobs.train_settings import ModelSettings, TrainSettings
 from pipe.ties import Ties
+from support.resuming import attempt
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
@@ -259,3 +263,45 @@ def test_a_stage_that_raises_is_the_culprit_and_the_other_ranks_are_its_victims(
         assert (kind, is_victim) == ("StageFailedError", True)
         assert "rank 1" in said
         assert "the second stage has had enough" in said
+
+
+def breaking(world: World, folder: str) -> list:
+    """Let rank 0 raise in the last backward of a third step that the last rank has ended; tell what every rank did."""
+    told = dist.FileStore(f"{folder}/told", world.size)
+    manifest = Path(folder, "checkpoints", "step-00000001.a000", "MANIFEST.json")
+    real, ended = engine.PipelineEngine.train_step, list[int]()
+
+    def train_step(self: engine.PipelineEngine, step: int, shards: list) -> list:
+        def raises(_: object) -> None:
+            if self.pipeline.in_last_backward:
+                told.wait(["ended"])
+                while not manifest.exists():  # a first save that nobody stops is complete
+                    time.sleep(0.01)
+                raise ArithmeticError("the first stage has had enough")
+
+        if step == 2 and world.rank == 0:
+            next(self.module.parameters()).register_post_accumulate_grad_hook(raises)
+        losses = real(self, step, shards)
+        ended.append(step)
+        if step == 2 and world.rank == world.size - 1:
+            told.set("ended", "")
+        return losses
+
+    engine.PipelineEngine.train_step = train_step
+    job = {**VGG, "mode": "1f1b", "steps": 3, "evaluate": False}
+    try:
+        attempt(world, folder, job, checkpoint={"every_steps": 1})
+    except Exception as error:
+        return [ended, is_lost_connection(error), str(error)]
+    return [ended]
+
+
+@pytest.mark.ranks
+def test_a_step_that_failed_behind_the_last_rank_is_never_saved_and_ends_all_ranks(on_ranks, tmp_path):
+    """The last rank has done its part, of the last step of all even, when rank 0 fails: no further step tells it."""
+    first, second, last = on_ranks(3, breaking, folder=str(tmp_path))
+    assert first == [[0, 1], False, "the first stage has had enough"]
+    assert (second[1], last[:2]) == (True, [[0, 1, 2], True]), "a victim, not a cause"
+    saved = {file.parent.name for file in tmp_path.glob("checkpoints/*/*")}
+    assert "step-00000001.a000" in saved
+    assert "step-00000003.a000" not in saved, "no rank saves before it has heard that all have done the step"

@@ -156,8 +156,9 @@ def test_every_step_has_its_times_on_every_rank_and_every_log_point_a_timeline(o
             assert min(row["forward_s"], row["backward_s"], row["communication_s"], row["optimizer_s"]) > 0.0
     (evaluation,) = (row for row in read_lines(run.metrics) if row.get("evaluation"))
     assert evaluation["perplexity"] > 1.0
-    _, recorded, steps = read_timeline(run, None, 4)
-    assert steps == [1, 2, 4, 5]
+    found = read_timeline(run, None, 4)
+    (recorded,) = found.pipelines
+    assert found.steps == (1, 2, 4, 5)
     done = {(each.rank, each.kind, each.microbatch) for each in recorded.records if each.kind in ("F", "B")}
     assert done == {(rank, kind, number) for rank in range(2) for kind in ("F", "B") for number in range(3)}
-    assert 0.0 < recorded.compared().measured < 1.0
+    assert 0.0 < recorded.compared.measured < 1.0

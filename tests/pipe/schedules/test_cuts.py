@@ -105,6 +105,7 @@ def test_by_hand_takes_the_first_layers_of_stages_with_or_without_the_first_stag
     ("bounds", "layers", "stages", "said"),
     [
         ([2], 7, 3, "cuts [2]: make 2 stages of 7 layers, not 3; wanted 2 first layers"),
+        ([], 7, 3, "cuts []: make 1 stage of 7 layers, not 3"),
         ([2, 4, 6], 7, 3, "cuts [2, 4, 6]: make 4 stages of 7 layers, not 3"),
         ([5, 2], 7, 3, "cuts [5, 2]: 2 does not come after 5"),
         ([2, 2], 7, 3, "cuts [2, 2]: 2 does not come after 2"),

@@ -7,7 +7,7 @@ import pytest
 
 from pipe.schedules.actions import Action, Schedule
 from pipe.schedules.draw import bar, text
-from pipe.schedules.measured import Record, bars, bubble, compare, mean_costs, record_of
+from pipe.schedules.measured import Record, bars, bubble, busy_s, compare, mean_costs, record_of, spread
 from pipe.schedules.messages import with_messages
 from pipe.schedules.programs import received_before, sent_after
 from pipe.schedules.simulate import Costs, simulate
@@ -75,6 +75,14 @@ def test_the_bubble_is_what_lies_between_the_first_start_and_the_last_end():
     assert bubble(records, 2) == pytest.approx(1 - 6 / 16)
     assert bubble(records, 3) == pytest.approx(1 - 6 / 24)  # a rank that did nothing
     assert bubble([], 2) == 0.0
+    assert busy_s(records, 3) == (3.0, 3.0, 0.0)
+
+
+def test_the_spread_is_that_of_actions_of_one_kind_and_stage():
+    took_s = {("F", 0): (1.0, 3.0), ("B", 0): (10.0, 10.0), ("F", 1): (2.0, 2.0), ("send", 1): (0.1, 5.0)}
+    records = [Record(0, kind, stage, 0, 5.0, 5.0 + each) for (kind, stage), both in took_s.items() for each in both]
+    assert spread(records) == (0.5, 1.5)
+    assert spread([]) == spread([Record(0, "F", 0, 0, 1.0, 1.0)]) == (1.0, 1.0)
 
 
 def test_a_message_takes_what_a_rank_that_is_free_waits_and_a_busy_rank_says_nothing():

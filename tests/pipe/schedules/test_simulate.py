@@ -4,9 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipe.schedules.actions import Action
 from pipe.schedules.messages import with_messages
+from pipe.schedules.programs import sent_after
 from pipe.schedules.simulate import Costs, Simulated, bubble_formula, simulate
 from pipe.schedules.tables import SCHEDULES, schedule
+from pipe.schedules.times import needs
 
 RANKS, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 12), st.integers(1, 3)
 
@@ -35,6 +38,37 @@ def test_the_bubble_of_zbv_is_that_of_the_formula_from_two_micro_batches_a_rank_
     if microbatches >= 2 * ranks:
         assert found.bubble == pytest.approx(formula, abs=1e-12)
         assert found.makespan_s == 6 * microbatches + ranks - 1
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from(sorted(SCHEDULES)),
+    RANKS,
+    MICROBATCHES,
+    CHUNKS,
+    st.lists(st.floats(0, 4), min_size=6, max_size=6).filter(lambda seconds: sum(seconds[:3]) > 0),
+)
+def test_whatever_things_take_an_action_begins_when_its_rank_is_free_and_what_it_needs_is_there(
+    name: str, ranks: int, microbatches: int, chunks: int, seconds: list[float]
+) -> None:
+    costs = Costs(*seconds)
+    plan = schedule(name, ranks, microbatches, chunks=chunks, costs=costs)
+    found = simulate(with_messages(plan), costs)
+    ends = {span.step: span.end_s for row in found.spans for span in row}
+    busy_s = 0.0
+    for rank, row in enumerate(found.spans):
+        free_s = 0.0
+        for span in row:
+            assert isinstance(span.step, Action)
+            assert span.start_s >= free_s - 1e-9
+            for need in needs(span.step, plan.stages):
+                way_s = costs.between(need.stage, span.step.stage) if plan.rank_of[need.stage] != rank else 0.0
+                assert span.start_s >= ends[need] + way_s - 1e-9
+            free_s = span.end_s + (costs.sending(span.step.stage) if sent_after(span.step, plan.rank_of) else 0.0)
+            busy_s += costs.of(span.step)
+    assert found.makespan_s == max(ends.values())
+    assert found.bubble == pytest.approx(1 - busy_s / (ranks * found.makespan_s), abs=1e-9)
+    assert -1e-9 <= found.bubble_without_barrier <= found.bubble + 1e-9
 
 
 def test_formulas_are_those_of_the_papers() -> None:
