@@ -11,6 +11,8 @@
 held    bytes of storages by kind: parameters, gradients, optimizer, buffers; each storage once, in the first kind
 now     {"rss": in RAM, "files": of that, pages of libraries}; on a GPU the allocator's "allocated" and "reserved" too
 peak    the same but files: the most since the point before
+used    on CPUs, of rows of steps: the most that the heap had handed out when gradients came since the point before,
+        from the baseline on
 
 A row is appended when it is known: what a rank that was killed had said is there.
 """

@@ -85,7 +85,8 @@ class Load:
     accumulation: int = 1  # micro-batches of a shard
     accumulate: Accumulate = "local"  # where sharded gradients add up: whole on the rank, or in its shard
     reshard: bool = True  # sharded parameters are freed after the forward, and gathered again
-    recompute: bool = False  # blocks are forwarded again in the backward
+    recompute: bool = False  # blocks are forwarded again in the backward; of pipelines whole stages
+    layerwise: bool = False  # of pipelines: layers are, one by one
     sequence: bool = False  # where layers are split: tokens between them, too
     split: Split | None = None  # of pipelines and split layers; None: all ranks are the mode's own
 

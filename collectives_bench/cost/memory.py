@@ -5,24 +5,33 @@
     communication   what gradients and parameters pass through: `collectives_bench/cost/passing.py`; of a pipeline
                     messages, too
     activations     what the forward keeps for the backward, and the two largest tensors at work
+    adding          where gradients of several backwards add up: the largest, before it is added to the sum
     stepping        float32 copies of 16-bit gradients, while the optimizer steps; activations are gone by then
 
 Mixed-precision Adam has 2 + 2 + 12 bytes a parameter (Rajbhandari et al. 2020): 16 P becomes 4 P + 12 P / N with
 ZeRO-1, 2 P + 14 P / N with 2, 16 P / N with 3; our zero3 keeps no 16-bit shard beside its master, 14 P / N. DeepSpeed's
 own estimator counts fp32 gradients too and says 18 where this says 16: `collectives_bench/cost/known.py`.
 
-Not counted: the interpreter with torch (300 MB on a CPU), the allocator's slack, a convolution's scratch memory,
-NCCL's channels.
+Not counted: the interpreter with torch (300 MB on a CPU), what the allocator keeps free, NCCL's channels, a
+convolution's scratch memory: oneDNN makes the gradient of a weight in an order of its own, and copies it.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final
 
 from collectives_bench.cost.load import Load, Recipe, Split
 from collectives_bench.cost.modes import Stage, Way
 from collectives_bench.cost.passing import hidden, passing
-from collectives_bench.cost.slices import handed_share, held_by, kept_share, stages_of
+from collectives_bench.cost.slices import (
+    handed_share,
+    held_by,
+    kept_share,
+    message_elements,
+    passed_share,
+    stages_of,
+)
 from jobs.anatomy import Part, saved_bytes
 
 ALONE: Final = Split()
@@ -39,6 +48,7 @@ class Memory:
     buffers: float = 0.0
     communication: float = 0.0
     activations: float = 0.0
+    adding: float = 0.0
     stepping: float = 0.0
 
     @property
@@ -49,7 +59,7 @@ class Memory:
     @property
     def total(self) -> float:
         """All of it that is there at once."""
-        return self.states + self.buffers + max(self.communication + self.activations, self.stepping)
+        return self.states + self.buffers + max(self.communication + self.activations + self.adding, self.stepping)
 
 
 def states(elements: float, recipe: Recipe, *, zero: int = 0, ranks: int = 1) -> Memory:
@@ -89,8 +99,15 @@ def _replica(way: Way, load: Load) -> Memory:
         buffers=load.buffer_bytes,
         communication=passing(way.name, load) if ranks > 1 else 0.0,
         activations=load.at_once(ranks) * (stored + again + _working(load.model.parts, load.itemsize)),
+        adding=_adding(load, way.zero),
         stepping=_stepping(load, load.model.elements / (ranks if way.zero else 1)),
     )
+
+
+def _adding(load: Load, zero: int) -> float:
+    """Return the gradient that is made while the sum of those before is there, whole; not where parts of it are."""
+    whole = zero < 2 or load.accumulate == "local"
+    return max(load.gradient_sizes, default=0) if load.adds_up and whole else 0.0
 
 
 def _stepping(load: Load, elements: float) -> float:
@@ -132,19 +149,33 @@ def _slice(way: Way, load: Load, split: Split, number: int, stage: Stage) -> Mem
     held = way.schedule.held(number, split.pipe, count, way.schedule.chunks) if way.schedule else 1.0
     own = replace(held_by(load, stage, split), accumulation=count, accumulate="local")
     kept = states(own.model.elements, load.recipe, zero=split.zero, ranks=split.data)
-    stored, again = _kept(load, stage.parts, split)
+    stored, again = _kept_by_stage(load, stage, split) if way.schedule else _kept(load, stage.parts, split)
     averaged = f"zero{split.zero}" if split.zero else split.sync
+    messages = micro * load.itemsize * message_elements(load, stage, split) + micro * _sums(load, split)
     return replace(
         kept,
         buffers=own.buffer_bytes,
-        communication=micro * _exchanged(load, split, stage) + (passing(averaged, own) if split.data > 1 else 0.0),
+        communication=messages + (passing(averaged, own) if split.data > 1 else 0.0),
         activations=micro * (held * stored + again + _working(stage.parts, load.itemsize, split)),
+        adding=_adding(own, split.zero),
         stepping=_stepping(load, own.model.elements / (split.data if split.zero else 1)),
     )
 
 
-def _exchanged(load: Load, split: Split, stage: Stage) -> float:
-    """Return the bytes of one sample's messages: an activation and a gradient between stages, sums of split layers."""
-    between = 2 * load.itemsize * max(stage.outputs) if split.pipe > 1 else 0
+def _kept_by_stage(load: Load, stage: Stage, split: Split) -> tuple[float, float]:
+    """Return what a stage keeps of a sample, and what comes back while it, or a layer of it, is forwarded again."""
+    share = load.itemsize * passed_share(load, split)
+    whole = replace(load, recompute=False)
+    if not (load.recompute or load.layerwise):
+        return _kept(whole, stage.parts, split)[0] + share * stage.unkept, 0.0
+    if load.recompute:  # chunks are of nearly equal work
+        return share * stage.received, _kept(whole, stage.parts, split)[0] / len(stage.outputs)
+    layers = [tuple(parts) for _, parts in groupby(stage.parts, key=lambda part: part.layer)]
+    between = sum(layer[-1].outputs for layer in layers) - sum(stage.outputs)
+    return share * (stage.received + between), max(_kept(whole, layer, split)[0] for layer in layers)
+
+
+def _sums(load: Load, split: Split) -> float:
+    """Return what the backend allocates for one sample's sums of split layers."""
     wide = load.model.tokens * load.model.width * load.itemsize
-    return between + (wide * hidden(load, "all_reduce") if split.tensor > 1 else 0.0)
+    return wide * hidden(load, "all_reduce") if split.tensor > 1 else 0.0

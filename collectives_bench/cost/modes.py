@@ -66,6 +66,9 @@ class Stage:
 
     parts: tuple[Part, ...]
     outputs: tuple[int, ...]  # elements of one sample that each of its chunks hands on
+    sent: int = 0  # of those, elements that go to other ranks
+    received: int = 0  # elements of one sample that come from other ranks, to all of its chunks
+    unkept: int = 0  # of those, elements that no part counts among what it keeps
 
     @property
     def elements(self) -> int:
@@ -177,12 +180,24 @@ def cut(model: Anatomy, schedule: Schedule, stages: int, names: Sequence[Sequenc
     own = [tuple(part for part in model.parts if part.layer in chunk) for chunk in names]
     chunks = own if len(own) == count and all(own) else _balanced(layers, count)
     ranks: list[list[tuple[Part, ...]]] = [[] for _ in range(stages)]
+    passed = [[0, 0, 0] for _ in range(stages)]  # sent, received, unkept
     for number, chunk in enumerate(chunks):
-        ranks[rank_of(number, schedule, stages)].append(chunk)
+        rank, before = rank_of(number, schedule, stages), rank_of(max(number - 1, 0), schedule, stages)
+        ranks[rank].append(chunk)
+        if rank != before:
+            size = chunks[number - 1][-1].outputs
+            passed[before][0] += size
+            passed[rank][1] += size
+            passed[rank][2] += 0 if _counts_its_input(model, chunk[0]) else size
     return [
-        Stage(tuple(part for chunk in own for part in chunk), tuple(chunk[-1].outputs for chunk in own))
-        for own in ranks
+        Stage(tuple(part for chunk in own for part in chunk), tuple(chunk[-1].outputs for chunk in own), *each)
+        for own, each in zip(ranks, passed, strict=True)
     ]
+
+
+def _counts_its_input(model: Anatomy, part: Part) -> bool:
+    """True where what a part keeps has its input in it: of a GPT's layers all, of a VGG's the norms (`anatomy.py`)."""
+    return bool(model.width) or part.name.startswith("norm")
 
 
 def rank_of(chunk: int, schedule: Schedule, stages: int) -> int:

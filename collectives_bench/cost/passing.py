@@ -23,7 +23,12 @@ COLUMN_BYTES: Final = 3 * 2**20  # at most
 
 
 def passing(mode: str, load: Load) -> float:
-    """Return what a mode holds on its fullest rank; exact sums keep the gradients of every shard apart until then."""
+    """Return what a mode holds on its fullest rank; exact sums keep the gradients of every shard apart until then.
+
+    Where there is nothing to average, as in a stage of pools, that is nothing.
+    """
+    if not load.gradient_sizes:
+        return 0.0
     apart = (load.own_shards - 1) * sum(load.gradient_sizes) if mode not in ("single", "ddp", "fsdp") else 0
     return PASSED[mode](load) + apart if load.ranks > 1 else apart
 

@@ -13,6 +13,8 @@ from collectives_bench.cost.load import Load, Split
 from collectives_bench.cost.modes import Schedule, Stage, cut
 from jobs.anatomy import Part, TensorShape
 
+GOING: Final = 1  # messages of a boundary on their way, as `pipe/wires/channels.py` lets them be
+AHEAD: Final = 1  # and receives posted ahead
 BY_OUTPUTS: Final = ("query", "key", "value", "up", "head")  # parts whose biases are split, too
 WHOLE: Final = ("norm1", "norm2", "norm")
 HANDS_ON_ALL: Final = (*WHOLE, "embed", "output", "down")  # on every rank all of what they make
@@ -43,6 +45,21 @@ def kept_share(part: Part, split: Split, *, sequence: bool) -> float:
 def handed_share(part: Part, split: Split) -> float:
     """Return how much of what a part makes one rank has."""
     return 1.0 if _is(part, HANDS_ON_ALL) else 1.0 / split.tensor
+
+
+def message_elements(load: Load, stage: Stage, split: Split) -> float:
+    """Return the elements of one sample's messages that a stage holds beside the activations that it keeps.
+
+    Of what it sends one is on its way: activations to the next stages, gradients to those before. On CPUs one more than
+    the one at work is asked for ahead, either way; what comes back as a gradient has a buffer until it is used.
+    """
+    ahead = 0 if load.backend == "nccl" else AHEAD
+    return ((GOING + 1 + ahead) * stage.sent + (GOING + ahead) * stage.received) * passed_share(load, split)
+
+
+def passed_share(load: Load, split: Split) -> float:
+    """Return how much of an activation between layers one rank has."""
+    return 1.0 / split.tensor if load.sequence else 1.0
 
 
 def _copies(load: Load, stage: Stage) -> Sequence[Part]:

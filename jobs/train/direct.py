@@ -30,7 +30,6 @@ from jobs.train_settings import TrainSettings
 KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainSettings.check)
 RUN_FOLDER_KEY: Final = "run-folder"
 LAST_WORD_S: Final = 5.0
-ATTEMPT: Final = 0
 START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 
 

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from jobs.checkpoint.pieces import Piece
 from jobs.train.clock import Clock
 from jobs.train.graph import GraphedEngine, require_cuda
-from jobs.train.keyed import key
+from jobs.train.layer_seeds import forward_seed
 from jobs.train.loading import MicroInput, ShardInput
 from jobs.train.memory.held import Held, tensors_of
 from jobs.train.models.stack import Stack
@@ -183,7 +183,7 @@ class DataParallelEngine:
         total: Tensor | None = None
         for index, micro in enumerate(shard.micro_batches):
             if self.dropout_seed is not None:
-                torch.manual_seed(key(self.dropout_seed, step, shard.virtual_rank, index))
+                torch.manual_seed(forward_seed(self.dropout_seed, step, shard.virtual_rank, index))
             if last and index == len(shard.micro_batches) - 1:
                 loss = self._micro_batch(micro, last=True)
             else:

@@ -60,7 +60,7 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Ev
     loss_sum, right, predictions = (add_in_order(column) for column in zip(*in_order, strict=True))
     loss = loss_sum / predictions
     if data.unit == "tokens":
-        return Evaluation(loss, "perplexity", math.exp(loss) if loss < 700.0 else math.inf)
+        return Evaluation(loss, "perplexity", math.inf if loss >= 700.0 else math.exp(loss))  # of nan nan
     return Evaluation(loss, "accuracy", right / predictions)
 
 

@@ -1,4 +1,4 @@
-"""Dropout of a model whose layers are on several ranks: every layer draws for itself, keyed by its number.
+"""What dropout draws from. Of a model whose layers are on several ranks every layer draws for itself, by its number.
 
 A rank that has layers 5 to 8 cannot know how much the layers before them have drawn, so where layers are split the
 draws are functions of (seed, step, virtual rank, micro-batch, layer): the same however the model is cut, and on one
@@ -12,6 +12,11 @@ import torch
 from torch import nn
 
 from jobs.train.keyed import DROPOUT, key
+
+
+def forward_seed(seed: int, step: int, virtual_rank: int, microbatch: int) -> int:
+    """Return what a forward of all layers draws from."""
+    return key(seed, DROPOUT, step, virtual_rank, microbatch)
 
 
 def layer_seed(seed: int, step: int, virtual_rank: int, microbatch: int, layer: int) -> int:

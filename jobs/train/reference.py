@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from jobs.train.compare import gradient_bound
 from jobs.train.data import Data
-from jobs.train.keyed import key
-from jobs.train.layer_seeds import LayerSeeds
+from jobs.train.layer_seeds import LayerSeeds, forward_seed
 from jobs.train.loading import ShardInput, StepInput, Steps, move
 from jobs.train.models import build_model
 from jobs.train.modes import communication_dtype
@@ -179,7 +178,7 @@ class Reference:
             if self.seeds is not None:
                 self.seeds.enter(step, shard.virtual_rank, index)
             elif self.setting.settings.model.dropout > 0.0:
-                torch.manual_seed(key(self.setting.settings.seed, step, shard.virtual_rank, index))
+                torch.manual_seed(forward_seed(self.setting.settings.seed, step, shard.virtual_rank, index))
             loss = self.numerics.loss(self.model, micro.inputs, micro.targets)
             before = {name: each.grad for name, each in self.names.items()} if self.setting.settings.is_pipeline else {}
             for name in before:

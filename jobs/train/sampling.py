@@ -82,22 +82,19 @@ class Plan:
     def shard(self, batch: GlobalBatch, virtual_rank: int) -> Shard:
         """Return one virtual rank's part of a global batch.
 
-        A batch with fewer samples than virtual ranks leaves the last of them empty: those repeat the batch's first
-        sample with weight 0.
+        All have as many micro-batches, for ranks may communicate in each of them. A batch with fewer samples than that
+        leaves the last of them empty: those repeat the batch's first sample with weight 0.
         """
         start, stop = part(batch.start, batch.stop, self.virtual_ranks, virtual_rank)
-        if start == stop:
-            return Shard(virtual_rank, (MicroBatch(batch.start, batch.start + 1, samples=0, weight=0.0),))
-        pieces = min(self.accumulation, stop - start)
+        largest = -(-batch.samples // self.virtual_ranks)
+        pieces = min(self.accumulation, largest)
         bounds = [part(start, stop, pieces, piece) for piece in range(pieces)]
-        weights = [(high - low) * self.virtual_ranks / batch.samples for low, high in bounds]
-        return Shard(
-            virtual_rank,
-            tuple(
-                MicroBatch(low, high, samples=high - low, weight=weight)
-                for (low, high), weight in zip(bounds, weights, strict=True)
-            ),
-        )
+        return Shard(virtual_rank, tuple(self._micro_batch(batch, low, high) for low, high in bounds))
+
+    def _micro_batch(self, batch: GlobalBatch, low: int, high: int) -> MicroBatch:
+        if low == high:
+            return MicroBatch(batch.start, batch.start + 1, samples=0, weight=0.0)
+        return MicroBatch(low, high, samples=high - low, weight=(high - low) * self.virtual_ranks / batch.samples)
 
     def order(self, epoch: int) -> Tensor:
         """Return an epoch's order of samples: (samples,) int64."""

@@ -23,8 +23,9 @@ COLUMNS: Final = (
 KINDS: Final = ("parameters", "gradients", "optimizer", "buffers", "communication", "activations")
 LEGEND: Final = """\
 of the rank that holds most; 1 MB is 2^20 bytes. communication: what gradients and parameters pass through;
-total: with all activations there, and float32 gradients of a 16-bit step where those are more. Not counted: Python
-with torch (300 MB on a CPU, a CUDA context on a GPU), the allocator's slack, scratch memory of kernels."""
+total: with all activations there, the largest gradient twice where several backwards add up, and float32 gradients
+of a 16-bit step where those are more. Not counted: Python with torch (300 MB on a CPU, a CUDA context on a GPU),
+freed blocks that the allocator keeps, scratch memory of kernels."""
 
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:

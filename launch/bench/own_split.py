@@ -35,7 +35,8 @@ def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
     split = Split(
         parallel.data, parallel.pipe, parallel.tensor, parallel.zero, parallel.sync, tuple(map(tuple, stages))
     )
-    return way, replace(load, split=split, microbatches=max(parallel.microbatches, 1))
+    count = max(parallel.microbatches, 1)
+    return way, replace(load, split=split, microbatches=count, layerwise=settings.layerwise)
 
 
 def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -> list[list[str]]:

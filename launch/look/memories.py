@@ -23,6 +23,7 @@ class RankMemory:
     held: Mapping[str, int]  # of a step, by kind; of init before there was one
     rest: int | None  # by how much its memory had grown after the last of these; None before a step
     peaks: Mapping[str, int]  # by how much it grew at most: until init, until before_step, after_step and end
+    used: int | None  # on CPUs, the most of its heap that was in use when gradients came, of the first steps
     reserved: int | None  # the most that a GPU's allocator had taken
     steps: int  # how many were looked at
 
@@ -33,13 +34,18 @@ class RankMemory:
 
     @property
     def peak(self) -> int:
-        """The most until the last step that was looked at."""
-        return max(value for name, value in self.peaks.items() if name != END)
+        """The most of the steps that were looked at; until there was one, of what comes before."""
+        return max((self.peaks[name] for name in (BEFORE, AFTER) if name in self.peaks), default=self.making)
+
+    @property
+    def making(self) -> int:
+        """The most until there were model and optimizer."""
+        return self.peaks[INIT]
 
     def to_json(self) -> dict[str, Any]:
         """Return the record for --json."""
-        own = {"held": dict(self.held), "rest": self.rest, "peaks": dict(self.peaks), "reserved": self.reserved}
-        return {**self.facts, **own, "steps": self.steps}
+        own = {"held": dict(self.held), "rest": self.rest, "peaks": dict(self.peaks), "used": self.used}
+        return {**self.facts, **own, "reserved": self.reserved, "steps": self.steps}
 
 
 def read_memories(run: RunDir, attempt: int | None) -> tuple[int, list[RankMemory]]:
@@ -75,6 +81,7 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
                 for name in (INIT, BEFORE, AFTER, END)
                 if name in rows
             },
+            used=max((int(row["used"]) for row in steps if "used" in row), default=None),
             reserved=max(
                 (row["peak"]["reserved"] for each in rows.values() for row in each if _has(row)), default=None
             ),

@@ -17,7 +17,12 @@ ON_GPU: Final = "what the CUDA allocator had handed out"
 LEGEND: Final = """\
 parameters to buffers: storages of tensors, each once; the most of {steps}. 1 MB is 2^20 bytes
 after a step, peak: {how}
-not explained: the peak less the formula's: scratch memory of kernels, the allocator's slack, threads"""
+not explained: the peak less the formula's, which has no scratch memory of kernels, no blocks that the allocator keeps,
+no threads, and no copy of the state that a checkpoint is written from
+while made: the peak until model and optimizer were there; every rank makes the whole model first"""
+ON_HEAP: Final = """\
+in use: the most that the heap had handed out when the last layer's or the largest gradient came. What the peak has
+beyond it are freed blocks that the heap keeps between others, and what kernels work in at other moments"""
 
 
 def records(memory: RankMemory, formula: "Memory | None") -> list[dict[str, Any]]:
@@ -28,9 +33,12 @@ def records(memory: RankMemory, formula: "Memory | None") -> list[dict[str, Any]
         at_rest = expected.get("at rest")
         rows.append(_record("all of these", sum(memory.held.values()), at_rest))
         rows.append(_record("after a step", memory.rest, at_rest))
+        if memory.used is not None:
+            rows.append(_record("in use", memory.used, expected.get("total")))
         rows.append(_record("peak", memory.peak, expected.get("total")))
         if formula is not None:
             rows.append(_record("not explained", round(memory.peak - formula.total), None))
+        rows.append(_record("while made", memory.making, None))
     if memory.reserved is not None:
         rows.append(_record("reserved", memory.reserved, None))
     return rows
@@ -48,6 +56,7 @@ def render(run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "Memory 
         how = ON_GPU if facts["device"] == "cuda" else ON_CPU
         steps = "the first step" if first.steps == 1 else f"the first {first.steps} steps"
         lines.append(LEGEND.format(how=how, steps=steps))
+        lines += [ON_HEAP] if any(each.used is not None for each, _ in shown) else []
     else:
         lines.append("no step is done yet: this is what was there before the first")
     if any(formula is None for _, formula in shown):

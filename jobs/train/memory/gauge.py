@@ -2,8 +2,12 @@
 
 The kernel and the allocator have one peak each, for whoever asks. `since` sets them back; what they were stays known
 here, so that nobody who asks for the peak of all is told less.
+
+What the kernel counts has holes in it: blocks that were freed, and lie between others that were not. `in_use` tells
+what the heap has handed out; it has no peak, and walks the heap, so it is asked now and then.
 """
 
+import ctypes
 from typing import Final
 
 import torch
@@ -11,6 +15,26 @@ import torch
 from jobs import resident
 
 _BEFORE: Final[dict[str, int]] = {}  # the peaks that were set back: of this process, as the counters are
+_COUNTS: Final = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")
+
+
+class _Heap(ctypes.Structure):
+    """What glibc's `mallinfo2` returns (malloc.h)."""
+
+    _fields_ = tuple((name, ctypes.c_size_t) for name in (*_COUNTS, "keepcost"))
+
+
+def in_use() -> int | None:
+    """Return the bytes that the heap has handed out, with memory that is shared with other ranks; None without glibc.
+
+    Mapped blocks count, too. It takes a tenth of a millisecond to some milliseconds.
+    """
+    ask = getattr(ctypes.CDLL(None), "mallinfo2", None)  # from glibc 2.33 on
+    if ask is None:
+        return None
+    ask.restype = _Heap
+    heap = ask()
+    return int(heap.uordblks + heap.hblkhd + resident.status("RssShmem")[0])
 
 
 def now(device: torch.device) -> dict[str, int]:

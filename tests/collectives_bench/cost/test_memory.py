@@ -254,6 +254,43 @@ def test_pipelines_beside_each_other_share_out_the_batch_and_what_zero_says():
     ]
 
 
+def test_a_stage_holds_messages_of_its_own_boundaries_and_what_it_is_given_once():
+    of = load("gpt-small", ranks=4, microbatches=8)
+    wide = 4 * 128 * 768 * 8  # one micro-batch's activation: 8 samples
+    found = [each.communication / wide for each in memories("1f1b", of)]
+    assert found == [3, 5, 5, 2], "of the last stage neither logits nor what comes after it"
+    on_gpus = [each.communication / wide for each in memories("1f1b", replace(of, backend="nccl"))]
+    assert on_gpus == [2, 3, 3, 1]
+    vgg = load("vgg11", ranks=2, microbatches=8, batch=8)
+    names = [name for name, _ in vgg.model.layers()]
+    at_conv, at_norm = (replace(vgg, split=Split(pipe=2, stages=(tuple(names[:n]), tuple(names[n:])))) for n in (4, 5))
+    of_conv, of_norm = (memories("1f1b", each)[1].activations for each in (at_conv, at_norm))
+    pooled = 4 * 64 * 16 * 16
+    assert of_conv - of_norm == pooled, "a convolution does not count the input that a pool before it counts"
+
+
+def test_pipelines_forward_whole_stages_again_or_one_layer_at_a_time():
+    of = load("gpt-small", ranks=2, microbatches=8, batch=8)
+    first, again, layers = (
+        memories("gpipe", replace(of, **more))[0].activations for more in ({}, {"recompute": True}, {"layerwise": True})
+    )
+    block, wide = saved_bytes(next(parts for name, parts in of.model.layers() if name == "block1"), 4), 4 * 128 * 768
+    stage = [parts for name, parts in of.model.layers() if name in {"embed", *(f"block{n}" for n in range(1, 7))}]
+    kept = sum(saved_bytes(parts, 4) for parts in stage)
+    assert first - again == 7 * kept, "of 8 micro-batches one is there"
+    assert first - layers == 8 * kept - 8 * 6 * wide - block
+
+
+def test_a_gradient_is_there_twice_where_several_backwards_add_up():
+    of = load("gpt-small")
+    largest = max(of.gradient_sizes)
+    assert memory("bucketed", of).adding == 0
+    assert memory("bucketed", replace(of, accumulation=2)).adding == largest
+    assert memory("zero2", replace(of, accumulation=2, accumulate="sharded")).adding == 0
+    assert memory("gpipe", of).adding == largest
+    assert memory("model", of).adding == 0
+
+
 def test_stages_are_those_that_a_job_has_cut():
     of = load("vgg11", ranks=2)
     names = [name for name, _ in of.model.layers()]
@@ -264,6 +301,17 @@ def test_stages_are_those_that_a_job_has_cut():
         assert first.parameters == 4 * elements
         assert first.parameters + last.parameters == 4 * of.model.elements
         assert first.buffers + last.buffers == memory("single", of).buffers
+
+
+@pytest.mark.parametrize(("zero", "sync"), [(0, "bucketed"), (0, "flat"), (1, "sharded"), (2, "sharded")])
+def test_a_stage_without_parameters_has_activations_only(zero, sync):
+    names = [name for name, _ in load().model.layers()]
+    cuts = tuple(map(tuple, (names[:2], names[2:4], names[4:])))  # relu1 and pool1 by themselves
+    of = load(ranks=6, split=Split(data=2, pipe=3, zero=zero, sync=sync, stages=cuts))
+    middle = memories("1f1b", of)[1]
+    assert middle.states == middle.buffers == middle.adding == 0
+    assert middle.activations > 0
+    assert middle.communication == 4 * 4 * (2 * 64 * 32**2 + 3 * 64 * 16**2), "messages of 4 samples, and no bucket"
 
 
 def test_what_cannot_be_split_has_no_memory():

@@ -1,12 +1,15 @@
 """What ranks say of their memory: storages counted by kind, against the formulas; and that a training does not mind."""
 
+import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+from collectives_bench.cost.memory import memories_of
 from jobs import page
 from jobs.errors import StorageError
 from jobs.files import read_lines
@@ -14,6 +17,7 @@ from jobs.memory_rows import KINDS
 from jobs.reports import Reporter
 from jobs.rundir import RunDir
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
+from jobs.spec import Job
 from jobs.train.data import open_data
 from jobs.train.loop import build_trainer, train
 from jobs.train.memory import gauge, recorder
@@ -23,6 +27,8 @@ from jobs.train.metrics import Files
 from jobs.train.numerics.masters import MasterWeights
 from jobs.train.world import World
 from jobs.train_settings import TrainSettings
+from launch.bench.loads import load_of
+from launch.bench.own_split import own_split
 from launch.look.memories import RankMemory, formula_of, read_memories
 
 SMALL_VGG = VggShape("vgg-small", (16, POOL, 32, POOL, 48, POOL, 48, POOL, 64, POOL))
@@ -104,6 +110,47 @@ def test_what_ranks_hold_is_what_the_formulas_say(on_ranks, tmp_path, monkeypatc
     assert wrong == []
 
 
+PIPED = {"pipe": 2, "microbatches": 4}
+LIVE = {
+    "1f1b": GPT | {"parallel": PIPED},
+    "gpipe, recomputed": GPT | {"parallel": PIPED | {"schedule": "gpipe"}, "activation_checkpointing": True},
+    "gpipe, layerwise": GPT | {"parallel": PIPED | {"schedule": "gpipe"}, "layerwise": True},
+    "zb1p": GPT | {"parallel": PIPED | {"schedule": "zb1p"}},
+}
+
+
+def most_alive(world: World, folder: str, cases: dict) -> list[int]:
+    """Train, and return how many bytes of tensors were there at most in the third step, as PyTorch counts them."""
+    found = []
+    for settings in cases.values():
+        job = TrainSettings.model_validate(settings)
+        trainer = build_trainer(job, open_data(job), world)
+        steps, engine = trainer.own_steps(), trainer.engine
+        for step in range(2):
+            engine.train_step(step, steps[step].shards)
+        engine.optimizer.zero_grad(set_to_none=True)
+        before, shards = sum(bytes_by_kind(engine.held_tensors()).values()), steps[2].shards
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            engine.train_step(2, shards)
+        profiled.export_chrome_trace(f"{folder}/{world.rank}.json")
+        rows = json.loads(Path(folder, f"{world.rank}.json").read_text())["traceEvents"]
+        changes = [row["args"]["Bytes"] for row in rows if row.get("name") == "[memory]"]
+        found.append(before + max(itertools.accumulate(changes)))
+    return found
+
+
+@pytest.mark.ranks
+def test_tensors_of_a_pipeline_s_step_are_at_most_what_the_formula_says(on_ranks, tmp_path):
+    wrong = []
+    for rank, found in enumerate(on_ranks(2, most_alive, folder=str(tmp_path), cases=LIVE)):
+        for (name, settings), most in zip(LIVE.items(), found, strict=True):
+            job = Job(name="m", kind="train", nodes=2, settings=TrainSettings.model_validate(settings))
+            every = memories_of(*own_split(job.settings, load_of(job, ranks=2, backend="gloo")))
+            if not 0.8 < most / every[rank].total < 1.15:
+                wrong.append(f"{name}, rank {rank}: {most}, expected {every[rank].total}")
+    assert wrong == []
+
+
 @pytest.mark.ranks
 def test_a_record_has_three_steps_and_the_end_and_a_shorter_training_fewer(on_ranks, tmp_path):
     cases = {"long": GPT | {"mode": "zero3", "steps": 4}, "short": GPT | {"mode": "zero2"}}
@@ -117,6 +164,8 @@ def test_a_record_has_three_steps_and_the_end_and_a_shorter_training_fewer(on_ra
     assert init["held"]["optimizer"] > 0
     assert init["held"]["gradients"] == 0
     assert before["held"]["gradients"] > 0
+    assert sum(before["held"].values()) <= before["used"] <= before["peak"]["rss"] - first["now"]["rss"] + 2**24
+    assert "used" not in init | after
     assert after["peak"]["rss"] >= after["now"]["rss"] > first["now"]["rss"]
     assert rows(runs["long"])[-1]["peak"]["rss"] == max(row["peak"]["rss"] for row in rows(runs["long"])[1:])
 

@@ -62,6 +62,36 @@ def test_exact_has_the_same_bits_in_every_stage_on_one_to_four_ranks_with_clippi
                 assert [each for each in wanted if hashes[each] != wanted[each]] == [], f"{name}, rank {rank} of {size}"
 
 
+def weights_after(world: World, trains: list[dict], steps: int) -> list[dict[str, list[float]]]:
+    """Train each job for some steps; return its parameters."""
+    found = []
+    for train in trains:
+        settings = TrainSettings.model_validate(train)
+        trainer = build_trainer(settings, open_data(settings), world)
+        batches = trainer.own_steps()
+        for step in range(steps):
+            trainer.engine.train_step(step, move(batches[step], world.device, trainer.dtype).shards)
+        found.append({name: each.flatten().tolist() for name, each in trainer.engine.full_state().items()})
+    return found
+
+
+@pytest.mark.ranks
+def test_a_last_batch_that_ranks_share_unevenly_has_as_many_micro_batches_on_all(on_ranks, tmp_path):
+    # An epoch of 37 windows ends with 5: three samples for one rank, two for the other. Where ranks communicate in
+    # every micro-batch, the first one waited for ever in its third.
+    path = tmp_path / "text"
+    path.write_text("she sells sea shells by the sea shore; " * 17)
+    model = {"d_model": 16, "d_ff": 32, "layers": 1, "heads": 2, "context": 16}
+    job = {"model": model, "data": {"text": str(path)}, "batch_size": 32, "grad_accumulation": 3, "precision": "fp64"}
+    shared = [{"mode": "zero3"}, {"mode": "fsdp"}, {"mode": "zero2", "accumulate": "sharded"}]
+    found = on_ranks(2, weights_after, trains=[{**job, **each} for each in shared], steps=2)
+    (alone,) = on_ranks(1, weights_after, trains=[{**job, "mode": "bucketed"}], steps=2)[0]
+    for rank in found:
+        for weights in rank:
+            for name, values in alone.items():
+                assert weights[name] == pytest.approx(values, rel=1e-12, abs=1e-14), name
+
+
 def models() -> list[tuple[torch.nn.Module, VggShape | GptShape]]:
     gpt = GptShape("gpt", layers=3, heads=2, d_model=8, d_ff=16, context=4, vocabulary=11)
     return [(build_gpt(gpt, 0), gpt), (build_vgg(TINY_VGG, 0), TINY_VGG)]

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from jobs.reports import Reporter
 from jobs.shapes import POOL, VGG_SHAPES, VggShape
 from jobs.train.data import open_data
+from jobs.train.evaluate import evaluate
 from jobs.train.loop import build_trainer, train
 from jobs.train.main import guarded
 from jobs.train.metrics import Files
@@ -116,3 +118,20 @@ def test_what_it_says_is_known_to_the_advice():
     said = heard([NAN], [NAN], [NAN])
     failure = {"rank": 0, "code": 1, "signal": None, "message": f"NotFiniteError: {said}", "last_lines": []}
     assert next_step("failed", failure).startswith("the loss is no number any more")
+
+
+def test_a_model_that_has_lost_its_numbers_has_no_perplexity_and_not_an_infinite_one():
+    settings = TrainSettings.model_validate({"model": "gpt-nano", "data": "synthetic", "mode": "single"})
+    data = open_data(settings)
+
+    class Lost:
+        def synchronize_buffers(self) -> None:
+            pass
+
+        def predict(self, inputs: torch.Tensor) -> torch.Tensor:
+            return torch.full((*inputs.shape, data.vocabulary), torch.nan)
+
+    world = World(0, 1, None, torch.device("cpu"))
+    found = evaluate(Lost(), data, world, torch.float32)
+    assert math.isnan(found.loss)
+    assert math.isnan(found.value)

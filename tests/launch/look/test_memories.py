@@ -38,7 +38,15 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def say(
-    run: RunDir, rank: int, *, attempt: int = 0, steps: int = 3, more: int = 0, gpu: bool = False, ranks: int = 4
+    run: RunDir,
+    rank: int,
+    *,
+    attempt: int = 0,
+    steps: int = 3,
+    more: int = 0,
+    gpu: bool = False,
+    ranks: int = 4,
+    used: int = 0,
 ) -> None:
     """Leave a rank's rows: 300 MB before its model, 40 of them libraries', then its states, and 100 MB in a step."""
     facts = {"rank": rank, "world_size": ranks, "attempt": attempt, "mode": "zero1", "host": "n1"}
@@ -60,8 +68,20 @@ def say(
             {"point": point, "step": step, "held": HELD, "now": now(states, 7 * MB), "peak": peak(top, 7 * MB)}
             for point, top in (("before_step", states + 100 * MB + more), ("after_step", states + MB))
         ]
+    if used:
+        rows[2]["used"] = used
     rows += [{"point": "end", "now": now(states, 7 * MB), "peak": peak(states + 900 * MB, 7 * MB)}]
     append_lines(run.attempt(attempt).memory(rank), rows)
+
+
+def test_on_cpus_what_the_heap_had_in_use_stands_beside_the_peak(run, capsys):
+    say(run, 0, used=100 * MB)
+    text = shown(run, capsys)
+    assert lines_of(text, 0)["in use"][0] == "100 MB"
+    assert lines_of(text, 0)["while made"][0] == "88.06 MB"
+    assert "in use: the most that the heap had handed out" in text
+    say(run, 0, attempt=1)
+    assert "in use" not in shown(run, capsys)
 
 
 def shown(run: RunDir, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
