@@ -66,14 +66,15 @@ def job_keys(kinds: Sequence[JobKind]) -> list[str]:
 def _build(document: Document, raw: dict[str, Any], kinds: Sequence[JobKind]) -> Job | None:
     """Check the section of the kind and the keys around it, each by its model."""
     valid = job_keys(kinds)
-    for key in raw:
-        if key not in valid:
-            document.complain((key,), mistakes.unknown_key(key, valid))
     by_key = {kind.key: kind for kind in kinds}
     given = [by_key[key] for key in raw if key in by_key]
+    for key in raw:
+        if key not in valid:
+            homes = [kind.key for kind in given if kind.entry is not None and key in kind.settings.model_fields]
+            document.complain((key,), mistakes.misplaced(f"{homes[0]}:") if homes else mistakes.unknown_key(key, valid))
     if len(given) != 1:
         _complain_of_kinds(document, [kind.key for kind in given], list(by_key))
-    sections = [_section(document, raw[kind.key], kind) for kind in given]
+    sections = [_section(document, raw[kind.key], kind, valid) for kind in given]
     settings = sections[0] if sections else None
     around = {key: raw[key] for key in raw if key in Job.model_fields and key not in DERIVED}
     around["kind"] = given[0].key if given else ""
@@ -81,10 +82,10 @@ def _build(document: Document, raw: dict[str, Any], kinds: Sequence[JobKind]) ->
     return mistakes.check(Job, around, document)
 
 
-def _section(document: Document, value: Any, kind: JobKind) -> Any:
+def _section(document: Document, value: Any, kind: JobKind, above: Sequence[str]) -> Any:
     """Build the settings of a kind; a command is written as a list."""
     if kind.settings is not CommandSettings:
-        return mistakes.check(kind.settings, value, document, (kind.key,))
+        return mistakes.check(kind.settings, value, document, (kind.key,), above=above)
     if isinstance(value, list):
         return mistakes.check(CommandSettings, {"argv": value}, document, (kind.key,), written=value)
     hint = ""

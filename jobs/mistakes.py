@@ -47,11 +47,18 @@ LIMITS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def check(
-    model: type[Model], section: Any, document: Document, prefix: KeyPath = (), *, written: Any = None
+    model: type[Model],
+    section: Any,
+    document: Document,
+    prefix: KeyPath = (),
+    *,
+    written: Any = None,
+    above: Sequence[str] = (),
 ) -> Model | None:
     """Build `model` from a section of a document, or add what is wrong with it to the document's mistakes.
 
-    `written` is the section as the file has it, where the caller has wrapped it.
+    `written` is the section as the file has it, where the caller has wrapped it; `above` are the keys that may stand
+    at the top of the file.
 
     A model compares its keys with one another only when each is right by itself. So what it refuses is first told,
     then left out where it is merely unknown, and the rest is checked again: one pass tells all.
@@ -61,7 +68,7 @@ def check(
     except ValidationError as error:
         errors = error.errors()
     written = section if written is None else written
-    told = _tell(errors, model, written, document, prefix)
+    told = _tell(errors, model, written, document, prefix, above)
     unknown = [_locate(error, written, prefix) for error in errors if error["type"] == "extra_forbidden"]
     if len(unknown) == len(errors):
         try:
@@ -70,7 +77,7 @@ def check(
             # A misspelt key may be the very one that its own level lacks: that level is told at the next try.
             levels = {path[:-1] for path in unknown}
             later = [item for item in error.errors() if _locate(item, written, prefix) not in levels | told]
-            _tell(later, model, written, document, prefix)
+            _tell(later, model, written, document, prefix, above)
     return None
 
 
@@ -100,20 +107,44 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _tell(
-    errors: list[ErrorDetails], model: type[BaseModel], written: Any, document: Document, prefix: KeyPath
+    errors: list[ErrorDetails],
+    model: type[BaseModel],
+    written: Any,
+    document: Document,
+    prefix: KeyPath,
+    above: Sequence[str],
 ) -> set[KeyPath]:
     """Add one mistake for each key that has errors, and return those keys."""
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for error in errors:
         by_path.setdefault(_locate(error, written, prefix), []).append(error)
+    within = {path[:length] for path in by_path for length in range(len(path))}
     for path, group in by_path.items():
+        if path in within and all(_wanted(error) for error in group):
+            continue  # a union: the member that the file means was judged item by item, the others want another type
         if group[0]["type"] == "extra_forbidden":
-            owner = section_model(model, path[len(prefix) : -1])
-            text = unknown_key(str(path[-1]), field_names(owner) if owner else [])
+            text = _unknown_within(path, model, prefix, above)
         else:
             text = _in_our_words(group, _override(document, path))
         document.complain(path, text)
     return set(by_path)
+
+
+def _unknown_within(path: KeyPath, model: type[BaseModel], prefix: KeyPath, above: Sequence[str]) -> str:
+    """Say that a key of a section is unknown, or that it is one of a section around this one: there it belongs."""
+    key, owner = str(path[-1]), section_model(model, path[len(prefix) : -1])
+    for length in range(len(path) - 2, len(prefix) - 1, -1):
+        around = section_model(model, path[len(prefix) : length])
+        if around is not None and key in around.model_fields:
+            return misplaced(f"{spell(path[:length])}:")
+    if key in above:
+        return misplaced("the top of the file")
+    return unknown_key(key, field_names(owner) if owner else [])
+
+
+def misplaced(place: str) -> str:
+    """Say that a key is known, but elsewhere."""
+    return f"unknown key here; it belongs to {place}, move it there"
 
 
 def unknown_key(key: str, valid: Sequence[str]) -> str:
@@ -174,7 +205,7 @@ def _override(document: Document, path: KeyPath) -> tuple[str, str] | None:
 
 def _advice(group: list[ErrorDetails], found: Any, override: tuple[str, str] | None) -> str:
     kinds = {error["type"] for error in group}
-    if "string_type" in kinds and isinstance(found, (bool, int, float)):
+    if "string_type" in kinds and isinstance(found, (bool, int, float)) and "int_type" not in kinds:
         if override is None:
             return "; put it in quotes"
         # A shell eats quotes: the whole needs a pair of its own.

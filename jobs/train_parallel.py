@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from jobs.errors import RefusedError
@@ -19,6 +19,7 @@ from jobs.modes import MODES, Parallel, PipelineName, Sync, Zero
 from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES
 from jobs.strict import Positive, Strict
 from jobs.words import counted
+from jobs.yamlfile import show
 from pipe.schedules.cuts import by_hand
 from pipe.schedules.tables import SCHEDULES
 
@@ -40,14 +41,23 @@ class ParallelSettings(Strict):
     schedule: PipelineName | None = Field(None, description="of a pipeline; default: 1f1b where pipe is above 1")
     microbatches: Annotated[int, Field(ge=1)] | None = Field(None, description="as train.microbatches")
 
+    @field_validator("zero", mode="before")
+    @classmethod
+    def _is_a_number(cls, zero: Any) -> Any:
+        if type(zero) in (bool, float):  # true and 1.0 are equal to 1, which is enough for a Literal
+            raise ValueError(f"must be 0, 1, 2 or 3, got {show(zero)}")
+        return zero
+
     @model_validator(mode="before")
     @classmethod
     def _shares_out(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
         more: dict[str, Any] = {}
-        if given.get("pipe", 1) != 1 and "schedule" not in given:
-            more["schedule"] = "1f1b"
+        if given.get("schedule") is None:  # null stands for the default, as of every key that may be null
+            given = {key: value for key, value in given.items() if key != "schedule"}
+            if given.get("pipe", 1) != 1:
+                more["schedule"] = "1f1b"
         if "sync" not in given:
             if given.get("zero"):
                 more["sync"] = "sharded"
@@ -76,8 +86,9 @@ class ParallelSettings(Strict):
                 raise ValueError("microbatches are a pipeline's; set pipe and schedule, or use grad_accumulation")
             return self
         if self.zero > 2:
+            asked = "sync: fsdp" if self.sync == "fsdp" else f"zero: {self.zero}"
             raise ValueError(
-                f"zero: {self.zero} does not go with a pipeline, whose micro-batches would each gather all "
+                f"{asked} does not go with a pipeline, whose micro-batches would each gather all "
                 "parameters; zero 0, 1 and 2 do"
             )
         if self.data > 1 and self.sync not in UNDER_A_PIPELINE:
@@ -147,11 +158,10 @@ def check_pipeline(settings: "TrainSettings", parallel: Parallel) -> None:
     layers, stages = layer_names(settings.model), parallel.pipe * parallel.chunks
     if stages > len(layers):
         slices = f" of {parallel.chunks} stages each" if parallel.chunks > 1 else ""
-        most = len(layers) // parallel.chunks
-        fewer = f"use at most {counted(most, 'rank')}" if most else f"use at most {len(layers)} chunks"
+        key = f"mode: {settings.mode}" if settings.parallel is None else f"parallel: {parallel.schedule}"
         raise RefusedError(
-            f"train.{settings.mode_name}: {counted(parallel.pipe, 'rank')}{slices} make {stages} stages, the model has "
-            f"{counted(len(layers), 'layer')}; {fewer}, or a deeper model"
+            f"train.{key}: {counted(parallel.pipe, 'rank')}{slices} make {stages} stages, the model has "
+            f"{counted(len(layers), 'layer')}; use {_fewer_stages(parallel, len(layers))}, or a deeper model"
         )
     if not isinstance(settings.cut, str):
         try:
@@ -170,6 +180,15 @@ def check_pipeline(settings: "TrainSettings", parallel: Parallel) -> None:
             f"train.microbatches: a batch of {settings.batch_size} has no sample for each of "
             f"{parallel.microbatches} micro-batches{each}; use at most {shard}"
         )
+
+
+def _fewer_stages(parallel: Parallel, layers: int) -> str:
+    """Say how many ranks, or slices a rank, so many layers are enough for."""
+    ranks, chunks = layers // parallel.chunks, layers // parallel.pipe
+    ways = [f"at most {counted(ranks, 'rank')}"] if ranks else []
+    if parallel.schedule == "interleaved" and chunks > 1:
+        ways.append(f"at most {chunks} chunks")
+    return " or ".join(ways) or f"fewer ranks and chunks, which make at most {layers} stages"
 
 
 def check_batch(settings: "TrainSettings", parallel: Parallel) -> None:

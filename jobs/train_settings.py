@@ -176,6 +176,13 @@ class TrainSettings(Strict):
     augment: bool | None = Field(None, description="crop and flip; default: only for cifar10")
     loader_workers: NonNegative = Field(0, description="processes that load batches ahead; 0: in the rank itself")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_may_be_null(cls, given: Any) -> Any:
+        """Let `--set train.mode=null` take the mode out of a file, for `parallel:` in its place."""
+        is_null = isinstance(given, dict) and given.get("mode", "") is None
+        return {key: value for key, value in given.items() if key != "mode"} if is_null else given
+
     @field_validator("model", mode="before")
     @classmethod
     def _name_of_model(cls, value: Any) -> Any:
@@ -198,7 +205,7 @@ class TrainSettings(Strict):
         if self.epochs is not None and self.steps is not None:
             raise ValueError("give epochs or steps, not both")
         if self.parallel is not None and "mode" in self.model_fields_set:
-            raise ValueError("give mode or parallel, not both")
+            raise ValueError("give mode or parallel, not both; null takes one out: --set train.mode=null")
         if self.exact and not MODES[self.mode_name].can_be_exact:
             raise ValueError(f"exact: true needs one of the modes {OWN_SUMS}, got {self.mode_name}")
         if self.virtual_ranks is not None and not self.exact:

@@ -274,10 +274,11 @@ class _Builder:
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest valid name, or nothing."""
+    """Return `; did you mean 'x'?` for the nearest valid name, whatever its capitals, or nothing."""
     import difflib
 
-    near = difflib.get_close_matches(name, list(valid), n=3, cutoff=0.6)
+    plain, by_plain = name.lower(), {each.lower(): each for each in valid}
+    near = difflib.get_close_matches(plain, by_plain, n=3, cutoff=0.6)
     # Two letters swapped are the commonest slip, and difflib counts them as two: modle is model, not mode.
-    near.sort(key=lambda candidate: sorted(candidate) != sorted(name))
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near.sort(key=lambda candidate: sorted(candidate) != sorted(plain))
+    return f"; did you mean {by_plain[near[0]]!r}?" if near else ""

@@ -61,6 +61,7 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
         "transport": prepared.submission.route.transport,
         "start": commands,
         "world_size": context.placement.world_size,
+        "pipeline": pipeline_of(job, context.placement.world_size),
         "workdir": context.workdir,
         "runs": str(context.run.path.parent),
         "setup": [*context.site.setup, *job.setup],
@@ -96,6 +97,39 @@ def places_of(job: "Job", world_size: int) -> Callable[[int], dict[str, int]]:
     return job.settings.split(world_size).places
 
 
+def pipeline_of(job: "Job", world_size: int) -> dict[str, Any] | None:
+    """Return a pipeline's schedule, its micro-batches, and the layers of every stage; None where there is none.
+
+    The stages are None where only layers that have been timed say how they are cut.
+    """
+    if job.kind != "train":
+        return None
+    from jobs.train_settings import TrainSettings
+
+    assert isinstance(job.settings, TrainSettings)
+    split = job.settings.split(world_size)
+    if not split.schedule:
+        return None
+    from jobs.train_parallel import split_text
+    from launch.bench.loads import load_of
+    from launch.bench.own_split import own_split
+    from pipe.schedules.tables import SCHEDULES
+
+    record = {"split": split_text(job.settings), "schedule": split.schedule, "microbatches": split.microbatches}
+    if job.settings.cut == "profile":
+        return {**record, "stages": None}
+    _, load = own_split(job.settings, load_of(job, ranks=world_size, backend="gloo"))
+    assert load.split is not None
+    rank_of = SCHEDULES[split.schedule].rank_of(split.pipe, split.chunks)
+    return {
+        **record,
+        "stages": [
+            {"stage": stage, "pipe": rank_of[stage], "layers": list(layers)}
+            for stage, layers in enumerate(load.split.stages)
+        ],
+    }
+
+
 def _value(value: dict[str, Any]) -> dict[str, Any]:
     undecided = value["name"] in UNDECIDED or (value["name"] == "MASTER_ADDR" and not value["value"])
     return {**value, "value": None} if undecided else value
@@ -123,6 +157,7 @@ def render(record: dict[str, Any]) -> str:
             place = [str(node["node"]), node["host"], address, cores, str(rank["threads"])]
             rows.append([str(rank["rank"]), *split, *place, *(values.get(name, "") for name in own)])
     lines += _columns(rows)
+    lines += _pipeline_lines(record["pipeline"])
     lines += ["", "environment of every rank"]
     lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in shared])
     lines += ["", "environment of the process that they are forked from"]
@@ -135,6 +170,21 @@ def render(record: dict[str, Any]) -> str:
     what = shlex.join(record["command"]) if record["command"] else f"{record['function']} in a fork of the warm process"
     lines.append(f"  every rank {what}")
     return "\n".join(lines)
+
+
+def _pipeline_lines(pipeline: dict[str, Any] | None) -> list[str]:
+    """Say in which order a pipeline's ranks work, and on which layers."""
+    if pipeline is None:
+        return []
+    parts = counted(pipeline["microbatches"], "micro-batch")
+    lines = ["", f"pipeline {pipeline['split']}, {parts} a step"]
+    if pipeline["stages"] is None:
+        return [*lines, "  its layers are timed at the start, and cut by that (cut: profile)"]
+    rows = [["  stage", "pipe", "layers", "from", "to"]]
+    for each in pipeline["stages"]:
+        layers = each["layers"]
+        rows.append([f"  {each['stage']}", str(each["pipe"]), str(len(layers)), layers[0], layers[-1]])
+    return [*lines, *_columns(rows)]
 
 
 def _split(ranks: list[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:

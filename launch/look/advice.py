@@ -140,6 +140,16 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"the job needs .*\(restart\.min_nodes\)",
     ),
     Advice(
+        "bring the lost nodes back or name others (-H, -w), or go on with fewer in another split: muster resume RUN "
+        "--nodes N --set train.parallel.data=1, or whatever makes as many ranks",
+        said=r"left, on which the job cannot go on: train\.parallel",
+    ),
+    Advice(
+        "bring the lost nodes back or name others (-H, -w), or go on with fewer in another way: muster resume RUN "
+        "--nodes N --set train.KEY=VALUE, as the message says",
+        said=r"left, on which the job cannot go on:",
+    ),
+    Advice(
         "find out why it fails so often: the causes of all attempts stand in muster why; for more restarts "
         "--set restart.max=N",
         said=r"used up \(restart\.max\)",

@@ -138,6 +138,8 @@ def _sort(events: Sequence[dict[str, Any]]) -> tuple[dict[int, _Told], list[list
                 spans.append([submitted or now, now])
                 submitted = 0.0
             told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))
+        elif event == "attempt_ended" and attempt is not None and attempt not in told and spans and not submitted:
+            told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))  # its nodes never came together
         if submitted or attempt not in told or (event == "ended" and not told[attempt].judged):
             continue  # of a queue; or the last row of a lost run, written by who found it so
         spans[told[attempt].span][1] = told[attempt].last_time = now

@@ -8,13 +8,15 @@ from launch.look import screen
 from launch.look.history import PARTS, AttemptRecord, History
 
 MOST_HOSTS: Final = 6
+NEWLINE: Final = "\n"
+UNDER: Final = "\n" + " " * 9  # the next line of a fact, under its first
 
 
 def attempt_lines(history: History, *, ended: str = "") -> list[str]:
     """Render every attempt and the totals; `ended`: why the run is over, if an attempt has not said that itself."""
     lines = []
     for each in history.attempts:
-        lines += [_head(each), *(f"  {what:7}{text}" for what, text in _facts(each))]
+        lines += [_head(each), *(f"  {what:7}{text.replace(NEWLINE, UNDER)}" for what, text in _facts(each))]
     failed = sum(each.failed for each in history.attempts)
     lost = f"{_steps(history.lost_steps)} and {screen.duration(history.lost_s)} lost"
     parts = [counted(len(history.attempts), "attempt"), f"{failed} failed", lost]

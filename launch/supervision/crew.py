@@ -14,6 +14,7 @@ from jobs.placement import NodePlacement
 from launch.channel import Channel, ChannelClosed, Message
 
 SILENT_S: Final = 5.0
+REVIVE_S: Final = 2.0  # between two tries to start the agent of a lost node
 BEAT_S: Final = 1.0
 
 
@@ -52,6 +53,11 @@ class Node:
     def is_alive(self) -> bool:
         """True when its agent can be spoken to."""
         return self.channel is not None and not self.gone
+
+    @property
+    def settled(self) -> bool:
+        """True when its agent has come, or cannot."""
+        return bool(self.hello) or self.failure is not None
 
     def forget_agent(self) -> None:
         """Be ready for another agent."""

@@ -45,7 +45,9 @@ class Succession:
 
     def _choose(self, slots: Sequence[int], *, begun: bool) -> Choice | None:
         """Choose the nodes of the next attempt."""
-        lost = [slot for slot in slots if not self.crew.nodes[slot].is_alive]
+        # One whose agent could not be started was waited for, or refused.
+        nodes = self.crew.nodes
+        lost = [slot for slot in slots if not nodes[slot].is_alive and nodes[slot].failure is None]
         return choose(
             slots,
             self.crew.alive(),
@@ -62,17 +64,26 @@ class Succession:
 
     def _fits(self, slots: Sequence[int]) -> bool:
         """Say whether the job can be dealt to the ranks of some nodes."""
+        return bool(slots) and self._misfit(slots) is None
+
+    def _misfit(self, slots: Sequence[int]) -> RefusedError | None:
+        """Return why the job cannot be dealt to the ranks of some nodes."""
         world_size = sum(self.crew.nodes[slot].place.ranks for slot in slots)
         try:
             BY_KEY[self.job.kind].check(self.job.settings, world_size)
-        except RefusedError:
-            return False
-        return bool(slots)
+        except RefusedError as error:
+            return error
+        return None
 
     def _too_few(self, verdict: Verdict) -> Verdict:
-        left = counted(len(self.crew.alive()), "node")
-        wanted = f"the job needs {self._least()} (restart.min_nodes), and ranks that its batch can be dealt to"
-        return replace(verdict, message=f"{verdict.message}; {left} left, and {wanted}")
+        """Add to a verdict why there is no further attempt."""
+        alive, least = self.crew.alive(), self._least()
+        why = f"{counted(len(alive), 'node')} left, and the job needs {least} (restart.min_nodes)"
+        misfit = self._misfit(alive) if len(alive) >= least else None
+        if misfit is not None:
+            why = f"{counted(len(alive), 'node')} left, on which the job cannot go on: {misfit}"
+        first, *more = verdict.message.split("\n")
+        return replace(verdict, message="\n".join((f"{first}; {why}", *more)))
 
     def announce(
         self, number: int, verdict: Verdict, decision: Decision, choice: Choice, log: EventLog, console: Console

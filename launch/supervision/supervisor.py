@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from jobs import exits
-from jobs.errors import MusterError, RefusedError
+from jobs.errors import MusterError, UnreachableError
 from jobs.words import counted
 from launch import processes
 from launch.channel import ChannelClosed, Message
@@ -22,7 +22,7 @@ from launch.look.runrows import read_json
 from launch.submit.plan import Context
 from launch.supervision import resumption
 from launch.supervision.attempt import Attempt
-from launch.supervision.crew import SILENT_S, Crew
+from launch.supervision.crew import REVIVE_S, SILENT_S, Crew
 from launch.supervision.eventlog import EventLog
 from launch.supervision.inbox import NOBODY, Inbox
 from launch.supervision.lease import Lease
@@ -178,22 +178,22 @@ class Supervisor:
         return self.stop is None
 
     async def _revive(self, slot: int) -> None:
-        """Start the agent of a lost node once more, and wait until it answers or fails."""
-        node = self.crew.nodes[slot]
-        node.forget_agent()
-        try:
-            await self.transport.restart(slot, self.inbox)
-        except MusterError as error:
-            node.failure = error
-            return
-        deadline = time.monotonic() + self.job.start_timeout_s
-        await self._pump(
-            lambda: bool(node.hello or node.failure or self.stop is not None or time.monotonic() > deadline)
-        )
-        if not node.hello and node.failure is None:
-            node.failure = RefusedError(
-                f"{node.place.host}: its agent did not answer within {self.job.start_timeout_s:g} s"
-            )
+        """Start the agent of a lost node until it answers: one that boots refuses at first."""
+        node, deadline, why = self.crew.nodes[slot], time.monotonic() + self.job.start_timeout_s, ""
+        while time.monotonic() < deadline and self.stop is None:
+            node.forget_agent()
+            try:
+                await self.transport.restart(slot, self.inbox)
+            except MusterError as error:
+                node.failure = error
+            await self._pump(lambda: node.settled or self.stop is not None or time.monotonic() > deadline)
+            if node.hello or (node.failure is not None and not isinstance(node.failure, UnreachableError)):
+                return
+            why = f"; the last time: {node.failure}" if node.failure is not None else why
+            until = min(time.monotonic() + REVIVE_S, deadline)
+            await self._pump(lambda: self.stop is not None or time.monotonic() >= until)  # noqa: B023
+        waited = f"its agent did not answer within {self.job.start_timeout_s:g} s"
+        node.failure = UnreachableError(f"{node.place.host}: {waited} (start_timeout_s){why}")
 
     # Messages -------------------------------------------------------------------------------------------------------
 
@@ -228,7 +228,7 @@ class Supervisor:
         node = self.crew.nodes[slot]
         if node.hello:  # what started its agent has ended: the channel's own end tells it
             return
-        if node.failure is None and not self._current.is_stopping:
+        if node.failure is None and (self._current.is_over() or not self._current.is_stopping):
             node.failure = message["error"]
             self.log.event("unreachable", attempt=self.context.attempt, node=slot, message=str(node.failure))
             self._answered(slot)

@@ -156,6 +156,30 @@ def test_an_unknown_key_with_no_near_name_lists_the_valid_ones(write: Write) -> 
     ]
 
 
+def test_a_key_of_a_section_around_it_is_said_to_belong_there(write: Write) -> None:
+    text = """\
+train:
+  model: gpt-nano
+  data: synthetic
+  checkpoint: {every_steps: 1}
+  parallel: {pipe: 2, chunks: 2}
+microbatches: 4
+"""
+    assert complaints(write(text)) == [
+        "job.yaml:4: train.checkpoint: unknown key here; it belongs to the top of the file, move it there",
+        "job.yaml:5: train.parallel.chunks: unknown key here; it belongs to train:, move it there",
+        "job.yaml:6: microbatches: unknown key here; it belongs to train:, move it there",
+    ]
+
+
+def test_a_wrong_item_of_what_may_be_a_list_or_a_word_is_told_alone(write: Write) -> None:
+    text = "train: {model: gpt-nano, data: synthetic, mode: 1f1b, cut: [block1, 1.5]}\n"
+    assert complaints(write(text)) == ["job.yaml:1: train.cut.1: must be a whole number or text, got 1.5"]
+    assert complaints(write(text.replace("[block1, 1.5]", "1.5"))) == [
+        "job.yaml:1: train.cut: must be 'count', 'parameters', 'flops' or 'profile' or a list, got 1.5"
+    ]
+
+
 def test_a_job_needs_a_section_that_says_what_to_run(write: Write) -> None:
     assert complaints(write("nodes: 2")) == [
         "job.yaml:1: no section says what to run; wanted exactly one of train, command, tryout"
@@ -265,7 +289,7 @@ def test_a_mistake_of_an_override_is_told_as_its_own_after_those_of_the_file(wri
         (
             "train: {model: vgg11, data: digits, parallel: {data: 2}}",
             "train.mode=ddp",
-            "job.yaml:1: train: give mode or parallel, not both",
+            "job.yaml:1: train: give mode or parallel, not both; null takes one out: --set train.mode=null",
         ),
     ],
 )

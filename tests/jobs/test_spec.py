@@ -39,7 +39,7 @@ GPT: Any = {"model": SPLIT, "data": "synthetic"}
         ({"data": {}}, "data is either a name or"),
         ({"mode": "dpp"}, "unknown mode 'dpp'; did you mean 'ddp'"),
         ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
-        ({"mode": "ddp", "parallel": {"data": 2}}, "give mode or parallel, not both"),
+        ({"mode": "ddp", "parallel": {"data": 2}}, "give mode or parallel, not both; null takes one out"),
         (
             {"mode": "ddp", "exact": True},
             "needs one of the modes gather_scatter, .*, bucketed, zero1, zero2, zero3, model, .*, zbv, got ddp",
@@ -75,6 +75,9 @@ GPT: Any = {"model": SPLIT, "data": "synthetic"}
             {"mode": "1f1b", "grad_accumulation": 2},
             "grad_accumulation: 2 does not go with 1f1b, .*, or set microbatches",
         ),
+        ({"parallel": {"data": 2, "zero": True}}, "zero\n.*must be 0, 1, 2 or 3, got true"),
+        ({"parallel": {"data": 2, "zero": 1.0}}, "zero\n.*must be 0, 1, 2 or 3, got 1.0"),
+        ({"parallel": {"pipe": 2, "sync": "fsdp"}}, "sync: fsdp does not go with a pipeline"),
         ({"parallel": {"pipe": 2, "zero": 3}}, "zero: 3 does not go with a pipeline, whose .*; zero 0, 1 and 2 do"),
         ({"parallel": {"pipe": 2, "data": 2, "sync": "ddp"}}, "sync: ddp does not go with a pipeline, whose"),
         ({"parallel": {"data": 2, "microbatches": 2}}, "microbatches are a pipeline's; set pipe and schedule"),
@@ -159,6 +162,7 @@ PIPE: Any = {"pipe": 4, "sync": "none"}
         ({"mode": "interleaved", "chunks": 3}, {**PIPE, "schedule": "interleaved", "microbatches": 16, "chunks": 3}),
         ({"mode": "zbv", "chunks": 3}, {**PIPE, "schedule": "zbv", "microbatches": 16, "chunks": 2}),
         ({"parallel": {"pipe": 4}}, {**PIPE, "schedule": "1f1b", "microbatches": 16}),
+        ({"parallel": {"pipe": 4, "schedule": None}}, {**PIPE, "schedule": "1f1b", "microbatches": 16}),
         ({"parallel": {"pipe": 4}, "microbatches": 7}, {**PIPE, "schedule": "1f1b", "microbatches": 7}),
         (
             {"parallel": {"pipe": 4, "schedule": "zb1p", "microbatches": 5}},
@@ -186,9 +190,24 @@ def test_a_pipeline_is_filled_with_micro_batches(settings: dict[str, Any], wante
 @pytest.mark.parametrize(
     ("settings", "ranks", "message"),
     [
-        ({"mode": "1f1b"}, 40, "40 ranks make 40 stages, the model has 31 layers; use at most 31 ranks"),
+        (
+            {"mode": "1f1b"},
+            40,
+            "train.mode: 1f1b: 40 ranks make 40 stages, the model has 31 layers; use at most 31 ranks",
+        ),
         ({"mode": "zbv"}, 16, "16 ranks of 2 stages each make 32 stages, the model has 31 layers; use at most 15"),
-        ({"mode": "interleaved", "chunks": 40}, 2, "2 ranks of 40 stages each make 80 .*; use at most 31 chunks"),
+        (
+            {"mode": "interleaved", "chunks": 10},
+            4,
+            "4 ranks of 10 stages each make 40 .*; use at most 3 ranks or at most 7 chunks, or a deeper model",
+        ),
+        ({"mode": "interleaved", "chunks": 40}, 2, "2 ranks of 40 .* make 80 .*; use at most 15 chunks, or a deeper"),
+        ({"mode": "interleaved", "chunks": 40}, 16, "make 640 .*; use fewer ranks and chunks, which make at most 31"),
+        (
+            {"parallel": {"pipe": 4, "schedule": "zbv"}, "model": "gpt-nano", "data": "synthetic"},
+            4,
+            "parallel: zbv: 4 ",
+        ),
         ({"parallel": {"pipe": 2, "data": 2}}, 3, "data 2 x pipe 2 makes 4 ranks, the job has 3"),
         ({"mode": "1f1b", "microbatches": 65}, 2, "a batch of 64 has no sample for each of 65 micro-batches"),
         (
@@ -254,6 +273,13 @@ def test_layers_that_cannot_be_split_are_refused_before_a_rank_is_started(
 def test_what_a_mode_does_not_read_may_stand_there() -> None:
     more = {"accumulate": "sharded", "reshard_after_forward": False}
     assert train(mode="bucketed", exact=True, grad_accumulation=2, **more).accumulate == "sharded"
+
+
+def test_a_mode_that_is_null_is_not_given() -> None:
+    job = train(mode=None, parallel={"pipe": 2})
+    assert (job.mode_name, job) == ("1f1b", train(parallel={"pipe": 2}))
+    assert train(mode=None) == train()
+    assert train(mode="gpipe", parallel=None).mode_name == "gpipe"
 
 
 def test_a_split_without_synchronization_is_the_mode_single() -> None:

@@ -123,6 +123,10 @@ def test_swapped_letters_are_the_nearest_name() -> None:
     assert yamlfile.nearest("zzz", ["mode", "model"]) == ""
 
 
+def test_a_name_in_other_capitals_is_the_nearest_one() -> None:
+    assert yamlfile.nearest("1F1B", ["gpipe", "1f1b"]) == "; did you mean '1f1b'?"
+
+
 def test_a_pair_of_escapes_as_json_writes_it_is_one_character_and_half_of_one_is_a_mistake() -> None:
     assert yamlfile.parse(json.dumps({"a": "🚀𐀀"}), "job.yaml").mapping() == {"a": "🚀𐀀"}
     document = yamlfile.parse('{"a": "\\ud83d"}', "job.yaml")

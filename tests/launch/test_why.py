@@ -166,7 +166,17 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("timeout", {"message": "made no progress for 42 s after step 8: in all_reduce"}, "--stream err --rank 3"),
         ("do-not-restart", {"message": "the same failure at the same step (7) twice: x"}, "correct it first"),
         ("do-not-restart", {"message": "3 attempts in a row without a new checkpoint: x"}, "checkpoint.every_s"),
-        ("unreachable", {"message": "x; 1 node left, and the job needs 2 (restart.min_nodes), and"}, "min_nodes=N"),
+        ("unreachable", {"message": "x; 1 node left, and the job needs 2 (restart.min_nodes)"}, "min_nodes=N"),
+        (
+            "unreachable",
+            {"message": "x; 3 nodes left, on which the job cannot go on: train.parallel: data 2 x pipe 2 makes 4"},
+            "--nodes N --set train.parallel.data=1",
+        ),
+        (
+            "unreachable",
+            {"message": "x; 3 nodes left, on which the job cannot go on: train.batch_size: 2 is less than one sample"},
+            "--nodes N --set train.KEY=VALUE",
+        ),
         ("signal", {"signal": "SIGKILL", "message": "x; 5 restarts used up (restart.max)"}, "--set restart.max=N"),
         ("stopped", {"signal": "SIGKILL"}, "on purpose; muster resume"),
         ("failed", {"code": 3}, "muster logs --rank 3"),

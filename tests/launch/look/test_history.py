@@ -127,6 +127,20 @@ def test_the_record_of_why_has_every_number(restarted, muster_json) -> None:
     assert json.loads(json.dumps(told)) == told
 
 
+def test_waiting_for_a_node_that_stayed_away_is_time_of_the_supervisor_that_waited(make_run, muster) -> None:
+    folder = begin(make_run().submitted(), 0, 1.0, ["n1", "n2"])
+    row(folder, 0, 0.5, 10.0, last_step=52, saved_step=40, lost_steps=12, times={"detect_s": 5.0, "stop_s": 0.5})
+    folder.event("restarting", 10.0, attempt=1, delay_s=0.0, hosts=["n1", "n2"], why="n2 was silent")
+    away = "n2: its agent did not answer within 60 s\nto go on without: --exclude n2"
+    row(folder, 1, 70.0, 70.5, message=away, last_step=40, **{"class": "unreachable", "code": 69, "from_step": 40})
+    folder.event("ended", 71.0, attempt=1, code=69, message=away, **{"class": "unreachable"})
+    history = read_history(folder.run, read_state(folder.run))
+    assert (history.attempts[0].idle_s, history.attempts[0].lost_s["wait_s"]) == (None, 60.0)
+    assert history.supervised_s == pytest.approx(71.0)
+    _, out, _ = muster("why")
+    assert "did not answer within 60 s\n         to go on without: --exclude n2\n" in out
+
+
 def test_what_was_lost_follows_from_where_the_next_attempt_really_began(make_run) -> None:
     """Its newest checkpoint was bad, or somebody went further back with --from."""
     folder = begin(make_run().submitted(), 0, 1.0, ["n1"])

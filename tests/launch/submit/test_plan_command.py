@@ -80,7 +80,7 @@ def test_json_holds_the_same_plan_as_records_and_null_where_the_start_decides(mu
     record = json.loads(out)
     assert code == 0
     assert list(record) == [
-        *("name", "kind", "transport", "start", "world_size"),
+        *("name", "kind", "transport", "start", "world_size", "pipeline"),
         *("workdir", "runs", "setup", "nodes", "command", "function"),
     ]
     assert (record["name"], record["kind"], record["transport"], record["world_size"]) == (
@@ -127,3 +127,36 @@ def test_a_plan_that_run_would_refuse_is_refused_with_the_same_code(muster_plan,
     assert muster_plan(COMMAND.replace("SHARED: job", "RANK: '0'"))[0] == 78
     assert muster_plan(TRAIN, "--set", "train.batch_size=1")[0] == 78
     assert muster_plan(COMMAND, "--set", "nodes=0")[0] == 65
+
+
+def test_a_pipeline_shows_its_schedule_and_the_layers_of_every_stage(
+    muster_plan: Callable[..., tuple[int, str]],
+) -> None:
+    text = TRAIN.replace("steps: 2}", "batch_size: 12, parallel: {data: 2, pipe: 2, zero: 1, schedule: zb1p}}")
+    code, out = muster_plan(text.replace("nodes: 2", "nodes: 4").replace("gpt-nano", "gpt-micro"))
+    assert code == 0
+    wanted = """
+pipeline data 2, zero 1 x pipe 2 by zb1p, 6 micro-batches a step
+  stage  pipe  layers  from    to
+  0      0     3       embed   block2
+  1      1     4       block3  head
+
+environment"""
+    assert wanted in out
+
+
+@pytest.mark.parametrize(
+    ("more", "stages"),
+    [
+        ("mode: zbv", [[0, ["embed", "block1"]], [1, ["block2"]], [1, ["norm"]], [0, ["head"]]]),
+        ("mode: 1f1b, cut: [embed, norm]", [[0, ["embed", "block1", "block2"]], [1, ["norm", "head"]]]),
+        ("mode: model, cut: profile", None),  # known when layers have been timed
+    ],
+)
+def test_stages_are_those_that_the_ranks_will_have(
+    muster_plan: Callable[..., tuple[int, str]], more: str, stages: list[list[object]] | None
+) -> None:
+    _, out = muster_plan(TRAIN.replace("steps: 2}", f"{more}}}"), "--json")
+    told = json.loads(out)["pipeline"]["stages"]
+    assert told is None if stages is None else [[each["pipe"], each["layers"]] for each in told] == stages
+    assert json.loads(muster_plan(TRAIN, "--json")[1])["pipeline"] is None

@@ -1,0 +1,131 @@
+"""Between two attempts, without a node: how long a lost one is tried again, and what is said when it stays away."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jobs import exits
+from jobs.errors import MusterError, RefusedError, UnreachableError
+from jobs.failover_settings import RestartSettings
+from jobs.placement import Host, place
+from jobs.rundir import RunDir
+from jobs.site import Site
+from jobs.spec import Job
+from jobs.train_settings import TrainSettings
+from launch.console import Console
+from launch.submit.plan import Context
+from launch.supervision import supervisor as module
+from launch.supervision.recovery import Choice, Past
+from launch.supervision.supervisor import Supervisor
+from launch.supervision.verdict import Verdict
+
+LOST = 3
+
+
+class Boots:
+    """A transport to nodes of which one answers at the n-th start of its agent, and refuses before with an error."""
+
+    name = "ssh"
+    patience_s = 0.0
+
+    def __init__(self, answers_at: int, error: MusterError) -> None:
+        self.answers_at, self.error = answers_at, error
+        self.starts = 0
+
+    async def restart(self, slot: int, gate: Any) -> None:
+        self.starts += 1
+        if self.starts < self.answers_at:
+            gate.failed(slot, self.error)
+        else:
+            gate.put(slot, {"did": "hello", "node": slot, "channel": object()})
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Supervise a training on 4 nodes, one of which was lost in the attempt before."""
+    monkeypatch.setattr(module, "REVIVE_S", 0.0)
+
+    def supervise(transport: Boots, *, min_nodes: int | None = None, start_timeout_s: float = 60.0) -> Supervisor:
+        settings = TrainSettings.model_validate(
+            {"model": "gpt-nano", "data": "synthetic", "parallel": {"data": 2, "pipe": 2}}
+        )
+        job = Job(
+            name="demo",
+            nodes=4,
+            kind="train",
+            settings=settings,
+            restart=RestartSettings.model_validate({"min_nodes": min_nodes}),
+            start_timeout_s=start_timeout_s,
+        )
+        run = RunDir(tmp_path / "run-1")
+        run.path.mkdir()
+        placement = place(job, [Host(f"n{number}", f"10.10.1.{number + 1}") for number in range(4)])
+        context = Context(
+            job, Site(), placement, run, "/srv/job", "/opt/python", "jobs.train.main:run_rank", remote=True
+        )
+        made = Supervisor(context, transport, Console())  # type: ignore[arg-type]
+        for slot, node in enumerate(made.crew.nodes):
+            node.channel, node.hello, node.gone = object(), {"host": f"n{slot}"}, slot == LOST  # type: ignore[assignment]
+        # an attempt that has ended: everything of it was stopped
+        over = {"is_over": lambda: True, "is_stopping": True, "startup": SimpleNamespace(begun=True, complete=True)}
+        story = SimpleNamespace(last_step=lambda nodes: 120, saved_step=None)
+        made.attempt = SimpleNamespace(**over, story=story, roster=SimpleNamespace(nodes=[]))  # type: ignore[assignment]
+        made.succession.past.append(Past(Verdict(exits.UNREACHABLE, "silent"), LOST, 120, committed=True))
+        return made
+
+    return supervise
+
+
+def revive(supervisor: Supervisor) -> Any:
+    """Revive the lost node; return why it could not be."""
+    asyncio.run(supervisor._revive(LOST))
+    return supervisor.crew.nodes[LOST].failure
+
+
+def test_a_lost_node_that_boots_is_tried_until_its_agent_answers(make: Any) -> None:
+    transport = Boots(3, UnreachableError("n3: connection refused"))
+    supervisor = make(transport)
+    assert revive(supervisor) is None
+    assert (transport.starts, supervisor.crew.nodes[LOST].is_alive) == (3, True)
+
+
+def test_a_lost_node_that_refuses_for_good_is_not_tried_again(make: Any) -> None:
+    transport = Boots(9, RefusedError("n3: it refused our key"))
+    assert str(revive(make(transport))) == "n3: it refused our key"
+    assert transport.starts == 1
+
+
+def test_a_lost_node_that_stays_away_is_unreachable_and_the_last_reason_is_told(make: Any) -> None:
+    failure = revive(make(Boots(10**9, UnreachableError("n3: no route to host")), start_timeout_s=0.5))
+    assert isinstance(failure, UnreachableError)
+    waited = "n3: its agent did not answer within 0.5 s (start_timeout_s)"
+    assert str(failure) == f"{waited}; the last time: n3: no route to host"
+
+
+@pytest.mark.parametrize(
+    ("min_nodes", "why"),
+    [
+        (None, "3 nodes left, and the job needs 4 (restart.min_nodes)"),
+        (
+            1,
+            "3 nodes left, on which the job cannot go on: train.parallel: data 2 x pipe 2 makes 4 ranks, the job has "
+            "3; set nodes and ranks_per_node to match",
+        ),
+    ],
+)
+def test_without_a_node_that_stayed_away_the_run_ends_and_says_what_the_job_needs(
+    make: Any, min_nodes: int | None, why: str
+) -> None:
+    supervisor = make(Boots(9, UnreachableError("")), min_nodes=min_nodes)
+    slots = tuple(range(4))
+    begun = supervisor.succession.follow(supervisor.attempt, slots, Verdict(exits.UNREACHABLE, "silent"), asked=False)
+    assert begun[1] == Choice(slots, (LOST,)), "it is waited for first"
+    supervisor.crew.nodes[LOST].failure = UnreachableError("n3: no route to host")
+    supervisor.attempt.startup.begun = False
+    verdict = Verdict(exits.UNREACHABLE, "n3: no route to host\nto go on without: --exclude n3")
+    decision, choice = supervisor.succession.follow(supervisor.attempt, slots, verdict, asked=False)
+    assert (choice, decision.again, decision.verdict.code) == (None, False, exits.UNREACHABLE)
+    assert decision.verdict.message == f"n3: no route to host; {why}\nto go on without: --exclude n3"
