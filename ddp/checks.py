@@ -40,6 +40,13 @@ def mark_wrapped(module: nn.Module, wrapper: nn.Module) -> None:
         _WRAPPED_BY[each] = weakref.ref(wrapper)
 
 
+def unmark_wrapped(module: nn.Module) -> None:
+    """Forget who averaged the gradients of this module and its parameters."""
+    marked: list[nn.Module | Tensor] = [*module.modules(), *module.parameters()]
+    for each in marked:
+        _WRAPPED_BY.pop(each, None)
+
+
 def require_unwrapped(module: nn.Module) -> None:
     """Check that no other wrapper averages the gradients of this module, or of a part of it.
 

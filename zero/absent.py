@@ -18,6 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 _Wait = Callable[[], Callable[[], None] | None]
 _WAITS: Final[MutableMapping[Tensor, _Wait]] = WeakIdKeyDictionary()  # what waits for those coming
 _NAMES: Final[MutableMapping[Tensor, str]] = WeakIdKeyDictionary()  # of the parameters that are absent
+_LOST: Final[MutableMapping[Tensor, bool]] = WeakIdKeyDictionary()  # those that nobody can gather any more
 _TOLD: Final = (
     *("dtype", "device", "grad", "is_cpu", "is_cuda", "is_meta", "is_sparse", "layout", "ndim"),
     *("shape", "requires_grad", "itemsize", "nbytes", "_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
@@ -44,11 +45,7 @@ class Absent(nn.Parameter):
         if function in _HARMLESS:
             with as_it_is():
                 return function(*args, **(keywords or {}))
-        raise RuntimeError(
-            f"{_named(args, keywords)}: is sharded, and not gathered here; use it within gather_full(), take "
-            "state_dict() of the ShardedDataParallel, step the optimizer that its optimizer() makes, or make what uses "
-            "this parameter a part of its unit"
-        )
+        raise RuntimeError(_refusal(args, keywords))
 
 
 class Coming(nn.Parameter):
@@ -102,6 +99,12 @@ class Leave:
         self._kinds = [(parameter, type(parameter)) for parameter in parameters]
         for name, parameter in zip(names, parameters, strict=True):
             _NAMES[parameter] = name
+            _LOST.pop(parameter, None)
+
+    def lose(self) -> None:
+        """Hear that nobody will gather them any more."""
+        for parameter, _ in self._kinds:
+            _LOST[parameter] = True
 
     def take(self) -> None:
         """Let nobody read them."""
@@ -114,9 +117,20 @@ class Leave:
             parameter.__class__ = kind
 
 
-def _named(args: Any, keywords: Any) -> str:
-    """Name the first absent parameter among arguments."""
-    return next((str(_NAMES.get(each, "a parameter")) for each in _all_of(Absent, args, keywords)), "a parameter")
+def _refusal(args: Any, keywords: Any) -> str:
+    """Say why the first absent parameter among arguments cannot be read, and what to do."""
+    absent = next(iter(_all_of(Absent, args, keywords)), None)
+    name = "a parameter" if absent is None else _NAMES.get(absent, "a parameter")
+    if absent is not None and absent in _LOST:
+        return (
+            f"{name}: was sharded by a wrapper that is gone, and its parts with it; call the wrapper's unwrap() before "
+            "it is deleted, or build the module anew and load a state dict"
+        )
+    return (
+        f"{name}: is sharded, and not gathered here; use it within gather_full(), take state_dict() of the "
+        "ShardedDataParallel, step the optimizer that its optimizer() makes, or make what uses this parameter a part "
+        "of its unit"
+    )
 
 
 def _all_of(kind: type[nn.Parameter], args: Any, keywords: Any) -> list[Any]:

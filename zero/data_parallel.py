@@ -29,13 +29,13 @@ from zero.flat import FlatParameters, Named, by_kind
 from zero.gather import Gather, NeighbourGather, gather_for
 from zero.gradients import KeptGradients, PassingGradients, may_travel_alone
 from zero.neighbours import neighbours_of
-from zero.presence import Presence
+from zero.presence import Presence, in_backward
 from zero.scatter import UNDER_WAY, NeighbourScatter, Scatter, scatter_for
 from zero.sharded import Sharded
 from zero.units import ROOT, Unit, Units, names_of, units_of
 from zero.whole import AlwaysWhole
 from zero.window import Window
-from zero.windows import Windows, in_backward
+from zero.windows import Windows
 
 Stage = Literal[1, 2, 3]
 Accumulate = Literal["local", "sharded"]
@@ -203,6 +203,12 @@ class ShardedDataParallel(Sharded, Reduced):
         if self.stage == 1:
             return KeptGradients(number, home, message, alone=may_travel_alone(home, ALONE_BYTES))
         return PassingGradients(number, home, message, held=home not in self._root_homes() and self.stage == 3)
+
+    def _let_go(self) -> None:
+        super()._let_go()
+        if self._reducer is not None:
+            self._reducer.remove()
+            self._reducer = None
 
     def _root_homes(self) -> Sequence[FlatParameters]:
         return self.presence.root.homes if isinstance(self.presence, Windows) else ()

@@ -142,6 +142,19 @@ class FlatParameters:
         self.is_whole = True
         self._leave.end()
 
+    def lose(self) -> None:
+        """Hear that nobody will gather the whole any more."""
+        if self.is_split:
+            self._leave.lose()
+
+    @torch.no_grad()
+    def give_up(self, whole: Sequence[Tensor]) -> None:
+        """Let go of the parameters, which take other tensors for their data."""
+        if self.is_split:
+            self._leave.end()
+        for parameter, each in zip(self.parameters, whole, strict=True):
+            parameter.data = each
+
     def make_masters(self) -> None:
         """Step a float32 copy of the shard from now on."""
         if not self.has_masters():

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import torch
 from torch import nn
 
+from zero.absent import as_it_is
 from zero.flat import FlatParameters, Named, by_kind
 from zero.presence import Presence
 
@@ -23,8 +25,7 @@ class Layer:
             home.split()
             home.free()
         self.works_in_place = any(getattr(part, "inplace", False) for part in module.modules())
-        for part in module.modules():
-            part.register_forward_pre_hook(self.require_whole)
+        self.handles = [part.register_forward_pre_hook(self.require_whole) for part in module.modules()]
 
     def require_whole(self, *_: object) -> None:
         """Refuse what needs the parameters while they are not there: reading freed memory would end the process."""
@@ -41,6 +42,12 @@ class Sliced(Presence):
         self.layers = layers
         self.gather = gather
         self.free = free
+        self.handles = [handle for layer in layers for handle in layer.handles]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self.handles:
+            handle.remove()
 
     def require_all(self, *_: object) -> None:
         """Refuse what needs all parameters while they are not there."""
@@ -63,7 +70,10 @@ class Sliced(Presence):
                 self.free(layer)
 
     def spread(self, homes: Sequence[FlatParameters]) -> None:
-        """Do nothing after a step: the next forward gathers."""
+        """Gather nothing after a step, the next forward does; graphs made before it are refused."""
+        for home in homes:
+            with as_it_is():
+                torch.autograd.graph.increment_version(home.parameters)
 
     def synchronize(self) -> None:
         """Do nothing: nothing is under way between calls."""

@@ -59,41 +59,61 @@ class Layerwise(Sharded):
         self.homes = [home for layer in self.layers for home in layer.homes]
         self.units = [layer.name for layer in self.layers]
         self.gather = gather_for(self.process_group, self.device)
-        self.presence = Sliced(self.layers, self.gather_param_data, self.free)
+        presence = Sliced(self.layers, self.gather_param_data, self.free)
         self._kept: list[tuple[Tensor, Tensor]] = []  # of each layer its input, a leaf, and its output with its graph
         self._result: Tensor | None = None  # a leaf again
         self._waits: list[Wait] = []  # of the last backward's reductions
-        self.module.register_state_dict_pre_hook(self.presence.require_all)  # type: ignore[no-untyped-call]
+        presence.handles.append(self.module.register_state_dict_pre_hook(presence.require_all))  # type: ignore[no-untyped-call]
+        self.presence = presence
 
     # A step ---------------------------------------------------------------------------------------------------------
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Run layer after layer; return the loss, or the output where there is no `loss` or no targets."""
-        if torch.is_grad_enabled():
+        """Run layer after layer; return the loss, or the output where there is no `loss` or no targets.
+
+        What a backward needs is kept until the next forward with gradients; one without leaves it alone.
+        """
+        with self.presence.forward():
+            return self._run(inputs, targets)
+
+    def _run(self, inputs: Tensor, targets: Tensor | None) -> Tensor:
+        learns = torch.is_grad_enabled()
+        if learns:
             self._keep_up()
-        x, self._kept = inputs, []
+            self._kept, self._result = [], None
+        x, kept = inputs, []
         for layer in self.layers:
             taken = x.clone() if layer.works_in_place else x  # a leaf must stay as it is
             self.gather_param_data(layer)
-            if layer is self.layers[-1] and self.loss is not None and targets is not None:
-                output = self.loss(layer.module, taken, targets)
-            else:
-                output = layer.module(taken)
-            self.free(layer)
-            if torch.is_grad_enabled():
-                self._kept.append((x, output))
+            try:
+                if layer is self.layers[-1] and self.loss is not None and targets is not None:
+                    output = self.loss(layer.module, taken, targets)
+                else:
+                    output = layer.module(taken)
+            finally:
+                self.free(layer)
+            if learns:
+                kept.append((x, output))
             x = output.detach().requires_grad_(output.requires_grad)
-        self._result = x
+        if learns:
+            self._kept, self._result = kept, x
         if x.requires_grad:
             x.register_hook(self._require_own_backward)  # type: ignore[no-untyped-call]
         return x
 
     def backward(self, loss: Tensor) -> None:
-        """Take the gradients of what forward has just returned, or of what was made of it."""
-        if self._result is None or not self._result.requires_grad:
+        """Take the gradients of what the last forward with gradients has returned, or of what was made of it.
+
+        Raises:
+            RuntimeError: there was none, or the loss is made of something else.
+        """
+        if self._result is None or not self._result.requires_grad or not loss.requires_grad:
             raise RuntimeError("backward() needs a forward before it, with gradients: call the Layerwise once for each")
         result, self._result, self._waits = self._result, None, []
-        (gradient,) = torch.autograd.grad(loss, result)
+        (gradient,) = torch.autograd.grad(loss, result, allow_unused=True)
+        if gradient is None:
+            self._result = result
+            raise RuntimeError("this loss is not made of what the last forward returned: go backward before the next")
         for layer in reversed(self.layers):
             x, output = self._kept.pop()
             if not output.requires_grad:  # nothing before it learns

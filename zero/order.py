@@ -1,4 +1,4 @@
-"""Whether all ranks have run the same units in one order: else gathers have mixed parts of different ones."""
+"""Whether all ranks begin the same, and run the same units in one order: else gathers have mixed different ones."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -7,6 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from ddp.checks import gather_json
+from ddp.means import Wait
 
 
 class SameOrder:
@@ -17,12 +20,28 @@ class SameOrder:
         self._compares = device.type == "cpu" and dist.get_world_size(group) > 1
         self._asked: tuple[Tensor, Any] | None = None  # what is compared, and what to wait for
 
+    def begin(self, what: str, waiting: Callable[[Wait], None]) -> None:
+        """Check that all ranks begin the same, before anything of it is sent: a collective of two numbers.
+
+        Raises:
+            RuntimeError: on all ranks, with what each of them begins.
+        """
+        if not self._compares:
+            return
+        both, work = self._compare(what)
+        waiting(work.wait)
+        if _differ(both):
+            said = gather_json(what, self._group, torch.device("cpu"))
+            told = "; ".join(f"rank {rank}: {each}" for rank, each in said.items())
+            raise RuntimeError(
+                f"the ranks do not do the same: {told}. Each of these is a collective in stage 3: let all ranks take "
+                "as many steps, and evaluate, save and load together"
+            )
+
     def ask(self, order: Sequence[int]) -> None:
         """Begin to compare: the highest and the lowest of all ranks' numbers are one, or not."""
         if self._compares:
-            number = zlib.crc32(repr(list(order)).encode())
-            both = torch.tensor([number, -number])
-            self._asked = both, dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            self._asked = self._compare(repr(list(order)))
 
     def require(self, describe: Callable[[], str]) -> None:
         """Check what was asked last.
@@ -34,9 +53,18 @@ class SameOrder:
             return
         (both, work), self._asked = self._asked, None
         work.wait()
-        highest, lowest = both.tolist()
-        if highest != -lowest:
+        if _differ(both):
             raise RuntimeError(
                 f"the ranks have run other units, or in another order: here {describe()}; gathers are collectives: let "
                 "all ranks run the same units, or share out less: stage=2"
             )
+
+    def _compare(self, what: str) -> tuple[Tensor, Any]:
+        number = zlib.crc32(what.encode())
+        both = torch.tensor([number, -number])
+        return both, dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+
+def _differ(both: Tensor) -> bool:
+    highest, lowest = both.tolist()
+    return bool(highest != -lowest)

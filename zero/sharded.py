@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from ddp.base import DataParallel, learning
-from ddp.checks import NAMED_AT_MOST
+from ddp.checks import NAMED_AT_MOST, unmark_wrapped
 from ddp.means import Wait
 from ddp.timeouts import Entered, waiting_for
 from zero.absent import as_it_is
 from zero.flat import FlatParameters, Held
 from zero.gather import Gather
 from zero.optimizer import ShardedOptimizer
-from zero.presence import Presence
+from zero.presence import Gone, Presence
 from zero.sources import Joined
 
 
@@ -69,6 +69,25 @@ class Sharded(DataParallel):
                     home.mend()
                     home.adopt()
                 self.gather.written()
+
+    def unwrap(self) -> nn.Module:
+        """Give the module back, whole on every rank and in memory of its own, for another use: a collective.
+
+        Neither this wrapper nor an optimizer of its `optimizer()` can be used afterwards; parameters have no gradients.
+        """
+        with self.gather_full() as module, torch.no_grad():
+            whole = [[each.detach().clone() for each in home.parameters] for home in self.homes]
+        self.zero_grad()
+        self._let_go()
+        for home, tensors in zip(self.homes, whole, strict=True):
+            home.give_up(tensors)
+        unmark_wrapped(module)
+        self.homes, self.presence = (), Gone()
+        return module
+
+    def _let_go(self) -> None:
+        """Take the hooks off the module and its parameters."""
+        self.presence.remove()
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Return the mean gradients, whole, of the parameters that have one: a collective."""
@@ -169,7 +188,8 @@ class Sharded(DataParallel):
         what = ", ".join(changed[:NAMED_AT_MOST]) or "names or order of parameters"
         raise RuntimeError(
             f"{what}{more}: changed after the module was sharded; "
-            "freeze, replace and convert parameters before wrapping, or build the wrapper and its optimizer anew"
+            "freeze, replace and convert parameters before wrapping, or take the module back with unwrap(), change it, "
+            "and build the wrapper and its optimizer anew"
         )
 
     def _apply(self, *args: Any, **keywords: Any) -> Any:

@@ -22,7 +22,7 @@ class Window:
         self.is_running = False  # True: from the beginning of its first module to the end of its last
         self.run = 0  # which one of the forward it is in, or was last
         self._gather = gather
-        self._waiting = waiting
+        self.wait_for = waiting
         self._under_way: list[tuple[FlatParameters, Wait]] = []
 
     def begin(self) -> None:
@@ -39,7 +39,7 @@ class Window:
             return
         self.begin()
         for home, wait in self._under_way:
-            self._waiting(home, wait)
+            self.wait_for(home, wait)
             home.arrive()
         self._under_way.clear()
         self.is_whole = True
@@ -52,3 +52,8 @@ class Window:
             self.is_whole = False
             for home in self.homes:
                 home.free()
+
+    def lose(self) -> None:
+        """Hear that nobody will gather them any more."""
+        for home in self.homes:
+            home.lose()

@@ -17,6 +17,7 @@ parameters each uses of them, gathers and scatters come in one order.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ from zero.absent import as_it_is
 from zero.flat import FlatParameters
 from zero.gather import Gather
 from zero.order import SameOrder
-from zero.presence import Hook, Presence
+from zero.presence import Hook, Presence, in_backward, other_thread
+from zero.saved import Saved
 from zero.window import Window
 
 Runs = list[Window]  # the units of one forward, in order
@@ -44,7 +46,8 @@ class Windows(Presence):
         self.root = windows[-1]
         self.reshard = reshard
         self._reducer: Reducer | None = None
-        self._inside = 0  # forwards of the wrapper that run now
+        self._inside, self._thread = 0, 0  # forwards of the wrapper that run now, and on which thread
+        self._learning = 0  # forwards with gradients so far
         self._held_open = 0
         self._runs: Runs = []  # of this forward
         self._expected: Runs = []  # of the one before
@@ -55,7 +58,7 @@ class Windows(Presence):
         self._unsettled: list[Window] = []  # of those, whose gradients are not launched yet
         self._order = SameOrder(gather.group, next(home.device for each in windows for home in each.homes))
         self._handles = []
-        self._of = {home.full.untyped_storage()._cdata: window for window in windows for home in window.homes}
+        self._saved = Saved(windows, self._open_in_backward)
         for window in windows[:-1]:
             begins = Hook(partial(self._begins, window))
             for each in window.unit.modules:
@@ -76,6 +79,8 @@ class Windows(Presence):
         """Take the hooks away. Parameters stay where they are, and say so."""
         for handle in self._handles:
             handle.remove()
+        for window in self.windows:
+            window.lose()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -84,9 +89,9 @@ class Windows(Presence):
             yield
             return
         self._start()
-        self._inside += 1
+        self._inside, self._thread = self._inside + 1, get_ident()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._saved.pack, self._saved.unpack):
                 yield
         except BaseException:
             self._inside -= 1
@@ -101,6 +106,7 @@ class Windows(Presence):
     @contextmanager
     def all_open(self) -> Iterator[None]:
         """Hold all parameters, whole, within it."""
+        self._begin("gather_full() or a state dict")
         self._held_open += 1
         try:
             for window in self.windows:
@@ -139,10 +145,17 @@ class Windows(Presence):
         """
         self._order.require(lambda: ", ".join(each.unit.name for each in self._expected))
 
+    def _begin(self, what: str) -> None:
+        first = next(each for each in self.windows if each.homes)
+        self._order.begin(what, partial(first.wait_for, first.homes[0]))
+
     # The forward ----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Begin with the root unit, and with the first unit of the forward before."""
+        learns = torch.is_grad_enabled()
+        self._learning += learns
+        self._begin(f"forward {self._learning} with gradients" if learns else "a forward without gradients")
         self._runs, self._place, self._idle = [], 0, self._expected[:1]
         self.root.begin()
         for window in self.windows[:-1]:
@@ -157,6 +170,8 @@ class Windows(Presence):
         """Open a unit before one of its modules runs, and begin with the next."""
         if in_backward():  # forwarded again, of a checkpoint
             self._enter_backward()
+        elif self._inside and get_ident() != self._thread:
+            raise other_thread(window.unit.name)
         elif self._inside and not window.is_running:
             window.is_running = True
             window.run = len(self._runs)
@@ -226,36 +241,11 @@ class Windows(Presence):
         if torch.is_grad_enabled():
             self._order.ask([self.windows.index(each) for each in self._runs])
 
-    # What autograd saves -------------------------------------------------------------------------------------------
-
-    def _pack(self, saved: Tensor) -> tuple[Tensor, int, Window | None]:
-        """Note of which window a saved tensor is a part, and its version, which PyTorch leaves to hooks."""
-        strided = saved.layout == torch.strided
-        return saved, saved._version, self._of.get(saved.untyped_storage()._cdata) if strided else None
-
-    def _unpack(self, packed: tuple[Tensor, int, Window | None]) -> Tensor:
-        """Return a saved tensor, there: a graph may leave its unit in ways that no hook on outputs sees.
-
-        Raises:
-            RuntimeError: it has been written to since, as parameters are by a step.
-        """
-        saved, version, window = packed
-        if saved._version != version:
-            what = (
-                "a parameter was stepped"
-                if window is not None
-                else f"a tensor of shape {tuple(saved.shape)} was written to"
-            )
-            raise RuntimeError(
-                f"{what} between its forward and its backward, which needs what it was: a variable needed for gradient "
-                "computation has been modified by an inplace operation"
-            )
-        if window is not None:
-            self._enter_backward()
-            window.open()
-        return saved
-
     # The backward ---------------------------------------------------------------------------------------------------
+
+    def _open_in_backward(self, window: Window) -> None:
+        self._enter_backward()
+        window.open()
 
     def _enter_backward(self) -> None:
         task = torch._C._current_graph_task_id()
@@ -305,8 +295,3 @@ class Windows(Presence):
         if not in_backward():  # a reentrant checkpoint has backwards of its own
             self._task = -1
             self.close()
-
-
-def in_backward() -> bool:
-    """True while autograd works on a node: what runs then is forwarded again, for a checkpoint."""
-    return torch._C._current_autograd_node() is not None

@@ -95,9 +95,20 @@ def join(values: Sequence[Any]) -> Any:
         if isinstance(first, dict):
             return {key: join([each[key] for each in values]) for key in first}
         return _like(first, [join(each) for each in zip(*values, strict=True)])
-    if any(each != first for each in values):
+    if not all(_equal(each, first) for each in values):
         raise ValueError(f"outputs: micro-batches made {list(values)}; wanted tensors, or what is equal in all of them")
     return first
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Compare what is no tensor: objects with tensors or arrays in them do not say in one word whether they differ."""
+    try:
+        return bool(value == other)
+    except (RuntimeError, ValueError):
+        raise ValueError(
+            f"outputs: micro-batches each made a {type(value).__name__}, which cannot be joined; wanted tensors, or "
+            "tuples, lists and dictionaries of them"
+        ) from None
 
 
 def _like(value: Any, parts: list[Any]) -> Any:

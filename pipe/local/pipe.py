@@ -17,7 +17,6 @@ overlap there too, last micro-batch first; between CPU stages it is one thread. 
 kept until then. Pipelines over processes, with other schedules, are `pipe.Pipeline`.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -78,11 +77,14 @@ class Pipe(nn.Module):
     do, and those of one GPU) take turns (`turns.py`), so the same seed gives the same masks. Sums of gradients are
     those of one forward of every micro-batch and one backward of all. Tensor subclasses' modes and saved-tensor hooks
     are not carried to the threads; autograd's modes, autocast, the default device, current streams and context
-    variables are.
+    variables are; `torch.func` and tracing are refused. To compile, compile the layers. Layers are called one by one:
+    not the sequence, whatever forward or hooks it has. Micro-batches are views of the batch: if autograd needs the
+    input of a layer, none may write to the batch in place.
 
     An error in a stage is raised by the forward, at once and as it is: other stages end what they have begun and begin
-    nothing more, and the pipe can be used again. Threads start with the first forward and end with the pipe; copies and
-    pickles start their own. `state_dict` has the module's names after `module.`.
+    nothing more, and the pipe can be used again. What they draw meanwhile, nobody waits for. Several threads may use a
+    pipe at once. Its own threads start with the first forward and end with the pipe; copies and pickles start theirs.
+    `state_dict` has the module's names after `module.`.
 
     Raises:
         TypeError: the module is no `nn.Sequential`.
@@ -113,7 +115,7 @@ class Pipe(nn.Module):
         self.cuts, self.devices = _placed(module, devices, cuts, balance)
         self._check_shared()
         self._place()
-        self._workers: Workers | None = None
+        self._workers = Workers(self.devices)
         self._turns = Turns(self.devices)
 
     @property
@@ -129,11 +131,13 @@ class Pipe(nn.Module):
 
         Raises:
             ValueError: the inputs have no batch, or outputs of micro-batches cannot be joined.
+            RuntimeError: within a transform of torch.func, or while it is traced.
         """
+        call = Call(Modes.of_this_thread(value, self.devices))
         values = cut(value, self._lengths(batch_of(value)))
         ready: list[Ready] = [{}] * len(values)
-        stages, inboxes = self.stages, self._threads().inboxes
-        call, keys = Call(Modes.of_this_thread(value, self.devices)), self._turns.keys(stages)
+        stages, inboxes = self.stages, self._workers.inboxes()
+        keys = self._turns.keys(stages)
         answer: Answer | None = None
         del value
         try:
@@ -156,11 +160,7 @@ class Pipe(nn.Module):
 
     def close(self) -> None:
         """End the threads and wait for them; another forward starts new ones."""
-        workers, self._workers = self._workers, None
-        if workers is not None and workers.alive:
-            workers.stop()
-            for thread in workers.threads:
-                thread.join()
+        self._workers.close()
 
     def _lengths(self, samples: int) -> list[int]:
         """Return how many samples each micro-batch has."""
@@ -169,12 +169,6 @@ class Pipe(nn.Module):
             return [self.split_size] * whole + [rest] * (rest > 0 or whole == 0)
         assert self.chunks is not None
         return part_lengths(samples, self.chunks) if samples else [0]
-
-    def _threads(self) -> Workers:
-        if self._workers is None or not self._workers.alive:
-            self._workers = Workers(self.devices)
-            weakref.finalize(self, self._workers.stop)
-        return self._workers
 
     def _told(self, error: BaseException, stage: int, microbatch: int, microbatches: int) -> BaseException:
         """Say in which stage an error came up, where Python can add to one."""
@@ -208,9 +202,6 @@ class Pipe(nn.Module):
         self._place()
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_workers": None}
-
 
 def _placed(
     module: nn.Sequential,
@@ -224,7 +215,11 @@ def _placed(
             raise ValueError("cuts or balance, but no devices; wanted a device for every stage")
         found = _cuts_by_device(module)
         return found, tuple(_homes(module)[start] for start in found)
+    if isinstance(devices, (str, torch.device)) or not devices:
+        raise ValueError(f"devices: got {devices!r}; wanted a list of a device for every stage, and of one at least")
     named = tuple(torch.device(each) for each in devices)
+    if missing := [str(each) for each in named if each.type == "cuda" and (each.index or 0) >= _gpus()]:
+        raise ValueError(f"devices: {', '.join(missing)}: this process sees {_gpus()} GPUs; name those, or 'cpu'")
     indexed = tuple(
         torch.device(each.type, torch.cuda.current_device()) if each.type == "cuda" and each.index is None else each
         for each in named
@@ -240,6 +235,10 @@ def _placed(
     if cuts is None:
         return even(len(module), len(indexed)), indexed
     return by_hand(cuts, len(module), len(indexed)), indexed
+
+
+def _gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _cuts_by_device(module: nn.Sequential) -> Cuts:

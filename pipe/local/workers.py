@@ -4,18 +4,23 @@ A thread starts with PyTorch's defaults, whatever its caller has set: whether gr
 default device, and the current streams of GPUs belong to threads. So a task carries its caller's (`Modes`).
 """
 
+import atexit
 import contextvars
 import threading
-from collections.abc import Iterator, Sequence
+import time
+import weakref
+from collections.abc import Callable, Iterator, MutableSet, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from pipe.local.across import Ready, Streams, events_now, streams_now
+
+AT_EXIT_S: Final = 30.0  # how long the end of the process waits for layers that are still at work
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,13 @@ class Modes:
 
     @classmethod
     def of_this_thread(cls, value: Any, devices: Sequence[torch.device]) -> "Modes":
-        """Look what is set here, for work on the value and on some devices."""
-        types = sorted({"cpu", *(device.type for device in devices)})
+        """Look what is set here, for work on the value and on some devices.
+
+        Raises:
+            RuntimeError: this thread transforms or traces what it computes, which other threads would not.
+        """
+        _require_plain()
+        types = sorted({"cpu", *(device.type for device in devices)} - {"meta"})  # on meta, nothing is cast
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
@@ -107,32 +117,96 @@ class Task:
             return Answer(self.stage, self.microbatch, value, events_now(value))
 
 
+class Worker(threading.Thread):
+    """Runs one stage's tasks on a device, in the order of its queue."""
+
+    def __init__(self, stage: int, device: torch.device) -> None:
+        # A daemon: another thread that waits for the end of all others would wait for an idle worker, too.
+        super().__init__(name=f"pipe stage {stage} on {device}", daemon=True)
+        self.device = device
+        self.inbox: SimpleQueue[Task | None] = SimpleQueue()
+        _WORKERS.add(self)
+
+    def run(self) -> None:
+        """Be a worker."""
+        streams = Streams(self.device)
+        while (task := self.inbox.get()) is not None:
+            task.call.answers.put(task.answer(streams))
+            del task  # an idle worker holds no activation
+
+    def end(self) -> None:
+        """Let it end after the tasks it has; nobody waits for that here."""
+        self.inbox.put(None)
+
+
+_WORKERS: Final[MutableSet[Worker]] = weakref.WeakSet()  # of all pipes
+
+
+@atexit.register
+def _end_all() -> None:
+    """Wait for workers: one that is at work when the interpreter ends makes the process abort, whatever it exits with.
+
+    An error of a stage is raised while other stages are at work, and may end the program.
+    """
+    workers, deadline = list(_WORKERS), time.monotonic() + AT_EXIT_S
+    for each in workers:
+        each.end()
+    for each in workers:
+        each.join(max(0.0, deadline - time.monotonic()))
+
+
 class Workers:
-    """One thread a device, each with a queue of tasks of its own."""
+    """The workers of a pipe, one a device: started when they are first asked for, and again where they have ended."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.inboxes: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in devices]
-        self.threads = [
-            threading.Thread(target=_work, args=(inbox, device), name=f"pipe stage {stage} on {device}", daemon=True)
-            for stage, (inbox, device) in enumerate(zip(self.inboxes, devices, strict=True))
-        ]
-        for thread in self.threads:
-            thread.start()
+        self.devices = devices
+        self.threads: list[Worker] = []
+        self._starting = threading.Lock()
+        self._end: Callable[[], object] = _nothing
 
-    @property
-    def alive(self) -> bool:
-        """False in a fork of the process that started them: it has none of its threads."""
-        return all(thread.is_alive() for thread in self.threads)
+    def inboxes(self) -> "list[SimpleQueue[Task | None]]":
+        """Return every stage's queue of tasks; whoever puts one there is answered."""
+        with self._starting:  # several threads may use one pipe
+            # None is alive in a fork of the process that started them.
+            if not self.threads or not all(each.is_alive() for each in self.threads):
+                self._end()
+                threads = [Worker(stage, device) for stage, device in enumerate(self.devices)]
+                for each in threads:
+                    each.start()
+                self._end = weakref.finalize(self, _end, threads)
+                self.threads = threads
+            return [each.inbox for each in self.threads]
 
-    def stop(self) -> None:
-        """Let every thread end after the task it has; they are not waited for."""
-        for inbox in self.inboxes:
-            inbox.put(None)
+    def close(self) -> None:
+        """End them, and wait for that."""
+        with self._starting:
+            threads, self.threads = self.threads, []
+            self._end()
+        for each in threads:
+            each.join()
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles start their own."""
+        return Workers, (self.devices,)
 
 
-def _work(inbox: "SimpleQueue[Task | None]", device: torch.device) -> None:
-    """Be a worker."""
-    streams = Streams(device)
-    while (task := inbox.get()) is not None:
-        task.call.answers.put(task.answer(streams))
-        del task  # an idle worker holds no activation
+def _end(threads: Sequence[Worker]) -> None:
+    for each in threads:
+        each.end()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _require_plain() -> None:
+    """Check that no transform or trace is under way: it belongs to this thread, and others' work would be left out."""
+    what = None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        what = "a transform of torch.func, as grad, jvp and vmap,"
+    elif torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        what = "tracing"
+    if what is not None:
+        raise RuntimeError(
+            f"Pipe: {what} sees what its own thread computes, and stages run on others: give it the pipe's .module"
+        )

@@ -31,8 +31,10 @@ class SplitCrossEntropy:
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss, a scalar."""
-        flat, wanted = logits.flatten(0, -2), targets.flatten()  # (rows, classes of this rank), (rows,)
+        # (rows, classes of this rank), (rows,)
+        flat, wanted = logits.reshape(-1, logits.shape[-1]), targets.flatten()
         wide = torch.promote_types(flat.dtype, torch.float32)
+        require_within(wanted, self.classes, "target", spared=IGNORED)
         if flat.shape[-1] == self.classes:
             return functional.cross_entropy(flat.to(wide), wanted)
         start, stop = self.region.share(self.classes)
@@ -41,7 +43,6 @@ class SplitCrossEntropy:
                 f"cross-entropy over {self.classes} classes on {self.region.ranks} ranks: logits have "
                 f"{flat.shape[-1]} of them; wanted this rank's {stop - start}, or all"
             )
-        require_within(wanted, self.classes, "target", spared=IGNORED)
         loss: Tensor = outside_graph(_SplitLoss.apply, self.region, flat, wanted, start, wide)
         return loss
 
@@ -74,13 +75,15 @@ class _SplitLoss(torch.autograd.Function):
         powers = shifted.exp_()
         sums, of_target = region.begin_sum(torch.stack([powers.sum(-1), of_target]))()
         count = counts.sum()
-        ctx.dtype = logits.dtype
-        ctx.save_for_backward(powers, own, is_own, counts / (count * sums), counts / count)
+        ctx.region, ctx.dtype = region, logits.dtype
+        shares = counts / count.clamp(min=1)  # without a target the mean is no number, and its gradient zeros
+        ctx.save_for_backward(powers, own, is_own, shares / sums, shares)
         losses: Tensor = (sums.log() - of_target) * counts
         return losses.sum() / count
 
     @staticmethod
     def backward(ctx: Any, *of_loss: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.region.require_first_order()
         powers, own, is_own, over_sums, over_count = ctx.saved_tensors
         of_logits = powers * (over_sums * of_loss[0])[:, None]
         of_logits.scatter_add_(-1, own, -(over_count * is_own * of_loss[0])[:, None])

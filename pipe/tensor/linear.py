@@ -136,6 +136,7 @@ class _Columns(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         region, later = ctx.region, ctx.later
+        region.require_first_order()
         x, *weights = ctx.saved_tensors
         wants_x, wants = ctx.needs_input_grad[2], ctx.needs_input_grad[3:]
         needs_input = any(wants[: len(weights)]) or any(later)
@@ -158,17 +159,22 @@ def _weight_gradients(
 ) -> list[Tensor | None]:
     """Return the gradients of weights, then of biases; `side`, of the outputs, is one tensor or one for each layer."""
     count = len(weights)
-    rows = [each.flatten(0, -2) for each in side]
+    rows = [_rows(each) for each in side]
     of_weights: Sequence[Tensor | None] = [None] * count
     of_biases: Sequence[Tensor | None] = [None] * count
     sizes = [weight.shape[0] for weight in weights]
     if any(wants[:count]):
-        made = [each.t() @ inputs.flatten(0, -2) for each in rows]
+        made = [each.t() @ _rows(inputs) for each in rows]
         of_weights = made if len(made) == count else torch.split(made[0], sizes)
     if any(wants[count:]):
         sums = [each.sum(0) for each in rows]
         of_biases = sums if len(sums) == count else torch.split(sums[0], sizes)
     return [each if wanted else None for each, wanted in zip([*of_weights, *of_biases], wants, strict=True)]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View (..., width) as (rows, width); a vector is one row."""
+    return x.reshape(-1, x.shape[-1])
 
 
 def _begin_input_gradient(region: Region, of_outputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Pending:
@@ -192,15 +198,16 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
         region, (of_y,) = ctx.region, of_outputs
+        region.require_first_order()
         x, weight = ctx.saved_tensors
         if region.splits_sequence:
             of_y = region.begin_gather(of_y)()
-        rows = of_y.flatten(0, -2)
+        rows = _rows(of_y)
         if ctx.later is not None:
             ctx.later(x, of_y)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[2:]
         of_x = of_y @ weight if wants_x else None
-        of_weight = rows.t() @ x.flatten(0, -2) if wants_weight else None
+        of_weight = rows.t() @ _rows(x) if wants_weight else None
         # Every rank has all of dy, so this is all of the bias's gradient, with the same bits everywhere.
         of_bias = rows.sum(0) if wants_bias else None
         return None, None, of_x, of_weight, of_bias

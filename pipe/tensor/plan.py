@@ -125,23 +125,30 @@ class _VocabularyColumn(Column):
 
 @dataclass(frozen=True)
 class Heads(Rule):
-    """An attention of which each rank has some heads: `count` names its number of them.
+    """An attention of which each rank has some heads: `count` names its number of them, or its numbers.
 
+    Where keys and values have fewer heads than queries, both numbers are to be named, and the ranks divide both.
     `columns` names its linear layers whose outputs are the heads'. `through` names the method that maps its input to
     all of their outputs, in that order: with it they are one product and one exchange. `dropout` names the probability
     that attention drops with, where that is a number of the module's: a rank draws masks of its own.
     """
 
-    count: str = "heads"
+    count: str | tuple[str, ...] = "heads"
     columns: tuple[str, ...] = ()
     through: str | None = None
     dropout: str | None = None
 
     def problems(self, module: nn.Module, ranks: int) -> Iterator[str]:
-        """Want a number of heads that the ranks divide, and column layers."""
-        yield from _divides(getattr(module, self.count), "heads", ranks)
+        """Want numbers of heads that the ranks divide, and column layers."""
+        missing = [each for each in self._counts() if not hasattr(module, each)]
+        parts = dict(module.named_modules())
+        if missing := [*missing, *(each for each in self.columns if each not in parts)]:
+            yield f"{type(module).__name__} has no {', '.join(missing)}; name what it has"
+            return
+        for count in self._counts():
+            yield from _divides(getattr(module, count), "heads" if self.count == count else f"heads ({count})", ranks)
         for name in self.columns:
-            yield from (f"{name}: {each}" for each in Column().problems(module.get_submodule(name), ranks))
+            yield from (f"{name}: {each}" for each in Column().problems(parts[name], ranks))
 
     def cuts(self, module: nn.Module) -> Iterator[tuple[str, int]]:
         """Those of the column layers."""
@@ -150,7 +157,8 @@ class Heads(Rule):
 
     def apply(self, module: nn.Module, region: Region) -> None:
         """Let it compute with fewer heads."""
-        setattr(module, self.count, getattr(module, self.count) // region.ranks)
+        for count in self._counts():
+            setattr(module, count, getattr(module, count) // region.ranks)
         layers: list[Any] = [module.get_submodule(name) for name in self.columns]
         for layer in layers:
             Column().apply(layer, region)
@@ -158,6 +166,9 @@ class Heads(Rule):
             setattr(module, self.through, Together(layers))
         if self.dropout is not None and getattr(module, self.dropout) > 0.0 and region.ranks > 1:
             OwnDraws(module, region)
+
+    def _counts(self) -> tuple[str, ...]:
+        return (self.count,) if isinstance(self.count, str) else self.count
 
 
 @dataclass(frozen=True)

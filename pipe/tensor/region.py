@@ -110,6 +110,18 @@ class Region:
                 f"{self.ranks} ranks do not divide; pad it, or parallelize without sequence_parallel"
             )
 
+    def require_first_order(self) -> None:
+        """Check, in a backward, that its gradients shall have none: what it sends would be left out of their graph.
+
+        Raises:
+            RuntimeError: it is one with create_graph=True.
+        """
+        if self.ranks > 1 and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a backward with create_graph=True through layers that are split over {self.ranks} ranks: what they "
+                "send in it has no gradient; take gradients of gradients on a model that is not split"
+            )
+
     def _dimension(self) -> int:
         assert self.sequence_dimension is not None
         return self.sequence_dimension

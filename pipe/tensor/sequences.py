@@ -56,4 +56,5 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.region.require_first_order()
         return None, ctx.region.begin_gather(of_outputs[0])()

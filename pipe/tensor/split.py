@@ -1,13 +1,14 @@
 """Split the layers of a model over ranks, in place, as a plan says."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.checks import require_member
 from pipe.tensor.plan import Rule, matches
 from pipe.tensor.region import Region
 from pipe.tensor.slices import TensorSlice
@@ -45,15 +46,17 @@ def parallelize(
     `partial`: the model is a stage, and rows that match nothing are let be.
 
     Raises:
-        ValueError: a layer cannot be split so, a row matches nothing, or a shared parameter is split in two ways;
-            before anything is sent or changed.
+        ValueError: this rank is not in the group, a layer cannot be split so, a row matches nothing, or a module or
+            parameter is planned in two ways; before anything is sent or changed.
     """
+    if group is not None:
+        require_member(group)
     region = Region(group, sequence_dimension if sequence_parallel else None)
     found, problems = _find(module, plan, region.ranks, partial=partial)
-    cuts = {id(module.get_parameter(name)): dimension for name, dimension in _cuts(found)}
-    problems += _shared_two_ways(module, dict(_cuts(found)))
+    problems = problems or _cut_two_ways(module, list(_cuts(found)))
     if problems:
         raise ValueError("; ".join(problems))
+    cuts = {id(module.get_parameter(name)): dimension for name, dimension in _cuts(found)}
     slices = {name: _slice_of(name, each, cuts.get(id(each)), region) for name, each in module.named_parameters()}
     _broadcast([each for each in module.parameters() if id(each) not in cuts] + list(module.buffers()), region)
     _cut(module, found, slices, region)
@@ -65,28 +68,40 @@ def parallelize(
 
 def _find(module: nn.Module, plan: Plan, ranks: int, *, partial: bool) -> tuple[Found, list[str]]:
     """List the modules that rows speak of, and what keeps them from being split."""
-    found, problems = [], []
+    found: Found = []
+    problems: list[str] = []
+    row_of: dict[int, str] = {}
     for pattern, rule in plan.items():
+        if not isinstance(rule, Rule):
+            problems.append(f"plan: {pattern!r} has a {type(rule).__name__}; wanted a row, as Column()")
+            continue
         matched = [(name, part) for name, part in module.named_modules() if matches(pattern, name)]
         if not matched and not partial:
             names = ", ".join(name for name, _ in module.named_children())
             problems.append(f"plan: {pattern!r} matches no module; the model has {names}")
         for name, part in matched:
+            if (other := row_of.setdefault(id(part), pattern)) != pattern:
+                problems.append(f"{name}: rows {other!r} and {pattern!r} both match it; wanted one row for a module")
             found.append((name, part, rule))
             problems += [f"{name}: {each}" for each in rule.problems(part, ranks)]
     return found, problems
 
 
 def _cuts(found: Found) -> Iterator[tuple[str, int]]:
+    """Name the parameters that rows split, each with the dimension."""
     for name, part, rule in found:
         for own, dimension in rule.cuts(part):
             yield f"{name}.{own}".removeprefix("."), dimension
 
 
-def _shared_two_ways(module: nn.Module, cuts: Mapping[str, int]) -> list[str]:
-    """Say which parameters of several names are split under one of them otherwise than under another."""
-    first: dict[int, str] = {}
+def _cut_two_ways(module: nn.Module, planned: Sequence[tuple[str, int]]) -> list[str]:
+    """Say which parameters are split by one row, or under one of their names, otherwise than by another."""
+    cuts: dict[str, int] = {}
     problems = []
+    for name, dimension in planned:
+        if cuts.setdefault(name, dimension) != dimension:
+            problems.append(f"{name}: split along dimension {cuts[name]} by one row and {dimension} by another")
+    first: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
         if cuts.get(name) != cuts.get(other):

@@ -1,6 +1,7 @@
 """Mistakes that a sharded wrapper refuses with a sentence, on every rank that makes them or on all, and no hang."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -13,7 +14,7 @@ from ddp import timeouts
 from jobs.train.world import World
 from support.data_parallel_models import CASES, ToyModel, seeded
 from support.sharded import SMALL_MB
-from zero import ShardedDataParallel, scatter
+from zero import ShardedDataParallel, data_parallel, scatter
 
 pytestmark = pytest.mark.ranks
 
@@ -123,7 +124,8 @@ def test_parameters_that_change_after_wrapping_are_named(on_ranks):
     for which, said in on_ranks(1, changed)[0].items():
         assert said == (
             f"{names.get(which.split()[0], 'norm.bias, norm.weight')}: changed after the module was sharded; freeze, "
-            "replace and convert parameters before wrapping, or build the wrapper and its optimizer anew"
+            "replace and convert parameters before wrapping, or take the module back with unwrap(), change it, and "
+            "build the wrapper and its optimizer anew"
         )
 
 
@@ -165,7 +167,7 @@ def absent(world: World) -> list[str]:
             optimizer.step()
     said = []
     if world.rank != 1:
-        with mock.patch.object(timeouts, "LATER_S", 0.3):
+        with mock.patch.object(timeouts, "LATER_S", 1.5):  # in which the other of the two is heard
             optimizer.step()
             said = [said_by(lambda: model(torch.ones(2, 10)), RuntimeError)]
     dist.barrier()
@@ -208,3 +210,32 @@ def test_a_bucket_that_fails_during_the_backward_is_named_every_time(on_ranks):
         assert len(found) == 2
         for said in found:
             assert "step 1: bucket 1 of 4 (layers.3.weight; 0.0156 MB) " in said
+
+
+def uneven(world: World) -> list[str]:
+    """Rank 1 takes one step less, and then saves, or evaluates; nothing may be sent that the others do not await."""
+    said = []
+    for near in (True, False):
+        for then in ("save", "evaluate"):
+            with nullcontext() if near else mock.patch.object(data_parallel, "neighbours_of", return_value=None):
+                model = wrap(world, stage=3)
+            for step in range(2 if world.rank == 1 else 3):
+                loss = said_by(lambda: TOY.loss(model, 0).backward(), RuntimeError)  # noqa: B023
+                said += [loss] if step == 2 else []
+            if world.rank == 1:
+                with torch.no_grad():
+                    use = model.state_dict if then == "save" else lambda: TOY.loss(model, 0)  # noqa: B023
+                    said.append(said_by(use, RuntimeError))
+    return said
+
+
+def test_ranks_that_take_other_numbers_of_steps_are_named_on_all(on_ranks):
+    # gloo ended the process of one of them: a message was longer than what it awaited.
+    first, second, third = on_ranks(3, uneven)
+    assert first == second == third
+    others = ["gather_full() or a state dict", "a forward without gradients"] * 2
+    assert [each.partition(".")[0] for each in first] == [
+        f"the ranks do not do the same: rank 0: forward 3 with gradients; rank 1: {other}; "
+        "rank 2: forward 3 with gradients"
+        for other in others
+    ]

@@ -396,3 +396,48 @@ def test_micro_batches_add_up_and_the_state_goes_into_another(on_ranks):
 
 def test_weights_of_16_bits_have_masters(on_ranks):
     assert on_ranks(2, low_precision) == [[]] * 2
+
+
+def between(world: World) -> list[str]:
+    """What comes between a forward and its backward: forwards without gradients, one that fails, a step."""
+    problems = []
+    model, plain = Layerwise(small(), world.group), small()
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    inputs, others = torch.ones(2, 3, dtype=torch.float64), torch.full((4, 3), 2.0, dtype=torch.float64)
+    loss = model(inputs).square().mean()
+    with torch.no_grad():
+        problems += [] if torch.allclose(model(others), plain(others)) else ["evaluated to something else"]
+    with torch.inference_mode():
+        model(others)
+    older = model(others)
+    for unusable in (older, model(others).detach()):
+        model(inputs)
+        try:
+            model.backward(unusable.sum())
+            problems.append("took a loss of something else")
+        except RuntimeError as error:
+            problems += [] if "forward" in str(error) else [str(error)]
+    try:
+        model(torch.ones(2, 4, dtype=torch.float64))
+        problems.append("took inputs of another width")
+    except RuntimeError:
+        problems += [f"{home.names} are whole" for home in model.homes if home.is_whole]
+    del loss
+    loss = model(inputs).square().mean()
+    with torch.no_grad():
+        model(others)
+    model.backward(loss)
+    plain(inputs).square().mean().backward()
+    problems += apart(model.full_gradients(), {name: each.grad for name, each in plain.named_parameters()})
+    loss = model(inputs).square().mean()
+    optimizer.step()
+    try:
+        model.backward(loss)
+        problems.append("took gradients of a graph from before the step")
+    except RuntimeError as error:
+        problems += [] if "inplace operation" in str(error) else [str(error)]
+    return problems
+
+
+def test_what_comes_between_a_forward_and_its_backward_does_not_harm_it(on_ranks):
+    assert on_ranks(2, between) == [[]] * 2

@@ -4,17 +4,34 @@ import copy
 import gc
 import os
 import pickle
+import subprocess
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipe import Pipe
+from pipe.local.workers import Worker
+from support.live import wait_until
 from support.local_pipes import PATIENCE_S, Doing, mlp, pipe_of
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass
+class Outputs:
+    """Compared by its fields, and tensors do not say in one word whether they are equal."""
+
+    logits: Tensor
 
 
 @pytest.fixture
@@ -100,10 +117,10 @@ def test_threads_end_with_the_pipe_and_an_idle_one_holds_nothing():
     model = pipe_of(nn.Tanh(), Doing(lambda x: held.append(weakref.ref(x)) or x + 1))
     with torch.no_grad():
         model(torch.ones(4, 1))
-    assert model._workers is not None
     threads = model._workers.threads
     assert all(thread.is_alive() for thread in threads)
-    assert [each() for each in held] == [None] * 4
+    assert len(held) == 4
+    wait_until(lambda: not any(each() is not None for each in held), "the threads to be idle")
     del model
     gc.collect()
     for thread in threads:
@@ -126,6 +143,103 @@ def test_a_closed_pipe_starts_again_and_so_do_a_copy_a_pickle_and_a_fork():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+AT_WORK = """
+import sys, threading, torch
+from torch import nn
+from pipe import Pipe
+
+class Work(nn.Module):
+    def __init__(self, do):
+        super().__init__()
+        self.do = do
+
+    def forward(self, x):
+        return self.do(x)
+
+busy = threading.Event()
+
+def fail(x):
+    if x[0] == 1:
+        busy.wait()
+        raise ValueError("broken")
+    return x
+
+def work(x):
+    if x[0] == 0:
+        busy.set()
+        for _ in range(20_000):
+            x = x + 1
+        print("worked to the end", flush=True)
+    return x
+
+Pipe(nn.Sequential(Work(fail), Work(work)), 2, devices=["cpu", "cpu"])(torch.arange(2.0))
+"""
+
+
+def test_an_error_that_ends_the_program_while_a_stage_is_at_work_ends_it_in_order():
+    # The interpreter's end under a thread that is at work made the process abort: 134, and a core dump.
+    ended = subprocess.run(
+        [sys.executable, "-c", AT_WORK], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
+    )
+    assert (ended.returncode, ended.stdout) == (1, "worked to the end\n")
+    assert "terminate" not in ended.stderr
+    assert "ValueError: broken" in ended.stderr
+
+
+def test_pipes_that_are_closed_leave_nothing_that_waits_for_their_end():
+    model = pipe_of(nn.Tanh(), nn.Tanh())
+    model(torch.ones(4, 1))
+    before = len(weakref.finalize._registry)  # type: ignore[attr-defined]
+    for _ in range(3):
+        model.close()
+        model(torch.ones(4, 1))
+    assert len(weakref.finalize._registry) <= before  # type: ignore[attr-defined]
+
+
+def test_threads_that_use_a_pipe_at_once_start_one_thread_a_stage():
+    model, users, outputs = pipe_of(nn.Tanh(), nn.Tanh(), chunks=3), 4, []
+    inputs = [torch.full((6, 1), float(number)) for number in range(users)]
+    barrier, before = threading.Barrier(users), set(threading.enumerate())
+    start = Worker.start
+
+    def slow(worker: Worker) -> None:  # whoever comes while it starts finds none that is alive
+        time.sleep(0.01)
+        start(worker)
+
+    def use(number: int) -> None:
+        barrier.wait(PATIENCE_S)
+        outputs.append((number, model(inputs[number])))
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(users)]
+    with mock.patch.object(Worker, "start", slow):
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join(PATIENCE_S)
+    assert len(set(threading.enumerate()) - before) == 2
+    assert len(outputs) == users
+    assert all(torch.equal(output, inputs[number].tanh().tanh()) for number, output in outputs)
+
+
+def test_what_only_the_calling_thread_knows_is_refused_and_not_left_out():
+    # torch.func.grad gave wrong gradients: the transform belongs to a thread, and the stages were on others.
+    model = Pipe(mlp(2, 3, 1), 2, devices=["cpu"] * 2)
+    inputs = torch.ones(4, 2, dtype=torch.float64)
+    parameters = dict(model.named_parameters())
+
+    def loss(given: dict[str, Tensor]) -> Tensor:
+        return torch.func.functional_call(model, given, (inputs,)).sum()
+
+    for use in (
+        lambda: torch.func.grad(loss)(parameters),
+        lambda: torch.vmap(model)(inputs[None]),
+        lambda: torch.func.vjp(model, inputs),
+    ):
+        with pytest.raises(RuntimeError, match=r"transform of torch\.func, .* give it the pipe's \.module"):
+            use()
+    assert torch.equal(loss(parameters), model(inputs).sum())
+
+
 def test_inputs_and_outputs_that_have_no_batch_are_refused_by_number():
     model = pipe_of(Doing(lambda x: x))
     for given, said in [
@@ -140,6 +254,8 @@ def test_inputs_and_outputs_that_have_no_batch_are_refused_by_number():
         (lambda x: float(x[0]), r"micro-batches made \[0.0, 1.0"),
         (lambda x: (x,) * (1 + int(x[0])), r"a tuple of \[1, 2, 3, 4\]"),
         (lambda x: x if x[0] else None, r"\['NoneType', 'Tensor'\]"),
+        (lambda x: Outputs(x.repeat(2)), "each made a Outputs, which cannot be joined"),
+        (lambda x: (x, x.repeat(2).numpy()), "each made a ndarray, which cannot be joined"),
     ]:
         with pytest.raises(ValueError, match=said):
             pipe_of(Doing(do))(inputs)
@@ -159,6 +275,9 @@ def test_settings_that_cannot_be_are_refused_with_numbers():
         ({**two, "balance": [1, 2], "cuts": [1]}, "wanted one of the two"),
         ({**two, "cuts": [3]}, "there is no layer 3 among 3"),
         ({"chunks": 1, "cuts": [1]}, "no devices"),
+        ({"chunks": 1, "devices": "cpu"}, "devices: got 'cpu'; wanted a list"),
+        ({"chunks": 1, "devices": []}, r"devices: got \[\]; wanted a list"),
+        ({"chunks": 1, "devices": ["cpu", "cuda:99"]}, r"devices: cuda:99: this process sees \d+ GPUs"),
     ]:
         with pytest.raises(ValueError, match=said):
             Pipe(layers(), **settings)

@@ -13,9 +13,18 @@ from jobs.train.models.gpt import assemble_gpt
 from jobs.train.models.tensor_plan import GPT_PLAN, split_gpt
 from jobs.train.models.vgg import build_vgg
 from jobs.train.world import World
-from pipe.tensor import Column, Row, SplitCrossEntropy, Vocabulary, parallelize
+from pipe.tensor import Column, Heads, Row, SplitCrossEntropy, Vocabulary, parallelize
 from pipe.tensor.region import Region
 from support.tensor_parallel import SHAPE, Case, build, split
+
+
+class Grouped(nn.Module):
+    """Fewer heads of keys and values than of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.pairs = 6, 2
+        self.query, self.pair = nn.Linear(6, 36), nn.Linear(6, 12)
 
 
 def refused(world: World) -> dict[str, str]:
@@ -45,6 +54,12 @@ def refused(world: World) -> dict[str, str]:
     ask("shared otherwise", gpt(tied=True), {"embed.token": Vocabulary(), "head": Row()})
     ask("kind", nn.Sequential(nn.Conv2d(3, 3, 1)), {"0": Row()})
     ask("subclass", nn.Sequential(nn.modules.linear.NonDynamicallyQuantizableLinear(3, 3)), {"0": Column()})
+    ask("two rows", gpt(), {"block1.mlp.up": Column(), "block*.mlp.up": Row()})
+    ask("cut twice", gpt(), {"block1.attention": Heads("heads", ("query",)), "block1.attention.query": Row()})
+    ask("no heads", gpt(), {"block1.attention": Heads("queries", ("query", "keys"))})
+    ask("no linear", nn.Sequential(nn.ReLU()), {"0": Column()})
+    ask("no row", gpt(), {"head": "column"})
+    ask("grouped", Grouped(), {"": Heads(("heads", "pairs"), ("query", "pair"))})
     ask("padding", nn.Sequential(nn.Embedding(3, 4, padding_idx=0)), {"0": Vocabulary()})
     return found
 
@@ -62,6 +77,12 @@ WANTED = {
     "split along dimension 1 here; plan both alike",
     "kind": "0: is a Conv2d, wanted Linear",
     "subclass": "0: is a NonDynamicallyQuantizableLinear, wanted Linear",
+    "two rows": "block1.mlp.up: rows 'block1.mlp.up' and 'block*.mlp.up' both match it; wanted one row for a module",
+    "cut twice": "block1.attention.query.weight: split along dimension 0 by one row and 1 by another",
+    "no heads": "block1.attention: Attention has no queries, keys; name what it has",
+    "no linear": "0: is a ReLU, wanted Linear",
+    "no row": "plan: 'head' has a str; wanted a row, as Column()",
+    "grouped": ": 2 heads (pairs) cannot be split over 3 ranks: 2 would be left; 3 could be",
     "padding": "0: padding_idx is not supported where a vocabulary is split",
 }
 
@@ -79,6 +100,7 @@ def in_use(world: World) -> dict[str, str]:
     ask = {
         "sequence": lambda: made.module(torch.zeros(2, 7, dtype=torch.int64)),
         "token": lambda: made.module(torch.tensor([[0, 24]])),
+        "whole": lambda: SplitCrossEntropy(Region(world.group), 24)(torch.zeros(2, 24), torch.tensor([0, 24])),
         "target": lambda: made.module(torch.zeros(2, 8, dtype=torch.int64), torch.full((2, 8), 24)),
         "classes": lambda: SplitCrossEntropy(Region(world.group), 24)(torch.zeros(2, 8), torch.zeros(2, dtype=int)),
     }
@@ -96,9 +118,43 @@ def test_inputs_that_do_not_fit_are_refused_with_numbers(on_ranks):
             "sequence": "sequence parallel: dimension 1 of [2, 7, 16] is 7, which 2 ranks do not divide; pad it, or "
             "parallelize without sequence_parallel",
             "token": "token 24 is not below the vocabulary of 24, nor 0 or more",
+            "whole": "target 24 is not below the vocabulary of 24, nor 0 or more",
             "target": "target 24 is not below the vocabulary of 24, nor 0 or more",
             "classes": "cross-entropy over 24 classes on 2 ranks: logits have 8 of them; wanted this rank's 12, or all",
         }
+
+
+def beyond(world: World) -> list[str]:
+    """Differentiate twice, through every function that sends; and split on a rank that is in no group."""
+    found = []
+
+    def ask(output: torch.Tensor, *by: torch.Tensor) -> None:
+        with pytest.raises(RuntimeError) as error:
+            torch.autograd.grad(output.sum(), by, create_graph=True)
+        found.append(str(error.value).partition(" through")[0])
+
+    for case in (Case(), Case(sequence=1)):
+        model = split(build(case), case, world).module
+        tokens = torch.zeros(2, 8, dtype=torch.int64)
+        ask(model(tokens, tokens), model.head.weight)
+        x = torch.ones(2, 8, 16, dtype=torch.float64, requires_grad=True)
+        for part in (model.block1.mlp.up, model.block1.mlp.down, model.head.eval()):
+            width = part.in_features
+            ask(part(x[..., :width] if width <= 16 else x.repeat(1, 1, 2)[..., :width]), part.weight)
+    logits = torch.ones(2, 12, requires_grad=True)
+    ask(SplitCrossEntropy(Region(world.group), 24)(logits, torch.tensor([0, 23])), logits)
+    outside = dist.new_group([0])
+    if world.rank == 1:
+        with pytest.raises(ValueError, match="rank 1 is not in the process group given"):
+            parallelize(nn.Sequential(nn.Linear(2, 2)), {"0": Column()}, outside)
+    return found
+
+
+@pytest.mark.ranks
+def test_gradients_of_gradients_are_refused_and_not_left_out(on_ranks):
+    # They were wrong in silence: what a backward sends is no part of the graph that create_graph makes of it.
+    for found in on_ranks(2, beyond):
+        assert found == ["a backward with create_graph=True"] * 9
 
 
 def test_a_stage_may_lack_what_rows_speak_of():

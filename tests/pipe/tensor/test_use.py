@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +16,7 @@ from ddp import BucketedDDP
 from jobs.train.world import World
 from pipe.mesh import Mesh
 from pipe.splitting.halves import WeightQueue
+from pipe.tensor import Column, Heads, Row, parallelize
 from pipe.tensor.cross_entropy import SplitCrossEntropy
 from pipe.tensor.linear import ColumnLinear, RowLinear, side_by_side
 from pipe.tensor.region import Pending, Region
@@ -80,7 +82,59 @@ def wrong_losses(world: World) -> list[str]:
         (3.0 * wanted).backward()
         problems += far(found.detach(), wanted.detach(), "loss", 1e-12 * scale)
         problems += far(own.grad, logits.grad[:, start:stop], "gradient of logits", 1e-14)
+    # Where all targets are ignored, the mean is no number and the gradient zeros: not as if a step were lost.
+    own = torch.ones(2, stop - start, requires_grad=True)
+    loss = SplitCrossEntropy(Region(world.group), 12)(own, torch.full((2,), -100))
+    loss.backward()
+    problems += [] if loss.isnan() and own.grad.eq(0.0).all() else [f"all ignored: {loss}, {own.grad}"]
     return problems
+
+
+def wrong_vectors(world: World) -> list[str]:
+    """One sample without a batch, through a pair of layers and to a loss, as `nn.Linear` takes it."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 12)).double()
+    made = parallelize(copy.deepcopy(whole), {"0": Column(), "2": Row()}, world.group)
+    x, target = torch.randn(4, dtype=torch.float64), torch.tensor(7)
+    start, stop = made.region.share(12)
+    functional.cross_entropy(whole(x), target).backward()
+    outputs = made.module(x)
+    own = outputs.detach()[start:stop].requires_grad_()
+    SplitCrossEntropy(made.region, 12)(own, target).backward()
+    outputs.backward(torch.cat(gathered(own.grad, world)))
+    return wrong_gradients(whole, made, WITHIN)
+
+
+def gathered(part: Tensor, world: World) -> list[Tensor]:
+    parts = [torch.empty_like(part) for _ in range(world.size)]
+    dist.all_gather(parts, part, group=world.group)
+    return parts
+
+
+class Grouped(nn.Module):
+    """Attention in which two heads of queries share one of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.pairs = 4, 2
+        self.query, self.pair, self.output = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.query(x).view(*x.shape[:2], self.heads, 3).transpose(1, 2)  # (batch, heads, tokens, 3)
+        keys, values = self.pair(x).view(*x.shape[:2], self.pairs, 6).transpose(1, 2).split(3, -1)
+        mixed = functional.scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+def wrong_grouped(world: World) -> list[str]:
+    torch.manual_seed(0)
+    whole = Grouped().double()
+    plan = {"": Heads(("heads", "pairs"), columns=("query", "pair")), "output": Row()}
+    made = parallelize(copy.deepcopy(whole), plan, world.group)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    for model in (whole, made.module):
+        model(x).square().sum().backward()
+    return wrong_gradients(whole, made, WITHIN)
 
 
 def wrong_later(world: World) -> list[str]:
@@ -123,6 +177,8 @@ CHECKS = {
     "autocast": wrong_autocast,
     "copy": wrong_copy,
     "losses": wrong_losses,
+    "vectors": wrong_vectors,
+    "grouped heads": wrong_grouped,
 }
 
 
