@@ -115,3 +115,14 @@ def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
         return results
 
     return call
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Let small operations of torch not wait for threads that other tests keep busy."""
+    import torch  # here: most tests need none
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -91,6 +91,19 @@ class _Split(nn.Module):
         plain.__dict__.update((name, each) for name, each in self.__dict__.items() if name not in (SITE, PLACE))
         return plain.__reduce_ex__(1)  # by later protocols pickle demands an object of this very class
 
+    def forward(self, input: Tensor) -> Tensor:
+        """Run the layer; as the plain one does where weight or bias are computed by now, by a norm or a mask."""
+        held = self._parameters
+        if "weight" not in held or "bias" not in held:
+            return super().forward(input)  # type: ignore[no-any-return]
+        weight, bias = held["weight"], held["bias"]
+        assert weight is not None
+        return self._run(input, weight, bias)
+
+    def _run(self, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        """Run the layer with parameters of its own."""
+        raise NotImplementedError
+
     def _tapped(
         self, run: Callable[..., Tensor], x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, *settings: Any
     ) -> Tensor:
@@ -106,13 +119,8 @@ class _Split(nn.Module):
 class _SplitLinear(_Split):
     """`nn.Linear`, split."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def _run(self, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """Map x (..., features) to (..., outputs)."""
-        held = self._parameters
-        if "weight" not in held or "bias" not in held:  # one is computed by now, by a norm or a mask
-            return super().forward(input)  # type: ignore[no-any-return]
-        weight, bias = held["weight"], held["bias"]
-        assert weight is not None
         if input.dim() < 2 or not _is_due(weight):
             return functional.linear(input, weight, bias)
         x = _in_autocast(input)
@@ -132,13 +140,8 @@ class _SplitLinear(_Split):
 class _SplitConvolution(_Split):
     """`nn.Conv1d`, `nn.Conv2d` or `nn.Conv3d`, split."""
 
-    def forward(self, input: Tensor) -> Tensor:
+    def _run(self, input: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
         """Map x (batch, channels, ...) to (batch, outputs, ...)."""
-        held = self._parameters
-        if "weight" not in held or "bias" not in held:  # one is computed by now, by a norm or a mask
-            return super().forward(input)  # type: ignore[no-any-return]
-        weight, bias = held["weight"], held["bias"]
-        assert weight is not None
         compiling = torch.compiler.is_compiling()
         if input.dim() != weight.dim() or not _is_due(weight) or (compiling and not input.requires_grad):
             return self._conv_forward(input, weight, bias)  # type: ignore[operator, no-any-return]

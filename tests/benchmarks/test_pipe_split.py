@@ -1,6 +1,5 @@
 """The benchmark of split backwards measures three ways that make the same gradients, and sees one that does not."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pipe_split
@@ -12,12 +11,7 @@ from pipe.splitting.halves import WeightQueue
 WIDTH, TOKENS = 32, 4
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor]:

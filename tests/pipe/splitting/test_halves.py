@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -20,13 +20,7 @@ from pipe.splitting.halves import WeightQueue
 Gradients = dict[str, Tensor | None]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Let small operations not wait for threads that other tests keep busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def loop(module: nn.Module, batches: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -12,14 +11,7 @@ from torch import Tensor, nn
 from pipe.splitting.halves import WeightQueue
 from pipe.splitting.weight_gradients import Linear, Sums
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Let small operations not wait for threads that other tests keep busy."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def mlp() -> nn.Sequential:
