@@ -16,7 +16,7 @@ class Roster:
         self.meets = meets
         self.nodes = list(nodes)  # in the order of node ranks
         self.hosts = [node.host for node in placement.nodes]
-        self.missing = len(self.nodes)  # nodes that have not yet done what the start waits for
+        self.missing = set(range(len(self.nodes)))  # node ranks that have not yet done what the start waits for
         self.swept: set[int] = set()  # node ranks on which nothing is left of the attempt
         self.node_of = {rank: node.node_rank for node in placement.nodes for rank in node.rank_range}
         self.running = set(self.node_of)
@@ -29,7 +29,7 @@ class Roster:
         While `patient`, ranks that have arrived are given a moment more: their own time-out says more than ours.
         """
         limit = f"{limit_s:g} s (start_timeout_s)"
-        if silent := [number for number, node in enumerate(self.nodes) if not node.hello]:
+        if silent := [number for number, node in enumerate(self.nodes) if node.hello is None]:
             return f"{self._name_nodes(silent)}: the agent did not answer within {limit}"
         # A program of the user's need not meet anybody; but once one rank waits at the store, all others should come.
         expected = self.meets or bool(self.running & self.arrived)
@@ -47,5 +47,6 @@ class Roster:
     def _name(self, ranks: list[int]) -> str:
         names = [f"rank {rank} on node {self.node_of[rank]}" for rank in ranks[:NAMED]]
         more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-        host = self.nodes[self.node_of[ranks[0]]].hello.get("host", "?")
+        hello = self.nodes[self.node_of[ranks[0]]].hello
+        host = hello.host if hello is not None else "?"
         return ", ".join(names) + more + f" ({host})"

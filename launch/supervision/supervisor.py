@@ -10,27 +10,28 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from jobs import exits
-from jobs.errors import MusterError, UnreachableError
+from jobs.errors import MusterError, RunFolderError, StorageError, UnreachableError
 from jobs.words import counted
 from launch import processes
-from launch.channel import ChannelClosed, Message
 from launch.console import Console
-from launch.look.runrows import read_json
+from launch.look.runrows import number, read_json, real
 from launch.submit.plan import Context
 from launch.supervision import resumption
 from launch.supervision.attempt import Attempt
 from launch.supervision.crew import REVIVE_S, SILENT_S, Crew
 from launch.supervision.eventlog import EventLog
-from launch.supervision.inbox import NOBODY, Inbox
+from launch.supervision.inbox import Event, Failed, Gone, Heard, Inbox, Loaded, Refused, StopRequest, Tick
 from launch.supervision.lease import Lease
 from launch.supervision.recovery import Choice, Decision
 from launch.supervision.story import last_advice
 from launch.supervision.succession import Succession
 from launch.supervision.verdict import Ending, Stop, Verdict, judge
 from launch.transports.base import LEASE_S, Transport
+from launch.wire.channel import Channel, ChannelClosed
+from launch.wire.messages import Bye, Heartbeat, Hello, StopRanks, ToAgent
 
 ORPHANS_S: Final = 2.0  # for the ranks of an agent that has died to end after it
 FENCE_S: Final = LEASE_S + 2.0  # for those of one that is only silent: its lease, and its keeper's kill
@@ -96,7 +97,7 @@ class Supervisor:
         try:
             await self.transport.start(self.inbox)
         except MusterError as error:
-            self.inbox.put(NOBODY, {"did": "refused", "error": error})
+            self.inbox.put(Refused(error))
 
     # One attempt after the other ------------------------------------------------------------------------------------
 
@@ -108,7 +109,7 @@ class Supervisor:
     async def _load(self) -> Verdict | None:
         """Choose the checkpoint of the next attempt, beside the loop; return the verdict when there is none to use."""
         work = asyncio.ensure_future(asyncio.to_thread(resumption.with_checkpoint, self.context, self.console.say))
-        work.add_done_callback(lambda _: self.inbox.put(NOBODY, {"did": "loaded"}))
+        work.add_done_callback(lambda _: self.inbox.put(Loaded()))
         await self._pump(work.done)
         try:
             self.context = await work
@@ -124,7 +125,7 @@ class Supervisor:
     def _new_attempt(self) -> None:
         nodes = [self.crew.nodes[slot] for slot in self.slots]
         for node in nodes:
-            node.reached, node.progress = {}, None
+            node.reached = node.progress = None
         patience_s = 0.0 if self.succession.past else self.transport.patience_s
         self.attempt = Attempt(self.context, nodes, self.log, self.console, self._send, patience_s)
         if self.stop is not None:  # asked for while we were busy
@@ -187,7 +188,7 @@ class Supervisor:
             except MusterError as error:
                 node.failure = error
             await self._pump(lambda: node.settled or self.stop is not None or time.monotonic() > deadline)
-            if node.hello or (node.failure is not None and not isinstance(node.failure, UnreachableError)):
+            if node.hello is not None or (node.failure is not None and not isinstance(node.failure, UnreachableError)):
                 return
             why = f"; the last time: {node.failure}" if node.failure is not None else why
             until = min(time.monotonic() + REVIVE_S, deadline)
@@ -200,36 +201,66 @@ class Supervisor:
     async def _pump(self, until: Callable[[], bool]) -> None:
         """Handle what comes until something is so; the clock ticks, so it is asked often."""
         while not until():
-            self._handle(*await self.inbox.next())
+            self._handle(await self.inbox.next())
 
-    def _handle(self, slot: int, message: Message) -> None:
-        """Give a message to the method that is called after it: ours, or the attempt's if it is about that one."""
-        if slot >= 0 and not self.crew.heard(slot, message):
-            return  # of an agent that we have given up
-        if handler := getattr(self, f"_on_{message['did']}", None):
-            handler(slot, message)
-        elif self.attempt is not None and slot in self.rank_of:
-            about = message.get("attempt", self.attempt.number)
-            handler = getattr(self.attempt, f"on_{message['did']}", None)
-            if handler is not None and about == self.attempt.number:
-                handler(self.rank_of[slot], message)
+    def _handle(self, event: Event) -> None:
+        """Give an event to the method that is for it."""
+        match event:
+            case Heard():
+                self._hear(event)
+            case Gone():
+                self._on_gone(event)
+            case Failed():
+                self._on_failed(event.slot, event.error)
+            case Refused(error):
+                self._current.stop_all(Stop(error.exit_code, str(error)), str(error), 0.0)
+            case StopRequest():
+                self._on_stop(event)
+            case Tick():
+                self._on_tick()
+            case Loaded():
+                pass  # whoever pumps looks at what was loaded
         while self.crew.broken:
-            self._on_gone(self.crew.broken.pop(), {"why": "its agent has gone"})
+            self._on_gone(Gone(self.crew.broken.pop()))
 
-    def _on_hello(self, slot: int, message: Message) -> None:
-        node = self.crew.nodes[slot]
-        if node.hello or node.failure is not None:
-            message["channel"].close()  # a second agent for one node, or one that we have given up
+    def _hear(self, heard: Heard) -> None:
+        """Handle a message of a node. Whatever is wrong with it costs that node, and not the run."""
+        try:
+            self._take(heard)
+        except (StorageError, RunFolderError):  # our own folder fails
+            raise
+        except Exception as error:
+            kind = type(heard.message).__name__
+            why = f"its agent broke the protocol: {kind}: {error or type(error).__name__}"
+            self.log.event("warning", text=f"node {heard.slot}: {why}")
+            self._on_gone(Gone(heard.slot, why, heard.via))
+
+    def _take(self, heard: Heard) -> None:
+        slot, message, attempt = heard.slot, heard.message, self.attempt
+        if isinstance(message, Hello):
+            self._on_hello(slot, message, heard.via)
             return
-        node.hello, node.channel = message, message["channel"]
+        if not self.crew.heard(slot, heard.via):
+            return  # of an agent that we have given up
+        if isinstance(message, Heartbeat):
+            self._on_heartbeat(slot, message, heard.received)
+        elif attempt is not None and slot in self.rank_of and message.attempt == attempt.number:
+            attempt.take(self.rank_of[slot], message)
+
+    def _on_hello(self, slot: int, message: Hello, channel: Channel) -> None:
+        node = self.crew.nodes[slot]
+        if node.hello is not None or node.failure is not None:
+            channel.close()  # a second agent for one node, or one that we have given up
+            return
+        node.hello, node.channel, node.heard = message, channel, time.monotonic()
         self._answered(slot)
 
-    def _on_failed(self, slot: int, message: Message) -> None:
+    def _on_failed(self, slot: int, error: MusterError) -> None:
         node = self.crew.nodes[slot]
-        if node.hello:  # what started its agent has ended: the channel's own end tells it
+        if node.hello is not None:  # what started its agent has ended: the channel's own end tells it
             return
         if node.failure is None and (self._current.is_over() or not self._current.is_stopping):
-            node.failure = message["error"]
+            node.failure = error
             self.log.event("unreachable", attempt=self.context.attempt, node=slot, message=str(node.failure))
             self._answered(slot)
 
@@ -240,33 +271,29 @@ class Supervisor:
         if attempt.is_over():  # an agent that was lost is there again: the next attempt's
             return
         if attempt.is_stopping:
-            self.crew.send(slot, {"do": "stop", "grace_s": 0.0, "attempt": attempt.number})
+            self.crew.send(slot, StopRanks(attempt.number, 0.0))
         elif slot in self.rank_of and not attempt.startup.complete:
-            attempt.advance(attempt.startup.answered)
+            attempt.advance(lambda: attempt.startup.answered(self.rank_of[slot]))
 
-    def _on_refused(self, slot: int, message: Message) -> None:
-        error = message["error"]
-        self._current.stop_all(Stop(error.exit_code, str(error)), str(error), 0.0)
-
-    def _on_gone(self, slot: int, message: Message) -> None:
-        if not self.crew.nodes[slot].gone:
-            self.crew.lose(slot, time.monotonic())
-            self._lost(slot, message["why"])
+    def _on_gone(self, gone: Gone) -> None:
+        node = self.crew.nodes[gone.slot]
+        if gone.via not in (None, node.channel):
+            return  # of an earlier agent of that node
+        if not node.gone:
+            self.crew.lose(gone.slot, time.monotonic())
+            self._lost(gone.slot, gone.why)
 
     def _lost(self, slot: int, why: str, ago_s: float = 0.0) -> None:
         if self.attempt is not None and slot in self.rank_of:
             self.attempt.lose(self.rank_of[slot], why, exits.UNREACHABLE, ago_s)
 
-    def _on_heartbeat(self, slot: int, message: Message) -> None:
+    def _on_heartbeat(self, slot: int, message: Heartbeat, received: float) -> None:
         node = self.crew.nodes[slot]
-        node.clock.note(
-            sent=message["sent"], heard=message["heard"], answered=message["time"], received=message["received"]
-        )
-        about = message.get("attempt", self.context.attempt)
-        if message.get("progress") is not None and about == self.context.attempt:
-            node.progress, node.progress_at = message["progress"], time.monotonic()
+        node.clock.note(sent=message.sent, heard=message.heard, answered=message.time, received=received)
+        if message.progress is not None and message.attempt == self.context.attempt:
+            node.progress, node.progress_at = message.progress, time.monotonic()
 
-    def _on_tick(self, slot: int, message: Message) -> None:
+    def _on_tick(self) -> None:
         now = time.monotonic()
         self.lease.renew()
         stood_s = self.crew.tick(now)
@@ -279,24 +306,24 @@ class Supervisor:
         request = read_json(self.run_dir.stop)
         if request.get("time") != self.request:
             self.request = request.get("time")
-            self._on_stop(NOBODY, {**request, "by": request.get("who", "muster stop")})
+            self._on_stop(stop_request(request))
         if self.attempt is not None:
             self.attempt.tick(now)
 
-    def _on_stop(self, slot: int, message: Message) -> None:
+    def _on_stop(self, request: StopRequest) -> None:
         """End the run on request: save first where that is possible; at a second request at once."""
         saving = resumption.saves(self.context)
-        code, text = message.get("code", exits.STOPPED), message.get("text", f"stopped by {message['by']}")
+        code = request.code
         if code == exits.TIMEOUT and saving:  # a limit of the scheduler's: the next allocation goes on
             code = exits.REQUEUE
-        again, self.stop = self.stop is not None, Stop(code, text)
+        again, self.stop = self.stop is not None, Stop(code, request.text or f"stopped by {request.by}")
         attempt = self.attempt
-        if attempt is None or (not again and not message.get("now") and attempt.drain(self.stop, message["by"])):
+        if attempt is None or (not again and not request.now and attempt.drain(self.stop, request.by)):
             return
-        grace_s = 0.0 if again or attempt.is_stopping or message.get("now") else message.get("grace_s")
-        attempt.stop_all(self.stop, message["by"], self.job.grace_s if grace_s is None else grace_s)
+        grace_s = 0.0 if again or attempt.is_stopping or request.now else request.grace_s
+        attempt.stop_all(self.stop, request.by, self.job.grace_s if grace_s is None else grace_s)
 
-    def _send(self, node_rank: int, message: Message) -> None:
+    def _send(self, node_rank: int, message: ToAgent) -> None:
         self.crew.send(self.slots[node_rank], message)
 
     # The end --------------------------------------------------------------------------------------------------------
@@ -307,13 +334,25 @@ class Supervisor:
         code = self.attempt.verdict().code if self.attempt is not None else 1
         for channel in self.inbox.channels:
             try:
-                channel.post({"do": "bye", "code": code})
+                channel.post(Bye(code & 0xFF))
             except ChannelClosed:
                 continue  # gone already: that is what bye asks for
             finally:
                 channel.close()
-        lost = [slot for slot, node in enumerate(self.crew.nodes) if node.gone or not node.hello]
+        lost = [slot for slot, node in enumerate(self.crew.nodes) if node.gone or node.hello is None]
         await self.transport.close(lost)
         if left := processes.of_run(self.run_dir.run_id):
             self.log.event("warning", text=f"{len(left)} processes outlived their keeper and were killed")
             processes.kill_run(self.run_dir.run_id, term_s=0.0)
+
+
+def stop_request(record: dict[str, Any]) -> StopRequest:
+    """Return the request that stop.json holds."""
+    code, grace_s = number(record.get("code")), real(record.get("grace_s"))
+    return StopRequest(
+        by=str(record.get("who") or "muster stop"),
+        text=str(record.get("text") or ""),
+        code=exits.STOPPED if code is None else code & 0xFF,
+        now=record.get("now") is True,
+        grace_s=None if grace_s is None else max(0.0, grace_s),
+    )
