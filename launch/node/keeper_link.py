@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from jobs import linux
 from jobs.boot import module_argv
+from launch.limits import restore_open_files
 from launch.wire.channel import START_BYTES
 
 CHUNK: Final = 1 << 16
@@ -31,7 +32,7 @@ def start_warm(
     """
     descriptors = [each.fileno() for each in sockets]
     argv = [*module_argv(python, "jobs.warm"), "--fds", ",".join(map(str, descriptors)), "--preload", preload]
-    return subprocess.Popen(
+    warm = subprocess.Popen(
         argv,
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
@@ -39,6 +40,8 @@ def start_warm(
         env=env,
         start_new_session=True,
     )
+    restore_open_files(warm.pid)
+    return warm
 
 
 class KeeperLink:

@@ -17,6 +17,7 @@ from jobs.errors import MusterError, RunFolderError, StorageError, UnreachableEr
 from jobs.words import counted
 from launch import processes
 from launch.console import Console
+from launch.limits import raise_open_files
 from launch.look.runrows import number, read_json, real
 from launch.submit.plan import Context
 from launch.supervision import resumption
@@ -63,6 +64,7 @@ class Supervisor:
     async def run(self) -> Verdict:
         """Make attempts to the end and record them; whatever happens, no process of the run is left."""
         began = time.time()
+        raise_open_files()
         self.log.submitted(self.context, self.transport.name)
         self.inbox.listen_for_signals()
         try:

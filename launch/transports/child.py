@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from jobs.errors import RefusedError
+from launch.limits import restore_open_files
 from launch.wire.channel import LINE_BYTES, Channel, over_pipes
 
 KEPT_LINES: Final = 200  # of standard error, per process
@@ -47,6 +48,7 @@ class Child:
             )
         except OSError as error:
             raise RefusedError(f"{argv[0]}: cannot be run here: {error.strerror}; is it installed?") from error
+        restore_open_files(self.process.pid)
         self.errors: list[str] = []  # the last lines of its standard error
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(self.process.pid)
