@@ -18,20 +18,19 @@ from jobs.words import counted
 from launch import storage
 from launch.console import Console
 from launch.submit.plan import Context
-from launch.supervision import progress, stacks
 from launch.supervision.crew import Node
 from launch.supervision.eventlog import EventLog
+from launch.supervision.hangs import HangWatch, Mute
 from launch.supervision.roster import Roster
 from launch.supervision.startup import Startup
 from launch.supervision.story import Story
 from launch.supervision.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
 from launch.wire import messages as wire
 from launch.wire.codec import ProtocolError
-from launch.wire.records import RankReport, Stack
+from launch.wire.records import RankReport
 
 SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
 MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first
-STACKS_S: Final = 4.0  # for the stacks of hung ranks to come
 DRAIN_S: Final = 60.0
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 
@@ -61,9 +60,7 @@ class Attempt:
         self.draining: Stop | None = None
         self.drain_deadline = 0.0
         self.stop_at: int | None = None
-        self.hang: progress.Hang | None = None
-        self.hang_deadline = 0.0
-        self.stacks: dict[int, Stack] = {}
+        self.hangs = HangWatch(self.roster, context.job.hang_s)
         self.stuck: set[int] = set()  # node ranks where something survives KILL
         self.stop_deadline: float | None = None
         self.began = time.time()
@@ -117,20 +114,21 @@ class Attempt:
                 self._begin_again()
                 self.advance(lambda: self.startup.reached(node_rank, message))
             case wire.Started():
-                self._check_ranks(node_rank, *(rank for rank, _, _ in message.ranks))
+                self.roster.check_own(node_rank, *(rank for rank, _, _ in message.ranks))
                 self._on_started(node_rank, message)
             case wire.Report():
-                self._check_ranks(node_rank, message.rank)
+                self.roster.check_own(node_rank, message.rank)
                 self._on_report(message.rank, message.report)
             case wire.Exited():
-                self._check_ranks(node_rank, message.rank)
+                self.roster.check_own(node_rank, message.rank)
                 self._on_exited(node_rank, message)
             case wire.Log():
-                self._check_ranks(node_rank, message.rank)
+                self.roster.check_own(node_rank, message.rank)
                 self.console.lines(message.stream, message.lines)
             case wire.Stacks():
-                self._check_ranks(node_rank, *(stack["rank"] for stack in message.ranks))
-                self._on_stacks(message)
+                self.roster.check_own(node_rank, *(stack["rank"] for stack in message.ranks))
+                self.hangs.take(message)
+                self._end_hang(time.monotonic())
             case wire.Held():
                 self._on_held(message)
             case wire.Swept():
@@ -143,11 +141,6 @@ class Attempt:
                 if message.gone:
                     self.roster.swept.add(node_rank)
                 self.lose(node_rank, message.why, message.code)
-
-    def _check_ranks(self, node_rank: int, *ranks: int) -> None:
-        """Let a node speak of its own ranks only."""
-        if foreign := [rank for rank in ranks if self.roster.node_of.get(rank) != node_rank]:
-            raise ProtocolError(f"it speaks of rank {foreign[0]}, which is not its own")
 
     # The start ------------------------------------------------------------------------------------------------------
 
@@ -165,13 +158,8 @@ class Attempt:
         """Note the processes of a node's ranks, by pid and start ticks: `muster stop` ends no others."""
         ranks = [(rank, pid) for rank, pid, _ in message.ranks]
         ticks = [(rank, each) for rank, _, each in message.ranks]
-        host = self._host(node_rank)
+        host = self.roster.nodes[node_rank].host
         self.log.event("started", attempt=self.number, node=node_rank, host=host, ranks=ranks, ticks=ticks)
-
-    def _host(self, node_rank: int) -> str:
-        """Name a node's host as its agent does."""
-        hello = self.roster.nodes[node_rank].hello
-        return hello.host if hello is not None else self.roster.hosts[node_rank]
 
     def _on_report(self, rank: int, report: RankReport) -> None:
         """Take what a rank reports."""
@@ -196,7 +184,7 @@ class Attempt:
             raise ProtocolError(f"rank {message.rank} ends a second time")
         node = self.roster.nodes[node_rank]
         ahead_s, drained = node.clock.seconds, self.draining is not None
-        ending = ending_of(message, node_rank, self._host(node_rank), ahead_s=ahead_s, ours=self.ours, drained=drained)
+        ending = ending_of(message, node_rank, node.host, ahead_s=ahead_s, ours=self.ours, drained=drained)
         self.roster.running.discard(message.rank)
         self._record(ending)
         over = self.draining is not None and not self.roster.running and not self.is_stopping
@@ -304,47 +292,26 @@ class Attempt:
         late_s = now - self.deadline
         if late_s > 0 and (late := self.roster.late(self.job.start_timeout_s, patient=late_s < MEET_S)):
             self.stop_all(Stop(exits.TIMEOUT, late), late, self.job.grace_s)
-        elif self.hang is not None:
-            if now > self.hang_deadline:
-                self._end_hang()
+        elif self.hangs.hang is not None:
+            self._end_hang(now)
         elif self.ours and self.startup.begun and not self.draining:
             self._look_for_hang(now)
 
     def _look_for_hang(self, now: float) -> None:
-        records = [(node.progress, node.progress_at) for node in self.roster.nodes]
-        self.hang = progress.hang(records, now, self.job.hang_s)
-        if self.hang is None:
+        if (hang := self.hangs.look(now)) is None:
             return
-        self.log.event("hang", attempt=self.number, seconds=self.hang.seconds, phase=self.hang.phase)
-        self.console.say(f"no rank has made progress for {self.hang.seconds:.0f} s; asking each where it is")
-        self.hang_deadline = now + STACKS_S
+        self.log.event("hang", attempt=self.number, seconds=hang.seconds, phase=hang.phase)
+        self.console.say(f"no rank has made progress for {hang.seconds:.0f} s; asking each where it is")
         self._tell_all(wire.Dump(self.number))
 
-    def _on_stacks(self, message: wire.Stacks) -> None:
-        """Take the stacks of a node's hung ranks; the last node's end the attempt."""
-        self.stacks.update({stack["rank"]: stack for stack in message.ranks})
-        if self.hang is not None and len(self.stacks) >= len(self.roster.running):
-            self._end_hang()
-
-    def _end_hang(self) -> None:
-        """Blame the ranks that are not where the others wait, and end the attempt."""
-        assert self.hang is not None
-        found = stacks.absent(self.stacks)
-        steps = self.hang.steps
-        what = f"made no progress for {self.hang.seconds:.0f} s after step {steps}"
-        if self.is_stopping:
+    def _end_hang(self, now: float) -> None:
+        """End the attempt once it is known who is to blame."""
+        if self.is_stopping or not self.hangs.is_due(now):
             return
-        rank = found.ranks[0] if found.ranks else None
-        node = self.roster.node_of[rank] if rank is not None else 0
-        mute = {self.roster.node_of[each] for each in self.roster.running - self.stacks.keys()}
-        if rank is None and mute:
-            why = f"{what}, and its keeper does not answer, so nobody knows where its ranks are"
-            self.lose(min(mute), why, exits.TIMEOUT, self.hang.seconds)
-            return
-        text = f"{what}: {found.text}"
-        lines = list(self.stacks[rank]["lines"][-20:]) if rank is not None else []
-        if rank is None:
-            self.stop_all(Stop(exits.TIMEOUT, f"the ranks {text}"), "the ranks hang", 0.0)
-            return
-        host, since = self.roster.hosts[node], time.time() - self.hang.seconds
-        self._record(Ending(rank, node, host, exits.TIMEOUT, None, since, "own", text, lines, step=steps, hung=True))
+        match found := self.hangs.blame():
+            case Ending():
+                self._record(found)
+            case Mute():
+                self.lose(found.node, found.why, exits.TIMEOUT, found.seconds)
+            case Stop():
+                self.stop_all(found, "the ranks hang", 0.0)

@@ -12,7 +12,7 @@ from typing import Final
 from jobs.errors import MusterError
 from jobs.placement import NodePlacement
 from launch.wire.channel import Channel, ChannelClosed
-from launch.wire.messages import Beat, Hello, Reached, ToAgent
+from launch.wire.messages import Beat, Heartbeat, Hello, Reached, ToAgent
 from launch.wire.records import Progress
 
 SILENT_S: Final = 5.0
@@ -52,6 +52,11 @@ class Node:
     progress_at: float = 0.0
 
     @property
+    def host(self) -> str:
+        """Its host, by the name that its agent gives it."""
+        return self.hello.host if self.hello is not None else self.place.host
+
+    @property
     def is_alive(self) -> bool:
         """True when its agent can be spoken to."""
         return self.channel is not None and not self.gone
@@ -60,6 +65,12 @@ class Node:
     def settled(self) -> bool:
         """True when its agent has come, or cannot."""
         return self.hello is not None or self.failure is not None
+
+    def beat(self, message: Heartbeat, received: float, attempt: int) -> None:
+        """Take the answer to a beat; what it says of another attempt's ranks does not count."""
+        self.clock.note(sent=message.sent, heard=message.heard, answered=message.time, received=received)
+        if message.progress is not None and message.attempt == attempt:
+            self.progress, self.progress_at = message.progress, time.monotonic()
 
     def forget_agent(self) -> None:
         """Be ready for another agent."""
@@ -101,6 +112,15 @@ class Crew:
         self.missing.discard(slot)
         if not self.missing:
             self.forgive(time.monotonic())
+
+    def greeted(self, slot: int, hello: Hello, channel: Channel) -> bool:
+        """Take a node's agent; False for a second one, or one of a node that we have given up."""
+        node = self.nodes[slot]
+        if node.settled:
+            channel.close()
+            return False
+        node.hello, node.channel, node.heard = hello, channel, time.monotonic()
+        return True
 
     def heard(self, slot: int, via: Channel) -> bool:
         """Note a sign of life; False when it is one of an earlier agent of that node."""

@@ -4,13 +4,15 @@ import asyncio
 import signal
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
 from jobs import exits
 from jobs.errors import MusterError, UnreachableError
+from launch.look.runrows import number, real
 from launch.wire.channel import Channel, ChannelClosed, NotAMessage
-from launch.wire.messages import FromAgent
+from launch.wire.messages import Bye, FromAgent
 
 TICK_S: Final = 0.25
 
@@ -58,6 +60,18 @@ class StopRequest:
     code: int = exits.STOPPED
     now: bool = False
     grace_s: float | None = None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "StopRequest":
+        """Return the request that stop.json holds."""
+        code, grace_s = number(record.get("code")), real(record.get("grace_s"))
+        return cls(
+            by=str(record.get("who") or "muster stop"),
+            text=str(record.get("text") or ""),
+            code=exits.STOPPED if code is None else code & 0xFF,
+            now=record.get("now") is True,
+            grace_s=None if grace_s is None else max(0.0, grace_s),
+        )
 
 
 @dataclass(frozen=True)
@@ -116,8 +130,8 @@ class Inbox:
     def listen_for_signals(self) -> None:
         """Have the signals that ask for an end come as events."""
         loop = asyncio.get_running_loop()
-        for number, request in SIGNALS:
-            loop.add_signal_handler(number, self.put, request)
+        for signal_number, request in SIGNALS:
+            loop.add_signal_handler(signal_number, self.put, request)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something beside the queue, until `close`."""
@@ -125,10 +139,14 @@ class Inbox:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def close(self) -> None:
-        """Read and tick no more."""
+    def close(self, code: int) -> None:
+        """Read and tick no more, and let every agent go; `code` is the run's exit code."""
         for task in self._tasks:
             task.cancel()
+        for channel in self.channels:
+            with suppress(ChannelClosed):  # gone already: that is what bye asks for
+                channel.post(Bye(code))
+            channel.close()
 
     async def _read(self, channel: Channel) -> None:
         """Hand on what a node sends; what is no message of the protocol ends its channel."""

@@ -5,6 +5,7 @@ from typing import Final
 
 from jobs.placement import Placement
 from launch.supervision.crew import Node
+from launch.wire.codec import ProtocolError
 
 NAMED: Final = 4  # ranks that a message names before it only counts
 
@@ -22,6 +23,15 @@ class Roster:
         self.running = set(self.node_of)
         self.arrived: set[int] = set()
         self.joined: set[int] = set()
+
+    def check_own(self, node_rank: int, *ranks: int) -> None:
+        """Let a node speak of its own ranks only.
+
+        Raises:
+            ProtocolError: if one of them is another node's.
+        """
+        if foreign := [rank for rank in ranks if self.node_of.get(rank) != node_rank]:
+            raise ProtocolError(f"it speaks of rank {foreign[0]}, which is not its own")
 
     def late(self, limit_s: float, *, patient: bool) -> str:
         """Say, after the deadline, who has not come; empty when everybody is where they should be.
@@ -47,6 +57,5 @@ class Roster:
     def _name(self, ranks: list[int]) -> str:
         names = [f"rank {rank} on node {self.node_of[rank]}" for rank in ranks[:NAMED]]
         more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-        hello = self.nodes[self.node_of[ranks[0]]].hello
-        host = hello.host if hello is not None else "?"
+        host = self.nodes[self.node_of[ranks[0]]].host
         return ", ".join(names) + more + f" ({host})"

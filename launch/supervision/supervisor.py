@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from jobs import exits
 from jobs.errors import MusterError, RunFolderError, StorageError, UnreachableError
@@ -18,10 +18,10 @@ from jobs.words import counted
 from launch import processes
 from launch.console import Console
 from launch.limits import raise_open_files
-from launch.look.runrows import number, read_json, real
+from launch.look.runrows import read_json
 from launch.submit.plan import Context
 from launch.supervision import resumption
-from launch.supervision.attempt import Attempt
+from launch.supervision.attempt import Attempt, Send
 from launch.supervision.crew import REVIVE_S, SILENT_S, Crew
 from launch.supervision.eventlog import EventLog
 from launch.supervision.inbox import Event, Failed, Gone, Heard, Inbox, Loaded, Refused, StopRequest, Tick
@@ -31,8 +31,7 @@ from launch.supervision.story import last_advice
 from launch.supervision.succession import Succession
 from launch.supervision.verdict import Ending, Stop, Verdict, judge
 from launch.transports.base import LEASE_S, Transport
-from launch.wire.channel import Channel, ChannelClosed
-from launch.wire.messages import Bye, Heartbeat, Hello, StopRanks, ToAgent
+from launch.wire.messages import Heartbeat, Hello, StopRanks
 
 ORPHANS_S: Final = 2.0  # for the ranks of an agent that has died to end after it
 FENCE_S: Final = LEASE_S + 2.0  # for those of one that is only silent: its lease, and its keeper's kill
@@ -129,7 +128,9 @@ class Supervisor:
         for node in nodes:
             node.reached = node.progress = None
         patience_s = 0.0 if self.succession.past else self.transport.patience_s
-        self.attempt = Attempt(self.context, nodes, self.log, self.console, self._send, patience_s)
+        slots = self.slots
+        send: Send = lambda rank, message: self.crew.send(slots[rank], message)  # noqa: E731
+        self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s)
         if self.stop is not None:  # asked for while we were busy
             self.attempt.stop_all(self.stop, self.stop.message, 0.0)
 
@@ -220,8 +221,6 @@ class Supervisor:
                 self._on_stop(event)
             case Tick():
                 self._on_tick()
-            case Loaded():
-                pass  # whoever pumps looks at what was loaded
         while self.crew.broken:
             self._on_gone(Gone(self.crew.broken.pop()))
 
@@ -240,28 +239,21 @@ class Supervisor:
     def _take(self, heard: Heard) -> None:
         slot, message, attempt = heard.slot, heard.message, self.attempt
         if isinstance(message, Hello):
-            self._on_hello(slot, message, heard.via)
+            if self.crew.greeted(slot, message, heard.via):
+                self._answered(slot)
             return
         if not self.crew.heard(slot, heard.via):
             return  # of an agent that we have given up
         if isinstance(message, Heartbeat):
-            self._on_heartbeat(slot, message, heard.received)
+            self.crew.nodes[slot].beat(message, heard.received, self.context.attempt)
         elif attempt is not None and slot in self.rank_of and message.attempt == attempt.number:
             attempt.take(self.rank_of[slot], message)
 
-    def _on_hello(self, slot: int, message: Hello, channel: Channel) -> None:
-        node = self.crew.nodes[slot]
-        if node.hello is not None or node.failure is not None:
-            channel.close()  # a second agent for one node, or one that we have given up
-            return
-        node.hello, node.channel, node.heard = message, channel, time.monotonic()
-        self._answered(slot)
-
     def _on_failed(self, slot: int, error: MusterError) -> None:
         node = self.crew.nodes[slot]
-        if node.hello is not None:  # what started its agent has ended: the channel's own end tells it
+        if node.settled:  # once there is an agent, the end of its channel counts
             return
-        if node.failure is None and (self._current.is_over() or not self._current.is_stopping):
+        if self._current.is_over() or not self._current.is_stopping:
             node.failure = error
             self.log.event("unreachable", attempt=self.context.attempt, node=slot, message=str(node.failure))
             self._answered(slot)
@@ -289,12 +281,6 @@ class Supervisor:
         if self.attempt is not None and slot in self.rank_of:
             self.attempt.lose(self.rank_of[slot], why, exits.UNREACHABLE, ago_s)
 
-    def _on_heartbeat(self, slot: int, message: Heartbeat, received: float) -> None:
-        node = self.crew.nodes[slot]
-        node.clock.note(sent=message.sent, heard=message.heard, answered=message.time, received=received)
-        if message.progress is not None and message.attempt == self.context.attempt:
-            node.progress, node.progress_at = message.progress, time.monotonic()
-
     def _on_tick(self) -> None:
         now = time.monotonic()
         self.lease.renew()
@@ -308,16 +294,14 @@ class Supervisor:
         request = read_json(self.run_dir.stop)
         if request.get("time") != self.request:
             self.request = request.get("time")
-            self._on_stop(stop_request(request))
+            self._on_stop(StopRequest.of(request))
         if self.attempt is not None:
             self.attempt.tick(now)
 
     def _on_stop(self, request: StopRequest) -> None:
         """End the run on request: save first where that is possible; at a second request at once."""
-        saving = resumption.saves(self.context)
-        code = request.code
-        if code == exits.TIMEOUT and saving:  # a limit of the scheduler's: the next allocation goes on
-            code = exits.REQUEUE
+        limit = request.code == exits.TIMEOUT and resumption.saves(self.context)
+        code = exits.REQUEUE if limit else request.code  # a scheduler's time limit: the next allocation continues
         again, self.stop = self.stop is not None, Stop(code, request.text or f"stopped by {request.by}")
         attempt = self.attempt
         if attempt is None or (not again and not request.now and attempt.drain(self.stop, request.by)):
@@ -325,36 +309,13 @@ class Supervisor:
         grace_s = 0.0 if again or attempt.is_stopping or request.now else request.grace_s
         attempt.stop_all(self.stop, request.by, self.job.grace_s if grace_s is None else grace_s)
 
-    def _send(self, node_rank: int, message: ToAgent) -> None:
-        self.crew.send(self.slots[node_rank], message)
-
     # The end --------------------------------------------------------------------------------------------------------
 
     async def _farewell(self) -> None:
         """Let every agent go; then whatever still carries the run id is killed."""
-        self.inbox.close()
-        code = self.attempt.verdict().code if self.attempt is not None else 1
-        for channel in self.inbox.channels:
-            try:
-                channel.post(Bye(code & 0xFF))
-            except ChannelClosed:
-                continue  # gone already: that is what bye asks for
-            finally:
-                channel.close()
+        self.inbox.close(self.attempt.verdict().code & 0xFF if self.attempt is not None else 1)
         lost = [slot for slot, node in enumerate(self.crew.nodes) if node.gone or node.hello is None]
         await self.transport.close(lost)
         if left := processes.of_run(self.run_dir.run_id):
             self.log.event("warning", text=f"{len(left)} processes outlived their keeper and were killed")
             processes.kill_run(self.run_dir.run_id, term_s=0.0)
-
-
-def stop_request(record: dict[str, Any]) -> StopRequest:
-    """Return the request that stop.json holds."""
-    code, grace_s = number(record.get("code")), real(record.get("grace_s"))
-    return StopRequest(
-        by=str(record.get("who") or "muster stop"),
-        text=str(record.get("text") or ""),
-        code=exits.STOPPED if code is None else code & 0xFF,
-        now=record.get("now") is True,
-        grace_s=None if grace_s is None else max(0.0, grace_s),
-    )

@@ -203,23 +203,9 @@ FROM_AGENT: Final = table(
     *(Terminated, Broken, Ready),
 )
 FromAgent = (
-    Hello
-    | Heartbeat
-    | Inspected
-    | Prepared
-    | Reached
-    | Started
-    | Report
-    | Exited
-    | Held
-    | Stacks
-    | Swept
-    | Log
-    | File
-    | Terminated
-    | Broken
-    | Ready
-)
+    Hello | Heartbeat | Inspected | Prepared | Reached | Started | Report | Exited | Held | Stacks | Swept | Log | File
+    | Terminated | Broken | Ready
+)  # fmt: skip
 
 
 # To the agent --------------------------------------------------------------------------------------------------------
