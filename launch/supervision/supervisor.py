@@ -231,8 +231,7 @@ class Supervisor:
         except (StorageError, RunFolderError):  # our own folder fails
             raise
         except Exception as error:
-            kind = type(heard.message).__name__
-            why = f"its agent broke the protocol: {kind}: {error or type(error).__name__}"
+            why = f"its agent broke the protocol: {type(heard.message).__name__}: {error or type(error).__name__}"
             self.log.event("warning", text=f"node {heard.slot}: {why}")
             self._on_gone(Gone(heard.slot, why, heard.via))
 
