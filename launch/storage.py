@@ -128,7 +128,8 @@ def keep(run: RunDir, message: dict[str, Any]) -> None:
                 make_folder(path.parent)
         descriptor = _open_within(run, name, os.O_WRONLY | os.O_CREAT)
         try:
-            if not 0 <= offset <= (size := os.fstat(descriptor).st_size):
+            size = os.fstat(descriptor).st_size
+            if not 0 <= offset <= size:
                 raise UnreachableError(f"its agent sent {name} from byte {offset}, and the file has {size} bytes")
             os.pwrite(descriptor, base64.b64decode(message["data"]), offset)
         finally:
