@@ -257,8 +257,17 @@ def list_runs(root: Path) -> list[RunDir]:
 
 
 def all_runs(root: Path) -> list[RunDir]:
-    """List all folders under a folder that look like runs, whoever made them; nothing in them may be read."""
-    entries = root.iterdir() if root.is_dir() else ()
+    """List all folders under a folder that look like runs, whoever made them; nothing in them may be read.
+
+    Raises:
+        RunFolderError: the folder cannot be listed.
+    """
+    try:
+        entries = list(root.iterdir()) if root.is_dir() else []
+    except OSError as error:
+        raise RunFolderError(
+            f"{root}: cannot be listed: {error.strerror}; choose another one with --runs DIR"
+        ) from error
     runs = [RunDir(each) for each in entries if os.path.isfile(each / "events.jsonl")]  # noqa: PTH113 (as above)
     return sorted(runs, key=lambda run: (run.run_id.rsplit("-", 2)[-2:], run.run_id))
 

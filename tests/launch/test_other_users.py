@@ -17,6 +17,7 @@ from jobs import rank_start
 from jobs.files import append_line, read_lines
 from jobs.rundir import RunDir
 from launch import storage, supervise
+from launch.cli import main
 from launch.processes import start_ticks
 from support.users import ATTACKER, VICTIM, command, give, muster_as, needs_root, public_folder, succeeds_as
 
@@ -154,6 +155,23 @@ def test_a_run_of_ones_own_is_found_among_planted_ones(plant, public: Path, home
     (row,) = json.loads(shown.stdout)
     assert row["run_id"] != NEWEST
     assert len(shown.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["list"], ["status"], ["bench", "show"], ["resume", NEWEST]])
+@pytest.mark.parametrize("closed", ["run", "runs"])
+def test_a_folder_that_is_closed_to_this_user_is_refused_in_one_line(plant, public, words, closed: str) -> None:
+    run = plant(ATTACKER)
+    folder = run.path if closed == "run" else run.path.parent
+    os.chown(folder, ATTACKER, ATTACKER)
+    folder.chmod(0o700)
+
+    def muster() -> None:
+        codes = [main([*words, "--runs", str(public / "runs")]), main(["bench", "show", str(run.path)])]
+        assert codes == [73, 2]
+
+    assert main([*words, "--runs", str(public / "none")]) in (2, 73)  # imports what a user may be unable to read
+    assert main(["bench", "show", str(public / "none")]) == 2
+    assert succeeds_as(VICTIM, muster)  # in a fork: what `muster_as` starts may be able to read anything
 
 
 def test_a_runs_folder_that_everybody_can_replace_is_refused(plant, public: Path) -> None:
