@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Callable
 
+from launch.channel import Channel
 from pairs import interleaved, report
 
 from cloudlab.box.hosts import box_hosts
 from jobs.errors import MusterError
 from jobs.hosts import HostSet
 from jobs.site import SshSettings
-from launch.channel import Channel
 from launch.transports.child import Child
 from launch.transports.ssh import Ssh
 from launch.transports.ssh_command import base_options

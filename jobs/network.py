@@ -17,6 +17,7 @@ IFREQ_BYTES: Final = struct.calcsize("16sQQQ")  # struct ifreq: a name, and a un
 NAME_BYTES: Final = 16
 ADDRESSES: Final = 1024
 INET6: Final = Path("/proc/net/if_inet6")
+LOOPBACK: Final = "127.0.0.1"
 ANY_PORT: Final = 9  # connecting a datagram socket sends nothing: it only asks for the route
 
 Route = tuple[str, str]  # an interface, and this host's address on it
@@ -63,6 +64,25 @@ def choose(addresses: Iterable[Sequence[str]], wanted: str) -> Route | None:
     except ValueError:
         return None
     return next((pair for pair in pairs if ipaddress.ip_address(pair[1]) in network), None)
+
+
+def bindable(address: str, wanted: str, addresses: Sequence[Route]) -> str:
+    """Return the address of this host to listen at: that of the interface or network `wanted`, else `address` itself.
+
+    A name stands for those of our addresses that it resolves to. "" - every address - where this host has none of it,
+    as behind a translated address.
+    """
+    if wanted:
+        chosen = choose(addresses, wanted)
+        return chosen[1] if chosen is not None else LOOPBACK  # the caller refuses what nobody can reach
+    own = {each for _, each in addresses}
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(address, None, socket.AF_INET)] if address else []
+    except (OSError, UnicodeError):
+        found = []
+    if address.startswith("127."):
+        return address
+    return next((each for each in found if each in own), "")
 
 
 def interface_of_mac(mac: str) -> str | None:

@@ -16,9 +16,9 @@ def serve(listening: socket.socket) -> None:
     """Serve a c10d TCPStore on a listening socket until this process is killed."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    port = listening.getsockname()[1]
+    address, port = listening.getsockname()[:2]
     store = TCPStore(
-        "127.0.0.1",
+        "127.0.0.1" if address == "0.0.0.0" else address,  # this process is a client of its own, too
         port,
         is_master=True,
         wait_for_workers=False,

@@ -1,26 +1,30 @@
-"""The agent's first breath: one per node, it greets the supervisor before it imports what the rest of it needs.
+"""The start of an agent, one per node: it greets the supervisor before it imports what the rest of it needs.
 
-Started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours, and told
+Started as `python -I launch/boot.py launch.agent ...`, so that a user's own `jobs/` cannot shadow ours, and given
 everything over its channel: nothing of the user's stands on its command line. The carrier is its standard input and
-output, or, with --connect, a TCP connection that it dials and shows a token on. Then `launch/node/serve.py` takes over.
+output, or, with --connect, a TCP connection that it dials. There both ends first prove that they hold this node's key
+(launch/wire/handshake.py); until then nothing is obeyed. Then `launch/node/serve.py` takes over.
 
 Of 64 nodes that are started from one machine the last has greeted when the sum of all starts is done. So nothing is
 imported up to the greeting that Python has not imported already (json costs 5 ms, socket 4, where all of this costs 1),
-and what comes after it, 40 ms, waits until the supervisor says a word: it does when everybody has greeted.
+and what comes after it, 40 ms, waits until the supervisor's first message: it comes when everybody has greeted.
 """
 
 import os
 import select
+import stat
 import sys
 import time
 
 DIAL_PAUSE_S = 0.2
+ANSWER_S = 10.0  # for who answers to prove that it is the supervisor
 DIAL_EACH_S = 3.0  # one of several addresses of the supervisor may swallow packets
 DIAL_TIMEOUT_S = 60.0
 START_TICKS_FIELD = 19  # of /proc/PID/stat, counted after the name
 UNREACHABLE, REFUSED = 69, 78  # of jobs/exits.py, whose dataclass costs as much as all else here
-TOKEN = "MUSTER_TOKEN"
-WRONG_TOKEN = b'{"do": "bye", "code": 78, "why": "wrong token"}\n'  # the supervisor's only word to one without it
+SECRET = "MUSTER_SECRET"  # the run's: the key of every node follows from it
+KEY = "MUSTER_KEY"  # this node's
+LONGEST_SECRET = 256
 WORD_S = 600.0  # for the supervisor's first word: until the slowest node has greeted, or has failed
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
 PASSED_ON = ("PATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what a plan for this node depends on
@@ -40,12 +44,6 @@ def main() -> None:
     except ConnectionError:
         sys.exit(UNREACHABLE)  # the supervisor has gone meanwhile, and nobody is left to hear of it
     select.select([max(carrier, 0)], [], [], WORD_S)
-    if carrier >= 0 and is_refused(carrier):
-        raise gave_up(
-            REFUSED,
-            f"{os.uname().nodename}: the supervisor at {options['connect']} does not know this token: the line is of "
-            "another job, or of other options; print it again with muster cmd",
-        )
     from launch.node.serve import serve
 
     keeper = int(options["keeper-fd"]) if "keeper-fd" in options else None
@@ -58,32 +56,29 @@ def main() -> None:
 def greet(options: Options) -> int:
     """Say hello over the carrier; return its socket's descriptor, or -1 for the standard streams."""
     node = node_of(options["node"])
-    token = options.get("token") or os.environ.pop(TOKEN, "")
     if "connect" not in options:
-        os.write(1, line(hello(node, "")))
+        os.write(1, line(hello("")))
         return -1
     import socket
 
-    if "token-file" in options:
-        token = read_token(options["token-file"])
-    connection = dial(options["connect"].split(","), float(options.get("dial-timeout-s", DIAL_TIMEOUT_S)))
-    greeting = hello(node, connection.getsockname()[0])
+    key = key_of(node, options)
+    addresses = options["connect"].split(",")
+    connection = dial(addresses, node, key, float(options.get("dial-timeout-s", DIAL_TIMEOUT_S)))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(line({"token": token}) + line(greeting))
+    connection.sendall(line(hello(connection.getsockname()[0])))
     return connection.detach()
 
 
-def is_refused(carrier: int) -> bool:
-    """Look, without taking it, whether the first word of the supervisor is that the token is wrong."""
-    import socket
+def key_of(node: int, options: Options) -> str:
+    """Return this node's key: its own, or that which follows from the run's secret."""
+    key, secret = os.environ.pop(KEY, ""), os.environ.pop(SECRET, "")
+    if "secret-file" in options:
+        secret = read_secret(options["secret-file"])
+    if not key and not secret:
+        raise gave_up(REFUSED, f"{os.uname().nodename}: has neither {KEY} nor {SECRET}; paste the whole line")
+    from launch.wire.handshake import node_key
 
-    connection = socket.socket(fileno=carrier)
-    try:
-        return connection.recv(len(WRONG_TOKEN), socket.MSG_PEEK | socket.MSG_DONTWAIT) == WRONG_TOKEN
-    except OSError:  # it has said nothing, or has gone: whoever serves it will see
-        return False
-    finally:
-        connection.detach()
+    return key or node_key(secret, node)
 
 
 def parse(words: list[str]) -> Options:
@@ -102,7 +97,7 @@ def line(message: "dict[str, object]") -> bytes:
 
 
 def spell(value: object) -> str:
-    """Write plain values as JSON (RFC 8259)."""
+    """Write plain values as JSON (RFC 8259): json itself costs 5 ms."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{spell(str(name))}: {spell(each)}" for name, each in value.items()) + "}"
     if isinstance(value, list):
@@ -112,13 +107,19 @@ def spell(value: object) -> str:
     return f'"{value.translate(ESCAPES)}"' if isinstance(value, str) else repr(value)
 
 
-def read_token(path: str) -> str:
-    """Read the token, or end with what to do."""
+def read_secret(path: str) -> str:
+    """Read the run's secret from a file of this user's or root's, or end with what to do."""
+    host = os.uname().nodename
     try:
-        with open(path, encoding="utf-8") as file:  # noqa: PTH123 (pathlib costs 8 ms)
-            return file.read().strip()
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid not in (0, os.geteuid()):
+                raise gave_up(REFUSED, f"{host}: {path} belongs to user {status.st_uid}, expected you; it was not used")
+            return os.read(descriptor, LONGEST_SECRET).decode("ascii", errors="replace").strip()
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        host = os.uname().nodename
         raise gave_up(
             REFUSED,
             f"{host}: cannot read {path}: {error.strerror}; over this transport the run folder must be on storage that "
@@ -126,28 +127,64 @@ def read_token(path: str) -> str:
         ) from error
 
 
-def dial(addresses: list[str], timeout_s: float) -> "socket.socket":
-    """Dial the supervisor at any of its addresses until one answers, or end."""
-    import socket
+def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket.socket":
+    """Dial until the supervisor answers at one of its addresses and proves that it is; or end, and say why."""
+    from launch.wire.handshake import HandshakeError
 
     deadline = time.monotonic() + timeout_s
-    why = ""
+    why, where = "", " or ".join(addresses)
     while time.monotonic() < deadline:
+        strangers = 0
         for address in addresses:
-            host, _, port = address.rpartition(":")
             try:
-                connection = socket.create_connection((host, int(port)), timeout=min(timeout_s, DIAL_EACH_S))
-                if connection.getsockname() == connection.getpeername():
-                    raise OSError("it reached itself")  # dialled from the very port it dials
-                connection.settimeout(None)
-                return connection
+                return meet(address, node, key, min(timeout_s, DIAL_EACH_S))
+            except HandshakeError as error:
+                strangers, why = strangers + 1, str(error)
             except OSError as error:
                 why = error.strerror or str(error)
+        if strangers == len(addresses):
+            raise gave_up(
+                REFUSED,
+                f"{os.uname().nodename}: who answers at {where} {why}, so it was not obeyed; paste the lines of one "
+                "muster cmd, and let no other program take that port",
+            )
         if is_abandoned():
             sys.exit(UNREACHABLE)
         time.sleep(DIAL_PAUSE_S)
-    where = " or ".join(addresses)
     raise gave_up(UNREACHABLE, f"{os.uname().nodename}: no supervisor at {where} within {timeout_s:g} s: {why}")
+
+
+def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket":
+    """Connect to an address, and let both ends prove that they hold the key.
+
+    Raises:
+        OSError: if nobody answers there.
+        HandshakeError: if somebody else does.
+    """
+    import socket
+
+    from launch.wire.handshake import LONGEST, AgentSide
+
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=timeout_s)
+    try:
+        if connection.getsockname() == connection.getpeername():
+            raise OSError("it reached itself")  # dialled from the very port it dials
+        connection.settimeout(ANSWER_S)
+        end = AgentSide(key, node, address)
+        connection.sendall(end.greeting())
+        answer = b""
+        while not answer.endswith(b"\n") and len(answer) < LONGEST:
+            data = connection.recv(LONGEST - len(answer))
+            if not data:
+                raise OSError("hung up")  # it expects nobody, or is no supervisor
+            answer += data
+        connection.sendall(end.answer(answer))
+        connection.settimeout(None)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def is_abandoned() -> bool:
@@ -163,15 +200,14 @@ def gave_up(code: int, text: str) -> SystemExit:
     return SystemExit(code)
 
 
-def hello(node: int, address: str) -> dict[str, object]:
-    """Say which node this is and what it has; looks for torch without importing it.
+def hello(address: str) -> dict[str, object]:
+    """Say what this node has; looks for torch without importing it.
 
     `address` is the one that the supervisor reached this node by; ssh tells it in its own variable.
     """
     over_ssh = os.environ.get("SSH_CONNECTION", "").split()
     return {
-        "did": "hello",
-        "node": node,
+        "message": "Hello",
         **identity(),
         "slurm_name": os.environ.get("SLURMD_NODENAME", ""),
         "address": address or (over_ssh[2] if len(over_ssh) == 4 else ""),

@@ -5,6 +5,7 @@ Rank 0's standard output goes to standard output; everything of ours goes to sta
 
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from launch.submit.plan import NodePlan
@@ -36,14 +37,14 @@ class Console:
                 self.say(f"{rank.rank:>6}  {node.placement.node_rank:>4}  {node.placement.host:<20}  {cores}")
         self.say(f"master {master}")
 
-    def lines(self, stream: str, lines: list[str]) -> None:
+    def lines(self, stream: str, lines: Sequence[str]) -> None:
         """Pass on what rank 0 printed."""
         if self.quiet or not self.ranks:
             return
         for line in lines:
             self._print(line, sys.stdout if stream == "out" else sys.stderr)
 
-    def progress(self, report: dict[str, Any]) -> None:
+    def progress(self, report: Mapping[str, Any]) -> None:
         """Move the progress line to a step."""
         if not self._terminal:
             return

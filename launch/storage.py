@@ -8,7 +8,6 @@ node can neither read nor exchange it: a folder that they could have made is not
     RUN/attempt-000/rank-00003.out   ── file ──→      RUN/attempt-000/rank-00003.out
 """
 
-import base64
 import errno
 import os
 import re
@@ -106,7 +105,7 @@ class Courier:
     def _pieces(self, descriptor: int, path: Path, name: str) -> Iterator[dict[str, Any]]:
         size, offset = os.fstat(descriptor).st_size, self.offsets.get(path, 0)
         while data := os.pread(descriptor, max(0, min(CHUNK_BYTES, size - offset)), offset):
-            yield {"did": "file", "name": name, "offset": offset, "data": base64.b64encode(data).decode()}
+            yield {"did": "file", "name": name, "offset": offset, "data": data}
             offset += len(data)
             self.offsets[path] = offset
 
@@ -131,7 +130,7 @@ def keep(run: RunDir, message: dict[str, Any]) -> None:
             size = os.fstat(descriptor).st_size
             if not 0 <= offset <= size:
                 raise UnreachableError(f"its agent sent {name} from byte {offset}, and the file has {size} bytes")
-            os.pwrite(descriptor, base64.b64decode(message["data"]), offset)
+            os.pwrite(descriptor, message["data"], offset)
         finally:
             os.close(descriptor)
     except OSError as error:

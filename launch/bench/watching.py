@@ -6,7 +6,7 @@ A thread reads the run's bench.jsonl four times a second, the same way whoever s
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -69,12 +69,12 @@ class BenchConsole(Console):
         """Name the run's folder; the result's header names the hosts."""
         self.say(f"run {run_path}")
 
-    def lines(self, stream: str, lines: list[str]) -> None:
+    def lines(self, stream: str, lines: Sequence[str]) -> None:
         """Pass on what rank 0 says on standard error; its table is printed when all has been measured."""
         if stream == "err":
             super().lines(stream, lines)
 
-    def progress(self, report: dict[str, Any]) -> None:
+    def progress(self, report: Mapping[str, Any]) -> None:
         """Draw no progress line: there are no steps."""
 
     def show(self, table: "Group") -> None:

@@ -15,13 +15,14 @@ from typing import Any, Final
 
 from jobs.errors import MusterError, RefusedError, UnreachableError
 from jobs.files import write_text
-from jobs.placement import LOOPBACK
-from launch.channel import Channel, ChannelClosed, Message
 from launch.check.judges import Answer
 from launch.submit.plan import Context
 from launch.supervision.crew import ClockOffset
 from launch.supervision.master import own_address
+from launch.supervision.startup import prepare_message
 from launch.transports.base import Transport
+from launch.wire.channel import Channel, ChannelClosed, NotAMessage
+from launch.wire.messages import Beat, Broken, Bye, FromAgent, Heartbeat, Inspect, Inspected, Prepared
 
 LIMIT_S: Final = 9.0  # for all of it, so that the report is there within 10 s
 BEAT_S: Final = 1.0
@@ -92,9 +93,9 @@ class Inspection:
     async def _serve(self, channel: Channel) -> None:
         """Ask one node until it has answered all questions."""
         try:
-            hello = await channel.receive()
-            node = hello["node"]
-            if self.answers[node].hello:
+            node = channel.node
+            hello = await channel.receive_hello()
+            if self.answers[node].hello is not None:
                 channel.close()  # a second agent for one node
                 return
             self._channels[node] = channel
@@ -102,16 +103,19 @@ class Inspection:
             self._ask(node, channel)
             while node in self._missing:
                 self._take(node, await channel.receive())
+        except NotAMessage as error:
+            channel.abort()
+            self.failed(node, UnreachableError(f"{self.answers[node].host}: its agent broke the protocol: {error}"))
         except ChannelClosed:
             return  # the transport says why
 
     def _ask(self, node: int, channel: Channel) -> None:
         for _ in range(BEATS):
-            channel.post({"do": "beat", "sent": time.time()})
-        channel.post({"do": "inspect"})
-        channel.post({"do": "inspect", "run": str(self.context.run.path), "nonce": self.nonce, "mark": node})
+            channel.post(Beat(time.time()))
+        channel.post(Inspect())
+        channel.post(Inspect(run=str(self.context.run.path), nonce=self.nonce, mark=str(node)))
         if node == 0:
-            channel.post({"do": "prepare", "bind": LOOPBACK if self.context.placement.one_host else ""})
+            channel.post(prepare_message(self.context, self.answers[0].hello))
         self._ask_for_master(node)
 
     def _ask_for_master(self, node: int) -> None:
@@ -119,40 +123,41 @@ class Inspection:
         if self.master and channel is not None:
             address, _, port = self.master.rpartition(":")
             with contextlib.suppress(ChannelClosed):
-                channel.post({"do": "inspect", "peer": address, "port": int(port), "iface": self.context.iface})
+                channel.post(Inspect(peer=address, port=int(port), iface=self.context.iface or ""))
 
-    def _take(self, node: int, message: Message) -> None:
+    def _take(self, node: int, message: FromAgent) -> None:
         answer, received = self.answers[node], time.time()
-        if message["did"] == "heartbeat":
-            clock = self._clocks[node]
-            clock.note(sent=message["sent"], heard=message["heard"], answered=message["time"], received=received)
-            answer.ahead_s = clock.seconds
-        elif message["did"] == "prepared":
-            self._bound(message)
-        elif message["did"] == "inspected":
-            facts = message["facts"]
-            failed = {**answer.facts.get("failed", {}), **facts.pop("failed", {})}
-            answer.facts |= {**facts, "failed": failed}
-            self._answered[node] += 1
-            self._channels[node].post({"do": "beat", "sent": time.time()})  # the first ones met an agent still starting
-        elif message["did"] == "broken":
-            answer.error = UnreachableError(f"{answer.host}: its agent failed: {message['broken']}")
-            self._done(node)
+        match message:
+            case Heartbeat():
+                clock = self._clocks[node]
+                clock.note(sent=message.sent, heard=message.heard, answered=message.time, received=received)
+                answer.ahead_s = clock.seconds
+            case Prepared() if node == 0 and not self.master:
+                self._bound(message)
+            case Inspected():
+                failed = {**answer.facts.get("failed", {}), **message.facts.get("failed", {})}
+                answer.facts |= {**message.facts, "failed": failed}
+                self._answered[node] += 1
+                self._channels[node].post(Beat(time.time()))  # the first ones met an agent still starting
+            case Broken():
+                answer.error = UnreachableError(f"{answer.host}: its agent failed: {message.why}")
+                self._done(node)
         self._look(node)
 
-    def _bound(self, message: Message) -> None:
+    def _bound(self, message: Prepared) -> None:
         """Node 0 has bound the port: every node that is there tries it; the others will as they come."""
         answer = self.answers[0]
         try:
             address = self.context.placement.master_addr
             if not self.context.placement.one_host and (self.context.iface or not address):
-                address = own_address(answer.host, answer.hello["address"], message["addresses"], self.context.iface)
+                greeted = answer.hello.address if answer.hello is not None else ""
+                address = own_address(answer.host, greeted, message.addresses, self.context.iface)
         except RefusedError as error:
             answer.no_master = str(error).removeprefix(f"{answer.host}: ")
             for node in list(self._missing):
                 self._look(node)
             return
-        self.master = f"{address}:{message['port']}"
+        self.master = f"{address}:{message.port}"
         for node in self._channels:
             self._ask_for_master(node)
 
@@ -174,7 +179,7 @@ class Inspection:
     def _conclude(self) -> None:
         """Say who has not answered in time, and see whose marks in the run folder can be read here."""
         for node, answer in enumerate(self.answers):
-            if answer.error is None and not answer.hello:
+            if answer.error is None and answer.hello is None:
                 answer.error = UnreachableError(
                     f"{answer.host}: no answer within {LIMIT_S:g} s; is it on, and reachable from here? try: ssh "
                     f"{answer.host} true"
@@ -194,14 +199,14 @@ class Inspection:
             await asyncio.sleep(BEAT_S)
             for channel in self._channels.values():
                 with contextlib.suppress(ChannelClosed):
-                    channel.post({"do": "beat", "sent": time.time()})
+                    channel.post(Beat(time.time()))
 
     async def _let_go(self) -> None:
         for task in self._tasks:
             task.cancel()
         for channel in self._opened:
             with contextlib.suppress(ChannelClosed):
-                channel.post({"do": "bye", "code": 0})
+                channel.post(Bye(0))
             channel.close()
         await self.transport.close([*self._missing, *(n for n, each in enumerate(self.answers) if each.error)])
 

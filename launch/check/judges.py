@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from jobs.errors import MusterError
 from launch.supervision.startup import SKEW_BAD_S, SKEW_WARN_S
+from launch.wire.messages import Hello
+from launch.wire.records import Facts
 
 GOOD, UNKNOWN, WARNING, BAD = "good", "unknown", "warning", "bad"
 MARKS: Final = {GOOD: "", UNKNOWN: "", WARNING: " !", BAD: " !!"}  # behind a cell
@@ -28,8 +30,8 @@ class Answer:
 
     host: str
     error: MusterError | None = None
-    hello: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    hello: Hello | None = None
+    facts: Facts = field(default_factory=lambda: Facts())
     ahead_s: float | None = None  # of its clock
     marked: bool | None = None  # what it wrote into the run folder was read here
     no_master: str = ""  # of node 0: why it has no address for the others
@@ -193,8 +195,8 @@ def _storage(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cel
 
 
 def _free(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    storage = answer.facts.get("storage") or {}
-    if "free_mib" not in storage:
+    storage = answer.facts.get("storage")
+    if storage is None or "free_mib" not in storage:
         return Cell("?", UNKNOWN)  # the column before has said why
     free, path = storage["free_mib"], storage["path"]
     if free < FREE_WARN_MIB:
@@ -270,7 +272,7 @@ def _missing(answer: Answer, fact: str, state: str = WARNING) -> Cell:
 
 
 def _all(answers: Iterable[Answer], fact: str) -> list[Any]:
-    return [answer.facts[fact] for answer in answers if fact in answer.facts]
+    return [value for answer in answers for name, value in answer.facts.items() if name == fact]
 
 
 def _commonest(values: Sequence[Any], default: Any) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from jobs import network
 from jobs.boot import CODE_ROOT
@@ -26,6 +26,8 @@ from jobs.rundir import RunDir
 from launch.fingerprint import fingerprint
 from launch.storage import is_shared
 from launch.submit import gitfacts
+from launch.wire.messages import Inspect
+from launch.wire.records import Facts
 
 DEADLINE_S: Final = 4.0
 REACH_S: Final = 3.0
@@ -34,31 +36,30 @@ NO_LIMIT: Final = 1 << 60  # version 1 of control groups writes a number near 2^
 CPU_GROUPS: Final = Path("/sys/fs/cgroup")
 OWN_GROUPS: Final = Path("/proc/self/cgroup")
 
-Facts = dict[str, Any]
-Request = Mapping[str, Any]
 Probe = Callable[[], Any]
+EVERYTHING: Final = Inspect()
 
 
-def facts(request: Request) -> Facts:
+def facts(request: Inspect = EVERYTHING) -> Facts:
     """Return what is asked for and can be found within the deadline; never raises.
 
-    {}                                            what this node is and has
-    {"peer": address, "port": port}               the way to a peer, and whether its port answers
-    {"run": folder, "nonce": text, "mark": name}  whether this node sees a run folder that holds a nonce, and can write
+    nothing           what this node is and has
+    peer, port        the way to a peer, and whether its port answers
+    run, nonce, mark  whether this node sees a run folder that holds a nonce, and can write a mark there
 
     The last two may be asked in one.
     """
     probes: dict[str, Probe] = {}
-    if "run" in request:
+    if request.run:
         probes["storage"] = partial(storage, request)
-    if "peer" in request:
+    if request.peer:
         probes |= {"route": partial(route, request), "connect": partial(connect, request)}
-    return run_probes(probes or STANDING, request.get("deadline_s", DEADLINE_S))
+    return run_probes(probes or STANDING, DEADLINE_S)
 
 
 def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
     """Call all probes at once; leave those behind that do not end in time."""
-    found: Facts = {}
+    found: dict[str, Any] = {}
     failed: dict[str, str] = {}
 
     def probe(name: str, function: Probe) -> None:
@@ -78,7 +79,8 @@ def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             failed[name] = f"took longer than {deadline_s:g} s"
-    return {**found, "failed": {name: why for name, why in failed.items() if name not in found}}
+    known = {name: why for name, why in failed.items() if name not in found}
+    return cast(Facts, {**found, "failed": known})
 
 
 # What the node is ----------------------------------------------------------------------------------------------------
@@ -173,34 +175,32 @@ def control_groups(controller: str) -> list[Path]:
 # What it reaches -----------------------------------------------------------------------------------------------------
 
 
-def route(request: Request) -> list[str] | None:
+def route(request: Inspect) -> list[str] | None:
     """Return the interface and own address towards the peer; None where there is no way to it."""
-    wanted = request.get("iface")
-    chosen = network.choose(network.own_addresses(), wanted) if wanted else None
-    found = chosen or network.route_to(request["peer"])
+    chosen = network.choose(network.own_addresses(), request.iface) if request.iface else None
+    found = chosen or network.route_to(request.peer)
     return list(found) if found else None
 
 
-def connect(request: Request) -> str:
+def connect(request: Inspect) -> str:
     """Return "" when the peer's port answers, else why not."""
-    timeout_s = request.get("timeout_s", REACH_S)
     try:
-        socket.create_connection((request["peer"], request["port"]), timeout=timeout_s).close()
+        socket.create_connection((request.peer, request.port), timeout=REACH_S).close()
     except TimeoutError:
-        return f"no answer within {timeout_s:g} s"
+        return f"no answer within {REACH_S:g} s"
     except OSError as error:
         return error.strerror or str(error)
     return ""
 
 
-def storage(request: Request) -> dict[str, Any]:
+def storage(request: Inspect) -> dict[str, Any]:
     """Say whether this node sees the run folder, may write there, and how much is free where it keeps its part.
 
     {"where": "shared" | "apart" | "none", "path": ..., "free_mib": ..., "why": what keeps it from writing}
     """
-    run = RunDir(Path(request["run"]))
-    if is_shared(run, request["nonce"]):
-        why = _try_to_write(run.nonce(str(request["mark"])), request["nonce"])
+    run = RunDir(Path(request.run))
+    if is_shared(run, request.nonce):
+        why = _try_to_write(run.nonce(request.mark), request.nonce)
         return {"where": "none" if why else "shared", "path": str(run.path), "why": why, **_free(run.path)}
     why = ""
     for folder in (_existing(run.path.parent), Path(tempfile.gettempdir())):  # where launch/storage.py would make it
@@ -255,4 +255,4 @@ STANDING: Final[Mapping[str, Probe]] = {
 
 
 if __name__ == "__main__":
-    print(json.dumps(facts({})))
+    print(json.dumps(facts()))

@@ -35,7 +35,7 @@ def rows(answers: Sequence[Answer], expected: Expected) -> list[Row]:
     for node, answer in enumerate(answers):
         cells = {"agent": _agent(answer)}
         for title, judge in COLUMNS.items():
-            cells[title] = judge(node, answer, expected, usual) if answer.hello else Cell("-", UNKNOWN)
+            cells[title] = judge(node, answer, expected, usual) if answer.hello is not None else Cell("-", UNKNOWN)
         found.append(Row(node, answer.host, cells))
     return _one_machine(found, answers, expected)
 

@@ -39,15 +39,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def by_hand(prepared: "Prepared", args: argparse.Namespace) -> "Prepared":
-    """Fix port and token as the pasted lines have them; started without a line, print those for the other nodes."""
-    from launch.agent import TOKEN
-    from launch.submit.byhand import lines, port_of, token_of
+    """Fix port and secret as the pasted line has them; started without a line, print those for the other nodes."""
+    from launch.agent import SECRET
+    from launch.submit.byhand import any_port, lines
+    from launch.wire.handshake import new_secret
 
     route = prepared.submission.route
-    given = os.environ.pop(TOKEN, "")
+    given = os.environ.pop(SECRET, "")
+    route = replace(route, secret=given or new_secret(), port=route.port or any_port())
+    prepared = replace(prepared, submission=replace(prepared.submission, route=route))
     if not given:
         print("paste on the other nodes, in any order:", file=sys.stderr)
-        print("\n".join(lines(prepared, [args.job])[1:]), file=sys.stderr)
-    token = given or token_of(prepared)
-    route = replace(route, token=token, port=port_of(token, route.port))
-    return replace(prepared, submission=replace(prepared.submission, route=route))
+        print("\n".join(lines(prepared, [args.job], route.secret)[1:]), file=sys.stderr)
+    return prepared

@@ -10,18 +10,19 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from jobs.files import write_json
 from jobs.rundir import AttemptDir, RunDir
 from launch import processes, storage
 from launch.agent import identity
-from launch.channel import Message
 from launch.look.follow import LineFollower, tail_lines
 from launch.node import census
 from launch.node.dumping import Dumps
 from launch.node.keeper_link import KeeperLink
 from launch.node.pulse import Pulse
+from launch.wire import messages as wire
+from launch.wire.records import Stack
 
 LOOK_S: Final = 1.0
 HOLD_LOOK_S: Final = 0.02
@@ -34,7 +35,7 @@ GONE_LOOK_S: Final = 0.02
 ASK_S: Final = 1.0  # for the keeper to ask the ranks for their stacks
 
 RankProcessId = tuple[int, int | None]  # pid, and when it began in clock ticks after boot; None: it was gone already
-Tell = Callable[[Message], Awaitable[None]]
+Tell = Callable[[wire.FromAgent], Awaitable[None]]
 Guard = Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]]
 
 
@@ -44,12 +45,12 @@ class NodeAttempt:
     def __init__(self, number: int, slot: int, tell: Tell, guard: Guard) -> None:
         self.number = number
         self.node = slot
-        self.start: Message = {}
+        self.start: wire.Start | None = None
         self.pids: dict[int, RankProcessId] = {}
-        self._tell_agent = tell
+        self.tell = tell  # the supervisor
         self._guard = guard
         self._unseen: dict[int, int] = {}  # {rank: pid} of programs that have not been seen at the store
-        self._followers: dict[int, dict[str, LineFollower]] = {}
+        self._followers: dict[int, dict[Literal["out", "err"], LineFollower]] = {}
         self._courier: storage.Courier | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._sending = asyncio.Lock()  # a file is read by one task at a time
@@ -61,30 +62,31 @@ class NodeAttempt:
     @property
     def ours(self) -> bool:
         """True when its ranks run functions of ours."""
-        return any("argv" not in start for start in self.start.get("ranks", ()))
+        return any("argv" not in start for start in self._ranks)
+
+    @property
+    def _ranks(self) -> tuple[dict[str, Any], ...]:
+        return self.start.ranks if self.start is not None else ()
 
     @property
     def folder(self) -> AttemptDir:
         """Its part of the run folder, as this node sees it."""
-        return AttemptDir(Path(self.start["attempt_dir"]))
-
-    async def tell(self, message: Message) -> None:
-        """Tell the supervisor, with the number of the attempt."""
-        await self._tell_agent({**message, "attempt": self.number})
+        assert self.start is not None
+        return AttemptDir(Path(self.start.attempt_dir))
 
     # Its beginning and its end --------------------------------------------------------------------------------------
 
-    def open(self, message: Message) -> None:
+    def open(self, message: wire.Start) -> None:
         """Take the start message; make what it needs of the run folder."""
         self.start = message
-        self.node = message.get("node", self.node)
+        self.node = message.node
         self._followers = {
             rank: {"out": LineFollower(self.folder.out(rank)), "err": LineFollower(self.folder.err(rank))}
-            for rank in message["console"]
+            for rank in message.console
         }
-        if message["apart"]:
+        if message.apart:
             self.folder.path.mkdir(parents=True, exist_ok=True)
-            ranks = [start["rank"] for start in message["ranks"]]
+            ranks = [start["rank"] for start in message.ranks]
             self._courier = storage.Courier(RunDir(self.folder.path.parent), self.folder, self.node, ranks)
 
     def follow(self, keeper: KeeperLink) -> None:
@@ -110,39 +112,44 @@ class NodeAttempt:
 
     # From the keeper ------------------------------------------------------------------------------------------------
 
-    async def on_keeper(self, message: Message) -> None:
+    async def on_keeper(self, message: dict[str, Any]) -> None:
         """Take what the keeper tells of this attempt."""
+        number = self.number
         if "looked" in message:
             await self._on_looked(message)
         elif "dumped" in message:
             if self._dumped is not None and not self._dumped.done():
                 self._dumped.set_result(message["dumped"])
         elif "started" in message:
-            self._note_started(message)
-            await self.tell({"did": "started", "ranks": message["started"], "time": message["time"]})
+            self._note_started(dict(message["started"]))
+            ranks = tuple((rank, pid, ticks) for rank, (pid, ticks) in self.pids.items())
+            await self.tell(wire.Started(number, ranks, message["time"]))
         elif "exited" in message:
-            rank = message.pop("exited")
+            rank = message["exited"]
             self._unseen.pop(rank, None)
             self.pulse.ended(rank, message["steps"])
             await self.deliver()
             await self._forward_rank(rank, ended=True)
-            await self.tell({"did": "exited", "rank": rank, "last_lines": self._last_lines(rank), **message})
+            told = {name: message[name] for name in ("code", "signal", "sent", "ended", "failure", "steps")}
+            await self.tell(wire.Exited(number, rank, last_lines=tuple(self._last_lines(rank)), **told))
+        elif "report" in message:
+            await self.tell(wire.Report(number, message["rank"], message["report"]))
+        elif "swept" in message:
+            await self.close()
+            await self.tell(wire.Swept(number, message["swept"], tuple(message["left"])))
         else:
-            did = next(key for key in ("report", "swept", "broken") if key in message)
-            if did == "swept":
-                await self.close()
-            await self.tell({"did": did, **message})
+            await self.tell(wire.Broken(number, message["broken"], message["code"]))
 
-    def _note_started(self, message: Message) -> None:
-        pids = dict(message["started"])
+    def _note_started(self, pids: dict[int, int]) -> None:
         self.pids = {rank: (pid, processes.start_ticks(pid)) for rank, pid in pids.items()}
         if not self.ours:  # a program of the user's: it tells us nothing, so we look
             self._unseen = dict(pids)
         ranks = [
             {"rank": start["rank"], "pid": pids[start["rank"]], "cores": start["cores"], "gpus": start["gpus"]}
-            for start in self.start["ranks"]
+            for start in self._ranks
         ]
-        record = {**identity(), "node": self.node, "ranks": ranks}
+        ticks = [[rank, each] for rank, (_, each) in self.pids.items()]
+        record = {**identity(), "node": self.node, "ranks": ranks, "ticks": ticks}
         write_json(self.folder.node(self.node), record)
 
     def _last_lines(self, rank: int) -> list[str]:
@@ -162,13 +169,13 @@ class NodeAttempt:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._hurry.wait(), LOOK_S)
 
-    async def _on_looked(self, message: Message) -> None:
+    async def _on_looked(self, message: dict[str, Any]) -> None:
         self.pulse.note(message["looked"], time.monotonic())
         self._looked.set()
         held = self.pulse.held
         if self._hurry.is_set() and held is not None:
             self._hurry.clear()
-            await self.tell({"did": "held", "steps": held})
+            await self.tell(wire.Held(self.number, held))
 
     def hold(self) -> None:
         """Look often from now on, and tell once a rank waits between two steps."""
@@ -179,7 +186,7 @@ class NodeAttempt:
         if self._dumped is not None and not self._dumped.done():
             return  # one is on its way
         self._dumped = asyncio.get_running_loop().create_future()
-        ranks = [start["rank"] for start in self.start.get("ranks", ()) if "argv" not in start]
+        ranks = [start["rank"] for start in self._ranks if "argv" not in start]
         dumps = Dumps({rank: self.folder.err(rank) for rank in ranks})
         await keeper.order({"do": "look"})  # answered before the dump: how far each is by now
         await keeper.order({"do": "dump"})
@@ -188,18 +195,19 @@ class NodeAttempt:
         except asyncio.TimeoutError:  # the keeper itself stands still
             states = {}
         lines = await dumps.gather(list(map(int, states)))
-        told = {
-            rank: {"state": state, "lines": lines.get(int(rank), []), **self.pulse.seen(int(rank))}
-            for rank, state in states.items()
-        }
-        await self.tell({"did": "stacks", "ranks": told})
+        told: list[Stack] = [
+            {"rank": rank, "state": state, "lines": tuple(lines.get(rank, ())), **self.pulse.seen(rank)}  # type: ignore[typeddict-item]
+            for rank, state in ((int(text), state) for text, state in states.items())
+        ]
+        await self.tell(wire.Stacks(self.number, tuple(told)))
 
     async def _take_census(self) -> None:
         """Look which programs of the user's have come to the store."""
+        assert self.start is not None
         while True:
-            for rank in census.connected(self._unseen, self.start["master_port"]) if self._unseen else ():
+            for rank in census.connected(self._unseen, self.start.master_port) if self._unseen else ():
                 self._unseen.pop(rank, None)
-                await self.tell({"did": "report", "rank": rank, "report": {"report": "arrived"}})
+                await self.tell(wire.Report(self.number, rank, {"report": "arrived"}))
             await asyncio.sleep(LOOK_S)
 
     # What ranks write -----------------------------------------------------------------------------------------------
@@ -217,8 +225,8 @@ class NodeAttempt:
         if self._courier is None:
             return
         async with self._sending:
-            for message in self._courier.news():
-                await self.tell(message)
+            for piece in self._courier.news():
+                await self.tell(wire.File(self.number, piece["name"], piece["offset"], piece["data"]))
 
     async def _forward_rank(self, rank: int, *, ended: bool = False) -> None:
         async with self._sending:
@@ -232,10 +240,10 @@ class NodeAttempt:
                 batch.append(line.decode(errors="replace"))
                 room -= len(line) + 1
                 if room < 0:
-                    await self.tell({"did": "log", "rank": rank, "stream": stream, "lines": batch})
+                    await self.tell(wire.Log(self.number, rank, stream, tuple(batch)))
                     batch, room = [], BATCH_BYTES
             if batch:
-                await self.tell({"did": "log", "rank": rank, "stream": stream, "lines": batch})
+                await self.tell(wire.Log(self.number, rank, stream, tuple(batch)))
 
 
 def last_lines(path: Path) -> list[str]:

@@ -12,11 +12,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from typing import Final
+from typing import Any, Final
 
 from jobs import linux
 from jobs.boot import module_argv
-from launch.channel import LINE_LIMIT, Message
+from launch.limits import restore_open_files
+from launch.wire.channel import START_BYTES
 
 CHUNK: Final = 1 << 16
 END_S: Final = 5.0  # a keeper needs 1 s and a sweep to end
@@ -31,7 +32,7 @@ def start_warm(
     """
     descriptors = [each.fileno() for each in sockets]
     argv = [*module_argv(python, "jobs.warm"), "--fds", ",".join(map(str, descriptors)), "--preload", preload]
-    return subprocess.Popen(
+    warm = subprocess.Popen(
         argv,
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
@@ -39,6 +40,8 @@ def start_warm(
         env=env,
         start_new_session=True,
     )
+    restore_open_files(warm.pid)
+    return warm
 
 
 class KeeperLink:
@@ -64,7 +67,7 @@ class KeeperLink:
             self._warm = start_warm([theirs], python=sys.executable, preload=preload, env={**os.environ, **env})
             theirs.close()
         copy = self.keeper.dup()  # one for asyncio, one for passing descriptors
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=copy, limit=LINE_LIMIT)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=copy, limit=START_BYTES)
         self._writer.transport.set_write_buffer_limits(high=0)  # now drain() waits for the last byte
 
     async def give_store(self, listening: socket.socket, attempt: int) -> None:
@@ -82,7 +85,7 @@ class KeeperLink:
                 else:
                     return
 
-    async def order(self, message: Message) -> None:
+    async def order(self, message: dict[str, Any]) -> None:
         """Send an order; if the keeper has gone, `messages` ends."""
         assert self._writer is not None
         async with self._one_order:
@@ -102,7 +105,7 @@ class KeeperLink:
         finally:
             loop.remove_writer(self.keeper)
 
-    async def messages(self) -> AsyncIterator[Message]:
+    async def messages(self) -> AsyncIterator[dict[str, Any]]:
         """Yield what the keeper tells until it hangs up."""
         assert self._reader is not None
         while True:

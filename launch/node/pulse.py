@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from launch.wire.records import Progress, RankProgress
+
 STOOD_STILL_S: Final = 2.5  # we look, or are asked, each second
 
 
@@ -50,22 +52,25 @@ class Pulse:
         if steps is not None:
             self._steps, self._begun = max(self._steps, steps), True
 
-    def record(self, now: float) -> dict[str, Any] | None:
+    def record(self, now: float) -> Progress | None:
         """Return the progress record; None as long as no rank has been seen."""
         self._forgive(now)
         if not self._begun:
             return None
         each = self._ranks.values()
-        record = {"steps": self._steps, "phases": sorted({rank.phase for rank in each}), "ranks": {}}
-        if not self._ranks:
-            return {**record, "beats_age_s": 0.0, "slowest_s": 0.0}
-        stalest = min(self._ranks, key=lambda rank: self._ranks[rank].moved)
-        return {
-            **record,
-            "beats_age_s": round(now - max(rank.moved for rank in each), 3),
-            "slowest_s": max(rank.slowest_s for rank in each),
-            "ranks": {str(stalest): self._told(self._ranks[stalest], now)},
+        record: Progress = {
+            "steps": self._steps,
+            "phases": tuple(sorted({rank.phase for rank in each})),
+            "beats_age_s": 0.0,
+            "slowest_s": 0.0,
+            "ranks": {},
         }
+        if self._ranks:
+            stalest = min(self._ranks, key=lambda rank: self._ranks[rank].moved)
+            record["beats_age_s"] = round(now - max(rank.moved for rank in each), 3)
+            record["slowest_s"] = max(rank.slowest_s for rank in each)
+            record["ranks"] = {str(stalest): self._told(self._ranks[stalest], now)}
+        return record
 
     def seen(self, rank: int) -> dict[str, Any]:
         """Return what is known of one rank: {"phase", "steps"}, empty if nothing is."""
@@ -77,7 +82,7 @@ class Pulse:
         """Steps done by the farthest rank that waits between two steps; None while none does."""
         return max((rank.held for rank in self._ranks.values() if rank.held >= 0), default=None)
 
-    def _told(self, rank: _Rank, now: float) -> dict[str, Any]:
+    def _told(self, rank: _Rank, now: float) -> RankProgress:
         return {"phase": rank.phase, "steps": rank.steps, "beats_age_s": round(now - rank.moved, 3)}
 
     def _forgive(self, now: float) -> None:

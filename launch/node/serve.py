@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,14 +20,17 @@ from jobs.errors import MusterError
 from jobs.exits import UNREACHABLE
 from jobs.rundir import RunDir
 from launch import storage
-from launch.channel import Channel, ChannelClosed, Message, over_pipes, over_socket
 from launch.node import setup_lines
 from launch.node.attempt import NodeAttempt, RankProcessId, gone
 from launch.node.keeper_link import KeeperLink
+from launch.wire import messages as wire
+from launch.wire.channel import Channel, ChannelClosed, over_pipes, over_socket
+from launch.wire.records import Facts, Leftover
 
 LEASE_LOOK_S: Final = 0.25
 BACKLOG: Final = 4096  # ranks dial before the store serves
 REACH_S: Final = 5.0
+LONGEST_WHY: Final = 4000  # characters
 
 
 class Agent:
@@ -50,25 +53,14 @@ class Agent:
     async def run(self) -> int:
         """Serve until the supervisor says bye, falls silent, or the channel closes; return the run's exit code."""
         code = UNREACHABLE
-        handlers = {
-            "beat": self._beat,
-            "inspect": self._inspect,
-            "prepare": self._prepare,
-            "reach": self._reach,
-            "start": self._start,
-            "stop": self._stop,
-            "hold": self._hold,
-            "stop_at": self._stop_at,
-            "dump": self._dump,
-        }
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_term)
         if self.lease_s:
             self._spawn(self._watch_lease())
         try:
-            while (message := await self.channel.receive())["do"] != "bye":
+            while not isinstance(message := await self.channel.receive(), wire.Bye):
                 self.heard = time.monotonic()
-                await self._guard(handlers[message["do"]](message))
-            code = int(message["code"])
+                await self._guard(self._obey(message))
+            code = message.code
             await self.attempt.close()
         except ChannelClosed:
             pass  # the supervisor has gone: the same farewell
@@ -81,10 +73,36 @@ class Agent:
             linux.kill_quietly(pid, signal.SIGKILL)
         return code
 
+    async def _obey(self, message: wire.ToAgent) -> None:
+        match message:
+            case wire.Beat():
+                await self._beat(message)
+            case wire.Inspect():
+                await self._inspect(message)
+            case wire.Prepare():
+                await self._prepare(message)
+            case wire.Reach():
+                await self._turn_to(message.attempt)
+                self._spawn(self._try_reach(message, self.attempt))
+            case wire.Start():
+                await self._turn_to(message.attempt)
+                self.starting = self._spawn(self._begin(self.attempt, message))
+            case wire.StopRanks():
+                await self._stop(message)
+            case wire.Hold() if self._is_running(message.attempt):
+                await self.keeper.order({"do": "hold"})
+                self.attempt.hold()
+            case wire.StopAt() if self._is_running(message.attempt):
+                await self.keeper.order({"do": "stop_at", "steps": message.steps})
+            case wire.Dump() if self._is_running(message.attempt):
+                self._spawn(self.attempt.dump(self.keeper))
+            case wire.Dump():
+                await self.channel.send(wire.Stacks(message.attempt, ()))
+
     def _on_term(self) -> None:
         """Pass on that somebody ends this node - a scheduler, mostly - so that the whole run ends in order."""
         asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # a second one ends this process
-        self._spawn(self._tell({"did": "told"}))
+        self._spawn(self.channel.send(wire.Terminated(self.attempt.number)))
 
     async def _watch_lease(self) -> None:
         while time.monotonic() - self.heard < self.lease_s:
@@ -93,41 +111,40 @@ class Agent:
         self.alone = True
         self.channel.abort()
 
-    async def _beat(self, message: Message) -> None:
+    async def _beat(self, message: wire.Beat) -> None:
         """Answer with both times of this clock, so that the supervisor can tell how far it is off."""
-        now = time.time()
-        times = {"sent": message["sent"], "heard": now, "time": time.time()}
-        await self._tell({"did": "heartbeat", **times, "progress": self.attempt.pulse.record(time.monotonic())})
+        heard, progress = time.time(), self.attempt.pulse.record(time.monotonic())
+        await self.channel.send(wire.Heartbeat(self.attempt.number, message.sent, heard, time.time(), progress))
 
     # Before the start -----------------------------------------------------------------------------------------------
 
-    async def _inspect(self, message: Message) -> None:
+    async def _inspect(self, message: wire.Inspect) -> None:
         from launch.check.nodefacts import facts
 
         self._spawn(self._answer(facts, message))
 
-    async def _answer(self, facts: Any, message: Message) -> None:
+    async def _answer(self, facts: Callable[[wire.Inspect], Facts], message: wire.Inspect) -> None:
         found = await asyncio.to_thread(facts, message)
-        await self._tell({"did": "inspected", "facts": found})
+        await self.channel.send(wire.Inspected(self.attempt.number, found))
 
-    async def _prepare(self, message: Message) -> None:
+    async def _prepare(self, message: wire.Prepare) -> None:
         """Bind the store's port, and keep it bound: the number is told only once it is ours."""
-        await self._turn_to(message)
+        await self._turn_to(message.attempt)
         self._close_listening()
-        self.listening = ports.bind(message["bind"], backlog=BACKLOG)
+        addresses = network.own_addresses()
+        bind = network.bindable(message.bind, message.iface, addresses)
+        self.listening = ports.bind(bind, backlog=BACKLOG)
         port = self.listening.getsockname()[1]
-        await self._tell({"did": "prepared", "port": port, "addresses": network.own_addresses()})
+        await self.channel.send(wire.Prepared(self.attempt.number, port, bind, tuple(addresses)))
 
-    async def _reach(self, message: Message) -> None:
+    # The way to the master, and the run folder ----------------------------------------------------------------------
+
+    async def _try_reach(self, message: wire.Reach, attempt: NodeAttempt) -> None:
         """Try what the ranks will need: the way to the master, and the run folder."""
-        await self._turn_to(message)
-        self._spawn(self._try_reach(message, self.attempt))
-
-    async def _try_reach(self, message: Message, attempt: NodeAttempt) -> None:
         from launch.fingerprint import fingerprint
 
-        address, port = message["address"], message["port"]
-        route = network.choose(network.own_addresses(), message["iface"]) if message["iface"] else None
+        address, port = message.address, message.port
+        route = network.choose(network.own_addresses(), message.iface) if message.iface else None
         route = route or network.route_to(address)
         why = ""
         try:
@@ -137,19 +154,19 @@ class Agent:
             why = f"no answer within {REACH_S:g} s"
         except OSError as error:
             why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own text repeats the address
-        found = storage.find(RunDir(Path(message["run"])), message["nonce"])
+        found = storage.find(RunDir(Path(message.run)), message.nonce)
         interface, own = route or ("", "")
-        said = {"interface": interface, "address": own, "why": why, "code": fingerprint(), **found}
-        await attempt.tell({"did": "reached", **said})
+        await self.channel.send(
+            wire.Reached(attempt.number, interface=interface, address=own, why=why, code=fingerprint(), **found)  # type: ignore[arg-type]
+        )
 
     # Attempts -------------------------------------------------------------------------------------------------------
 
     def _new_attempt(self, number: int) -> NodeAttempt:
         return NodeAttempt(number, self.node, self.channel.send, self._guard)
 
-    async def _turn_to(self, message: Message) -> None:
-        """Leave the attempt before behind, if the message is of another one."""
-        number = message.get("attempt", self.attempt.number)
+    async def _turn_to(self, number: int) -> None:
+        """Leave the attempt before behind, if a message is about another one."""
         if number != self.attempt.number:
             await self.attempt.close()
             self._close_listening()
@@ -161,73 +178,52 @@ class Agent:
             self.listening.close()
             self.listening = None
 
-    async def _start(self, message: Message) -> None:
-        await self._turn_to(message)
-        self.starting = self._spawn(self._begin(self.attempt, message))
-
-    async def _begin(self, attempt: NodeAttempt, message: Message) -> None:
+    async def _begin(self, attempt: NodeAttempt, message: wire.Start) -> None:
         attempt.open(message)
-        if message["setup"] and message["setup"] != self.set_up:  # once on a node, however many attempts there are
-            log = attempt.folder.setup(attempt.node)
-            await setup_lines.run(message["setup"], log, message["workdir"], message["warm"]["env"])
-            self.set_up = message["setup"]
+        setup, warm = list(message.setup), message.warm
+        if setup and setup != self.set_up:  # once on a node, however many attempts there are
+            await setup_lines.run(setup, attempt.folder.setup(attempt.node), message.workdir, warm["env"])
+            self.set_up = setup
         if not self.keeper.is_open:
             await self._ranks_gone()
-            await self.keeper.open(**message["warm"])
+            await self.keeper.open(preload=warm["preload"], env=warm["env"])
             self._spawn(self._watch_keeper(self.keeper))
-        if self.listening is not None and message["store"]:
+        if self.listening is not None and message.store:
             await self.keeper.give_store(self.listening, attempt.number)
         self._close_listening()  # the keeper has it now, or rank 0 may bind it
-        await self.keeper.order({"do": "start", "attempt": attempt.number, "ranks": message["ranks"]})
+        await self.keeper.order({"do": "start", "attempt": attempt.number, "ranks": message.ranks})
         attempt.follow(self.keeper)
 
-    async def _stop(self, message: Message) -> None:
-        if message.get("attempt", self.attempt.number) != self.attempt.number:  # of one that never came here
-            await self._tell({"did": "swept", "swept": 0, "left": [], "attempt": message["attempt"]})
+    async def _stop(self, message: wire.StopRanks) -> None:
+        if message.attempt != self.attempt.number:  # of one that never came here
+            await self.channel.send(wire.Swept(message.attempt, 0, ()))
             return
         if self.starting is not None and not self.starting.done():
             self.starting.cancel()  # the setup lines may be at work
             await asyncio.gather(self.starting, return_exceptions=True)
         self._close_listening()
         if self.keeper.is_open:
-            grace_s, number = message["grace_s"], self.attempt.number
-            await self.keeper.order({"do": "stop", "grace_s": grace_s, "attempt": number})
+            await self.keeper.order({"do": "stop", "grace_s": message.grace_s, "attempt": self.attempt.number})
             return
-        left = leftovers.described(await self._ranks_gone())
+        left: list[Leftover] = [{**each, "rank": None} for each in leftovers.described(await self._ranks_gone())]  # type: ignore[typeddict-item]
         await self.attempt.close()
-        await self._tell({"did": "swept", "swept": 0, "left": left})
+        await self.channel.send(wire.Swept(self.attempt.number, 0, tuple(left)))
 
-    async def _hold(self, message: Message) -> None:
-        if self._is_running(message):
-            await self.keeper.order({"do": "hold"})
-            self.attempt.hold()
-
-    async def _stop_at(self, message: Message) -> None:
-        if self._is_running(message):
-            await self.keeper.order({"do": "stop_at", "steps": message["steps"]})
-
-    async def _dump(self, message: Message) -> None:
-        if self._is_running(message):
-            self._spawn(self.attempt.dump(self.keeper))
-        else:
-            await self._tell({"did": "stacks", "ranks": {}})
-
-    def _is_running(self, message: Message) -> bool:
-        """Say whether the attempt that a message is about has ranks here."""
-        same = message.get("attempt", self.attempt.number) == self.attempt.number
-        return same and self.keeper.is_open and bool(self.attempt.pids)
+    def _is_running(self, number: int) -> bool:
+        """Return whether an attempt has ranks here."""
+        return number == self.attempt.number and self.keeper.is_open and bool(self.attempt.pids)
 
     async def _watch_keeper(self, keeper: KeeperLink) -> None:
         async for message in keeper.messages():
             if "ready" in message:
-                await self._tell({"did": "ready", "ready": message["ready"]})
+                await self.channel.send(wire.Ready(self.attempt.number, message["ready"]))
             elif message.get("attempt", self.attempt.number) == self.attempt.number:
                 await self.attempt.on_keeper(message)
         if self.keeper is keeper:
             self.keeper = KeeperLink(None)  # the next attempt starts another
         await self.attempt.close()
-        what = "its warm process or keeper has gone"
-        await self._tell({"did": "broken", "broken": what, "code": UNREACHABLE, "gone": True})
+        why = "its warm process or keeper has gone"
+        await self.channel.send(wire.Broken(self.attempt.number, why, UNREACHABLE, gone=True))
         await keeper.close()
 
     async def _ranks_gone(self) -> list[int]:
@@ -235,9 +231,6 @@ class Agent:
         return await gone(self.before | set(self.attempt.pids.values()))
 
     # Plumbing -------------------------------------------------------------------------------------------------------
-
-    async def _tell(self, message: Message) -> None:
-        await self.channel.send({"attempt": self.attempt.number, **message})
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(self._guard(work))
@@ -255,8 +248,8 @@ class Agent:
         except Exception as error:
             if not isinstance(error, MusterError):
                 traceback.print_exc()
-            what = str(error) or type(error).__name__
-            await self._tell({"did": "broken", "broken": what, "code": getattr(error, "exit_code", 1)})
+            why = (str(error) or type(error).__name__)[:LONGEST_WHY]
+            await self.channel.send(wire.Broken(self.attempt.number, why, getattr(error, "exit_code", 1)))
 
 
 def serve(node: int, carrier: int, keeper: int | None, lease_s: float, alone: str) -> int:

@@ -16,6 +16,7 @@ from jobs.ranks import STATUS_FD, RankEnv
 from jobs.rundir import RunDir
 from jobs.site import Site
 from jobs.spec import Job
+from launch.wire.messages import Start
 
 RANK_VARIABLES: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {STATUS_FD}
 GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
@@ -152,7 +153,7 @@ def plan_nodes(context: Context, machines: Sequence[Machine], master_port: int |
     return plans
 
 
-def start_message(context: Context, plan: NodePlan, *, store: bool, master_port: int) -> dict[str, Any]:
+def start_message(context: Context, plan: NodePlan, *, store: bool, master_port: int) -> Start:
     """Spell one node's plan out as the agent's start message: data, never shell text."""
     attempt = plan.run.attempt(context.attempt)
     what: dict[str, Any] = (
@@ -163,19 +164,18 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
             "payload": {"job": context.job.model_dump(mode="json", exclude_unset=True), **context.options},
         }
     )
-    return {
-        "do": "start",
-        "attempt": context.attempt,
-        "node": plan.placement.node_rank,  # an agent keeps its slot, and may be another node in the next attempt
-        "attempt_dir": str(attempt.path),
-        "apart": plan.apart,
-        "workdir": context.workdir,
-        "setup": [*context.site.setup, *context.job.setup],
-        "store": store,
-        "master_port": master_port,
-        "warm": {"preload": preload(context), "env": {each.name: each.value for each in plan.warm_environment}},
-        "console": [rank.rank for rank in plan.ranks if rank.rank == 0],
-        "ranks": [
+    return Start(
+        attempt=context.attempt,
+        node=plan.placement.node_rank,  # an agent keeps its slot, and may be another node in the next attempt
+        attempt_dir=str(attempt.path),
+        apart=plan.apart,
+        workdir=context.workdir,
+        setup=(*context.site.setup, *context.job.setup),
+        store=store,
+        master_port=master_port,
+        warm={"preload": preload(context), "env": {each.name: each.value for each in plan.warm_environment}},
+        console=tuple(rank.rank for rank in plan.ranks if rank.rank == 0),
+        ranks=tuple(
             {
                 "rank": rank.rank,
                 "env": {each.name: each.value for each in rank.environment},
@@ -188,8 +188,8 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
                 **what,
             }
             for rank in plan.ranks
-        ],
-    }
+        ),
+    )
 
 
 def _shares(machines: Sequence[Machine]) -> list[Machine]:

@@ -241,7 +241,7 @@ def _route(before: Route, args: argparse.Namespace) -> Route:
         fanout=args.fanout or before.fanout,
         port=args.port or before.port,
         iface=args.iface or before.iface,
-        token="",
+        secret="",
     )
 
 

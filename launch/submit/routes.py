@@ -68,9 +68,10 @@ def _hand(submission: Submission) -> Transport:
         len(context.crew),
         run=context.run,
         starter=None,
-        listen="127.0.0.1" if context.placement.one_host else "",
+        listen="127.0.0.1" if context.placement.one_host else context.placement.master_addr,
         port=route.port,
-        token=route.token,
+        secret=route.secret,
+        attempt=context.attempt,
         own_agent=[*module_argv(context.python, "launch.agent", context.code), "--node", "0"],
         patience_s=HAND_S,
     )

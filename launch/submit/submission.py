@@ -31,7 +31,7 @@ class Route:
     hosts: HostSet
     fanout: int = 0  # 0: the transport's own
     port: int = 0  # of the supervisor, for agents that dial; 0: one of our choice
-    token: str = ""  # for lines that were printed before the run began
+    secret: str = ""  # for lines that were printed before the run began
     iface: str | None = None
     executor: str = ""  # of submitit: slurm, local or debug
 
@@ -81,6 +81,7 @@ class Submission:
             if record["version"] != VERSION:
                 raise RunFolderError(f"{run.submission}: version {record['version']}; this Muster reads {VERSION}")
             route = {**record["route"], "hosts": hosts_of(record["route"]["hosts"])}
+            route.pop("token", None)  # of a run that was made before nodes had keys
             kind = BY_KEY[record["job"]["kind"]]
             settings = kind.settings.model_validate(record["job"]["settings"])
             context = Context(

@@ -11,29 +11,30 @@ What happens comes in as messages from `supervisor.py`, which lives longer. Node
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Final
+from typing import Final
 
 from jobs import exits
 from jobs.words import counted
 from launch import storage
-from launch.channel import Message
 from launch.console import Console
 from launch.submit.plan import Context
-from launch.supervision import progress, stacks
 from launch.supervision.crew import Node
 from launch.supervision.eventlog import EventLog
+from launch.supervision.hangs import HangWatch, Mute
 from launch.supervision.roster import Roster
 from launch.supervision.startup import Startup
 from launch.supervision.story import Story
 from launch.supervision.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
+from launch.wire import messages as wire
+from launch.wire.codec import ProtocolError
+from launch.wire.records import RankReport
 
 SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
 MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first
-STACKS_S: Final = 4.0  # for the stacks of hung ranks to come
 DRAIN_S: Final = 60.0
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 
-Send = Callable[[int, Message], None]
+Send = Callable[[int, wire.ToAgent], None]
 
 
 class Attempt:
@@ -59,9 +60,7 @@ class Attempt:
         self.draining: Stop | None = None
         self.drain_deadline = 0.0
         self.stop_at: int | None = None
-        self.hang: progress.Hang | None = None
-        self.hang_deadline = 0.0
-        self.stacks: dict[int, dict[str, Any]] = {}
+        self.hangs = HangWatch(self.roster, context.job.hang_s)
         self.stuck: set[int] = set()  # node ranks where something survives KILL
         self.stop_deadline: float | None = None
         self.began = time.time()
@@ -80,7 +79,7 @@ class Attempt:
         if time.monotonic() > self.stop_deadline:
             return True
         return all(
-            rank in self.roster.swept or not node.is_alive or not node.hello
+            rank in self.roster.swept or not node.is_alive or node.hello is None
             for rank, node in enumerate(self.roster.nodes)
         )
 
@@ -99,17 +98,51 @@ class Attempt:
         last = f"saved after step {step}" if saved else "nothing more was saved"
         return replace(verdict, message=f"{verdict.message}; {last}")
 
+    # Messages -------------------------------------------------------------------------------------------------------
+
+    def take(self, node_rank: int, message: wire.FromAgent) -> None:
+        """Handle a message of a node that is about this attempt.
+
+        Raises:
+            ProtocolError: if the node may not send it, or not now.
+        """
+        match message:
+            case wire.Prepared():
+                self._begin_again()
+                self.advance(lambda: self.startup.prepared(node_rank, message))
+            case wire.Reached():
+                self._begin_again()
+                self.advance(lambda: self.startup.reached(node_rank, message))
+            case wire.Started():
+                self.roster.check_own(node_rank, *(rank for rank, _, _ in message.ranks))
+                self._on_started(node_rank, message)
+            case wire.Report():
+                self.roster.check_own(node_rank, message.rank)
+                self._on_report(message.rank, message.report)
+            case wire.Exited():
+                self.roster.check_own(node_rank, message.rank)
+                self._on_exited(node_rank, message)
+            case wire.Log():
+                self.roster.check_own(node_rank, message.rank)
+                self.console.lines(message.stream, message.lines)
+            case wire.Stacks():
+                self.roster.check_own(node_rank, *(stack["rank"] for stack in message.ranks))
+                self.hangs.take(message)
+                self._end_hang(time.monotonic())
+            case wire.Held():
+                self._on_held(message)
+            case wire.Swept():
+                self._on_swept(node_rank, message)
+            case wire.File():
+                storage.keep(self.context.run, vars(message))
+            case wire.Terminated():
+                self._on_terminated(node_rank)
+            case wire.Broken():
+                if message.gone:
+                    self.roster.swept.add(node_rank)
+                self.lose(node_rank, message.why, message.code)
+
     # The start ------------------------------------------------------------------------------------------------------
-
-    def on_prepared(self, node_rank: int, message: Message) -> None:
-        """Go on with the port that node 0 has bound."""
-        self._begin_again()
-        self.advance(lambda: self.startup.prepared(message))
-
-    def on_reached(self, node_rank: int, message: Message) -> None:
-        """Go on when all nodes have tried the way to the master."""
-        self._begin_again()
-        self.advance(lambda: self.startup.reached(node_rank, message))
 
     def _begin_again(self) -> None:
         """Count the start time-out anew: it is for each step of the start."""
@@ -121,14 +154,15 @@ class Attempt:
         if not self.is_stopping and (stop := step()):
             self.stop_all(stop, stop.message.partition("\n")[0], 0.0)
 
-    def on_started(self, node_rank: int, message: Message) -> None:
-        """Note the processes of a node's ranks."""
-        host = self.roster.nodes[node_rank].hello["host"]
-        self.log.event("started", attempt=self.number, node=node_rank, host=host, ranks=message["ranks"])
+    def _on_started(self, node_rank: int, message: wire.Started) -> None:
+        """Note the processes of a node's ranks, by pid and start ticks: `muster stop` ends no others."""
+        ranks = [(rank, pid) for rank, pid, _ in message.ranks]
+        ticks = [(rank, each) for rank, _, each in message.ranks]
+        host = self.roster.nodes[node_rank].host
+        self.log.event("started", attempt=self.number, node=node_rank, host=host, ranks=ranks, ticks=ticks)
 
-    def on_report(self, node_rank: int, message: Message) -> None:
-        """Take what a rank tells of itself."""
-        report, rank = message["report"], message["rank"]
+    def _on_report(self, rank: int, report: RankReport) -> None:
+        """Take what a rank reports."""
         if report["report"] == "arrived":
             self.roster.arrived.add(rank)
         elif report["report"] == "joined":
@@ -140,12 +174,18 @@ class Attempt:
 
     # Ends -----------------------------------------------------------------------------------------------------------
 
-    def on_exited(self, node_rank: int, message: Message) -> None:
-        """Take the end of a rank."""
+    def _on_exited(self, node_rank: int, message: wire.Exited) -> None:
+        """Take the end of a rank.
+
+        Raises:
+            ProtocolError: if it has ended before.
+        """
+        if message.rank not in self.roster.running:
+            raise ProtocolError(f"rank {message.rank} ends a second time")
         node = self.roster.nodes[node_rank]
         ahead_s, drained = node.clock.seconds, self.draining is not None
-        ending = ending_of(message, node_rank, node.hello["host"], ahead_s=ahead_s, ours=self.ours, drained=drained)
-        self.roster.running.discard(message["rank"])
+        ending = ending_of(message, node_rank, node.host, ahead_s=ahead_s, ours=self.ours, drained=drained)
+        self.roster.running.discard(message.rank)
         self._record(ending)
         over = self.draining is not None and not self.roster.running and not self.is_stopping
         if over and any(each.cause == "stopped" for each in self.endings):
@@ -159,27 +199,13 @@ class Attempt:
             self.story.failed(ending)
             self.stop_all(self.draining, f"{ending.where()} has failed", self.job.grace_s)
 
-    def on_swept(self, node_rank: int, message: Message) -> None:
+    def _on_swept(self, node_rank: int, message: wire.Swept) -> None:
         """Note that a node has nothing left of the attempt."""
         self.roster.swept.add(node_rank)
-        if left := message.get("left"):
+        if message.left:
             host = self.roster.hosts[node_rank]
-            self.startup.warn(f"{host}: {counted(len(left), 'process')} cannot be killed; see dmesg there")
+            self.startup.warn(f"{host}: {counted(len(message.left), 'process')} cannot be killed; see dmesg there")
             self.stuck.add(node_rank)
-
-    def on_log(self, node_rank: int, message: Message) -> None:
-        """Show what rank 0 prints."""
-        self.console.lines(message["stream"], message["lines"])
-
-    def on_file(self, node_rank: int, message: Message) -> None:
-        """Keep a part of a file of a node that cannot write into our run folder."""
-        storage.keep(self.context.run, message)
-
-    def on_broken(self, node_rank: int, message: Message) -> None:
-        """Take the failure of a node as a whole, whose agent is still there."""
-        if message.get("gone", False):
-            self.roster.swept.add(node_rank)
-        self.lose(node_rank, message["broken"], message.get("code", exits.REFUSED))
 
     def lose(self, node_rank: int, why: str, code: int, ago_s: float = 0.0) -> None:
         """Count a node's remaining ranks as ended with it, `ago_s` seconds ago."""
@@ -193,7 +219,7 @@ class Attempt:
         host, ended = self.roster.hosts[node_rank], time.time() - ago_s
         self._record(Ending(None, node_rank, host, code, None, ended, cause, why))
 
-    def on_told(self, node_rank: int, message: Message) -> None:
+    def _on_terminated(self, node_rank: int) -> None:
         """Take a node's SIGTERM for the end of the run: a scheduler sends it to agents and ranks, in any order."""
         where = f"node {node_rank} ({self.roster.hosts[node_rank]})"
         stop = Stop(exits.STOPPED, f"SIGTERM at {where}: its scheduler, or somebody there, ends the job")
@@ -224,7 +250,7 @@ class Attempt:
         self.stop_deadline = time.monotonic() + grace_s + SWEEP_S
         for rank, node in enumerate(self.roster.nodes):
             if node.is_alive:
-                self.send(rank, {"do": "stop", "grace_s": grace_s, "attempt": self.number})
+                self.send(rank, wire.StopRanks(self.number, grace_s))
 
     def drain(self, stop: Stop, by: str) -> bool:
         """Have all ranks save after one and the same step, and end; False where that is not possible (any more)."""
@@ -236,23 +262,23 @@ class Attempt:
         self.drain_deadline = time.monotonic() + deadline_s
         self.log.event("draining", attempt=self.number, by=by, deadline_s=deadline_s)
         self.console.say(f"saving, then stopping: {by}" + ("; once more to stop at once" * (by == "Ctrl-C")))
-        self._tell_all({"do": "hold"})
+        self._tell_all(wire.Hold(self.number))
         return True
 
-    def on_held(self, node_rank: int, message: Message) -> None:
+    def _on_held(self, message: wire.Held) -> None:
         """Agree on the step after which all save.
 
         A rank that waits after n steps keeps every other from ending step n + 1, and none could have ended step n
         before all had begun it: so after n + 1 steps nobody has passed yet.
         """
         if self.stop_at is None:
-            self.stop_at = message["steps"] + 1
-            self._tell_all({"do": "stop_at", "steps": self.stop_at})
+            self.stop_at = message.steps + 1
+            self._tell_all(wire.StopAt(self.number, self.stop_at))
 
-    def _tell_all(self, message: Message) -> None:
+    def _tell_all(self, message: wire.ToAgent) -> None:
         for rank, node in enumerate(self.roster.nodes):
             if node.is_alive:
-                self.send(rank, {**message, "attempt": self.number})
+                self.send(rank, message)
 
     # The clock ------------------------------------------------------------------------------------------------------
 
@@ -266,47 +292,26 @@ class Attempt:
         late_s = now - self.deadline
         if late_s > 0 and (late := self.roster.late(self.job.start_timeout_s, patient=late_s < MEET_S)):
             self.stop_all(Stop(exits.TIMEOUT, late), late, self.job.grace_s)
-        elif self.hang is not None:
-            if now > self.hang_deadline:
-                self._end_hang()
+        elif self.hangs.hang is not None:
+            self._end_hang(now)
         elif self.ours and self.startup.begun and not self.draining:
             self._look_for_hang(now)
 
     def _look_for_hang(self, now: float) -> None:
-        records = [(node.progress, node.progress_at) for node in self.roster.nodes]
-        self.hang = progress.hang(records, now, self.job.hang_s)
-        if self.hang is None:
+        if (hang := self.hangs.look(now)) is None:
             return
-        self.log.event("hang", attempt=self.number, seconds=self.hang.seconds, phase=self.hang.phase)
-        self.console.say(f"no rank has made progress for {self.hang.seconds:.0f} s; asking each where it is")
-        self.hang_deadline = now + STACKS_S
-        self._tell_all({"do": "dump"})
+        self.log.event("hang", attempt=self.number, seconds=hang.seconds, phase=hang.phase)
+        self.console.say(f"no rank has made progress for {hang.seconds:.0f} s; asking each where it is")
+        self._tell_all(wire.Dump(self.number))
 
-    def on_stacks(self, node_rank: int, message: Message) -> None:
-        """Take the stacks of a node's hung ranks; the last node's end the attempt."""
-        self.stacks.update({int(rank): said for rank, said in message["ranks"].items()})
-        if self.hang is not None and len(self.stacks) >= len(self.roster.running):
-            self._end_hang()
-
-    def _end_hang(self) -> None:
-        """Blame the ranks that are not where the others wait, and end the attempt."""
-        assert self.hang is not None
-        found = stacks.absent(self.stacks)
-        steps = self.hang.steps
-        what = f"made no progress for {self.hang.seconds:.0f} s after step {steps}"
-        if self.is_stopping:
+    def _end_hang(self, now: float) -> None:
+        """End the attempt once it is known who is to blame."""
+        if self.is_stopping or not self.hangs.is_due(now):
             return
-        rank = found.ranks[0] if found.ranks else None
-        node = self.roster.node_of[rank] if rank is not None else 0
-        mute = {self.roster.node_of[each] for each in self.roster.running - self.stacks.keys()}
-        if rank is None and mute:
-            why = f"{what}, and its keeper does not answer, so nobody knows where its ranks are"
-            self.lose(min(mute), why, exits.TIMEOUT, self.hang.seconds)
-            return
-        text = f"{what}: {found.text}"
-        lines = [str(line) for line in self.stacks.get(rank, {}).get("lines", [])][-20:] if rank is not None else []
-        if rank is None:
-            self.stop_all(Stop(exits.TIMEOUT, f"the ranks {text}"), "the ranks hang", 0.0)
-            return
-        host, since = self.roster.hosts[node], time.time() - self.hang.seconds
-        self._record(Ending(rank, node, host, exits.TIMEOUT, None, since, "own", text, lines, step=steps, hung=True))
+        match found := self.hangs.blame():
+            case Ending():
+                self._record(found)
+            case Mute():
+                self.lose(found.node, found.why, exits.TIMEOUT, found.seconds)
+            case Stop():
+                self.stop_all(found, "the ranks hang", 0.0)

@@ -7,11 +7,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 from jobs.errors import MusterError
 from jobs.placement import NodePlacement
-from launch.channel import Channel, ChannelClosed, Message
+from launch.wire.channel import Channel, ChannelClosed
+from launch.wire.messages import Beat, Heartbeat, Hello, Reached, ToAgent
+from launch.wire.records import Progress
 
 SILENT_S: Final = 5.0
 REVIVE_S: Final = 2.0  # between two tries to start the agent of a lost node
@@ -38,16 +40,21 @@ class Node:
 
     place: NodePlacement  # its host, and how many ranks it has room for
     channel: Channel | None = None
-    hello: Message = field(default_factory=dict)
-    reached: Message = field(default_factory=dict)
+    hello: Hello | None = None
+    reached: Reached | None = None
     heard: float = 0.0  # monotonic seconds
     clock: ClockOffset = field(default_factory=ClockOffset)
     failure: MusterError | None = None  # why its agent could not be started
     gone: bool = False
     lost_at: float = 0.0  # monotonic seconds, of `gone`
     silent: bool = False  # it is gone for it was not heard: its ranks may live until its lease ends
-    progress: dict[str, Any] | None = None  # the newest that its agent told of its ranks
+    progress: Progress | None = None  # the newest that its agent told of its ranks
     progress_at: float = 0.0
+
+    @property
+    def host(self) -> str:
+        """Its host, by the name that its agent gives it."""
+        return self.hello.host if self.hello is not None else self.place.host
 
     @property
     def is_alive(self) -> bool:
@@ -57,11 +64,17 @@ class Node:
     @property
     def settled(self) -> bool:
         """True when its agent has come, or cannot."""
-        return bool(self.hello) or self.failure is not None
+        return self.hello is not None or self.failure is not None
+
+    def beat(self, message: Heartbeat, received: float, attempt: int) -> None:
+        """Take the answer to a beat; what it says of another attempt's ranks does not count."""
+        self.clock.note(sent=message.sent, heard=message.heard, answered=message.time, received=received)
+        if message.progress is not None and message.attempt == attempt:
+            self.progress, self.progress_at = message.progress, time.monotonic()
 
     def forget_agent(self) -> None:
         """Be ready for another agent."""
-        self.channel, self.hello, self.reached, self.failure = None, {}, {}, None
+        self.channel = self.hello = self.reached = self.failure = None
         self.gone = self.silent = False
         self.progress = None
 
@@ -84,7 +97,7 @@ class Crew:
         """List the slots whose agent can be spoken to."""
         return [slot for slot, node in enumerate(self.nodes) if node.is_alive]
 
-    def send(self, slot: int, message: Message) -> None:
+    def send(self, slot: int, message: ToAgent) -> None:
         """Send without waiting: a node that takes nothing more must not keep the others from hearing us."""
         channel = self.nodes[slot].channel
         if channel is None:
@@ -100,11 +113,19 @@ class Crew:
         if not self.missing:
             self.forgive(time.monotonic())
 
-    def heard(self, slot: int, message: Message) -> bool:
+    def greeted(self, slot: int, hello: Hello, channel: Channel) -> bool:
+        """Take a node's agent; False for a second one, or one of a node that we have given up."""
+        node = self.nodes[slot]
+        if node.settled:
+            channel.close()
+            return False
+        node.hello, node.channel, node.heard = hello, channel, time.monotonic()
+        return True
+
+    def heard(self, slot: int, via: Channel) -> bool:
         """Note a sign of life; False when it is one of an earlier agent of that node."""
         node = self.nodes[slot]
-        via = message.get("via")
-        if via is not None and via is not node.channel:
+        if via is not node.channel:
             return False
         node.heard = time.monotonic()
         return True
@@ -122,7 +143,7 @@ class Crew:
         if not self.missing and now - self.beaten >= BEAT_S:
             self.beaten = now
             for slot in self.alive():
-                self.send(slot, {"do": "beat", "sent": time.time()})
+                self.send(slot, Beat(time.time()))
         return stood_s
 
     def silent(self, now: float) -> list[int]:

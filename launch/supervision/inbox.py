@@ -1,41 +1,118 @@
-"""One queue for everything that happens to a run: what agents say, what becomes of their starts, signals, the clock."""
+"""One queue for everything that happens to a run: messages of agents, failed starts, signals, the clock."""
 
 import asyncio
 import signal
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Final
 
 from jobs import exits
-from jobs.errors import MusterError
-from launch.channel import Channel, ChannelClosed, Message
+from jobs.errors import MusterError, UnreachableError
+from launch.look.runrows import number, real
+from launch.wire.channel import Channel, ChannelClosed, NotAMessage
+from launch.wire.messages import Bye, FromAgent
 
 TICK_S: Final = 0.25
-SIGNALS: Final[tuple[tuple[signal.Signals, Message], ...]] = (
-    (signal.SIGINT, {"by": "Ctrl-C"}),
-    (signal.SIGTERM, {"by": "SIGTERM"}),
-    (signal.SIGHUP, {"by": "SIGHUP"}),
+
+
+@dataclass(frozen=True)
+class Heard:
+    """A message of a node, and when it came (unix seconds)."""
+
+    slot: int
+    message: FromAgent
+    via: Channel
+    received: float
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A node's channel has ended; `via` is None where that was noticed in sending."""
+
+    slot: int
+    why: str = "its agent has gone"
+    via: Channel | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A node's agent cannot be started, or has ended."""
+
+    slot: int
+    error: MusterError
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Nothing can be started at all."""
+
+    error: MusterError
+
+
+@dataclass(frozen=True)
+class StopRequest:
+    """Somebody asks for the end of the run. `grace_s`: None for the job's."""
+
+    by: str
+    text: str = ""
+    code: int = exits.STOPPED
+    now: bool = False
+    grace_s: float | None = None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> "StopRequest":
+        """Return the request that stop.json holds."""
+        code, grace_s = number(record.get("code")), real(record.get("grace_s"))
+        return cls(
+            by=str(record.get("who") or "muster stop"),
+            text=str(record.get("text") or ""),
+            code=exits.STOPPED if code is None else code & 0xFF,
+            now=record.get("now") is True,
+            grace_s=None if grace_s is None else max(0.0, grace_s),
+        )
+
+
+@dataclass(frozen=True)
+class Tick:
+    """TICK_S have passed."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The checkpoint of the next attempt has been chosen."""
+
+
+Event = Heard | Gone | Failed | Refused | StopRequest | Tick | Loaded
+
+SIGNALS: Final[tuple[tuple[signal.Signals, StopRequest], ...]] = (
+    (signal.SIGINT, StopRequest("Ctrl-C")),
+    (signal.SIGTERM, StopRequest("SIGTERM")),
+    (signal.SIGHUP, StopRequest("SIGHUP")),
     # What a batch system sends some time before the limit (slurm.signal_s).
-    (signal.SIGUSR2, {"by": "SIGUSR2", "code": exits.TIMEOUT, "text": "the time limit is near (SIGUSR2)"}),
+    (signal.SIGUSR2, StopRequest("SIGUSR2", "the time limit is near (SIGUSR2)", exits.TIMEOUT)),
 )
-NOBODY: Final = -1  # the node of a message that comes from no node
 
 
 class Inbox:
-    """(node rank, message) in order of arrival. It is the gate of a transport (transports/base.py)."""
+    """Events in order of arrival. It is the gate of a transport (transports/base.py)."""
 
     def __init__(self) -> None:
         self.channels: list[Channel] = []
-        self._queue: asyncio.Queue[tuple[int, Message]] = asyncio.Queue()
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def next(self) -> tuple[int, Message]:
-        """Return the oldest message."""
-        return await self._queue.get()
+    async def next(self) -> Event:
+        """Return the oldest event."""
+        event = await self._queue.get()
+        if isinstance(event, Heard):
+            event.via.unhandled.release()
+        return event
 
-    def put(self, node_rank: int, message: Message) -> None:
-        """Add a message."""
-        self._queue.put_nowait((node_rank, message))
+    def put(self, event: Event) -> None:
+        """Add an event."""
+        self._queue.put_nowait(event)
 
     def connected(self, channel: Channel) -> None:
         """Take an agent's channel, and read it to its end."""
@@ -44,41 +121,55 @@ class Inbox:
 
     def failed(self, node_rank: int, error: MusterError) -> None:
         """Learn that a node's agent cannot be started, or has ended."""
-        self.put(node_rank, {"did": "failed", "error": error})
+        self.put(Failed(node_rank, error))
 
     def tick(self) -> None:
         """Have a tick come every TICK_S from now on."""
         self.spawn(self._tick())
 
     def listen_for_signals(self) -> None:
-        """Have the signals that ask for an end come as messages."""
+        """Have the signals that ask for an end come as events."""
         loop = asyncio.get_running_loop()
-        for number, message in SIGNALS:
-            loop.add_signal_handler(number, self.put, NOBODY, {"did": "stop", **message})
+        for signal_number, request in SIGNALS:
+            loop.add_signal_handler(signal_number, self.put, request)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something beside the queue, until `close`."""
-        self._tasks.add(asyncio.create_task(work))
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
-    def close(self) -> None:
-        """Read and tick no more."""
+    def close(self, code: int) -> None:
+        """Read and tick no more, and let every agent go; `code` is the run's exit code."""
         for task in self._tasks:
             task.cancel()
+        for channel in self.channels:
+            with suppress(ChannelClosed):  # gone already: that is what bye asks for
+                channel.post(Bye(code))
+            channel.close()
 
     async def _read(self, channel: Channel) -> None:
-        node_rank = channel.node
+        """Hand on what a node sends; what is no message of the protocol ends its channel."""
+        node = channel.node
         try:
-            hello = await channel.receive()
-            node_rank = hello["node"]
-            self.put(node_rank, {**hello, "channel": channel})
+            hello = await channel.receive_hello()
+        except ChannelClosed as error:
+            channel.abort()
+            self.failed(node, UnreachableError(f"node {node}: its agent hung up before its greeting: {error}"))
+            return
+        message: FromAgent = hello
+        try:
             while True:
+                await channel.unhandled.acquire()  # a node that floods us waits; the others do not
+                self.put(Heard(node, message, channel, time.time()))
                 message = await channel.receive()
-                self.put(node_rank, {**message, "received": time.time(), "via": channel})
+        except NotAMessage as error:
+            channel.abort()
+            self.put(Gone(node, f"its agent broke the protocol: {error}", channel))
         except ChannelClosed:
-            if node_rank >= 0:
-                self.put(node_rank, {"did": "gone", "why": "its agent has gone", "via": channel})
+            self.put(Gone(node, via=channel))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.put(NOBODY, {"did": "tick"})
+            self.put(Tick())

@@ -5,28 +5,30 @@ renews a small file every two seconds; one that was not renewed for half a minut
 Times are the writer's; the reader's clock may differ by a few seconds, which half a minute forgives.
 """
 
+import json
 import os
 import socket
 import time
-from contextlib import suppress
 from typing import Final
 
 from jobs.errors import StorageError
-from jobs.files import write_json
+from jobs.files import folder_error, mode_in
 from jobs.reading import read_json
 from jobs.rundir import RunDir
 
 RENEW_S: Final = 2.0
+LEASE_BYTES: Final = 256
 STALE_S: Final = 30.0
 DEAD_S: Final = 120.0  # runs refuse nodes whose clock is off by a minute
 
 
 class Lease:
-    """The supervisor's end."""
+    """The supervisor's end. It keeps its file open: a process that is out of descriptors still shows that it lives."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
         self._renewed = -RENEW_S
+        self._descriptor = -1
 
     def renew(self) -> None:
         """Write the lease, if the last one is old enough; a disk that is full for a while does not end a run.
@@ -35,13 +37,27 @@ class Lease:
             RunFolderError: it cannot be written.
         """
         now = time.monotonic()
-        if now - self._renewed >= RENEW_S:
-            self._renewed = now
-            with suppress(StorageError):
-                write_json(self.run.lease, {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()})
+        if now - self._renewed < RENEW_S:
+            return
+        self._renewed = now
+        record = {"time": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
+        try:
+            if self._descriptor < 0:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+                self._descriptor = os.open(self.run.lease, flags, 0o600)
+                os.fchmod(self._descriptor, mode_in(self.run.path))
+            # Always as long, and one write: a reader sees the old one or the new one.
+            os.pwrite(self._descriptor, json.dumps(record).ljust(LEASE_BYTES).encode(), 0)
+        except OSError as error:
+            failed = folder_error(self.run.lease, error)
+            if not isinstance(failed, StorageError):
+                raise failed from error
 
     def give_up(self) -> None:
         """Take the lease away: the run has its last row."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
         self.run.lease.unlink(missing_ok=True)
 
 

@@ -5,6 +5,7 @@ from typing import Final
 
 from jobs.placement import Placement
 from launch.supervision.crew import Node
+from launch.wire.codec import ProtocolError
 
 NAMED: Final = 4  # ranks that a message names before it only counts
 
@@ -16,12 +17,21 @@ class Roster:
         self.meets = meets
         self.nodes = list(nodes)  # in the order of node ranks
         self.hosts = [node.host for node in placement.nodes]
-        self.missing = len(self.nodes)  # nodes that have not yet done what the start waits for
+        self.missing = set(range(len(self.nodes)))  # node ranks that have not yet done what the start waits for
         self.swept: set[int] = set()  # node ranks on which nothing is left of the attempt
         self.node_of = {rank: node.node_rank for node in placement.nodes for rank in node.rank_range}
         self.running = set(self.node_of)
         self.arrived: set[int] = set()
         self.joined: set[int] = set()
+
+    def check_own(self, node_rank: int, *ranks: int) -> None:
+        """Let a node speak of its own ranks only.
+
+        Raises:
+            ProtocolError: if one of them is another node's.
+        """
+        if foreign := [rank for rank in ranks if self.node_of.get(rank) != node_rank]:
+            raise ProtocolError(f"it speaks of rank {foreign[0]}, which is not its own")
 
     def late(self, limit_s: float, *, patient: bool) -> str:
         """Say, after the deadline, who has not come; empty when everybody is where they should be.
@@ -29,7 +39,7 @@ class Roster:
         While `patient`, ranks that have arrived are given a moment more: their own time-out says more than ours.
         """
         limit = f"{limit_s:g} s (start_timeout_s)"
-        if silent := [number for number, node in enumerate(self.nodes) if not node.hello]:
+        if silent := [number for number, node in enumerate(self.nodes) if node.hello is None]:
             return f"{self._name_nodes(silent)}: the agent did not answer within {limit}"
         # A program of the user's need not meet anybody; but once one rank waits at the store, all others should come.
         expected = self.meets or bool(self.running & self.arrived)
@@ -47,5 +57,5 @@ class Roster:
     def _name(self, ranks: list[int]) -> str:
         names = [f"rank {rank} on node {self.node_of[rank]}" for rank in ranks[:NAMED]]
         more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
-        host = self.nodes[self.node_of[ranks[0]]].hello.get("host", "?")
+        host = self.nodes[self.node_of[ranks[0]]].host
         return ", ".join(names) + more + f" ({host})"

@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 STANDS_STILL: Final = ("T", "t")
@@ -84,7 +85,12 @@ class Absent:
     text: str
 
 
-def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = linecache.getline) -> Absent:
+def line_of(file: str, number: int) -> str:
+    """Return a line of a source file; "" where this machine has no such file, or it is none. A node named it."""
+    return linecache.getline(file, number) if file.endswith(".py") and Path(file).is_file() else ""
+
+
+def absent(dumps: Mapping[int, Mapping[str, Any]], source: Source = line_of) -> Absent:
     """Find who is not where the others wait; `dumps`: {rank: {"state", "lines", "steps"?}}, as agents' `stacks` tell.
 
     `source` returns the text of a line of a file, "" where it has none.

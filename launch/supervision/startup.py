@@ -11,7 +11,7 @@ On one machine there is nothing to reach, and the second step is left out.
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -21,7 +21,6 @@ from jobs.errors import MusterError, RefusedError, UnreachableError
 from jobs.files import write_json, write_text
 from jobs.rundir import RunDir
 from jobs.words import counted
-from launch.channel import Message
 from launch.console import Console
 from launch.fingerprint import fingerprint
 from launch.submit.plan import Context, Machine, NodePlan, plan_nodes, start_message
@@ -29,12 +28,14 @@ from launch.supervision.eventlog import EventLog
 from launch.supervision.master import own_address
 from launch.supervision.roster import Roster
 from launch.supervision.verdict import Stop
+from launch.wire.codec import ProtocolError
+from launch.wire.messages import Beat, Hello, Prepare, Prepared, Reach, Reached, ToAgent
 
 LOOPBACK: Final = "127.0.0.1"
 SKEW_WARN_S: Final = 2.0
 SKEW_BAD_S: Final = 60.0
 
-Send = Callable[[int, Message], None]
+Send = Callable[[int, ToAgent], None]
 
 
 class Startup:
@@ -51,9 +52,9 @@ class Startup:
         self.begun = False  # ranks are being started
         self.complete = False  # every node has answered or failed: from now on they are spoken to, and may be silent
 
-    def answered(self) -> Stop | None:
+    def answered(self, number: int) -> Stop | None:
         """Go on when a node has answered or failed, if it was the last one to."""
-        self.roster.missing -= 1
+        self.roster.missing.discard(number)
         return None if self.roster.missing else self.begin()
 
     def begin(self) -> Stop | None:
@@ -62,55 +63,67 @@ class Startup:
         for number, node in enumerate(self.roster.nodes):
             node.heard = time.monotonic()
             if node.channel is not None:  # its clock is to be known before it is judged
-                self.send(number, {"do": "beat", "sent": time.time()})
+                self.send(number, Beat(time.time()))
         failed = {number: node.failure for number, node in enumerate(self.roster.nodes) if node.failure is not None}
         if failed:
             return self._report(failed)
-        # Ranks of one machine meet on loopback: nobody outside need see the store.
-        bind = LOOPBACK if self.context.placement.one_host else ""
-        self.send(0, {"do": "prepare", "bind": bind, "attempt": self.context.attempt})
+        self.send(0, prepare_message(self.context, self.roster.nodes[0].hello))
         return None
 
-    def prepared(self, message: Message) -> Stop | None:
-        """Have every node reach the port that node 0 has bound."""
-        self.port = message["port"]
+    def prepared(self, number: int, message: Prepared) -> Stop | None:
+        """Have every node reach the port that node 0 has bound.
+
+        Raises:
+            ProtocolError: if nobody has asked that node to bind one.
+        """
+        if number != 0 or self.port or not self.complete:
+            raise ProtocolError("Prepared: nobody has asked for it")
+        self.port = message.port
         if not self.context.remote:
             return self._start()
         try:
-            self._learn_master(message["addresses"])
+            self._learn_master(message.addresses)
         except MusterError as error:
             return Stop(error.exit_code, str(error))
+        if not message.bound and not self.context.placement.one_host:
+            address = self.context.placement.master_addr
+            self.warn(f"{self.roster.hosts[0]}: has no address {address}; the store listens on all of its addresses")
         write_text(self.context.run.nonce("supervisor"), self.nonce)
-        self.roster.missing = len(self.roster.nodes)
-        reach = {
-            "do": "reach",
-            "address": self.context.placement.master_addr,
-            "port": self.port,
-            "iface": self.context.iface,
-            "run": str(self.context.run.path),
-            "nonce": self.nonce,
-            "attempt": self.context.attempt,
-        }
-        for number in range(len(self.roster.nodes)):
-            self.send(number, reach)
+        self.roster.missing = set(range(len(self.roster.nodes)))
+        reach = Reach(
+            attempt=self.context.attempt,
+            address=self.context.placement.master_addr,
+            port=self.port,
+            iface=self.context.iface or "",
+            run=str(self.context.run.path),
+            nonce=self.nonce,
+        )
+        for each in range(len(self.roster.nodes)):
+            self.send(each, reach)
         return None
 
-    def _learn_master(self, addresses: list[tuple[str, str]]) -> None:
+    def _learn_master(self, addresses: Sequence[tuple[str, str]]) -> None:
         """Take node 0's address from its agent where neither hosts nor user gave one.
 
         Raises:
             RefusedError: there is none that the other nodes could reach.
         """
-        placement, host = self.context.placement, self.roster.hosts[0]
+        placement, host, hello = self.context.placement, self.roster.hosts[0], self.roster.nodes[0].hello
         if placement.one_host or (placement.master_addr and not self.context.iface):
             return
-        address = own_address(host, str(self.roster.nodes[0].hello["address"]), addresses, self.context.iface)
+        address = own_address(host, hello.address if hello is not None else "", addresses, self.context.iface)
         self.context = replace(self.context, placement=placement.meeting_at(address))
 
-    def reached(self, number: int, message: Message) -> Stop | None:
-        """Go on when the last node has tried."""
+    def reached(self, number: int, message: Reached) -> Stop | None:
+        """Go on when the last node has tried.
+
+        Raises:
+            ProtocolError: if nobody has asked that node to try.
+        """
+        if number not in self.roster.missing:
+            raise ProtocolError("Reached: nobody has asked for it")
         self.roster.nodes[number].reached = message
-        self.roster.missing -= 1
+        self.roster.missing.discard(number)
         if self.roster.missing:
             return None
         self.context.run.nonce("supervisor").unlink(missing_ok=True)
@@ -136,26 +149,27 @@ class Startup:
         """Tell what keeps a node from taking part, if anything does."""
         node, host = self.roster.nodes[number], self.roster.hosts[number]
         said, placement = node.reached, self.context.placement
+        assert said is not None
         where = f"{placement.master_addr}:{self.port}"
-        if said["why"]:
+        if said.why:
             return UnreachableError(
-                f"{host}: cannot reach the master at {where}: {said['why']}; check the firewall between the nodes, or "
+                f"{host}: cannot reach the master at {where}: {said.why}; check the firewall between the nodes, or "
                 "give another network with --master-addr or --iface"
             )
-        if said["interface"] in ("", "lo") and not placement.one_host:
+        if said.interface in ("", "lo") and not placement.one_host:
             return RefusedError(
-                f"{host}: its way to the master {where} is {said['interface'] or 'no interface'}, which the others do "
+                f"{host}: its way to the master {where} is {said.interface or 'no interface'}, which the others do "
                 "not share; give the address of node 0 that they reach with --master-addr"
             )
-        if said["code"] != code:
+        if said.code != code:
             return RefusedError(
-                f"{host}: has other code of Muster ({said['code']}, here {code}); run muster sync, or bring both to "
+                f"{host}: has other code of Muster ({said.code}, here {code}); run muster sync, or bring both to "
                 "one commit"
             )
         if abs(node.clock.seconds) > SKEW_BAD_S:
             return RefusedError(f"{host}: its clock is off by {node.clock.seconds:+.0f} s; set it (chronyc makestep)")
-        if said["storage"] == "none":
-            return RefusedError(f"{host}: has nowhere to keep the run: {said['storage_why']}")
+        if said.storage == "none":
+            return RefusedError(f"{host}: has nowhere to keep the run: {said.storage_why}")
         return None
 
     def _report(self, failed: dict[int, MusterError]) -> Stop:
@@ -175,7 +189,7 @@ class Startup:
     def _start(self) -> Stop | None:
         """Plan, write the plans down, and start the ranks."""
         context, nodes = self.context, self.roster.nodes
-        machines = [machine_of(node.hello, node.reached) for node in nodes]
+        machines = [machine_of(node.hello, node.reached) for node in nodes if node.hello is not None]
         try:
             plans = plan_nodes(context, machines, self.port)
             attempt = context.run.attempt(context.attempt)
@@ -189,7 +203,7 @@ class Startup:
         self.announce(plans)
         for number, plan in enumerate(plans):
             start = start_message(context, plan, store=machines[0].torch, master_port=self.port)
-            write_json(attempt.command(number), start)
+            write_json(attempt.command(number), vars(start))
             self.send(number, start)
         return None
 
@@ -206,18 +220,27 @@ class Startup:
             self.console.say(f"attempt {self.context.attempt}: {ranks} on {names}")
 
 
-def machine_of(hello: Message, reached: Message) -> Machine:
+def prepare_message(context: Context, hello: Hello | None) -> Prepare:
+    """Return the order to bind the store's port: on loopback, or at the address by which the nodes reach node 0."""
+    placement = context.placement
+    if placement.one_host:  # ranks of one machine meet on loopback: nobody outside need see the store
+        return Prepare(context.attempt, LOOPBACK)
+    greeted = hello.address if hello is not None else ""
+    return Prepare(context.attempt, placement.master_addr or greeted, context.iface or "")
+
+
+def machine_of(hello: Hello, reached: Reached | None) -> Machine:
     """Return what a node has, as its agent said."""
     return Machine(
-        host=hello["host"],
-        cores=tuple(hello["cores"]),
-        gpus=tuple(hello["gpus"]),
-        torch=hello["torch"],
-        environ=hello["environ"],
-        interface=reached.get("interface", ""),
-        run=RunDir(Path(reached["run"])) if _apart(reached) else None,
+        host=hello.host,
+        cores=hello.cores,
+        gpus=hello.gpus,
+        torch=hello.torch,
+        environ=hello.environ,
+        interface=reached.interface if reached is not None else "",
+        run=RunDir(Path(reached.run)) if reached is not None and _apart(reached) else None,
     )
 
 
-def _apart(reached: Message) -> bool:
-    return reached.get("storage") == "apart"
+def _apart(reached: Reached | None) -> bool:
+    return reached is not None and reached.storage == "apart"

@@ -5,6 +5,7 @@ its beginning and its end cost.
       of the attempt before                      of the next one
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -47,7 +48,7 @@ class Story:
         self.log.event("joined", attempt=self.number, seconds=round(seconds, 3))
         self.console.say(f"{ranks} rank{'s' * (ranks != 1)} joined after {seconds:.1f} s")
 
-    def told(self, rank: int, report: dict[str, Any]) -> None:
+    def told(self, rank: int, report: Mapping[str, Any]) -> None:
         """Take a report of a rank; most are rank 0's."""
         what = report["report"]
         if what == "progress":

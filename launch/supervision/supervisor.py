@@ -13,24 +13,25 @@ from dataclasses import replace
 from typing import Final
 
 from jobs import exits
-from jobs.errors import MusterError, UnreachableError
+from jobs.errors import MusterError, RunFolderError, StorageError, UnreachableError
 from jobs.words import counted
 from launch import processes
-from launch.channel import ChannelClosed, Message
 from launch.console import Console
+from launch.limits import raise_open_files
 from launch.look.runrows import read_json
 from launch.submit.plan import Context
 from launch.supervision import resumption
-from launch.supervision.attempt import Attempt
+from launch.supervision.attempt import Attempt, Send
 from launch.supervision.crew import REVIVE_S, SILENT_S, Crew
 from launch.supervision.eventlog import EventLog
-from launch.supervision.inbox import NOBODY, Inbox
+from launch.supervision.inbox import Event, Failed, Gone, Heard, Inbox, Loaded, Refused, StopRequest, Tick
 from launch.supervision.lease import Lease
 from launch.supervision.recovery import Choice, Decision
 from launch.supervision.story import last_advice
 from launch.supervision.succession import Succession
 from launch.supervision.verdict import Ending, Stop, Verdict, judge
 from launch.transports.base import LEASE_S, Transport
+from launch.wire.messages import Heartbeat, Hello, StopRanks
 
 ORPHANS_S: Final = 2.0  # for the ranks of an agent that has died to end after it
 FENCE_S: Final = LEASE_S + 2.0  # for those of one that is only silent: its lease, and its keeper's kill
@@ -62,6 +63,7 @@ class Supervisor:
     async def run(self) -> Verdict:
         """Make attempts to the end and record them; whatever happens, no process of the run is left."""
         began = time.time()
+        raise_open_files()
         self.log.submitted(self.context, self.transport.name)
         self.inbox.listen_for_signals()
         try:
@@ -96,7 +98,7 @@ class Supervisor:
         try:
             await self.transport.start(self.inbox)
         except MusterError as error:
-            self.inbox.put(NOBODY, {"did": "refused", "error": error})
+            self.inbox.put(Refused(error))
 
     # One attempt after the other ------------------------------------------------------------------------------------
 
@@ -108,7 +110,7 @@ class Supervisor:
     async def _load(self) -> Verdict | None:
         """Choose the checkpoint of the next attempt, beside the loop; return the verdict when there is none to use."""
         work = asyncio.ensure_future(asyncio.to_thread(resumption.with_checkpoint, self.context, self.console.say))
-        work.add_done_callback(lambda _: self.inbox.put(NOBODY, {"did": "loaded"}))
+        work.add_done_callback(lambda _: self.inbox.put(Loaded()))
         await self._pump(work.done)
         try:
             self.context = await work
@@ -124,9 +126,11 @@ class Supervisor:
     def _new_attempt(self) -> None:
         nodes = [self.crew.nodes[slot] for slot in self.slots]
         for node in nodes:
-            node.reached, node.progress = {}, None
+            node.reached = node.progress = None
         patience_s = 0.0 if self.succession.past else self.transport.patience_s
-        self.attempt = Attempt(self.context, nodes, self.log, self.console, self._send, patience_s)
+        slots = self.slots
+        send: Send = lambda rank, message: self.crew.send(slots[rank], message)  # noqa: E731
+        self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s)
         if self.stop is not None:  # asked for while we were busy
             self.attempt.stop_all(self.stop, self.stop.message, 0.0)
 
@@ -187,7 +191,7 @@ class Supervisor:
             except MusterError as error:
                 node.failure = error
             await self._pump(lambda: node.settled or self.stop is not None or time.monotonic() > deadline)
-            if node.hello or (node.failure is not None and not isinstance(node.failure, UnreachableError)):
+            if node.hello is not None or (node.failure is not None and not isinstance(node.failure, UnreachableError)):
                 return
             why = f"; the last time: {node.failure}" if node.failure is not None else why
             until = min(time.monotonic() + REVIVE_S, deadline)
@@ -200,36 +204,56 @@ class Supervisor:
     async def _pump(self, until: Callable[[], bool]) -> None:
         """Handle what comes until something is so; the clock ticks, so it is asked often."""
         while not until():
-            self._handle(*await self.inbox.next())
+            self._handle(await self.inbox.next())
 
-    def _handle(self, slot: int, message: Message) -> None:
-        """Give a message to the method that is called after it: ours, or the attempt's if it is about that one."""
-        if slot >= 0 and not self.crew.heard(slot, message):
-            return  # of an agent that we have given up
-        if handler := getattr(self, f"_on_{message['did']}", None):
-            handler(slot, message)
-        elif self.attempt is not None and slot in self.rank_of:
-            about = message.get("attempt", self.attempt.number)
-            handler = getattr(self.attempt, f"on_{message['did']}", None)
-            if handler is not None and about == self.attempt.number:
-                handler(self.rank_of[slot], message)
+    def _handle(self, event: Event) -> None:
+        """Give an event to the method that is for it."""
+        match event:
+            case Heard():
+                self._hear(event)
+            case Gone():
+                self._on_gone(event)
+            case Failed():
+                self._on_failed(event.slot, event.error)
+            case Refused(error):
+                self._current.stop_all(Stop(error.exit_code, str(error)), str(error), 0.0)
+            case StopRequest():
+                self._on_stop(event)
+            case Tick():
+                self._on_tick()
         while self.crew.broken:
-            self._on_gone(self.crew.broken.pop(), {"why": "its agent has gone"})
+            self._on_gone(Gone(self.crew.broken.pop()))
 
-    def _on_hello(self, slot: int, message: Message) -> None:
-        node = self.crew.nodes[slot]
-        if node.hello or node.failure is not None:
-            message["channel"].close()  # a second agent for one node, or one that we have given up
-            return
-        node.hello, node.channel = message, message["channel"]
-        self._answered(slot)
+    def _hear(self, heard: Heard) -> None:
+        """Handle a message of a node. Whatever is wrong with it costs that node, and not the run."""
+        try:
+            self._take(heard)
+        except (StorageError, RunFolderError):  # our own folder fails
+            raise
+        except Exception as error:
+            why = f"its agent broke the protocol: {type(heard.message).__name__}: {error or type(error).__name__}"
+            self.log.event("warning", text=f"node {heard.slot}: {why}")
+            self._on_gone(Gone(heard.slot, why, heard.via))
 
-    def _on_failed(self, slot: int, message: Message) -> None:
-        node = self.crew.nodes[slot]
-        if node.hello:  # what started its agent has ended: the channel's own end tells it
+    def _take(self, heard: Heard) -> None:
+        slot, message, attempt = heard.slot, heard.message, self.attempt
+        if isinstance(message, Hello):
+            if self.crew.greeted(slot, message, heard.via):
+                self._answered(slot)
             return
-        if node.failure is None and (self._current.is_over() or not self._current.is_stopping):
-            node.failure = message["error"]
+        if not self.crew.heard(slot, heard.via):
+            return  # of an agent that we have given up
+        if isinstance(message, Heartbeat):
+            self.crew.nodes[slot].beat(message, heard.received, self.context.attempt)
+        elif attempt is not None and slot in self.rank_of and message.attempt == attempt.number:
+            attempt.take(self.rank_of[slot], message)
+
+    def _on_failed(self, slot: int, error: MusterError) -> None:
+        node = self.crew.nodes[slot]
+        if node.settled:  # once there is an agent, the end of its channel counts
+            return
+        if self._current.is_over() or not self._current.is_stopping:
+            node.failure = error
             self.log.event("unreachable", attempt=self.context.attempt, node=slot, message=str(node.failure))
             self._answered(slot)
 
@@ -240,33 +264,23 @@ class Supervisor:
         if attempt.is_over():  # an agent that was lost is there again: the next attempt's
             return
         if attempt.is_stopping:
-            self.crew.send(slot, {"do": "stop", "grace_s": 0.0, "attempt": attempt.number})
+            self.crew.send(slot, StopRanks(attempt.number, 0.0))
         elif slot in self.rank_of and not attempt.startup.complete:
-            attempt.advance(attempt.startup.answered)
+            attempt.advance(lambda: attempt.startup.answered(self.rank_of[slot]))
 
-    def _on_refused(self, slot: int, message: Message) -> None:
-        error = message["error"]
-        self._current.stop_all(Stop(error.exit_code, str(error)), str(error), 0.0)
-
-    def _on_gone(self, slot: int, message: Message) -> None:
-        if not self.crew.nodes[slot].gone:
-            self.crew.lose(slot, time.monotonic())
-            self._lost(slot, message["why"])
+    def _on_gone(self, gone: Gone) -> None:
+        node = self.crew.nodes[gone.slot]
+        if gone.via not in (None, node.channel):
+            return  # of an earlier agent of that node
+        if not node.gone:
+            self.crew.lose(gone.slot, time.monotonic())
+            self._lost(gone.slot, gone.why)
 
     def _lost(self, slot: int, why: str, ago_s: float = 0.0) -> None:
         if self.attempt is not None and slot in self.rank_of:
             self.attempt.lose(self.rank_of[slot], why, exits.UNREACHABLE, ago_s)
 
-    def _on_heartbeat(self, slot: int, message: Message) -> None:
-        node = self.crew.nodes[slot]
-        node.clock.note(
-            sent=message["sent"], heard=message["heard"], answered=message["time"], received=message["received"]
-        )
-        about = message.get("attempt", self.context.attempt)
-        if message.get("progress") is not None and about == self.context.attempt:
-            node.progress, node.progress_at = message["progress"], time.monotonic()
-
-    def _on_tick(self, slot: int, message: Message) -> None:
+    def _on_tick(self) -> None:
         now = time.monotonic()
         self.lease.renew()
         stood_s = self.crew.tick(now)
@@ -279,40 +293,27 @@ class Supervisor:
         request = read_json(self.run_dir.stop)
         if request.get("time") != self.request:
             self.request = request.get("time")
-            self._on_stop(NOBODY, {**request, "by": request.get("who", "muster stop")})
+            self._on_stop(StopRequest.of(request))
         if self.attempt is not None:
             self.attempt.tick(now)
 
-    def _on_stop(self, slot: int, message: Message) -> None:
+    def _on_stop(self, request: StopRequest) -> None:
         """End the run on request: save first where that is possible; at a second request at once."""
-        saving = resumption.saves(self.context)
-        code, text = message.get("code", exits.STOPPED), message.get("text", f"stopped by {message['by']}")
-        if code == exits.TIMEOUT and saving:  # a limit of the scheduler's: the next allocation goes on
-            code = exits.REQUEUE
-        again, self.stop = self.stop is not None, Stop(code, text)
+        limit = request.code == exits.TIMEOUT and resumption.saves(self.context)
+        code = exits.REQUEUE if limit else request.code  # a scheduler's time limit: the next allocation continues
+        again, self.stop = self.stop is not None, Stop(code, request.text or f"stopped by {request.by}")
         attempt = self.attempt
-        if attempt is None or (not again and not message.get("now") and attempt.drain(self.stop, message["by"])):
+        if attempt is None or (not again and not request.now and attempt.drain(self.stop, request.by)):
             return
-        grace_s = 0.0 if again or attempt.is_stopping or message.get("now") else message.get("grace_s")
-        attempt.stop_all(self.stop, message["by"], self.job.grace_s if grace_s is None else grace_s)
-
-    def _send(self, node_rank: int, message: Message) -> None:
-        self.crew.send(self.slots[node_rank], message)
+        grace_s = 0.0 if again or attempt.is_stopping or request.now else request.grace_s
+        attempt.stop_all(self.stop, request.by, self.job.grace_s if grace_s is None else grace_s)
 
     # The end --------------------------------------------------------------------------------------------------------
 
     async def _farewell(self) -> None:
         """Let every agent go; then whatever still carries the run id is killed."""
-        self.inbox.close()
-        code = self.attempt.verdict().code if self.attempt is not None else 1
-        for channel in self.inbox.channels:
-            try:
-                channel.post({"do": "bye", "code": code})
-            except ChannelClosed:
-                continue  # gone already: that is what bye asks for
-            finally:
-                channel.close()
-        lost = [slot for slot, node in enumerate(self.crew.nodes) if node.gone or not node.hello]
+        self.inbox.close(self.attempt.verdict().code & 0xFF if self.attempt is not None else 1)
+        lost = [slot for slot, node in enumerate(self.crew.nodes) if node.gone or node.hello is None]
         await self.transport.close(lost)
         if left := processes.of_run(self.run_dir.run_id):
             self.log.event("warning", text=f"{len(left)} processes outlived their keeper and were killed")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from jobs import errors, exits
 from jobs.linux import signal_number
+from launch.wire.messages import Exited
 
 Cause = Literal["done", "stopped", "peer", "own"]
 
@@ -97,7 +98,7 @@ class Verdict:
 
 
 def cause_of(
-    code: int | None, signal: str | None, sent: str | None, failure: dict[str, Any], *, drained: bool = False
+    code: int | None, signal: str | None, sent: str | None, failure: Mapping[str, Any], *, drained: bool = False
 ) -> Cause:
     """Tell a rank's cause from its end, the last signal we sent it, and its own report.
 
@@ -114,26 +115,24 @@ def cause_of(
     return "own"
 
 
-def ending_of(
-    message: Mapping[str, Any], node: int, host: str, *, ahead_s: float, ours: bool, drained: bool = False
-) -> Ending:
+def ending_of(message: Exited, node: int, host: str, *, ahead_s: float, ours: bool, drained: bool = False) -> Ending:
     """Return the ending that an agent's `exited` message tells; `ahead_s`: its clock's lead over ours."""
-    failure = message["failure"]
+    failure: Mapping[str, Any] = message.failure
     text = ""
     if failure:  # an error of ours speaks for itself; of others the type is half of what they say
         text = failure["message"] if hasattr(errors, failure["kind"]) else f"{failure['kind']}: {failure['message']}"
     return Ending(
-        rank=message["rank"],
+        rank=message.rank,
         node=node,
         host=host,
-        code=message["code"],
-        signal=message["signal"],
-        ended=message["ended"] - ahead_s,
-        cause=cause_of(message["code"], message["signal"], message["sent"], failure, drained=drained and ours),
+        code=message.code,
+        signal=message.signal,
+        ended=message.ended - ahead_s,
+        cause=cause_of(message.code, message.signal, message.sent, failure, drained=drained and ours),
         message=text,
-        last_lines=message["last_lines"],
+        last_lines=list(message.last_lines),
         ours=ours,
-        step=failure.get("step", message.get("steps")),
+        step=failure.get("step", message.steps),
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Final, Protocol
 
 from jobs.errors import MusterError
-from launch.channel import Channel
+from launch.wire.channel import Channel
 
 LEASE_S: Final = 8.0  # that agents on other machines wait for a sign of the supervisor; their keeper needs 1 s more
 
@@ -13,7 +13,7 @@ class Gate(Protocol):
     """Where a transport hands over what becomes of the agents that it starts."""
 
     def connected(self, channel: Channel) -> None:
-        """Take an agent's channel; its hello says which node it is."""
+        """Take an agent's channel; it knows which node is at the other end."""
         ...
 
     def failed(self, node_rank: int, error: MusterError) -> None:

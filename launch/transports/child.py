@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from jobs.errors import RefusedError
-from launch.channel import LINE_LIMIT, Channel, over_pipes
+from launch.limits import restore_open_files
+from launch.wire.channel import LINE_BYTES, Channel, over_pipes
 
 KEPT_LINES: Final = 200  # of standard error, per process
 FAREWELL_S: Final = 5.0
@@ -47,22 +48,23 @@ class Child:
             )
         except OSError as error:
             raise RefusedError(f"{argv[0]}: cannot be run here: {error.strerror}; is it installed?") from error
+        restore_open_files(self.process.pid)
         self.errors: list[str] = []  # the last lines of its standard error
         self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._pidfd = os.pidfd_open(self.process.pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
-    async def channel(self) -> Channel:
-        """Return the channel over its standard input and output."""
+    async def channel(self, node: int) -> Channel:
+        """Return the channel of a node over its standard input and output."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        return await over_pipes(self.process.stdout, self.process.stdin)
+        return await over_pipes(self.process.stdout, self.process.stdin, node=node)
 
     async def read_errors(self, tell: "asyncio.Queue[str] | None" = None) -> None:
         """Read standard error to its end; keep the last lines, and put each into a queue if one is given."""
         assert self.process.stderr is not None
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=LINE_LIMIT)
+        reader = asyncio.StreamReader(limit=LINE_BYTES)
         source, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self.process.stderr)
         try:
             while line := await reader.readline():

@@ -1,8 +1,8 @@
 """Transports whose agents dial back: one program starts them all (pdsh, srun), or people do, by pasted lines.
 
-The supervisor listens; an agent shows the run's token. What is particular to each is a row: how the program is called,
-where its agents find the token, and how its complaints are read. An agent that is started again has a program of its
-own; what the first one says of that node, late, no longer counts.
+The supervisor listens; it and its agents prove to each other that they hold the node's key. Each transport is a row:
+how the program is called, where its agents find the run's secret, and how its complaints are read. An agent that is
+started again has a program of its own; what the first one says of that node, late, no longer counts.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from jobs import network
 from jobs.errors import MusterError, UnreachableError
 from jobs.files import write_secret
 from jobs.rundir import RunDir
-from launch.agent import TOKEN
-from launch.channel import Listener
+from launch.agent import SECRET
 from launch.transports.base import Gate
 from launch.transports.child import FAREWELL_S, Child
 from launch.transports.watched import Watched
+from launch.wire.listener import Listener
 
 READING_S: Final = 1.0
 LOST_S: Final = 1.0  # for the agents that are not lost to end, before pdsh is ended for those that are
@@ -62,21 +62,22 @@ class Dialled:
         starter: Starter | None,
         towards: str = "",
         port: int = 0,
-        token: str = "",
+        secret: str = "",
         own_agent: Sequence[str] = (),
         listen: str = "",
         patience_s: float = 0.0,
+        attempt: int = 0,
     ) -> None:
         self.name = name
         self.nodes = nodes
         self.run = run
         self.starter = starter
-        self.towards = towards  # a node's address: we listen where the way to it begins
+        self.towards = towards  # an address of a node: we listen where the way to it begins
         self.listen = listen
         self.port = port
         self.own_agent = own_agent
         self.patience_s = patience_s
-        self._listener = Listener(token)
+        self._listener = Listener(nodes, run=run.run_id, attempt=attempt, secret=secret, report=warn)
         self._connect = ""
         self._started = Watched()
         self._again: set[int] = set()  # nodes whose agent was started again
@@ -89,20 +90,30 @@ class Dialled:
     async def start(self, gate: Gate) -> None:
         """Listen, then start what starts the agents."""
         route = network.route_to(self.towards) if self.towards else None
-        await self._listener.open(route[1] if route else self.listen, self.port)
-        addresses = [route[1]] if route else [address for _, address in network.own_addresses()] or ["127.0.0.1"]
-        self._connect = ",".join(f"{address}:{self._listener.port}" for address in addresses)
+        own = network.own_addresses()
+        bind = self.listen or (route[1] if route else "")
+        if not bind.startswith("127.") and bind not in (address for _, address in own):  # translated on its way to us
+            bind = ""
+        named = [self.listen or bind] if self.listen or bind else [address for _, address in own] or [network.LOOPBACK]
+        if not bind:
+            warn("listening on every address of this host, because it is not known which one leads to the nodes")
+        await self._listener.open(bind, self.port, dialled_as=named)
+        self._connect = ",".join(self._listener.addresses)
+        if self.own_agent:
+            self._listener.expected.discard(0)  # it has pipes
         self._spawn(self._accept(gate))
         if self.own_agent:
             await self._start_own(gate)
         if self.starter is not None:
-            write_secret(self.run.token, self._listener.token)
+            write_secret(self.run.token, self._listener.secret)
             self._start_by(self.starter, ALL, self.starter.argv(self._connect), gate)
 
     async def restart(self, slot: int, gate: Gate) -> None:
         """Start a node's agent by a program of its own; by hand somebody is asked to, and may take their time."""
         self._again.add(slot)
         await self._started.end(slot)
+        if not (slot == 0 and self.own_agent):
+            self._listener.expect(slot)
         if self.starter is not None and self.starter.one is not None:
             self._start_by(self.starter, slot, self.starter.one(self._connect, slot), gate)
         elif slot == 0 and self.own_agent:
@@ -117,11 +128,11 @@ class Dialled:
     async def _start_own(self, gate: Gate) -> None:
         child = Child(self.own_agent, piped=True, own_stderr=False)
         self._started.add(0, child, gate, partial(self._watch_own, child))
-        gate.connected(await child.channel())
+        gate.connected(await child.channel(0))
 
     def _start_by(self, starter: Starter, place: int, argv: list[str], gate: Gate) -> None:
         own = os.environ if starter.replaces is None else starter.replaces
-        environment = {**own, **starter.environment, TOKEN: self._listener.token}
+        environment = {**own, **starter.environment, SECRET: self._listener.secret}
         child = Child(argv, piped=False, env=environment)
         self._started.add(place, child, gate, partial(self._watch, starter, child, place))
 
@@ -179,3 +190,8 @@ class Dialled:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(asyncio.create_task(work))
+
+
+def warn(text: str) -> None:
+    """Say what the transport noticed."""
+    print(f"muster: {text}", file=sys.stderr)

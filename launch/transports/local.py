@@ -62,7 +62,7 @@ class Local:
         argv += ["--keeper-fd", str(keeper[0])] if keeper else []
         agent = Child(argv, piped=True, pass_fds=keeper, own_stderr=False)
         self._agents.add(node, agent, gate, partial(self._watch, node, agent))
-        gate.connected(await agent.channel())
+        gate.connected(await agent.channel(node))
 
     async def _watch(self, node: int, agent: Child, gate: Gate) -> None:
         code = await asyncio.shield(agent.ended)

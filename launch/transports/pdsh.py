@@ -36,7 +36,7 @@ def pdsh_transport(
     def command(connect: str, node: str) -> str:
         # pdsh replaces %n, the position in -w, everywhere; every other % is doubled.
         agent = [*module_argv(python, "launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
-        agent += ["--token-file", str(run.token), "--node"]
+        agent += ["--secret-file", str(run.token), "--node"]
         return shlex.join(["exec", *agent]).replace("%", "%%") + f" {node}"
 
     def argv(connect: str) -> list[str]:

@@ -59,6 +59,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
         "slurm",
         len(nodes),
         run=run,
+        towards=nodes[-1],
         starter=Starter(
             argv=lambda connect: step(connect, nodes, "slurm"),
             one=lambda connect, slot: step(connect, [nodes[slot]], str(slot)),

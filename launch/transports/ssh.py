@@ -9,11 +9,11 @@ from jobs.boot import module_argv
 from jobs.hosts import HostSet
 from jobs.placement import Host
 from jobs.site import SshSettings
-from launch.channel import ChannelClosed
 from launch.transports.base import LEASE_S, Gate
 from launch.transports.child import FAREWELL_S, Child
 from launch.transports.ssh_command import explain, ssh_argv
 from launch.transports.watched import Watched
+from launch.wire.channel import ChannelClosed
 
 FANOUT: Final = 64  # key exchanges under way at once
 READING_S: Final = 1.0  # for the last words on standard error, after the end
@@ -58,7 +58,7 @@ class Ssh:
 
     async def _watch(self, node: int, child: Child, gate: Gate) -> None:
         errors = asyncio.create_task(child.read_errors())
-        channel = await child.channel()
+        channel = await child.channel(node)
         try:
             await channel.wait_for_hello()
             gate.connected(channel)

@@ -10,7 +10,7 @@ from typing import Final
 from jobs.boot import module_argv
 from jobs.errors import RefusedError, UnreachableError
 from jobs.rundir import RunDir
-from launch.agent import TOKEN
+from launch.agent import SECRET
 from launch.transports.base import LEASE_S, Gate
 from launch.transports.child import Child
 from launch.transports.dialled import READING_S, Dialled, Starter
@@ -45,7 +45,7 @@ class Submitit(Dialled):
     async def start(self, gate: Gate) -> None:
         """Listen, start node 0's agent, and tell the other tasks where to dial."""
         await super().start(gate)
-        publish(self.run, {"arguments": self._arguments, "environment": {TOKEN: self._listener.token}})
+        publish(self.run, {"arguments": self._arguments, "environment": {SECRET: self._listener.secret}})
 
     async def restart(self, slot: int, gate: Gate) -> None:
         """Refuse: submitit starts each task once.

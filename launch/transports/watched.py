@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.errors import MusterError
-from launch.channel import Channel
 from launch.transports.base import Gate
 from launch.transports.child import Child
+from launch.wire.channel import Channel
 
 
 class Ear:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from launch.channel import CHATTER_LINES, Channel, ChannelClosed, Listener, over_pipes, over_socket
 
 from jobs.errors import RefusedError
 from launch.agent import dial, line
-from launch.channel import CHATTER_LINES, Channel, ChannelClosed, Listener, over_pipes, over_socket
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 20.0

@@ -202,7 +202,7 @@ def test_a_piece_that_comes_twice_is_no_harm(away: RunDir, home: RunDir) -> None
 # What a node must not write -------------------------------------------------------------------------------------------
 
 
-def piece(name: Any, data: str = "aGVsbG8=", offset: int = 0) -> dict[str, Any]:
+def piece(name: Any, data: bytes = b"hello", offset: int = 0) -> dict[str, Any]:
     return {"did": "file", "name": name, "offset": offset, "data": data}
 
 

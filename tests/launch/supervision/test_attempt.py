@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch.channel import Message
 
 from jobs import exits
 from jobs.failover_settings import CheckpointSettings
@@ -14,7 +15,6 @@ from jobs.rundir import RunDir
 from jobs.site import Site
 from jobs.spec import Job
 from jobs.train_settings import TrainSettings
-from launch.channel import Message
 from launch.console import Console
 from launch.submit.plan import Context
 from launch.supervision import attempt as module

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch.channel import Message
 
 from jobs.errors import RefusedError, UnreachableError
 from jobs.files import read_lines
@@ -14,7 +15,6 @@ from jobs.placement import Host, place
 from jobs.rundir import RunDir
 from jobs.site import Site
 from jobs.spec import CommandSettings, Job
-from launch.channel import Message
 from launch.console import Console
 from launch.fingerprint import fingerprint
 from launch.submit.plan import Context

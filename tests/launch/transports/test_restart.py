@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from launch.channel import Channel
 
 from jobs.boot import module_argv
 from jobs.errors import MusterError, RefusedError, UnreachableError
@@ -18,7 +19,6 @@ from jobs.placement import Host, Login
 from jobs.rundir import RunDir
 from jobs.site import SshSettings
 from launch.agent import TOKEN
-from launch.channel import Channel
 from launch.processes import start_ticks
 from launch.transports.base import Transport
 from launch.transports.dialled import Dialled, Starter

@@ -1,0 +1,69 @@
+"""Watch one attempt for a hang: nobody makes progress, every rank is asked for its stacks, and the absent one is named.
+
+progress.py says that nobody moves ──→ every node sends stacks, for STACKS_S ──→ stacks.py says who is absent
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Final
+
+from jobs import exits
+from launch.supervision import progress, stacks
+from launch.supervision.roster import Roster
+from launch.supervision.verdict import Ending, Stop
+from launch.wire.messages import Stacks
+from launch.wire.records import Stack
+
+STACKS_S: Final = 4.0  # for the stacks of hung ranks to come
+LAST_LINES: Final = 20
+
+
+@dataclass(frozen=True)
+class Mute:
+    """A node that did not even send stacks."""
+
+    node: int
+    why: str
+    seconds: float
+
+
+class HangWatch:
+    """The hang of an attempt, if there is one. `hang_s`: the job's limit."""
+
+    def __init__(self, roster: Roster, hang_s: float | None) -> None:
+        self.roster = roster
+        self.hang_s = hang_s
+        self.hang: progress.Hang | None = None
+        self._deadline = 0.0
+        self._stacks: dict[int, Stack] = {}
+
+    def look(self, now: float) -> progress.Hang | None:
+        """Return the hang that has just begun."""
+        records = [(node.progress, node.progress_at) for node in self.roster.nodes]
+        self.hang, self._deadline = progress.hang(records, now, self.hang_s), now + STACKS_S
+        return self.hang
+
+    def take(self, message: Stacks) -> None:
+        """Keep the stacks of a node's ranks."""
+        self._stacks.update({stack["rank"]: stack for stack in message.ranks})
+
+    def is_due(self, now: float) -> bool:
+        """Return whether there is a hang, and all stacks have come or are late."""
+        complete = len(self._stacks) >= len(self.roster.running)
+        return self.hang is not None and (complete or now > self._deadline)
+
+    def blame(self) -> Ending | Mute | Stop:
+        """Say which rank is not where the others wait; a node, or nobody, where that cannot be told."""
+        assert self.hang is not None
+        found, seconds, steps = stacks.absent(self._stacks), self.hang.seconds, self.hang.steps
+        what = f"made no progress for {seconds:.0f} s after step {steps}"
+        text = f"{what}: {found.text}"
+        if found.ranks:
+            rank = found.ranks[0]
+            node, lines = self.roster.node_of[rank], list(self._stacks[rank]["lines"][-LAST_LINES:])
+            host, since = self.roster.hosts[node], time.time() - seconds
+            return Ending(rank, node, host, exits.TIMEOUT, None, since, "own", text, lines, step=steps, hung=True)
+        if mute := {self.roster.node_of[each] for each in self.roster.running - self._stacks.keys()}:
+            why = f"{what}, and its keeper does not answer, so nobody knows where its ranks are"
+            return Mute(min(mute), why, seconds)
+        return Stop(exits.TIMEOUT, f"the ranks {text}")

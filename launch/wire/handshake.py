@@ -1,0 +1,111 @@
+"""How an agent that dials and its supervisor prove to each other that they hold the key of a node.
+
+    agent                                                        supervisor
+      muster/1 agent NODE NONCE DIALLED              ──────→
+                                                     ←──────     muster/1 supervisor RUN ATTEMPT NONCE PROOF
+      PROOF                                          ──────→     … and only now messages, both ways
+
+A proof is HMAC-SHA256 (RFC 2104) under the node's key over the role of the prover, run, attempt, node, both nonces and
+the address that the agent dialled. So the key never travels, a proof is good for one connection, one side's cannot be
+returned as the other's, and nobody can pass on what agent and supervisor say to each other from another address.
+
+A run has one secret; the key of a node is HMAC-SHA256 of its number under the secret. Where each node is given its own
+key (by hand), one node cannot speak for another. Lines are ASCII, at most LONGEST bytes, and are not JSON.
+
+Agents import this before they greet: nothing but `hmac`.
+"""
+
+import hmac
+import os
+
+VERSION = "muster/1"
+LONGEST = 1024  # bytes of a line
+NONCE_BYTES = 16
+SECRET_BYTES = 32
+AGENT, SUPERVISOR = "agent", "supervisor"
+
+
+class HandshakeError(Exception):
+    """The other end did not prove that it holds the key, or speaks another protocol."""
+
+
+def new_secret() -> str:
+    """Return the secret of a run."""
+    return os.urandom(SECRET_BYTES).hex()
+
+
+def node_key(secret: str, node: int) -> str:
+    """Return the key of a node."""
+    return hmac.digest(secret.encode(), f"{VERSION} node {node}".encode(), "sha256").hex()
+
+
+class AgentSide:
+    """The agent's end of one handshake."""
+
+    def __init__(self, key: str, node: int, dialled: str) -> None:
+        self.key = key
+        self.node = node
+        self.dialled = dialled
+        self.nonce = os.urandom(NONCE_BYTES).hex()
+
+    def greeting(self) -> bytes:
+        """Return the first line."""
+        return f"{VERSION} {AGENT} {self.node} {self.nonce} {self.dialled}\n".encode()
+
+    def answer(self, line: bytes) -> bytes:
+        """Check the supervisor's line and return ours, which proves this end.
+
+        Raises:
+            HandshakeError: if the other end does not hold the key.
+        """
+        words = words_of(line)
+        if words[:2] != [VERSION, SUPERVISOR] or len(words) != 6:
+            raise HandshakeError("speaks another protocol")
+        run, attempt, nonce, theirs = words[2:6]
+        about = (run, attempt, str(self.node), self.nonce, nonce, self.dialled)
+        if not hmac.compare_digest(theirs, proof(self.key, SUPERVISOR, about)):
+            raise HandshakeError("does not hold this agent's key")
+        return proof(self.key, AGENT, about).encode() + b"\n"
+
+
+class SupervisorSide:
+    """The supervisor's end of one handshake, with the agent that sent a node number, a nonce and what it dialled."""
+
+    def __init__(self, key: str, greeting: tuple[int, str, str], run: str, attempt: int) -> None:
+        node, nonce, dialled = greeting
+        self.key = key
+        self.about = (run, str(attempt), str(node), nonce, os.urandom(NONCE_BYTES).hex(), dialled)
+
+    def challenge(self) -> bytes:
+        """Return our line, which proves this end."""
+        run, attempt, _, _, nonce, _ = self.about
+        return f"{VERSION} {SUPERVISOR} {run} {attempt} {nonce} {proof(self.key, SUPERVISOR, self.about)}\n".encode()
+
+    def is_proved(self, line: bytes) -> bool:
+        """Return whether the agent's second line proves that it holds the key."""
+        return hmac.compare_digest(line.strip(), proof(self.key, AGENT, self.about).encode())
+
+
+def read_greeting(line: bytes) -> tuple[int, str, str]:
+    """Return node, nonce and dialled address of an agent's first line.
+
+    Raises:
+        HandshakeError: if it is something else.
+    """
+    words = words_of(line)
+    if len(words) != 5 or words[:2] != [VERSION, AGENT] or not (len(words[2]) < 8 and words[2].isdecimal()):
+        raise HandshakeError("speaks another protocol")
+    return int(words[2]), words[3], words[4]
+
+
+def words_of(line: bytes) -> list[str]:
+    """Return the words of a whole line of printable ASCII; none of any other line."""
+    if not line.endswith(b"\n") or not line.isascii():
+        return []
+    words = line.decode("ascii").split()
+    return words if all(word.isprintable() for word in words) else []
+
+
+def proof(key: str, role: str, about: tuple[str, ...]) -> str:
+    """Return the proof that `role` holds the key; no part of `about` contains a newline."""
+    return hmac.digest(key.encode(), "\n".join((VERSION, role, *about)).encode(), "sha256").hex()

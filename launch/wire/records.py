@@ -1,0 +1,201 @@
+"""What the fields of messages are made of: numbers and texts with their bounds, and records."""
+
+from typing import Annotated, Final, Literal, TypedDict
+
+from jobs.linux import signal_name
+from launch.wire.codec import ANY_FLOAT, Bound
+
+MOST_RANKS: Final = 1 << 20
+Attempt = Annotated[int, Bound(0, 1 << 20)]
+Rank = Annotated[int, Bound(0, MOST_RANKS)]
+Pid = Annotated[int, Bound(1, 1 << 31)]
+Ticks = Annotated[int, Bound(0, 1 << 53)]
+Count = Annotated[int, Bound(0, 1 << 53)]
+Port = Annotated[int, Bound(1, 65_535)]
+Seconds = Annotated[float, Bound(0, 1e12)]
+Real = Annotated[float, ANY_FLOAT]
+Name = Annotated[str, Bound(most=256)]
+Text = Annotated[str, Bound(most=1 << 13)]
+Line = Annotated[str, Bound(most=1 << 20)]
+ExitCode = Annotated[int, Bound(0, 255)]
+Address = Annotated[str, Bound(most=64)]
+Signal = Annotated[str, Bound(words=frozenset(signal_name(number) for number in range(1, 65)))]
+
+
+class RankProgress(TypedDict):
+    """The rank of a node that has been silent longest."""
+
+    phase: Name
+    steps: Count
+    beats_age_s: Seconds
+
+
+class Progress(TypedDict):
+    """How far the ranks of a node are (launch/node/pulse.py)."""
+
+    steps: Count
+    phases: Annotated[tuple[Name, ...], Bound(most=64)]
+    beats_age_s: Seconds
+    slowest_s: Seconds
+    ranks: Annotated[dict[Name, RankProgress], Bound(most=1)]
+
+
+class Arrived(TypedDict):
+    """A rank is about to meet the others, or has met them."""
+
+    report: Literal["arrived", "joined"]
+
+
+class StepReport(TypedDict):
+    """The progress of the training."""
+
+    report: Literal["progress"]
+    step: Count
+    steps: Count
+    loss: Real
+    rate: Real
+    unit: Name
+
+
+class Loaded(TypedDict):
+    """The state of a checkpoint was loaded."""
+
+    report: Literal["loaded"]
+    step: Count
+    seconds: Seconds
+    checkpoint: Name
+
+
+class FirstStep(TypedDict):
+    """The first step of an attempt is done."""
+
+    report: Literal["first_step"]
+    step: Count
+
+
+class Replayed(TypedDict):
+    """Steps of an earlier attempt were done again."""
+
+    report: Literal["replayed"]
+    steps: Count
+    seconds: Seconds
+    compared: Count
+    worst: Real
+
+
+class Saved(TypedDict):
+    """A checkpoint is committed."""
+
+    report: Literal["saved"]
+    step: Count
+    checkpoint: Name
+    stall_s: Seconds
+    seconds: Seconds
+    bytes: Count
+
+
+class Missed(TypedDict):
+    """A save failed or was skipped."""
+
+    report: Literal["missed"]
+    step: Count
+    missed: Count
+    message: Text
+
+
+RankReport = StepReport | Arrived | FirstStep | Saved | Loaded | Replayed | Missed  # of jobs/reports.py
+
+
+class _Failure(TypedDict):
+    report: Literal["failed"]
+    kind: Name
+    message: Text
+    peer: bool
+    time: Seconds
+
+
+class Failure(_Failure, total=False):
+    """Why a rank ended, in its own words (jobs/reports.py)."""
+
+    step: Count
+
+
+class Nothing(TypedDict):
+    """The rank gave no reason."""
+
+
+class _Stack(TypedDict):
+    rank: Rank
+    state: Annotated[str, Bound(most=1)]
+    lines: Annotated[tuple[Line, ...], Bound(most=256)]
+
+
+class Stack(_Stack, total=False):
+    """The stacks of one hung rank, and how far it was."""
+
+    phase: Name
+    steps: Count
+
+
+class Leftover(TypedDict):
+    """A process that survives KILL."""
+
+    pid: Pid
+    state: Name
+    name: Name
+    rank: Rank | None
+
+
+class Memory(TypedDict):
+    """Memory of a node in MiB."""
+
+    total_mib: Count
+    available_mib: Count
+
+
+class Limits(TypedDict):
+    """Limits on open files; -1: none."""
+
+    open_files: int
+    open_files_hard: int
+
+
+class _Storage(TypedDict):
+    where: Literal["shared", "apart", "none"]
+    path: Text
+    why: Text
+
+
+class Storage(_Storage, total=False):
+    """Where a node would keep its part of a run folder."""
+
+    free_mib: Count
+
+
+class Facts(TypedDict, total=False):
+    """What a node is, has and reaches (launch/check/nodefacts.py)."""
+
+    host: Name
+    machine: Name
+    python: Name
+    executable: Text
+    root: Text
+    code: Name
+    commit: Name | None
+    torch: Name | None
+    muster: Name | None
+    cores: Count
+    memory: Memory
+    gpus: Annotated[tuple[Name, ...], Bound(most=1 << 10)]
+    limits: Limits
+    storage: Storage
+    route: tuple[Name, Name] | None
+    connect: Text
+    failed: dict[Name, Text]
+
+
+class Warm(TypedDict):
+    """What a node's warm process imports, and its environment."""
+
+    preload: Text
+    env: dict[str, Annotated[str, Bound(most=1 << 20)]]
