@@ -27,7 +27,7 @@ DEEPEST: Final = 64  # levels of lists and objects
 MOST_DIGITS: Final = 400  # no float needs more, and int() takes quadratic time
 
 _TOKENS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
-_extra_owner: ContextVar[int | None] = ContextVar("_extra_owner", default=None)
+_extra_owners: ContextVar[frozenset[int]] = ContextVar("_extra_owners", default=frozenset())
 
 
 class UntrustedError(RunFolderError):
@@ -35,18 +35,23 @@ class UntrustedError(RunFolderError):
 
 
 @contextmanager
-def trusting(owner: int) -> Iterator[None]:
-    """Also read files of one other user, for commands that only show what they read."""
-    token = _extra_owner.set(owner)
+def trusting(*owners: int) -> Iterator[None]:
+    """Also read files of these users, for commands that only show what they read; `trust` adds others meanwhile."""
+    token = _extra_owners.set(frozenset(owners))
     try:
         yield
     finally:
-        _extra_owner.reset(token)
+        _extra_owners.reset(token)
+
+
+def trust(owner: int) -> None:
+    """Also read files of one other user, until the end of the `trusting` block."""
+    _extra_owners.set(_extra_owners.get() | {owner})
 
 
 def is_trusted(owner: int) -> bool:
     """Return whether files of this user id are read."""
-    return owner in (os.geteuid(), 0, _extra_owner.get())
+    return owner in (os.geteuid(), 0) or owner in _extra_owners.get()
 
 
 def check_owner(path: Path, status: os.stat_result) -> None:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, field_validator
 
@@ -54,6 +54,9 @@ class Site(Strict):
     slurm: SlurmSettings = SlurmSettings()
     env: dict[Variable, Passable] = Field(default_factory=dict)
     setup: list[str] = Field(default_factory=list)
+    share: Literal["group"] | None = Field(
+        None, description="group: colleagues of the same Unix group may look at runs (default: only you may)"
+    )
 
     @field_validator("interpreter", "code")
     @classmethod

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jobs.errors import MusterError, RunFolderError
-from jobs.rundir import RunDir
+from jobs.rundir import open_run
 from launch.console import Console
 from launch.scheduler.requeue import own_job
 from launch.submit.prepare import allocated
@@ -23,7 +23,7 @@ def main() -> int:
     try:
         if len(sys.argv) != 2:
             raise RunFolderError("RUN: name the folder of one run")
-        submission = Submission.read(RunDir(Path(sys.argv[1])))
+        submission = Submission.read(open_run(Path(sys.argv[1]), warn=False))
         own = own_job(submission, os.environ)
         if own is None:
             return supervise(at_home(submission), Console(ranks=False)).code

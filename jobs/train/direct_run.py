@@ -20,7 +20,7 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from jobs import exits
 from jobs.checkpoint.choose import newest_good
 from jobs.errors import MusterError, NoCheckpointError
-from jobs.files import append_line, write_json, write_text
+from jobs.files import append_line, write_json, write_secret
 from jobs.load import LoadedJob
 from jobs.placement import NodePlacement, Placement
 from jobs.ranks import RankEnv
@@ -71,7 +71,7 @@ def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argpa
     root = runs_root(args.runs)
     if args.resume is None:
         run, attempt, resume = new_run(root, loaded.job.name), 0, None
-        write_text(run.job, loaded.text)
+        write_secret(run.job, loaded.text)
     else:
         run = find_run(root, args.resume)
         resume = choose(run)

@@ -13,7 +13,7 @@ from typing import Any, Final
 from jobs import exits
 from jobs.boot import module_argv
 from jobs.errors import MusterError
-from jobs.files import append_line, read_lines, write_text
+from jobs.files import append_line, read_lines, write_secret
 from jobs.rundir import RunDir
 from jobs.slurm_settings import SlurmSettings, merged, seconds_of
 from jobs.spec import Job
@@ -64,7 +64,7 @@ def submit(submission: Submission) -> Submitted:
     """
     context, run = submission.context, submission.context.run
     settings, nodes = settings_of(context), crew_size(context.job)
-    write_text(run.sbatch, script(submission))
+    write_secret(run.sbatch, script(submission))
     # Before sbatch: once the job runs, its supervisor writes such a row of its own, and the last one counts.
     EventLog(run).submitted(context, TRANSPORT)
     base = {**os.environ, **submission.route.hosts.environment}

@@ -16,10 +16,11 @@ from typing import Any, Final
 
 from jobs.checkpoint.choose import has_commits, newest_good
 from jobs.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
-from jobs.files import write_text
+from jobs.files import write_secret
 from jobs.hosts import HostSet, choose
 from jobs.kept import KEPT, require_settings
 from jobs.placement import Placement
+from jobs.reading import read_bytes
 from jobs.rundir import RunDir
 from jobs.spec import Job
 from jobs.train_settings import TrainSettings
@@ -254,25 +255,27 @@ def _meeting(before: Placement, now: Placement) -> Placement:
 
 
 def write(prepared: Prepared, changes: list[str]) -> Submission:
-    """Write the submission over the one before, and say in the events what was changed, with the job as it was.
+    """Write the submission over the one before. Keep the job as it was, and say in the events what was changed.
 
     Raises:
         RunFolderError, StorageError: the folder cannot be written.
     """
     submission, context = prepared.submission, prepared.context
-    run, earlier = context.run, context.run.job.read_text(encoding="utf-8")
+    run, earlier = context.run, read_bytes(context.run.job).decode()
     same = earlier == prepared.job_text
+    if not same:
+        write_secret(run.job_before(context.attempt), earlier)
     EventLog(run).event(
         "resumed",
         attempt=context.attempt,
         by=f"{socket.gethostname()}:{os.getpid()}",
-        changes=changes,
+        changes=[each.partition("=")[0] + "=..." if each.startswith("env.") else each for each in changes],
         **context.options,
-        **({} if same else {"job": earlier}),
+        **({} if same else {"job": run.job_before(context.attempt).name}),
     )
     if not same:
-        write_text(run.job, prepared.job_text)
-    write_text(run.site, prepared.site_text)
+        write_secret(run.job, prepared.job_text)
+    write_secret(run.site, prepared.site_text)
     submission.write()
     for old in (run.stop, run.slurm, run.sbatch):  # of attempts before: a request, and the job that they were
         old.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 """Run folders that a node cannot see: how it finds out, and how its files come home."""
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ def made(path: Path, attempt: int = 0) -> RunDir:
     run = RunDir(path)
     run.attempt(attempt).path.mkdir()
     return run
+
+
+@pytest.fixture(autouse=True)
+def _nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.ownership._warned", set())
 
 
 @pytest.fixture
@@ -75,7 +81,8 @@ def test_where_the_path_cannot_be_made_the_temporary_folder_is_used(tmp_path: Pa
 
 def test_a_node_with_nowhere_to_write_says_why(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "file").touch()
-    (temporary / f"muster-{os.getuid()}").touch()
+    temporary.rmdir()
+    temporary.touch()
     found = find(RunDir(tmp_path / "file" / "run-1"), "abc")
     assert (found["storage"], found["run"]) == ("none", "")
     assert found["storage_why"].startswith(f"{tmp_path}/file/run-1: cannot write here: Not a directory")
@@ -195,7 +202,7 @@ def test_a_piece_that_comes_twice_is_no_harm(away: RunDir, home: RunDir) -> None
 # What a node must not write -------------------------------------------------------------------------------------------
 
 
-def piece(name: Any, data: str = "aGVsbG8=", offset: int = 0) -> dict[str, Any]:
+def piece(name: Any, data: bytes = b"hello", offset: int = 0) -> dict[str, Any]:
     return {"did": "file", "name": name, "offset": offset, "data": data}
 
 
@@ -232,13 +239,75 @@ def test_a_name_that_is_not_a_nodes_to_write_is_refused(home: RunDir, name: str)
     assert files(home) == {}
 
 
+@pytest.mark.parametrize("offset", [6, 2**40, -1])
+def test_no_piece_begins_beyond_the_end_of_a_file(home: RunDir, offset: int) -> None:
+    name = "attempt-000/rank-00000.out"
+    keep(home, piece(name))
+    with pytest.raises(UnreachableError, match=f"its agent sent {name} from byte {offset}, and the file has 5 bytes"):
+        keep(home, piece(name, offset=offset))
+    assert home.attempt(0).out(0).read_bytes() == b"hello"
+
+
+@pytest.mark.parametrize(("folder", "mode"), [(0o700, 0o600), (0o755, 0o640), (0o750, 0o640)])
+def test_what_comes_home_is_read_by_the_group_if_the_folder_is_and_by_nobody_else(
+    home: RunDir, folder: int, mode: int
+) -> None:
+    home.attempt(0).path.chmod(folder)
+    keep(home, piece("attempt-000/rank-00000.out"))
+    assert home.attempt(0).out(0).stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("at", ["file", "folder"])
+def test_no_link_is_followed_where_a_piece_is_kept(home: RunDir, tmp_path: Path, at: str) -> None:
+    (tmp_path / "outside").mkdir()
+    precious = tmp_path / "outside" / "rank-00000.out"
+    precious.write_text("precious")
+    if at == "file":
+        home.attempt(0).out(0).symlink_to(precious)
+    else:
+        home.attempt(0).path.rmdir()
+        home.attempt(0).path.symlink_to(precious.parent)
+    with pytest.raises(RunFolderError, match="cannot write here"):
+        keep(home, piece("attempt-000/rank-00000.out"))
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder", "folder of it", "other user"])
+def test_a_node_sends_nothing_but_regular_files_of_its_user(
+    away: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    secret, attempt = tmp_path / "rank-00000.out", away.attempt(0)
+    secret.write_text("secret")
+    if what == "folder of it":
+        attempt.path.rmdir()
+        attempt.path.symlink_to(tmp_path)
+    elif what == "link":
+        attempt.out(0).symlink_to(secret)
+    elif what == "pipe":
+        os.mkfifo(attempt.out(0))
+    elif what == "folder":
+        attempt.out(0).mkdir()
+    elif os.geteuid():
+        pytest.skip("needs root, to give a file to another user")
+    else:
+        attempt.out(0).write_text("secret")
+        os.chown(attempt.out(0), 12346, 12346)
+    courier = courier_of(away)
+    assert list(courier.news()) == []
+    assert list(courier.news()) == []
+    assert capsys.readouterr().err.count(f"{attempt.out(0)}: not sent") == 1
+
+
 def test_what_cannot_be_kept_is_said_with_the_folder(home: RunDir) -> None:
     home.attempt(0).out(0).mkdir()
     with pytest.raises(RunFolderError, match=r"rank-00000.out: cannot write here: Is a directory; choose another"):
         keep(home, piece("attempt-000/rank-00000.out"))
 
 
-def test_a_full_disk_is_a_matter_of_storage(home: RunDir) -> None:
-    home.metrics.symlink_to("/dev/full")
+def test_a_full_disk_is_a_matter_of_storage(home: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(StorageError, match="No space left on device; free some space"):
         keep(home, piece("metrics.jsonl"))

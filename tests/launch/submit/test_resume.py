@@ -136,7 +136,9 @@ def test_what_is_to_be_different_is_written_back_and_the_job_before_is_kept(make
     assert folder.submission() == supervised[0]
     assert yaml.safe_load(folder.run.job.read_text())["train"]["log_every"] == 7
     row = last_row(folder, "resumed")
-    assert (row["changes"], row["job"]) == (["train.log_every=7"], earlier)
+    assert (row["changes"], row["job"]) == (["train.log_every=7"], "job-before-001.yaml")
+    kept = folder.run.path / row["job"]
+    assert (kept.read_text(), kept.stat().st_mode & 0o777) == (earlier, 0o600)
     assert supervised[0].context.workdir == str(Path.cwd())
 
 
