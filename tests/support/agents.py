@@ -28,7 +28,7 @@ class Started:
     """An agent that this test has started, and the two streams of its channel."""
 
     def __init__(self, *options: str, **variables: str) -> None:
-        """Start it with options, and variables of its environment; it has the secret of the run unless it is given another."""
+        """Start it with options, and variables of its environment; the run's secret is one of them."""
         ours = ("SSH_CONNECTION", agent.SECRET, agent.KEY)
         environment = {name: value for name, value in os.environ.items() if name not in ours}
         argv = [*module_argv(sys.executable, "launch.agent"), *options]
