@@ -8,6 +8,7 @@
 What happens comes in as messages from `supervisor.py`, which lives longer. Node ranks are this attempt's own.
 """
 
+import base64
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -134,7 +135,7 @@ class Attempt:
             case wire.Swept():
                 self._on_swept(node_rank, message)
             case wire.File():
-                storage.keep(self.context.run, vars(message))
+                storage.keep(self.context.run, {**vars(message), "data": base64.b64encode(message.data)})
             case wire.Terminated():
                 self._on_terminated(node_rank)
             case wire.Broken():
