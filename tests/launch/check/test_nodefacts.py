@@ -1,5 +1,6 @@
 """What an agent says of its node: every fact within a deadline, or why not."""
 
+import json
 import os
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from jobs.rundir import RunDir
 from launch.check import nodefacts
 from launch.check.nodefacts import control_groups, facts, run_probes
 from launch.fingerprint import fingerprint
-from launch.wire.messages import Inspect
+from launch.wire.codec import decode, encode
+from launch.wire.messages import FROM_AGENT, Inspect, Inspected
 
 
 def test_a_node_says_what_it_is_and_has() -> None:
@@ -28,6 +30,15 @@ def test_a_node_says_what_it_is_and_has() -> None:
     assert 1 <= found["cores"] <= len(os.sched_getaffinity(0))
     assert 0 < found["memory"]["available_mib"] <= found["memory"]["total_mib"]
     assert found["limits"]["open_files"] > 0
+
+
+def test_what_is_found_can_be_sent(run: RunDir) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = Inspect(peer="127.0.0.1", port=server.getsockname()[1])
+        for request in (Inspect(), peer, Inspect(run=str(run.path), nonce="the nonce", mark="3"), Inspect(run="/no")):
+            sent = Inspected(0, facts(request))
+            received = decode(encode(sent), FROM_AGENT)
+            assert json.loads(encode(received)) == json.loads(encode(sent))
 
 
 def test_torch_is_looked_for_and_not_imported() -> None:
