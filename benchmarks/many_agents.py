@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 
-from launch.channel import Channel
 from pairs import interleaved, report
 
 from cloudlab.box.hosts import box_hosts
@@ -24,6 +23,8 @@ from jobs.site import SshSettings
 from launch.transports.child import Child
 from launch.transports.ssh import Ssh
 from launch.transports.ssh_command import base_options
+from launch.wire.channel import Channel
+from launch.wire.messages import Bye
 
 REACH_S, REACH_RATIO, REACH_CPU_MS = 3.0, 2.5, 15.0
 NAME = "agents"
@@ -78,7 +79,7 @@ def agents(hosts: HostSet) -> float:
         seconds = time.monotonic() - began
         assert not gate.failures, gate.failures
         for channel in gate.channels:
-            channel.post({"do": "bye", "code": 0})
+            channel.post(Bye(0))
             channel.close()
         await transport.close(())
         return seconds

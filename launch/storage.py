@@ -10,29 +10,26 @@ node can neither read nor exchange it: a folder that they could have made is not
 
 import errno
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from jobs.errors import RunFolderError, UnreachableError
 from jobs.files import folder_error, make_folder
 from jobs.ownership import check_folder, private_folder, warn_once
 from jobs.reading import UntrustedError, read_bytes
 from jobs.rundir import AttemptDir, RunDir
-from jobs.trace.paths import FOR_HOME, PROFILE
+from jobs.trace.paths import PROFILE
 
 CHUNK_BYTES: Final = 1 << 18
 LONGEST_NONCE: Final = 1 << 10
 NO_FILE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EINVAL)  # a link, a folder, a pipe ...
-NAME: Final = re.compile(
-    r"metrics\.jsonl|attempt-\d{3,}/(rank-\d{5,}\.(out|err)|(metrics|memory)-\d{5,}\.jsonl|bench\.jsonl|node-\d{2,}\.(json|setup)"
-    rf"|{PROFILE}\d{{5,}}/(" + "|".join(map(re.escape, FOR_HOME)) + "))"
-)
+
+Piece = tuple[str, int, bytes]  # a file's name below the run folder, an offset, and the bytes there
 
 
 def is_shared(run: RunDir, nonce: str) -> bool:
@@ -71,21 +68,25 @@ def _fresh(run_id: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=f"muster-{os.geteuid()}-")) / run_id
 
 
+def files_of(run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) -> list[Path]:
+    """List what one node writes in an attempt: all that it sends, and all that is taken from it."""
+    files = [attempt.setup(node), attempt.node(node)]
+    for rank in ranks:
+        files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), attempt.memory(rank)]
+        files += attempt.profile(rank).for_home
+    return [*files, run.metrics, attempt.bench, attempt.timeline] if 0 in ranks else files
+
+
 class Courier:
     """Sends home what is new in a node's part of the run folder."""
 
     def __init__(self, run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) -> None:
         self.run = run
         self.offsets: dict[Path, int] = {}
-        self.files = [attempt.setup(node), attempt.node(node)]
-        for rank in ranks:
-            self.files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), attempt.memory(rank)]
-            self.files += attempt.profile(rank).for_home
-        if 0 in ranks:
-            self.files += [run.metrics, attempt.bench, attempt.timeline]
+        self.files = files_of(run, attempt, node, ranks)
 
-    def news(self) -> Iterator[dict[str, Any]]:
-        """Yield one message per piece of a file that has grown since the last call; only of regular files of ours."""
+    def news(self) -> Iterator[Piece]:
+        """Yield the pieces of files that have grown since the last call; only of regular files of ours."""
         for path in self.files:
             name = str(path.relative_to(self.run.path))
             try:
@@ -102,35 +103,35 @@ class Courier:
             finally:
                 os.close(descriptor)
 
-    def _pieces(self, descriptor: int, path: Path, name: str) -> Iterator[dict[str, Any]]:
+    def _pieces(self, descriptor: int, path: Path, name: str) -> Iterator[Piece]:
         size, offset = os.fstat(descriptor).st_size, self.offsets.get(path, 0)
         while data := os.pread(descriptor, max(0, min(CHUNK_BYTES, size - offset)), offset):
-            yield {"did": "file", "name": name, "offset": offset, "data": data}
+            yield name, offset, data
             offset += len(data)
             self.offsets[path] = offset
 
 
-def keep(run: RunDir, message: dict[str, Any]) -> None:
+def keep(run: RunDir, allowed: Sequence[Path], piece: Piece) -> None:
     """Write a piece of a file that a node has sent; pieces come in order, so none begins beyond the end of the file.
 
     Raises:
-        UnreachableError: the node names a file that is not its to write, or an offset beyond the end.
+        UnreachableError: the file is none of those `allowed`, or the offset lies beyond its end.
         RunFolderError, StorageError: it cannot be written.
     """
-    name, offset = message["name"], message["offset"]
-    if not NAME.fullmatch(name):
-        raise UnreachableError(f"its agent sent a file of another name: {name!r}")
-    path = run.path / name
+    name, offset, data = piece
+    if run.path / name not in allowed:
+        raise UnreachableError(f"its agent sent a file that is not its own: {name[:100]!r}")
+    path = run.path / name  # without doubled slashes
     try:
         if path.parent.name.startswith(PROFILE):  # the folder of an attempt is there: it is made by who may
             with suppress(FileExistsError):
                 make_folder(path.parent)
-        descriptor = _open_within(run, name, os.O_WRONLY | os.O_CREAT)
+        descriptor = _open_within(run, str(path.relative_to(run.path)), os.O_WRONLY | os.O_CREAT)
         try:
             size = os.fstat(descriptor).st_size
             if not 0 <= offset <= size:
                 raise UnreachableError(f"its agent sent {name} from byte {offset}, and the file has {size} bytes")
-            os.pwrite(descriptor, message["data"], offset)
+            os.pwrite(descriptor, data, offset)
         finally:
             os.close(descriptor)
     except OSError as error:

@@ -226,7 +226,7 @@ class NodeAttempt:
             return
         async with self._sending:
             for piece in self._courier.news():
-                await self.tell(wire.File(self.number, piece["name"], piece["offset"], piece["data"]))
+                await self.tell(wire.File(self.number, *piece))
 
     async def _forward_rank(self, rank: int, *, ended: bool = False) -> None:
         async with self._sending:

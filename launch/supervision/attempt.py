@@ -134,7 +134,9 @@ class Attempt:
             case wire.Swept():
                 self._on_swept(node_rank, message)
             case wire.File():
-                storage.keep(self.context.run, vars(message))
+                run, ranks = self.context.run, self.context.placement.nodes[node_rank].rank_range
+                allowed = storage.files_of(run, run.attempt(self.number), node_rank, ranks)
+                storage.keep(run, allowed, (message.name, message.offset, message.data))
             case wire.Terminated():
                 self._on_terminated(node_rank)
             case wire.Broken():

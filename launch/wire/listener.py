@@ -48,6 +48,7 @@ class Listener:
         self.port = 0
         self.expected = set(range(nodes))
         self.addresses: list[str] = []  # what agents may have dialled
+        self._nodes = nodes
         self._run = run
         self._attempt = attempt
         self._report = report
@@ -109,11 +110,12 @@ class Listener:
                 self._refuse("no node is expected", peer[0])
                 connection.close()
                 continue
-            if len(self._handshakes) >= UNPROVED:
+            if len(self._handshakes) >= UNPROVED + self._nodes:
                 oldest = next((each for each in self._handshakes if each not in self._greeted), None)
                 self._handshakes.pop(oldest or next(iter(self._handshakes))).cancel()
                 self._refuse("too many connections", peer[0])
             self._handshakes[connection] = asyncio.create_task(self._admit(connection, peer[0]))
+            await asyncio.sleep(0)  # it takes its first step before anybody else comes
 
     async def _admit(self, connection: socket.socket, peer: str) -> None:
         """Make a connection that proves itself a channel, and close any other."""

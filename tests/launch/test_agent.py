@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from jobs.boot import module_argv
 from launch import agent
 from launch.processes import start_ticks
+from launch.wire.codec import decode
+from launch.wire.messages import FROM_AGENT, Beat, Bye, Hello
 from support.agents import LOOPBACK, port_of
 
 TEXT = st.characters(exclude_categories=["Cs"])
@@ -25,35 +27,38 @@ TEXT = st.characters(exclude_categories=["Cs"])
 # The greeting ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_first_line_says_which_node_this_is_and_what_it_has(start_agent) -> None:
+def test_the_first_line_says_which_process_this_is_and_what_its_node_has(start_agent) -> None:
     started = start_agent("--node", "3", CUDA_VISIBLE_DEVICES="GPU-a,1", GLOO_SOCKET_IFNAME="eth7")
-    hello = started.receive()
+    hello = started.greeted()
     pid = started.process.pid
-    assert (hello["did"], hello["node"], hello["pid"], hello["pid_start"]) == ("hello", 3, pid, start_ticks(pid))
-    assert hello["host"] == socket.gethostname()
-    assert hello["python"] == "{}.{}.{}".format(*sys.version_info[:3])
-    assert set(hello["cores"]) == os.sched_getaffinity(0)
-    assert hello["gpus"] == ["GPU-a", "1"]
-    assert hello["environ"]["GLOO_SOCKET_IFNAME"] == "eth7"
-    assert hello["environ"]["PATH"] == os.environ["PATH"]
-    assert "NCCL_SOCKET_IFNAME" not in hello["environ"]
+    assert (hello.pid, hello.pid_start) == (pid, start_ticks(pid))
+    assert hello.host == socket.gethostname()
+    assert hello.python == "{}.{}.{}".format(*sys.version_info[:3])
+    assert set(hello.cores) == os.sched_getaffinity(0)
+    assert hello.gpus == ("GPU-a", "1")
+    assert hello.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert hello.environ["PATH"] == os.environ["PATH"]
+    assert "NCCL_SOCKET_IFNAME" not in hello.environ
 
 
 def test_it_finds_torch_without_importing_it(start_agent) -> None:
     started = start_agent("--node", "0")
-    assert started.receive()["torch"] is True
-    started.send(do="beat", sent=1.0)  # then it has imported whatever it imports before ranks
+    assert started.greeted().torch is True
+    started.send(Beat(1.0))  # then it has imported whatever it imports before ranks
     started.receive()
     assert "libtorch" not in Path(f"/proc/{started.process.pid}/maps").read_text()
 
 
 def test_over_ssh_it_tells_the_address_that_it_was_reached_by(start_agent) -> None:
-    assert start_agent("--node", "0", SSH_CONNECTION="10.0.0.9 50000 10.0.0.1 22").receive()["address"] == "10.0.0.1"
-    assert start_agent("--node", "0", SSH_CONNECTION="").receive()["address"] == ""
+    assert start_agent("--node", "0", SSH_CONNECTION="10.0.0.9 50000 10.0.0.1 22").greeted().address == "10.0.0.1"
+    assert start_agent("--node", "0", SSH_CONNECTION="").greeted().address == ""
 
 
-def test_in_a_task_of_slurm_it_is_the_node_that_slurm_says(start_agent) -> None:
-    assert start_agent("--node", "slurm", SLURM_NODEID="5", SLURMD_NODENAME="n5").receive()["node"] == 5
+def test_in_a_task_of_slurm_it_is_the_node_that_slurm_says(start_agent, listening) -> None:
+    connect = f"{LOOPBACK}:{port_of(listening)}"
+    started = start_agent("--node", "slurm", "--connect", connect, SLURM_NODEID="5", SLURMD_NODENAME="n5")
+    assert started.accept(listening) == 5
+    assert started.greeted().slurm_name == "n5"
 
 
 def test_without_a_choice_of_gpus_it_counts_the_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +86,14 @@ def test_its_own_json_is_json(message: dict[str, Any]) -> None:
     assert json.loads(spelt) == message
 
 
+def test_its_own_words_are_the_greeting_that_the_supervisor_reads() -> None:
+    """It spells the message by hand, and imports none of the code that reads it."""
+    assert isinstance(decode(agent.line(agent.hello("10.0.0.1")), FROM_AGENT), Hello)
+
+
 def test_a_variable_that_is_no_text_does_not_keep_it_from_greeting(start_agent) -> None:
     started = start_agent("--node", "0", PATH="/opt/\udcff:/usr/bin")  # the byte ff
-    assert started.receive()["environ"]["PATH"] == "/opt/?:/usr/bin"
+    assert started.greeted().environ["PATH"] == "/opt/?:/usr/bin"
 
 
 # Its end --------------------------------------------------------------------------------------------------------------
@@ -95,9 +105,9 @@ def test_it_ends_when_told_to_and_when_its_channel_does(start_agent, listening, 
     started = start_agent("--node", "0", *(["--connect", f"{LOOPBACK}:{port_of(listening)}"] if dialled else []))
     if dialled:
         started.accept(listening)
-    started.receive()
+    started.greeted()
     if polite:
-        started.send(do="bye", code=7)
+        started.send(Bye(7))
     else:
         started.hang_up()
     assert started.end() == (0, "")
@@ -105,15 +115,13 @@ def test_it_ends_when_told_to_and_when_its_channel_does(start_agent, listening, 
 
 @pytest.mark.parametrize(("polite", "code"), [(True, 7), (False, 69)])
 def test_one_that_was_started_by_hand_ends_as_the_run_does(start_agent, listening, polite: bool, code: int) -> None:
-    started = start_agent(
-        "--node", "0", "--connect", f"{LOOPBACK}:{port_of(listening)}", "--token", "t", "--end-as", "run"
-    )
-    assert started.accept(listening) == {"token": "t"}
-    started.receive()
+    started = start_agent("--node", "0", "--connect", f"{LOOPBACK}:{port_of(listening)}", "--end-as", "run")
+    started.accept(listening)
+    started.greeted()
     if polite:
-        started.send(do="bye", code=7)
+        started.send(Bye(7))
     else:
-        started.hang_up()  # so does one that is refused for its token
+        started.hang_up()
     assert started.end() == (code, "")
 
 
@@ -121,23 +129,23 @@ def test_a_supervisor_that_gives_no_sign_for_the_lease_is_left(start_agent, list
     lease_s = 1.0
     started = start_agent("--node", "4", "--connect", f"{LOOPBACK}:{port_of(listening)}", "--lease-s", str(lease_s))
     started.accept(listening)
-    started.receive()
+    started.greeted()
     until = time.monotonic() + 1.5 * lease_s
     while time.monotonic() < until:  # each beat renews it
-        started.send(do="beat", sent=1.5)
-        assert started.receive()["sent"] == 1.5
+        started.send(Beat(1.5))
+        assert started.receive().sent == 1.5
     assert started.end() == (0, "muster agent of node 4: the supervisor was silent for 1 s\n")
 
 
 def test_ctrl_c_and_a_closing_terminal_are_the_supervisors_to_answer(start_agent) -> None:
     started = start_agent("--node", "0")
-    started.receive()
-    started.send(do="beat", sent=1.0)
+    started.greeted()
+    started.send(Beat(1.0))
     started.receive()
     for number in (signal.SIGINT, signal.SIGHUP):
         started.process.send_signal(number)
-    started.send(do="beat", sent=2.0)
-    assert started.receive()["sent"] == 2.0
+    started.send(Beat(2.0))
+    assert started.receive().sent == 2.0
 
 
 def test_one_whose_supervisor_went_before_its_first_word_ends_without_a_traceback() -> None:

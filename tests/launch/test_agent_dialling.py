@@ -1,34 +1,76 @@
-"""The agent that dials its supervisor: tokens, several addresses, patience and its end."""
+"""The agent that dials its supervisor: its key, several addresses, patience and its end."""
 
+import os
 import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from launch import agent
-from support.agents import DEADLINE_S, LOOPBACK, closed_port, port_of
+from launch.wire.handshake import node_key
+from support.agents import DEADLINE_S, LOOPBACK, RUN_SECRET, closed_port, port_of, prove_supervisor
+
+KEY = node_key(RUN_SECRET, 0)
+NO_VARIABLE = {agent.SECRET: ""}
+
+
+@contextmanager
+def answered(*servers: socket.socket) -> Iterator[None]:
+    """Let one connection prove itself at each of these ports, while this thread dials them."""
+
+    def answer(server: socket.socket) -> None:
+        server.settimeout(DEADLINE_S)
+        connection, _ = server.accept()
+        with connection, connection.makefile("rwb", buffering=0) as stream:
+            prove_supervisor(stream, RUN_SECRET)
+
+    threads = [threading.Thread(target=answer, args=(server,)) for server in servers]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join()
+
 
 # Dialling -------------------------------------------------------------------------------------------------------------
 
 
-def test_it_dials_and_shows_the_token_that_only_its_environment_holds(start_agent, listening) -> None:
-    started = start_agent("--node", "1", "--connect", f"{LOOPBACK}:{port_of(listening)}", MUSTER_TOKEN="secret")
-    assert started.accept(listening) == {"token": "secret"}
-    hello = started.receive()
-    assert (hello["node"], hello["address"]) == (1, LOOPBACK)
-    assert b"secret" not in Path(f"/proc/{started.process.pid}/cmdline").read_bytes()
-
-
-def test_the_token_may_stand_in_a_file(start_agent, listening, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("from-a-file\n")
-    connect = ("--connect", f"{LOOPBACK}:{port_of(listening)}", "--token-file", str(tmp_path / "token"))
-    assert start_agent("--node", "0", *connect).accept(listening) == {"token": "from-a-file"}
-
-
-def test_a_token_file_that_this_node_cannot_see_is_said_with_what_to_do(start_agent, listening, tmp_path: Path) -> None:
-    missing = tmp_path / "elsewhere" / "token"
+def test_it_dials_and_proves_the_secret_that_only_its_environment_holds(start_agent, listening) -> None:
     connect = f"{LOOPBACK}:{port_of(listening)}"
-    code, said = start_agent("--node", "0", "--connect", connect, "--token-file", str(missing)).end()
+    started = start_agent("--node", "1", "--connect", connect, MUSTER_SECRET="hidden")
+    assert started.accept(listening, "hidden") == 1
+    assert started.greeted().address == LOOPBACK
+    assert b"hidden" not in Path(f"/proc/{started.process.pid}/cmdline").read_bytes()
+
+
+def test_the_key_of_its_node_is_enough(start_agent, listening) -> None:
+    keys = {agent.SECRET: "", agent.KEY: node_key("of the run", 3)}
+    started = start_agent("--node", "3", "--connect", f"{LOOPBACK}:{port_of(listening)}", **keys)
+    assert started.accept(listening, "of the run") == 3
+
+
+def test_the_secret_may_stand_in_a_file(start_agent, listening, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("from-a-file\n")
+    connect = ("--connect", f"{LOOPBACK}:{port_of(listening)}", "--secret-file", str(tmp_path / "token"))
+    assert start_agent("--node", "0", *connect, **NO_VARIABLE).accept(listening, "from-a-file") == 0
+
+
+def test_a_line_without_its_secret_is_said_before_anybody_is_dialled(start_agent) -> None:
+    code, said = start_agent("--node", "0", "--connect", f"{LOOPBACK}:{closed_port()}", **NO_VARIABLE).end()
+    host = socket.gethostname()
+    assert (code, said) == (
+        78,
+        f"muster agent on {host}: has neither MUSTER_KEY nor MUSTER_SECRET; paste the whole line\n",
+    )
+
+
+def test_a_secret_file_that_this_node_cannot_see_is_said_with_what_to_do(start_agent, tmp_path: Path) -> None:
+    missing = tmp_path / "elsewhere" / "token"
+    connect = ("--connect", f"{LOOPBACK}:{closed_port()}", "--secret-file", str(missing))
+    code, said = start_agent("--node", "0", *connect, **NO_VARIABLE).end()
     assert code == 78
     assert said == (
         f"muster agent on {socket.gethostname()}: cannot read {missing}: No such file or directory; over this "
@@ -37,9 +79,39 @@ def test_a_token_file_that_this_node_cannot_see_is_said_with_what_to_do(start_ag
     )
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_secret_file_of_another_user_is_not_used(start_agent, tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("planted\n")
+    os.chown(path, 65_534, 65_534)
+    connect = ("--connect", f"{LOOPBACK}:{closed_port()}", "--secret-file", str(path))
+    code, said = start_agent("--node", "0", *connect, **NO_VARIABLE).end()
+    host = socket.gethostname()
+    assert (code, said) == (
+        78,
+        f"muster agent on {host}: {path} belongs to user 65534, expected you; it was not used\n",
+    )
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_secret_file_that_is_no_regular_file_is_not_used(start_agent, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "token"
+    if kind == "link":
+        (tmp_path / "other").write_text("planted\n")
+        path.symlink_to(tmp_path / "other")
+    else:
+        os.mkfifo(path)
+    connect = ("--connect", f"{LOOPBACK}:{closed_port()}", "--secret-file", str(path))
+    code, said = start_agent("--node", "0", *connect, **NO_VARIABLE).end()
+    assert code == 78
+    assert said.startswith(f"muster agent on {socket.gethostname()}: ")
+    assert str(path) in said
+    assert said.count("\n") == 1
+
+
 def test_of_several_addresses_it_takes_the_one_that_answers(start_agent, listening) -> None:
     connect = f"{LOOPBACK}:{closed_port()},{LOOPBACK}:{port_of(listening)}"
-    assert start_agent("--node", "0", "--connect", connect).accept(listening) == {"token": ""}
+    assert start_agent("--node", "2", "--connect", connect).accept(listening) == 2
 
 
 def test_it_goes_on_dialling_until_somebody_listens(start_agent) -> None:
@@ -47,16 +119,24 @@ def test_it_goes_on_dialling_until_somebody_listens(start_agent) -> None:
     started = start_agent("--node", "0", "--connect", f"{LOOPBACK}:{port}", "--dial-timeout-s", "50")
     started.process.poll()
     with socket.create_server((LOOPBACK, port)) as listening:
-        assert started.accept(listening) == {"token": ""}
+        assert started.accept(listening) == 0
 
 
 def test_a_refused_dial_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
     port = closed_port()
     servers: list[socket.socket] = []
-    monkeypatch.setattr("time.sleep", lambda _: servers.append(socket.create_server((LOOPBACK, port))))
-    with agent.dial([f"{LOOPBACK}:{port}"], DEADLINE_S) as connection, servers[0]:
+    answering = []
+
+    def serve(_: float) -> None:
+        servers.append(socket.create_server((LOOPBACK, port)))
+        answering.append(answered(servers[0]))
+        answering[0].__enter__()
+
+    monkeypatch.setattr("launch.agent.time.sleep", serve)
+    with agent.dial([f"{LOOPBACK}:{port}"], 0, KEY, DEADLINE_S) as connection, servers[0]:
         assert len(servers) == 1
         assert connection.getpeername() == (LOOPBACK, port)
+        answering[0].__exit__(None, None, None)
 
 
 def test_a_connection_to_itself_is_no_answer(monkeypatch: pytest.MonkeyPatch, listening) -> None:
@@ -67,7 +147,7 @@ def test_a_connection_to_itself_is_no_answer(monkeypatch: pytest.MonkeyPatch, li
     real = socket.create_connection
     answers = iter([lambda *_, **__: itself, real])
     monkeypatch.setattr("socket.create_connection", lambda *args, **keys: next(answers)(*args, **keys))
-    with agent.dial([f"{LOOPBACK}:{port_of(listening)}"], DEADLINE_S) as connection:
+    with answered(listening), agent.dial([f"{LOOPBACK}:{port_of(listening)}"], 0, KEY, DEADLINE_S) as connection:
         assert connection is not itself
         assert connection.getpeername() == listening.getsockname()
     itself.close()

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,8 +15,10 @@ import pytest
 
 from jobs.files import read_lines
 from jobs.rundir import list_runs
-from launch.agent import TOKEN
+from launch.agent import KEY, SECRET
 from launch.processes import of_run
+from launch.wire.handshake import node_key
+from support.agents import closed_port
 from support.live import wait_until
 
 DUMP = """
@@ -38,11 +41,6 @@ def quiet_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(("MUSTER", "RANK", "GLOO"))}
 
 
-@pytest.fixture(autouse=True)
-def _own_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-
-
 @pytest.fixture
 def lines(tmp_path: Path, muster_json: Callable[..., Any]) -> Callable[..., dict[int, str]]:
     """Return a function that gives the lines of a job by node; `job` is YAML text or plain values."""
@@ -50,8 +48,7 @@ def lines(tmp_path: Path, muster_json: Callable[..., Any]) -> Callable[..., dict
     def of(job: Any, *options: str) -> dict[int, str]:
         path = tmp_path / "job.yaml"
         path.write_text(job if isinstance(job, str) else json.dumps(job))
-        which = () if "--node" in options else ("--all",)
-        return {row["node"]: row["line"] for row in muster_json("cmd", str(path), *which, *options)}
+        return {row["node"]: row["line"] for row in muster_json("cmd", str(path), *options)}
 
     return of
 
@@ -103,23 +100,29 @@ def after(option: str, line: str) -> str:
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
-def test_all_lines_agree_on_port_and_token_also_when_they_are_printed_one_by_one(lines) -> None:
-    found = lines(TRAIN, "--master-addr", "10.10.1.1")
-    again = lines(TRAIN, "--master-addr", "10.10.1.1", "--node", "1")
-    assert again == {1: found[1]}
-    assert words(found[0])[0] == words(found[1])[0]
-    assert words(found[0])[0].startswith(f"{TOKEN}=")
-    assert after("--connect", found[1]) == f"10.10.1.1:{after('--port', found[0])}"
+def test_all_lines_of_a_call_agree_on_the_port_and_the_keys_follow_from_the_secret(lines) -> None:
+    found = lines({"nodes": 3, "command": ["true"]}, "--master-addr", "10.10.1.1")
+    name, _, secret = words(found[0])[0].partition("=")
+    assert (name, len(secret)) == (SECRET, 64)
+    for node in (1, 2):
+        assert words(found[node])[0] == f"{KEY}={node_key(secret, node)}"
+        assert after("--connect", found[node]) == f"10.10.1.1:{after('--port', found[0])}"
+        assert secret not in found[node]
     assert 61_000 <= int(after("--port", found[0])) <= 65_535
 
 
-def test_another_job_or_another_user_has_another_token(lines, tmp_path, monkeypatch) -> None:
-    tokens = {words(lines(TRAIN, *HERE)[0])[0], words(lines(TRAIN, *HERE, "--set", "train.steps=3")[0])[0]}
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "other"))
-    tokens.add(words(lines(TRAIN, *HERE)[0])[0])
-    assert len(tokens) == 3
-    secret = tmp_path / "other" / "muster" / "secret"
-    assert secret.stat().st_mode & 0o777 == 0o600
+def test_every_call_draws_a_fresh_secret_and_a_port(lines) -> None:
+    calls = [lines(TRAIN, *HERE) for _ in range(4)]
+    assert len({words(found[0])[0] for found in calls}) == 4
+    assert len({words(found[1])[0] for found in calls}) == 4
+    assert len({after("--port", found[0]) for found in calls}) > 1
+
+
+def test_nothing_is_kept_for_the_next_call(lines, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    lines(TRAIN, *HERE)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
 
 def test_node_0_is_told_the_job_and_what_was_overridden_the_others_nothing(lines, tmp_path) -> None:
@@ -147,28 +150,23 @@ def test_addresses_come_from_the_hosts_where_they_have_them(lines, tmp_path) -> 
 
 def test_without_an_address_of_node_0_the_error_says_how_to_give_one(muster, tmp_path) -> None:
     (tmp_path / "job.yaml").write_text(TRAIN)
-    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), "--all")
+    code, out, err = muster("cmd", str(tmp_path / "job.yaml"))
     assert (code, out) == (2, "")
     assert "give --master-addr ADDRESS" in err
 
 
-def test_the_plain_output_is_the_same_lines(lines, muster, tmp_path) -> None:
-    found = lines(TRAIN, *HERE)
-    assert muster("cmd", str(tmp_path / "job.yaml"), "--all", *HERE) == (0, f"{found[0]}\n{found[1]}\n", "")
-    assert muster("cmd", str(tmp_path / "job.yaml"), "--node", "1", *HERE) == (0, f"{found[1]}\n", "")
-
-
-@pytest.mark.parametrize("node", ["2", "-1"])
-def test_a_node_that_the_job_does_not_have_is_a_usage_error(node: str, muster, tmp_path) -> None:
+def test_the_plain_output_is_one_line_per_node(muster, tmp_path) -> None:
     (tmp_path / "job.yaml").write_text(TRAIN)
-    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), "--node", node, *HERE)
-    assert (code, out) == (2, "")
-    assert err == f"muster: --node: this job has nodes 0 to 1, got {node}\n"
+    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), *HERE)
+    first, second = out.splitlines()
+    assert (code, err) == (0, "")
+    assert words(first)[0].startswith(f"{SECRET}=")
+    assert words(second)[0] == f"{KEY}={node_key(words(first)[0].partition('=')[2], 1)}"
 
 
 def test_a_rank_variable_in_the_job_is_refused_as_it_is_by_run(muster, tmp_path) -> None:
     (tmp_path / "job.yaml").write_text("env: {RANK: '7'}\ncommand: [prog]\n")
-    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), "--node", "0", *HERE)
+    code, out, err = muster("cmd", str(tmp_path / "job.yaml"), *HERE)
     assert (code, out) == (78, "")
     assert "env.RANK" in err
 
@@ -195,7 +193,7 @@ def test_every_argument_and_value_survives_whatever_the_order(order, lines, shel
         assert seen["argv"] == NASTY
         assert {name: seen["env"][name] for name in env} == env
         assert seen["cwd"] == str(workdir)
-        assert TOKEN not in seen["env"]
+        assert not {SECRET, KEY} & set(seen["env"])
         assert seen["env"]["NODE_RANK"] == str(rank)
 
 
@@ -252,16 +250,58 @@ def test_ctrl_c_at_node_0_ends_all_lines(lines, shells, tmp_path) -> None:
     assert not of_run(run.run_id)
 
 
+def shortened(line: str) -> str:
+    """A line whose agent does not dial for ten minutes."""
+    return line.replace("--dial-timeout-s 600", "--dial-timeout-s 5")
+
+
 @pytest.mark.ranks
-def test_a_second_agent_for_a_node_and_one_with_another_token_are_turned_away(lines, shells) -> None:
-    found = lines({"nodes": 2, "command": ["true"]}, *HERE)
-    stranger = (
-        found[1].replace(words(found[1])[0], f"{TOKEN}=wrong").replace("--dial-timeout-s 600", "--dial-timeout-s 5")
+def test_a_line_of_another_call_is_refused_in_one_sentence_on_both_ends(lines, shells) -> None:
+    free, job = closed_port(), {"nodes": 2, "command": ["true"]}
+    found, other = (lines(job, *HERE, "--port", str(free)) for _ in range(2))
+    first = shells.paste(found[0])
+    stranger = shells.paste(shortened(other[1]))
+    said, _ = stranger.communicate(timeout=50)
+    assert stranger.returncode == 78
+    assert said == (
+        f"muster agent on {socket.gethostname()}: who answers at 127.0.0.1:{free} does not hold this agent's key, so "
+        "it was not obeyed; paste the lines of one muster cmd, and let no other program take that port\n"
     )
-    shells.paste(found[0])
-    turned_away = shells.paste(stranger)
-    turned_away.communicate(timeout=50)
-    assert turned_away.returncode == 78
+    assert first.stdout is not None
+    line = ""
+    while "refused" not in line:
+        line = first.stdout.readline()
+        assert line, "node 0 has ended"
+    assert line == f"muster: refused 1 connections to port {free}: 1 x hung up; last from 127.0.0.1\n"
     shells.paste(found[1])
+    codes, told = shells.end()
+    assert codes == [0, 78, 0], told
+
+
+@pytest.mark.ranks
+def test_the_line_of_one_node_does_not_speak_for_another(lines, shells) -> None:
+    found = lines({"nodes": 3, "command": ["true"]}, *HERE)
+    shells.paste(found[0])
+    posing = shells.paste(shortened(found[1]).replace("--node 1", "--node 2"))
+    posing.communicate(timeout=50)
+    assert posing.returncode == 78
+    for node in (1, 2):
+        shells.paste(found[node])
     codes, said = shells.end()
-    assert codes == [0, 78, 0], said
+    assert codes == [0, 78, 0, 0], said
+
+
+@pytest.mark.ranks
+def test_a_line_that_is_pasted_twice_is_one_node(lines, shells, tmp_path) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    command = ["sh", "-c", f"touch {marks}/$RANK.$$; while [ ! -e {tmp_path}/go ]; do sleep 0.05; done"]
+    found = lines({"nodes": 2, "command": command}, *HERE)
+    shells.paste(found[0])
+    twice = [shells.paste(shortened(found[1])) for _ in range(2)]
+    wait_until(lambda: any(shell.poll() is not None for shell in twice), "the end of one of the two")
+    wait_until(lambda: len(list(marks.iterdir())) == 2, "both ranks")
+    assert sorted(mark.name[0] for mark in marks.iterdir()) == ["0", "1"]
+    (tmp_path / "go").touch()
+    codes, said = shells.end()
+    assert (codes[0], sorted(codes[1:])) == (0, [0, 69]), said

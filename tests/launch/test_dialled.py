@@ -3,6 +3,7 @@
 import asyncio
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch.channel import Channel
 
 from jobs.boot import module_argv
 from jobs.errors import MusterError, RefusedError, UnreachableError
@@ -18,10 +18,13 @@ from jobs.hosts import HostSet
 from jobs.placement import Host, Login
 from jobs.rundir import RunDir
 from jobs.site import SshSettings
-from launch.agent import TOKEN
+from launch.agent import KEY, SECRET
 from launch.processes import start_ticks
 from launch.transports.dialled import Dialled, Starter
 from launch.transports.pdsh import pdsh_transport
+from launch.wire.channel import Channel
+from launch.wire.handshake import node_key
+from launch.wire.messages import Bye, Hello
 
 DEADLINE_S = 30.0
 AGENT = shlex.join(module_argv(sys.executable, "launch.agent"))
@@ -66,14 +69,28 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(guarded())
 
 
-async def hello_of(gate: Gate) -> tuple[Channel, dict[str, Any]]:
+async def hello_of(gate: Gate) -> tuple[Channel, Hello]:
     channel = await gate.channels.get()
-    return channel, await channel.receive()
+    return channel, await channel.receive_hello()
+
+
+def by_hand(folder: Path) -> Dialled:
+    """Two nodes whose lines were printed; node 0's agent is started here."""
+    own = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
+    return Dialled("hand", 2, run=RunDir(folder), starter=None, listen="127.0.0.1", secret="printed", own_agent=own)
+
+
+async def pasted(transport: Dialled, node: int, **variables: str) -> asyncio.subprocess.Process:
+    """Start an agent as a pasted line does."""
+    connect = ",".join(transport._listener.addresses)
+    line = [*module_argv(sys.executable, "launch.agent"), "--node", str(node), "--connect", connect, "--end-as", "run"]
+    without = {name: value for name, value in os.environ.items() if name not in (KEY, SECRET)}
+    return await asyncio.create_subprocess_exec(*line, env={**without, **variables}, stderr=asyncio.subprocess.PIPE)
 
 
 # Who is let in --------------------------------------------------------------------------------------------------------
 
-BOTH = f'for node in 0 1; do {AGENT} --node $node --connect "$1" --token-file token & done; wait'
+BOTH = f'for node in 0 1; do {AGENT} --node $node --connect "$1" --secret-file token & done; wait'
 
 
 def test_the_agents_that_a_program_starts_dial_back_and_end_when_they_are_let_go(tmp_path: Path) -> None:
@@ -83,71 +100,84 @@ def test_the_agents_that_a_program_starts_dial_back_and_end_when_they_are_let_go
         await transport.start(gate)
         assert run_dir.token.stat().st_mode & 0o777 == 0o600
         met = [await hello_of(gate) for _ in range(2)]
-        assert sorted(hello["node"] for _, hello in met) == [0, 1]
+        assert sorted(channel.node for channel, _ in met) == [0, 1]
         for channel, _ in met:
-            await channel.send({"do": "bye", "code": 0})
+            await channel.send(Bye(0))
         await transport.close([])
         assert not run_dir.token.exists()
-        assert [start_ticks(hello["pid"]) for _, hello in met] == [None, None]
+        assert [start_ticks(hello.pid) for _, hello in met] == [None, None]
         for channel, _ in met:
             channel.close()
 
     run(test)
 
 
-def test_the_token_stands_in_the_programs_environment_too_and_nowhere_else_of_it(tmp_path: Path) -> None:
+def test_the_secret_stands_in_the_programs_environment_too_and_nowhere_else_of_it(tmp_path: Path) -> None:
     async def test() -> None:
         gate = Gate()
         transport = dialled(tmp_path, 1, f'{AGENT} --node 0 --connect "$1"', replaces={"PATH": os.environ["PATH"]})
         await transport.start(gate)
         channel, hello = await hello_of(gate)
-        environ = Path(f"/proc/{hello['pid']}/environ").read_bytes()
+        environ = Path(f"/proc/{hello.pid}/environ").read_bytes()
         assert sorted(each.partition(b"=")[0].decode() for each in environ.split(b"\0") if each) in (
-            sorted(["PATH", TOKEN, "PWD"]),
-            sorted(["PATH", TOKEN, "PWD", "OLDPWD"]),
-            sorted(["PATH", TOKEN, "PWD", "SHLVL", "_"]),  # where sh is bash
+            sorted(["PATH", SECRET, "PWD"]),
+            sorted(["PATH", SECRET, "PWD", "OLDPWD"]),
+            sorted(["PATH", SECRET, "PWD", "SHLVL", "_"]),  # where sh is bash
         )
-        await channel.send({"do": "bye", "code": 0})
+        await channel.send(Bye(0))
         await transport.close([])
         channel.close()
 
     run(test)
 
 
-def test_one_without_the_token_is_not_let_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_without_the_secret_is_not_let_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         gate = Gate()
-        script = f'{AGENT} --node 1 --connect "$1" --token guessed; exec {AGENT} --node 0 --connect "$1"'
+        script = f'{SECRET}=guessed {AGENT} --node 1 --connect "$1"; exec {AGENT} --node 0 --connect "$1"'
         transport = dialled(tmp_path, 2, script)
         await transport.start(gate)
-        channel, hello = await hello_of(gate)
-        assert hello["node"] == 0
+        channel, _ = await hello_of(gate)
+        assert channel.node == 0
         assert gate.channels.empty()
-        await channel.send({"do": "bye", "code": 0})
+        said = ""
+        while "refused" not in said:
+            await asyncio.sleep(0.02)
+            said += capsys.readouterr().err
+        port = transport._listener.port
+        assert said == f"muster: refused 1 connections to port {port}: 1 x hung up; last from 127.0.0.1\n"
+        await channel.send(Bye(0))
         await transport.close([1])
         channel.close()
 
     run(test)
-    assert "wrong token" in capsys.readouterr().err
 
 
-def test_who_pastes_a_line_with_another_token_hears_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {SECRET: "of another call"},
+        {KEY: node_key("of another call", 1)},
+        {KEY: node_key("printed", 0)},  # of another node of this very call
+    ],
+)
+def test_who_pastes_a_line_of_another_call_hears_it_and_is_not_let_in(
+    tmp_path: Path, variables: dict[str, str]
+) -> None:
     async def test() -> None:
-        own = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
-        transport = Dialled("hand", 2, run=RunDir(tmp_path), starter=None, token="printed", own_agent=own)
-        gate = Gate()
+        transport, gate = by_hand(tmp_path), Gate()
         await transport.start(gate)
         channel, _ = await hello_of(gate)
-        connect = f"127.0.0.1:{transport._listener.port}"
-        line = [*module_argv(sys.executable, "launch.agent"), "--node", "1", "--connect", connect, "--end-as", "run"]
-        pasted = await asyncio.create_subprocess_exec(
-            *line, env={**os.environ, TOKEN: "of another job"}, stderr=asyncio.subprocess.PIPE
+        other = await pasted(transport, 1, **variables)
+        _, said = await other.communicate()
+        assert other.returncode == 78
+        assert said.decode() == (
+            f"muster agent on {socket.gethostname()}: who answers at 127.0.0.1:{transport._listener.port} does not "
+            "hold this agent's key, so it was not obeyed; paste the lines of one muster cmd, and let no other program "
+            "take that port\n"
         )
-        _, said = await pasted.communicate()
-        assert pasted.returncode == 78
-        assert b"does not know this token: the line is of another job" in said
         assert gate.channels.empty()
-        await channel.send({"do": "bye", "code": 0})
+        await channel.send(Bye(0))
         await transport.close([1])
         channel.close()
 
@@ -156,23 +186,38 @@ def test_who_pastes_a_line_with_another_token_hears_it(tmp_path: Path) -> None:
 
 def test_by_hand_node_0_is_started_here_and_the_others_are_waited_for(tmp_path: Path) -> None:
     async def test() -> None:
-        gate = Gate()
-        own = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
-        transport = Dialled("hand", 2, run=RunDir(tmp_path), starter=None, token="printed", own_agent=own)
+        transport, gate = by_hand(tmp_path), Gate()
         await transport.start(gate)
-        first, hello = await hello_of(gate)
-        assert hello["node"] == 0
-        connect = f"127.0.0.1:{transport._listener.port}"
-        pasted = [*module_argv(sys.executable, "launch.agent"), "--node", "1", "--connect", connect]
-        other = await asyncio.create_subprocess_exec(*pasted, env={**os.environ, TOKEN: "printed"})
-        second, hello = await hello_of(gate)
-        assert hello["node"] == 1
+        first, _ = await hello_of(gate)
+        assert first.node == 0
+        other = await pasted(transport, 1, **{KEY: node_key("printed", 1)})
+        second, _ = await hello_of(gate)
+        assert second.node == 1
         for channel in (first, second):
-            await channel.send({"do": "bye", "code": 0})
-        assert await other.wait() == 0
+            await channel.send(Bye(0))
+        assert await other.communicate() == (None, b"")
+        assert other.returncode == 0
         await transport.close([])
         for channel in (first, second):
             channel.close()
+
+    run(test)
+
+
+def test_by_hand_nobody_can_be_node_0_over_the_port(tmp_path: Path) -> None:
+    """Its agent is ours, over pipes: a line of another node must not take its place, nor one with the secret."""
+
+    async def test() -> None:
+        transport, gate = by_hand(tmp_path), Gate()
+        await transport.start(gate)
+        channel, _ = await hello_of(gate)
+        other = await pasted(transport, 0, **{SECRET: "printed"})
+        await other.communicate()
+        assert other.returncode == 69
+        assert gate.channels.empty()
+        await channel.send(Bye(0))
+        await transport.close([1])
+        channel.close()
 
     run(test)
 

@@ -23,6 +23,7 @@ from jobs.linux import descendants
 from jobs.placement import Host, Login
 from jobs.rundir import RunDir
 from jobs.site import SshSettings
+from launch.agent import KEY, SECRET
 from launch.fingerprint import PACKAGES
 from launch.processes import is_same, of_run
 from launch.transports.pdsh import pdsh_transport
@@ -149,7 +150,7 @@ def test_argv_and_environment_survive_byte_for_byte(
         told_words, told = json.loads((live.run.path / f"dump-{rank}").read_text())
         assert told_words == words
         assert {name: told.get(name) for name in variables} == variables
-        assert "MUSTER_TOKEN" not in told
+        assert not {SECRET, KEY} & set(told)
 
 
 def test_one_connection_at_a_time_is_enough(launch: Launch) -> None:
@@ -339,7 +340,7 @@ def test_pdsh_is_told_who_logs_in_and_its_percent_signs_are_doubled(tmp_path: Pa
     made = pdsh(run, *hosts, user="bob", options=["ControlPath=~/.ssh/%h"])
     ((*words, command),) = made.commands()
     assert words == ["pdsh", "-R", "ssh", "-f", "2", "-w", "alice@pc1,bob@pc2"]
-    assert f"--token-file {str(run.token).replace('%', '%%')}" in command
+    assert f"--secret-file {str(run.token).replace('%', '%%')}" in command
     assert command.endswith(" --node %n")
     assert "ControlPath=~/.ssh/%%h" in made.starter.environment["PDSH_SSH_ARGS_APPEND"].split(" ")
 

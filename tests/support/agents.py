@@ -1,35 +1,43 @@
 """Agents that a test starts as transports do, and speaks to as a supervisor does."""
 
-import json
 import os
 import socket
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from jobs.boot import module_argv
 from jobs.rundir import AttemptDir, RunDir
 from launch import agent
+from launch.wire import messages as wire
+from launch.wire.codec import decode, encode
+from launch.wire.handshake import LONGEST, SupervisorSide, node_key, read_greeting
+from launch.wire.messages import FROM_AGENT, Broken, Hello, Start, StopRanks, Swept
 from support.live import wait_until
 
 LOOPBACK = "127.0.0.1"
 DEADLINE_S = 20.0
+RUN_SECRET = "the secret of this test's run"
+
+Kind = TypeVar("Kind")
 
 
 class Started:
     """An agent that this test has started, and the two streams of its channel."""
 
     def __init__(self, *options: str, **variables: str) -> None:
-        environment = {name: value for name, value in os.environ.items() if name not in ("SSH_CONNECTION", agent.TOKEN)}
+        """Start it with options, and variables of its environment; the run's secret is one of them."""
+        ours = ("SSH_CONNECTION", agent.SECRET, agent.KEY)
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
         argv = [*module_argv(sys.executable, "launch.agent"), *options]
         self.process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**environment, **variables},
+            env={**environment, agent.SECRET: RUN_SECRET, **variables},
         )
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -37,21 +45,27 @@ class Started:
         self.reader: IO[bytes] = self.process.stdout
         self.connection: socket.socket | None = None
 
-    def accept(self, server: socket.socket) -> dict[str, Any]:
-        """Take the connection that it dials; return the first message, which shows the token."""
+    def accept(self, server: socket.socket, secret: str = RUN_SECRET) -> int:
+        """Take the connection that it dials; let both ends prove themselves, and return its node."""
         server.settimeout(DEADLINE_S)
         self.connection, _ = server.accept()
         self.connection.settimeout(DEADLINE_S)
         stream = self.connection.makefile("rwb", buffering=0)
         self.reader = self.writer = stream  # type: ignore[assignment]
-        return self.receive()
+        return prove_supervisor(stream, secret)
 
-    def send(self, **message: Any) -> None:
-        self.writer.write(json.dumps(message).encode() + b"\n")
+    def send(self, message: object) -> None:
+        self.writer.write(encode(message))
         self.writer.flush()
 
-    def receive(self) -> dict[str, Any]:
-        message: dict[str, Any] = json.loads(self.reader.readline())
+    def receive(self) -> Any:
+        """Return the next message, as the supervisor would read it."""
+        return decode(self.reader.readline(), FROM_AGENT)
+
+    def greeted(self) -> Hello:
+        """Return its first message."""
+        message = self.receive()
+        assert isinstance(message, Hello), message
         return message
 
     def hang_up(self) -> None:
@@ -76,6 +90,15 @@ class Started:
                     stream.close()
 
 
+def prove_supervisor(stream: IO[bytes], secret: str) -> int:
+    """Be the supervisor's end of a handshake: return the node of the agent, which has proved itself."""
+    node, nonce, dialled = read_greeting(stream.readline(LONGEST))
+    end = SupervisorSide(node_key(secret, node), (node, nonce, dialled), "run-1", 0)
+    stream.write(end.challenge())
+    assert end.is_proved(stream.readline(LONGEST))
+    return node
+
+
 def port_of(listening: socket.socket) -> int:
     port: int = listening.getsockname()[1]
     return port
@@ -93,45 +116,44 @@ class Supervised(Started):
     def __init__(self, folder: Path) -> None:
         super().__init__("--node", "0")
         self.folder = folder
-        self.receive()
+        self.greeted()
 
     def attempt_dir(self, attempt: int) -> AttemptDir:
         return RunDir(self.folder).attempt(attempt)
 
-    def next(self, did: str, rank: int | None = None) -> dict[str, Any]:
+    def next(self, kind: type[Kind], rank: int | None = None) -> Kind:
         """Return the next message of a kind, passing over others; a failure of the agent's is never passed over."""
         while True:
             message = self.receive()
-            if message["did"] == did and rank in (None, message.get("rank")):
+            if isinstance(message, kind) and rank in (None, getattr(message, "rank", None)):
                 return message
-            assert message["did"] != "broken", message
+            assert not isinstance(message, Broken), message
 
     def order_start(self, attempt: int, *ranks: dict[str, Any], **fields: Any) -> None:
         """Send the start message of an attempt; see `rank`."""
         folder = self.attempt_dir(attempt)
         folder.path.mkdir(exist_ok=True)
         message = {
-            "do": "start",
             "attempt": attempt,
             "node": 0,
             "attempt_dir": str(folder.path),
             "apart": False,
             "workdir": str(self.folder),
-            "setup": [],
+            "setup": (),
             "store": False,
             "master_port": 0,
-            "console": [],
             "warm": {"preload": "", "env": {}},
-            "ranks": [self.placed(attempt, rank) for rank in ranks],
+            "console": (),
+            "ranks": tuple(self.placed(attempt, rank) for rank in ranks),
         }
-        self.send(**{**message, **fields})
+        self.send(Start(**{**message, **fields}))
 
     def start(self, attempt: int, *ranks: dict[str, Any], **fields: Any) -> dict[int, int]:
         """Start an attempt; return the pids of its ranks."""
         self.order_start(attempt, *ranks, **fields)
-        started = self.next("started")
-        assert started["attempt"] == attempt
-        return dict(started["ranks"])
+        started = self.next(wire.Started)
+        assert started.attempt == attempt
+        return {number: pid for number, pid, _ in started.ranks}
 
     def placed(self, attempt: int, rank: dict[str, Any]) -> dict[str, Any]:
         """Complete a rank with what a plan would give it."""
@@ -139,10 +161,10 @@ class Supervised(Started):
         paths = {"out": str(folder.out(rank["rank"])), "err": str(folder.err(rank["rank"]))}
         return {"env": {}, "workdir": str(self.folder), "cores": [], "gpus": [], "threads": 1, **paths, **rank}
 
-    def stop(self, attempt: int) -> dict[str, Any]:
+    def stop(self, attempt: int) -> Swept:
         """Stop an attempt; return what was swept."""
-        self.send(do="stop", attempt=attempt, grace_s=0.0)
-        return self.next("swept")
+        self.send(StopRanks(attempt, 0.0))
+        return self.next(Swept)
 
     def wait_for_output(self, attempt: int, rank: int, text: str = "ready\n") -> None:
         path = self.attempt_dir(attempt).out(rank)

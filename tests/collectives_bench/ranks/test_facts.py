@@ -32,7 +32,7 @@ def test_only_variables_that_change_numbers_are_told():
         "OMP_NUM_THREADS": "4",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "MALLOC_ARENA_MAX": "1",
-        "MUSTER_TOKEN": "secret",
+        "MUSTER_SECRET": "secret",
         "PATH": "/bin",
     }
     assert list(facts.host_facts(ENV, environ).environment) == [

@@ -1,5 +1,6 @@
 """What an agent says of its node: every fact within a deadline, or why not."""
 
+import json
 import os
 import socket
 import subprocess
@@ -16,10 +17,12 @@ from jobs.rundir import RunDir
 from launch.check import nodefacts
 from launch.check.nodefacts import control_groups, facts, run_probes
 from launch.fingerprint import fingerprint
+from launch.wire.codec import decode, encode
+from launch.wire.messages import FROM_AGENT, Inspect, Inspected
 
 
 def test_a_node_says_what_it_is_and_has() -> None:
-    found = facts({})
+    found = facts()
     assert found["failed"] == {}
     assert found["python"] == sys.version.split()[0]
     assert found["code"] == fingerprint()
@@ -29,8 +32,17 @@ def test_a_node_says_what_it_is_and_has() -> None:
     assert found["limits"]["open_files"] > 0
 
 
+def test_what_is_found_can_be_sent(run: RunDir) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        peer = Inspect(peer="127.0.0.1", port=server.getsockname()[1])
+        for request in (Inspect(), peer, Inspect(run=str(run.path), nonce="the nonce", mark="3"), Inspect(run="/no")):
+            sent = Inspected(0, facts(request))
+            received = decode(encode(sent), FROM_AGENT)
+            assert json.loads(encode(received)) == json.loads(encode(sent))
+
+
 def test_torch_is_looked_for_and_not_imported() -> None:
-    code = "import sys; from launch.check.nodefacts import facts; facts({}); print('torch' in sys.modules)"
+    code = "import sys; from launch.check.nodefacts import facts; facts(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
@@ -88,13 +100,13 @@ def test_gpus_are_named_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_broken_driver_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(tmp_path, "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18", monkeypatch)
-    assert facts({})["failed"] == {"gpus": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"}
+    assert facts()["failed"] == {"gpus": "nvidia-smi: Failed to initialize NVML: Driver/library version mismatch"}
 
 
 def test_a_driver_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool(tmp_path, "exec sleep 60", monkeypatch)
     monkeypatch.setattr(nodefacts, "DEADLINE_S", 0.3)
-    assert "gpus" in facts({"deadline_s": 2.0})["failed"]
+    assert "gpus" in facts()["failed"]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +160,9 @@ def test_the_groups_of_a_process_are_its_own_and_those_above() -> None:
 def test_a_port_answers_or_the_reason_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        found = facts({"peer": "127.0.0.1", "port": port})
+        found = facts(Inspect(peer="127.0.0.1", port=port))
         assert (found["connect"], found["route"]) == ("", ["lo", "127.0.0.1"])
-    assert facts({"peer": "127.0.0.1", "port": port})["connect"] == "Connection refused"
+    assert facts(Inspect(peer="127.0.0.1", port=port))["connect"] == "Connection refused"
 
 
 def test_a_port_that_swallows_packets_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +170,7 @@ def test_a_port_that_swallows_packets_is_given_up(monkeypatch: pytest.MonkeyPatc
         raise TimeoutError
 
     monkeypatch.setattr(socket, "create_connection", swallow)
-    assert facts({"peer": "127.0.0.1", "port": 1, "timeout_s": 2.5})["connect"] == "no answer within 2.5 s"
+    assert facts(Inspect(peer="127.0.0.1", port=1))["connect"] == "no answer within 3 s"
 
 
 @pytest.fixture
@@ -170,7 +182,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def storage(run: RunDir, nonce: str = "the nonce") -> Any:
-    return facts({"run": str(run.path), "nonce": nonce, "mark": 3})["storage"]
+    return facts(Inspect(run=str(run.path), nonce=nonce, mark="3"))["storage"]
 
 
 def test_a_node_that_reads_the_nonce_shares_the_folder_and_leaves_its_mark(run: RunDir) -> None:

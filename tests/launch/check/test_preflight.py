@@ -8,6 +8,7 @@ import pytest
 from jobs.errors import MusterError, RefusedError, UnreachableError
 from launch.check.judges import BAD, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected
 from launch.check.preflight import Row, exit_code, remarks, rows, titles, without
+from support.messages import hello
 
 CODE = "0123456789ab"
 EXPECTED = Expected(
@@ -42,7 +43,7 @@ def healthy(count: int = 4) -> list[Answer]:
     answers = []
     for node in range(count):
         facts = {**copy.deepcopy(FACTS), "route": ["eth1", f"10.10.1.{node + 1}"], "machine": f"boot-{node}"}
-        answers.append(Answer(f"n{node + 1}", hello={"node": node}, facts=facts, ahead_s=0.01, marked=True))
+        answers.append(Answer(f"n{node + 1}", hello=hello(), facts=facts, ahead_s=0.01, marked=True))
     return answers
 
 

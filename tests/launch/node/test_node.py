@@ -3,12 +3,12 @@
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 from jobs import network
 from jobs.files import write_text
 from jobs.rundir import RunDir
 from launch.fingerprint import fingerprint
+from launch.wire.messages import Beat, Broken, Heartbeat, Prepare, Prepared, Reach, Reached, Start
 from support.agents import DEADLINE_S, LOOPBACK, Started, closed_port, port_of
 
 # Before the start -----------------------------------------------------------------------------------------------------
@@ -16,60 +16,56 @@ from support.agents import DEADLINE_S, LOOPBACK, Started, closed_port, port_of
 
 def test_a_beat_is_answered_with_both_times_of_this_clock(start_agent) -> None:
     started = start_agent("--node", "0")
-    started.receive()
+    started.greeted()
     began = time.time()
-    started.send(do="beat", sent=7.25)
+    started.send(Beat(7.25))
     answer = started.receive()
-    assert (answer["did"], answer["sent"]) == ("heartbeat", 7.25)
-    assert began <= answer["heard"] <= answer["time"] <= time.time()
+    assert isinstance(answer, Heartbeat)
+    assert answer.sent == 7.25
+    assert began <= answer.heard <= answer.time <= time.time()
 
 
 def test_the_port_that_it_prepares_is_bound_before_it_is_told(start_agent) -> None:
     started = start_agent("--node", "0")
-    started.receive()
-    started.send(do="prepare", bind=LOOPBACK)
+    started.greeted()
+    started.send(Prepare(0, LOOPBACK))
     prepared = started.receive()
-    with socket.create_connection((LOOPBACK, prepared["port"]), timeout=DEADLINE_S):
+    with socket.create_connection((LOOPBACK, prepared.port), timeout=DEADLINE_S):
         pass  # it waits in the backlog
-    assert prepared == {
-        "did": "prepared",
-        "attempt": 0,
-        "port": prepared["port"],
-        "addresses": [list(route) for route in network.own_addresses()],
-    }
+    assert prepared == Prepared(0, prepared.port, LOOPBACK, tuple(network.own_addresses()))
 
 
-def reach(started: Started, run: RunDir, *, port: int, iface: str | None = None) -> dict[str, Any]:
-    started.receive()
-    started.send(do="reach", address=LOOPBACK, port=port, iface=iface, run=str(run.path), nonce="the nonce")
-    return started.receive()
+def reach(started: Started, run: RunDir, *, port: int, iface: str = "") -> Reached:
+    started.greeted()
+    started.send(Reach(0, LOOPBACK, port, iface, str(run.path), "the nonce"))
+    reached: Reached = started.receive()
+    return reached
 
 
 def test_it_tries_the_way_to_the_master_and_the_run_folder(start_agent, listening, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     write_text(run.nonce("supervisor"), "the nonce")
-    assert reach(start_agent("--node", "0"), run, port=port_of(listening)) == {
-        "did": "reached",
-        "attempt": 0,
-        "interface": "lo",
-        "address": LOOPBACK,
-        "why": "",
-        "code": fingerprint(),
-        "storage": "shared",
-        "run": str(tmp_path),
-        "storage_why": "",
-    }
+    assert reach(start_agent("--node", "0"), run, port=port_of(listening)) == Reached(
+        attempt=0,
+        interface="lo",
+        address=LOOPBACK,
+        why="",
+        code=fingerprint(),
+        storage="shared",
+        run=str(tmp_path),
+        storage_why="",
+    )
 
 
 def test_a_master_that_cannot_be_reached_is_said_with_the_kernels_reason(start_agent, tmp_path: Path) -> None:
     said = reach(start_agent("--node", "0"), RunDir(tmp_path), port=closed_port())
-    assert (said["why"], said["storage"]) == ("Connection refused", "apart")
+    assert (said.why, said.storage) == ("Connection refused", "apart")
 
 
 def test_a_network_of_the_users_choice_comes_before_the_route(start_agent, listening, tmp_path: Path) -> None:
     name, address = network.own_addresses()[0]
     said = reach(start_agent("--node", "0"), RunDir(tmp_path), port=port_of(listening), iface=name)
-    assert (said["interface"], said["address"]) == (name, address)
+    assert (said.interface, said.address) == (name, address)
 
 
 # Goes wrong -----------------------------------------------------------------------------------------------------------
@@ -77,10 +73,57 @@ def test_a_network_of_the_users_choice_comes_before_the_route(start_agent, liste
 
 def test_what_goes_wrong_in_an_order_is_told_and_does_not_end_the_agent(start_agent, tmp_path: Path) -> None:
     started = start_agent("--node", "0")
-    started.receive()
-    started.send(do="prepare", bind="203.0.113.1")  # an address of nobody (RFC 5737)
+    started.greeted()
+    (tmp_path / "file").touch()
+    started.send(start_in(tmp_path / "file" / "attempt-000"))
     broken = started.receive()
-    assert broken["did"] == "broken"
-    assert "Cannot assign requested address" in broken["broken"]
-    started.send(do="beat", sent=1.0)
-    assert started.receive()["did"] == "heartbeat"
+    assert isinstance(broken, Broken)
+    assert "Not a directory" in broken.why
+    started.send(Beat(1.0))
+    assert isinstance(started.receive(), Heartbeat)
+
+
+def start_in(folder: Path) -> Start:
+    """The start of an attempt without ranks, on a node that makes the attempt's folder itself."""
+    return Start(
+        attempt=0,
+        node=0,
+        attempt_dir=str(folder),
+        apart=True,
+        workdir="/",
+        setup=(),
+        store=False,
+        master_port=0,
+        warm={"preload": "", "env": {}},
+        console=(),
+        ranks=(),
+    )
+
+
+# Where the store listens ----------------------------------------------------------------------------------------------
+
+
+def bound(started: Started, prepare: Prepare) -> tuple[str, str]:
+    """Return where a node says that the store listens, and where the kernel says so."""
+    started.greeted()
+    started.send(prepare)
+    prepared = started.receive()
+    assert isinstance(prepared, Prepared)
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    (local,) = (row[1] for row in rows if row[3] == "0A" and int(row[1].partition(":")[2], 16) == prepared.port)
+    return prepared.bound, socket.inet_ntoa(bytes.fromhex(local.partition(":")[0])[::-1])
+
+
+def test_the_store_listens_at_the_address_of_node_0_alone(start_agent) -> None:
+    _, address = network.own_addresses()[0]
+    assert bound(start_agent("--node", "0"), Prepare(0, address)) == (address, address)
+
+
+def test_the_store_listens_on_the_network_that_the_user_has_chosen(start_agent) -> None:
+    name, address = network.own_addresses()[0]
+    assert bound(start_agent("--node", "0"), Prepare(0, LOOPBACK, name)) == (address, address)
+
+
+def test_where_node_0_does_not_have_its_address_the_store_listens_everywhere_and_it_says_so(start_agent) -> None:
+    """As behind a translated address; 203.0.113.1 is nobody's (RFC 5737)."""
+    assert bound(start_agent("--node", "0"), Prepare(0, "203.0.113.1")) == ("", "0.0.0.0")

@@ -36,7 +36,7 @@ def test_an_age_is_the_time_since_the_beats_last_changed() -> None:
         "steps": 4,
         "beats_age_s": 0.5,
         "ranks": {"1": {"phase": "save", "steps": 4, "beats_age_s": 10.5}},
-        "phases": ["run", "save"],
+        "phases": ("run", "save"),
         "slowest_s": 0.7,
     }
 
@@ -49,7 +49,7 @@ def test_ranks_that_have_ended_count_no_more_and_how_far_they_came_stays() -> No
     assert record is not None
     assert (record["steps"], list(record["ranks"])) == (8, ["1"])
     pulse.note([], 2.0)
-    assert pulse.record(2.0) == {"steps": 8, "phases": [], "ranks": {}, "beats_age_s": 0.0, "slowest_s": 0.0}
+    assert pulse.record(2.0) == {"steps": 8, "phases": (), "ranks": {}, "beats_age_s": 0.0, "slowest_s": 0.0}
 
 
 def test_ranks_that_end_before_the_first_look_are_known_all_the_same() -> None:

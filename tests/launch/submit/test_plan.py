@@ -1,6 +1,5 @@
 """The plan of an attempt, as pure functions: cores, GPUs and threads; what stands in the start message."""
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +12,8 @@ from launch.submit.plan import (
     preload,
     start_message,
 )
+from launch.wire.codec import decode, encode
+from launch.wire.messages import TO_AGENT
 from support.plans import box, make_context, plan, values
 
 # Cores, GPUs and threads ----------------------------------------------------------------------------------------------
@@ -82,17 +83,15 @@ def test_threads_are_the_jobs_number_or_on_request_the_cores_of_a_rank() -> None
 def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> None:
     context = make_context(nodes=2, ranks_per_node=2, setup=["module load x"], site=Site(setup=["umask 027"]))
     message = start_message(context, plan(context, box(4))[1], store=True, master_port=4242)
-    assert json.loads(json.dumps(message)) == message
-    ranks = message.pop("ranks")
+    assert decode(encode(message), TO_AGENT) == message
     attempt = "/runs/demo-20250101T000000Z-abc123/attempt-000"
-    assert message == {
-        "do": "start",
+    assert {name: value for name, value in vars(message).items() if name != "ranks"} == {
         "attempt": 0,
         "node": 1,
         "attempt_dir": attempt,
         "apart": False,
         "workdir": "/srv/job",
-        "setup": ["umask 027", "module load x"],
+        "setup": ("umask 027", "module load x"),
         "store": True,
         "master_port": 4242,
         "warm": {
@@ -105,12 +104,13 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
                 "GLOO_SOCKET_IFNAME": "lo",
             },
         },
-        "console": [],
+        "console": (),
     }
-    assert [rank["rank"] for rank in ranks] == [2, 3]
-    env = ranks[1].pop("env")
+    assert [rank["rank"] for rank in message.ranks] == [2, 3]
+    last = dict(message.ranks[1])
+    env = last.pop("env")
     assert (env["RANK"], env["LOCAL_RANK"], env["MASTER_PORT"]) == ("3", "1", "4242")
-    assert ranks[1] == {
+    assert last == {
         "rank": 3,
         "workdir": "/srv/job",
         "out": f"{attempt}/rank-00003.out",
@@ -125,10 +125,10 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
 def test_a_function_is_called_with_the_job_and_the_commands_options() -> None:
     context = replace(make_context(entry="jobs.train.main:run_rank", nodes=1), options={"steps": 3})
     message = start_message(context, plan(context, box(2))[0], store=True, master_port=1)
-    (rank,) = message["ranks"]
+    (rank,) = message.ranks
     assert "argv" not in rank
     assert rank["call"] == "jobs.train.main:run_rank"
     job = {"name": "demo", "kind": "command", "nodes": 1, "settings": {"argv": ["program", "--flag", "a b"]}}
     assert rank["payload"] == {"job": job, "steps": 3}
-    assert message["console"] == [0]
-    assert message["warm"]["preload"] == preload(context) == "torch,torch.distributed,jobs.train.main"
+    assert message.console == (0,)
+    assert message.warm["preload"] == preload(context) == "torch,torch.distributed,jobs.train.main"

@@ -122,8 +122,8 @@ def test_a_node_that_keeps_its_part_of_the_run_elsewhere_is_told_so_and_its_rank
     assert values(first.ranks[0])["MUSTER_RUN_DIR"] == str(context.run.path)
     assert values(second.ranks[0])["MUSTER_RUN_DIR"] == str(elsewhere.path)
     message = start_message(context, second, store=True, master_port=4242)
-    assert (message["apart"], message["attempt_dir"]) == (True, f"{elsewhere.path}/attempt-000")
-    assert message["ranks"][0]["out"] == f"{elsewhere.path}/attempt-000/rank-00001.out"
+    assert (message.apart, message.attempt_dir) == (True, f"{elsewhere.path}/attempt-000")
+    assert message.ranks[0]["out"] == f"{elsewhere.path}/attempt-000/rank-00001.out"
 
 
 def test_every_value_has_an_origin() -> None:

@@ -52,7 +52,7 @@ def submission(run: RunDir, hosts: HostSet | None = None, *, kind: str = "comman
         remote=True,
         iface="10.10.1.0/24",
     )
-    return Submission(Route("ssh", hosts, fanout=8, port=61_001, token="t", iface="10.10.1.0/24"), context)
+    return Submission(Route("ssh", hosts, fanout=8, port=61_001, secret="s", iface="10.10.1.0/24"), context)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_hosts_survive_json(hosts: HostSet) -> None:
 
 
 def test_only_the_user_may_read_it(run: RunDir) -> None:
-    """Its environment may hold keys, and its token lets agents in."""
+    """Its environment may hold keys, and its secret lets agents in."""
     submission(run).write()
     assert run.submission.stat().st_mode & 0o777 == 0o600
 
@@ -116,6 +116,15 @@ def changed(run: RunDir, **changes: Any) -> None:
     submission(run).write()
     record = json.loads(run.submission.read_text())
     run.submission.write_text(json.dumps({**record, **changes}))
+
+
+def test_one_that_was_made_before_nodes_had_keys_is_still_read(run: RunDir) -> None:
+    """Its token is of no use any more: whoever resumes it draws a secret."""
+    submission(run).write()
+    record = json.loads(run.submission.read_text())
+    record["route"]["token"] = record["route"].pop("secret")
+    run.submission.write_text(json.dumps(record))
+    assert Submission.read(run).route == replace(submission(run).route, secret="")
 
 
 @pytest.mark.parametrize(

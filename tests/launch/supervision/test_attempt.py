@@ -2,10 +2,9 @@
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from launch.channel import Message
 
 from jobs import exits
 from jobs.failover_settings import CheckpointSettings
@@ -17,21 +16,25 @@ from jobs.spec import Job
 from jobs.train_settings import TrainSettings
 from launch.console import Console
 from launch.submit.plan import Context
-from launch.supervision import attempt as module
+from launch.supervision import hangs
 from launch.supervision.attempt import Attempt
 from launch.supervision.crew import Node
 from launch.supervision.eventlog import EventLog
 from launch.supervision.progress import Hang
 from launch.supervision.stacks import Absent
 from launch.supervision.verdict import Stop
+from launch.wire.codec import ProtocolError
+from launch.wire.messages import Dump, Held, Hold, Report, Stacks, StopAt, StopRanks, Swept, ToAgent
+from support.messages import exited, hello
 
+Order = TypeVar("Order")
 STOP = Stop(exits.STOPPED, "stopped by Ctrl-C")
 
 
 class Channel:
     """Takes whatever is posted."""
 
-    def post(self, message: Message) -> None:
+    def post(self, message: ToAgent) -> None:
         raise AssertionError("attempts send through the function that they are given")
 
 
@@ -48,16 +51,16 @@ class Played:
         context = Context(job, Site(), placement, self.run, "/srv", "/opt/python", "m:f", options=options)
         nodes = [Node(place) for place in placement.nodes]
         for number, node in enumerate(nodes):
-            node.hello, node.channel = {"host": f"n{number}"}, Channel()  # type: ignore[assignment]
+            node.hello, node.channel = hello(host=f"n{number}"), Channel()  # type: ignore[assignment]
         self.nodes = nodes
-        self.sent: list[tuple[int, Message]] = []
+        self.sent: list[tuple[int, ToAgent]] = []
         self.attempt = Attempt(
             context, nodes, EventLog(self.run), Console(quiet=True), lambda node, m: self.sent.append((node, m)), 0.0
         )
         self.attempt.startup.begun = True
 
     def report(self, what: str, rank: int = 0, **fields: Any) -> None:
-        self.attempt.on_report(rank, {"rank": rank, "report": {"report": what, **fields}})
+        self.attempt.take(rank, Report(0, rank, {"report": what, **fields}))  # type: ignore[arg-type, misc]
 
     def working(self) -> "Played":
         for rank in range(2):
@@ -68,14 +71,21 @@ class Played:
 
     def exited(self, rank: int, code: int | None, *, sent: str | None = None, **failure: Any) -> None:
         signal = None if code is not None else sent or "SIGKILL"
-        message = {"rank": rank, "code": code, "signal": signal, "sent": sent, "ended": time.time()}
-        self.attempt.on_exited(rank, {**message, "failure": failure, "last_lines": []})
+        told = {"report": "failed", "time": time.time(), **failure} if failure else {}
+        self.attempt.take(rank, exited(rank, code, signal=signal, sent=sent, ended=time.time(), failure=told))
 
-    def orders(self, do: str) -> list[tuple[int, Message]]:
-        return [(node, message) for node, message in self.sent if message["do"] == do]
+    def orders(self, kind: type[Order]) -> list[tuple[int, Order]]:
+        return [(node, message) for node, message in self.sent if isinstance(message, kind)]
+
+    def swept(self, node: int, **fields: Any) -> None:
+        self.attempt.take(node, Swept(**{"attempt": 0, "swept": 0, "left": (), **fields}))
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [row for row in read_lines(self.run.events) if row["event"] == name]
+
+
+def stack_of(rank: int, *lines: str) -> Stacks:
+    return Stacks(0, ({"rank": rank, "state": "S", "lines": lines},))
 
 
 @pytest.fixture
@@ -85,22 +95,22 @@ def played(tmp_path: Path) -> Played:
 
 def test_a_drain_asks_all_to_hold_and_the_first_that_does_names_the_step(played: Played) -> None:
     assert played.attempt.drain(STOP, "Ctrl-C")
-    assert [(node, message["attempt"]) for node, message in played.orders("hold")] == [(0, 0), (1, 0)]
-    played.attempt.on_held(1, {"steps": 23})
-    played.attempt.on_held(0, {"steps": 23})
-    assert [(node, message["steps"]) for node, message in played.orders("stop_at")] == [(0, 24), (1, 24)]
-    assert played.orders("stop") == []
+    assert played.orders(Hold) == [(0, Hold(0)), (1, Hold(0))]
+    played.attempt.take(1, Held(0, 23))
+    played.attempt.take(0, Held(0, 23))
+    assert played.orders(StopAt) == [(0, StopAt(0, 24)), (1, StopAt(0, 24))]
+    assert played.orders(StopRanks) == []
 
 
 def test_a_drained_attempt_ends_with_what_was_asked_for_and_says_what_was_saved(played: Played) -> None:
     played.attempt.drain(STOP, "Ctrl-C")
-    played.attempt.on_held(0, {"steps": 23})
+    played.attempt.take(0, Held(0, 23))
     played.report("saved", step=24, checkpoint="step-00000024.a000", stall_s=0.1, seconds=0.2, bytes=4)
     played.exited(0, exits.REQUEUE)
     assert not played.attempt.is_over()
     played.exited(1, exits.REQUEUE)
     for node in range(2):
-        played.attempt.on_swept(node, {})
+        played.swept(node)
     assert played.attempt.is_over()
     verdict = played.attempt.verdict()
     assert (verdict.code, verdict.message) == (exits.STOPPED, "stopped by Ctrl-C; saved after step 24")
@@ -126,9 +136,9 @@ def test_a_training_that_ends_while_it_is_asked_to_drain_is_done(played: Played)
 def test_a_drain_that_takes_too_long_is_cut_off(played: Played) -> None:
     played.attempt.drain(STOP, "Ctrl-C")
     played.attempt.tick(time.monotonic())
-    assert played.orders("stop") == []
+    assert played.orders(StopRanks) == []
     played.attempt.tick(played.attempt.drain_deadline + 0.1)
-    assert len(played.orders("stop")) == 2
+    assert len(played.orders(StopRanks)) == 2
 
 
 @pytest.mark.parametrize("saving", [True, False])
@@ -151,12 +161,12 @@ def test_a_hang_is_named_by_the_rank_that_is_elsewhere(played: Played, monkeypat
     monkeypatch.setattr("launch.supervision.progress.hang", lambda *_: Hang(31.0, 30.0, "run", 12))
     monkeypatch.setattr("launch.supervision.stacks.absent", lambda _: Absent((1,), "rank 1 sleeps in data.py:12"))
     played.attempt.tick(time.monotonic())
-    assert [node for node, _ in played.orders("dump")] == [0, 1]
-    assert played.orders("stop") == []
-    played.attempt.on_stacks(0, {"ranks": {"0": {"state": "S", "lines": ["File a"]}}})
-    assert played.orders("stop") == []
-    played.attempt.on_stacks(1, {"ranks": {"1": {"state": "S", "lines": ["File b"]}}})
-    assert len(played.orders("stop")) == 2
+    assert [node for node, _ in played.orders(Dump)] == [0, 1]
+    assert played.orders(StopRanks) == []
+    played.attempt.take(0, stack_of(0, "File a"))
+    assert played.orders(StopRanks) == []
+    played.attempt.take(1, stack_of(1, "File b"))
+    assert len(played.orders(StopRanks)) == 2
     played.exited(0, None, sent="SIGTERM")
     played.exited(1, None, sent="SIGKILL")
     verdict = played.attempt.verdict()
@@ -174,10 +184,10 @@ def test_a_hang_whose_stacks_do_not_come_ends_all_the_same(played: Played, monke
     monkeypatch.setattr("launch.supervision.stacks.absent", lambda _: Absent((), "no stacks came"))
     now = time.monotonic()
     played.attempt.tick(now)
-    played.attempt.tick(now + module.STACKS_S / 2)
-    assert played.orders("stop") == []
-    played.attempt.tick(now + module.STACKS_S + 0.1)
-    assert len(played.orders("stop")) == 2
+    played.attempt.tick(now + hangs.STACKS_S / 2)
+    assert played.orders(StopRanks) == []
+    played.attempt.tick(now + hangs.STACKS_S + 0.1)
+    assert len(played.orders(StopRanks)) == 2
     verdict = played.attempt.verdict()
     assert verdict.code == exits.TIMEOUT
     assert "node 0 (n0): made no progress for 31 s after step 12, and its keeper does not answer" in verdict.message
@@ -187,7 +197,7 @@ def test_the_row_says_from_where_to_where_it_came(played: Played) -> None:
     played.report("loaded", step=10, seconds=0.25, checkpoint="step-00000010.a000")
     played.report("replayed", steps=3, seconds=0.5, compared=3, worst=0.0)
     played.report("saved", step=20, checkpoint="step-00000020.a000", stall_s=0.1, seconds=0.2, bytes=4)
-    played.nodes[0].progress = {"steps": 24}
+    played.nodes[0].progress = {"steps": 24}  # type: ignore[typeddict-item]
     played.exited(1, None)
     verdict = played.attempt.verdict()
     row = played.attempt.story.row(played.nodes, verdict, "attempt 1 on 2 nodes", time.time())
@@ -202,7 +212,7 @@ def test_the_row_says_from_where_to_where_it_came(played: Played) -> None:
 
 def test_a_node_that_cannot_end_its_ranks_is_found(played: Played) -> None:
     played.attempt.stop_all(STOP, "test", 0.0)
-    played.attempt.on_swept(0, {})
+    played.swept(0)
     assert played.attempt.unswept() == [1]
     assert not played.attempt.is_over()
     played.nodes[1].gone = True
@@ -226,8 +236,22 @@ def test_a_node_that_goes_after_a_failure_is_not_its_cause(played: Played) -> No
 
 def test_a_node_where_something_survives_kill_is_not_used_again(played: Played) -> None:
     played.attempt.stop_all(STOP, "test", 0.0)
-    played.attempt.on_swept(0, {"swept": 1, "left": []})
-    played.attempt.on_swept(1, {"swept": 1, "left": [{"pid": 7, "state": "D", "name": "python", "rank": 1}]})
+    played.swept(0, swept=1)
+    played.swept(1, swept=1, left=({"pid": 7, "state": "D", "name": "python", "rank": 1},))
     assert played.attempt.is_over()
     assert played.attempt.unswept() == [1]
     assert "1 process cannot be killed" in played.events("warning")[0]["text"]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_speaks_of_its_own_ranks_only(played: Played, node: int) -> None:
+    with pytest.raises(ProtocolError, match=f"it speaks of rank {1 - node}, which is not its own"):
+        played.attempt.take(node, exited(1 - node, 0))
+    assert played.attempt.roster.running == {0, 1}
+
+
+def test_a_rank_ends_once(played: Played) -> None:
+    played.exited(0, 0)
+    with pytest.raises(ProtocolError, match="rank 0 ends a second time"):
+        played.exited(0, 1)
+    assert [each.code for each in played.attempt.endings] == [0]

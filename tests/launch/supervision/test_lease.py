@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import time
 from pathlib import Path
@@ -85,20 +86,42 @@ def test_what_cannot_be_read_has_no_age(run: RunDir, text: str) -> None:
 
 
 def test_a_reader_never_sees_half_of_it(run: RunDir, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = []
+    """One write over all of the one before, in the same file, which is never shorter in between."""
     held = Lease(run)
     held.renew()
-    replace = Path.replace
-
-    def look_then_replace(self: Path, target: Path) -> Path:
-        seen.append(age_s(run))
-        return replace(self, target)
-
-    monkeypatch.setattr(Path, "replace", look_then_replace)
+    before, written = run.lease.stat(), []
+    monkeypatch.setattr(os, "pwrite", lambda _, data, offset: written.append((len(data), offset)))
+    monkeypatch.setattr(os, "ftruncate", None)
+    monkeypatch.setattr(os, "replace", None)
     clock.now += 2.0
     held.renew()
-    assert seen == [2.0]
+    assert written == [(before.st_size, 0)]
+    assert (run.lease.stat().st_ino, run.lease.stat().st_size) == (before.st_ino, before.st_size)
+    assert age_s(run) == 2.0
+
+
+def test_one_that_cannot_open_anything_more_still_shows_that_it_lives(run: RunDir, clock: Clock) -> None:
+    held = Lease(run)
+    held.renew()
+    clock.now += 2.0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            run.lease.read_text()
+        held.renew()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert age_s(run) == 0.0
+
+
+def test_a_link_in_its_place_is_not_followed(run: RunDir, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_text("mine")
+    run.lease.symlink_to(other)
+    with pytest.raises(RunFolderError):
+        Lease(run).renew()
+    assert other.read_text() == "mine"
 
 
 def test_a_folder_that_has_gone_is_said(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 from jobs.placement import NodePlacement, Placement
 from launch.supervision.crew import ClockOffset, Node
 from launch.supervision.roster import Roster
+from support.messages import hello
 
 
 def roster(*, meets: bool = True, answered: bool = True, nodes: int = 2) -> Roster:
     placed = tuple(NodePlacement(node, f"n{node}", "127.0.0.1", node * 2, 2) for node in range(nodes))
     made = Roster(Placement(placed, 2 * nodes, "127.0.0.1"), [Node(each) for each in placed], meets=meets)
     for number, node in enumerate(made.nodes):
-        node.hello = {"host": f"n{number}"} if answered or number == 0 else {}
+        node.hello = hello(host=f"n{number}") if answered or number == 0 else None
     return made
 
 

@@ -4,10 +4,9 @@ import json
 import socket
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
-from launch.channel import Message
 
 from jobs.errors import RefusedError, UnreachableError
 from jobs.files import read_lines
@@ -23,6 +22,11 @@ from launch.supervision.eventlog import EventLog
 from launch.supervision.roster import Roster
 from launch.supervision.startup import Startup
 from launch.supervision.verdict import Stop
+from launch.wire import messages as wire
+from launch.wire.codec import ProtocolError, decode
+from support.messages import hello
+
+Order = TypeVar("Order")
 
 
 class Start:
@@ -40,34 +44,33 @@ class Start:
         placement = place(job, hosts)
         context = Context(job, Site(), placement, self.run, "/srv/job", "/opt/python", None, remote=remote, **keys)
         self.roster = Roster(placement, [Node(each) for each in placement.nodes], meets=False)
-        self.sent: list[tuple[int, Message]] = []
+        self.sent: list[tuple[int, wire.ToAgent]] = []
         self.startup = Startup(
             context, self.roster, EventLog(self.run), Console(), lambda node, message: self.sent.append((node, message))
         )
 
     def hello(self, node: int, **fields: Any) -> Stop | None:
-        hello = {"host": f"n{node}", "cores": [0, 1], "gpus": [], "torch": True, "environ": {}, "address": "10.10.1.9"}
-        self.roster.nodes[node].hello = {**hello, **fields}
-        return self.startup.answered()
+        self.roster.nodes[node].hello = hello(**{"host": f"n{node}", **fields})
+        return self.startup.answered(node)
 
     def fail(self, node: int, error: Exception) -> Stop | None:
         self.roster.nodes[node].failure = error  # type: ignore[assignment]
-        return self.startup.answered()
+        return self.startup.answered(node)
 
     def all_answer(self, **fields: Any) -> "Start":
         assert [self.hello(node, **fields) for node in range(len(self.roster.nodes))] == [None] * len(self.roster.nodes)
         return self
 
-    def prepared(self, addresses: Any = ()) -> Stop | None:
-        return self.startup.prepared({"port": 61_000, "addresses": list(addresses)})
+    def prepared(self, addresses: Any = (), *, node: int = 0, bound: str = "10.10.1.1") -> Stop | None:
+        return self.startup.prepared(node, wire.Prepared(0, 61_000, bound, tuple(addresses)))
 
     def reached(self, node: int, **fields: Any) -> Stop | None:
         message = {"interface": "eth1", "address": f"10.10.1.{node + 1}", "why": "", "code": fingerprint()}
         message |= {"storage": "shared", "run": str(self.run.path), "storage_why": ""}
-        return self.startup.reached(node, {**message, **fields})
+        return self.startup.reached(node, wire.Reached(**{"attempt": 0, **message, **fields}))
 
-    def orders(self, do: str) -> list[tuple[int, Message]]:
-        return [(node, message) for node, message in self.sent if message["do"] == do]
+    def orders(self, kind: type[Order]) -> list[tuple[int, Order]]:
+        return [(node, message) for node, message in self.sent if isinstance(message, kind)]
 
     def warnings(self) -> list[str]:
         return [row["text"] for row in read_lines(self.run.events) if row["event"] == "warning"]
@@ -89,37 +92,31 @@ def test_node_0_binds_the_port_when_the_last_node_has_answered(tmp_path: Path) -
     assert start.hello(0) is None
     assert start.sent == []
     assert start.hello(1) is None
-    assert start.sent == [(0, {"do": "prepare", "bind": "", "attempt": 0})]
+    assert start.sent == [(0, wire.Prepare(0, "10.10.1.1"))]
 
 
 def test_then_every_node_tries_the_way_to_it_and_looks_for_what_was_written(tmp_path: Path) -> None:
     start = ready(tmp_path, iface=None)
     nonce = start.run.nonce("supervisor").read_text()
     assert len(nonce) == 32
-    reach = {
-        "do": "reach",
-        "address": "10.10.1.1",
-        "port": 61_000,
-        "iface": None,
-        "run": str(start.run.path),
-        "nonce": nonce,
-        "attempt": 0,
-    }
-    assert start.orders("reach") == [(0, reach), (1, reach)]
+    reach = wire.Reach(0, "10.10.1.1", 61_000, "", str(start.run.path), nonce)
+    assert start.orders(wire.Reach) == [(0, reach), (1, reach)]
 
 
 def test_then_every_node_is_told_to_start_its_ranks_and_all_is_written_down(tmp_path: Path, capsys: Any) -> None:
     start = ready(tmp_path)
     assert start.reached(1) is None
-    assert start.orders("start") == []
+    assert start.orders(wire.Start) == []
     assert start.reached(0) is None
     assert not start.run.nonce("supervisor").exists()
-    orders = start.orders("start")
+    orders = start.orders(wire.Start)
     assert [node for node, _ in orders] == [0, 1]
-    assert [message["ranks"][0]["env"]["MASTER_ADDR"] for _, message in orders] == ["10.10.1.1"] * 2
-    assert [message["warm"]["env"]["GLOO_SOCKET_IFNAME"] for _, message in orders] == ["eth1"] * 2
+    assert [message.ranks[0]["env"]["MASTER_ADDR"] for _, message in orders] == ["10.10.1.1"] * 2
+    assert [message.warm["env"]["GLOO_SOCKET_IFNAME"] for _, message in orders] == ["eth1"] * 2
     attempt = start.run.attempt(0)
-    assert [json.loads(attempt.command(node).read_text()) for node in range(2)] == [message for _, message in orders]
+    for node, message in orders:
+        written = json.loads(attempt.command(node).read_text())
+        assert decode(json.dumps({"message": "Start", **written}).encode(), wire.TO_AGENT) == message
     (event,) = [row for row in read_lines(start.run.events) if row["event"] == "attempt"]
     assert (event["world_size"], event["master_addr"], event["master_port"]) == (2, "10.10.1.1", 61_000)
     assert start.warnings() == []
@@ -128,10 +125,10 @@ def test_then_every_node_is_told_to_start_its_ranks_and_all_is_written_down(tmp_
 
 def test_on_one_machine_there_is_nothing_to_reach(tmp_path: Path) -> None:
     start = Start(tmp_path, address="127.0.0.1", remote=False).all_answer(host=socket.gethostname())
-    assert start.sent == [(0, {"do": "prepare", "bind": "127.0.0.1", "attempt": 0})]
+    assert start.sent == [(0, wire.Prepare(0, "127.0.0.1"))]
     assert start.prepared() is None
-    assert start.orders("reach") == []
-    assert len(start.orders("start")) == 2
+    assert start.orders(wire.Reach) == []
+    assert len(start.orders(wire.Start)) == 2
     assert not start.run.nonce("supervisor").exists()
 
 
@@ -142,7 +139,56 @@ def test_without_torch_on_node_0_no_store_is_promised_to_anybody(tmp_path: Path)
     start.prepared()
     start.reached(0)
     start.reached(1)
-    assert [message["store"] for _, message in start.orders("start")] == [False, False]
+    assert [message.store for _, message in start.orders(wire.Start)] == [False, False]
+
+
+# Where the store listens ----------------------------------------------------------------------------------------------
+
+
+def test_node_0_is_asked_to_bind_the_address_by_which_it_was_greeted_where_nobody_gave_one(tmp_path: Path) -> None:
+    start = Start(tmp_path, address="")
+    start.hello(1, address="10.10.1.2")
+    start.hello(0, address="10.10.1.1")
+    assert start.sent[-1] == (0, wire.Prepare(0, "10.10.1.1"))
+
+
+def test_a_network_of_the_users_choice_is_what_node_0_binds(tmp_path: Path) -> None:
+    start = Start(tmp_path, iface="ib0").all_answer()
+    assert start.sent == [(0, wire.Prepare(0, "10.10.1.1", "ib0"))]
+
+
+def test_a_store_that_listens_on_every_address_is_a_warning(tmp_path: Path) -> None:
+    start = Start(tmp_path).all_answer()
+    assert start.prepared(bound="") is None
+    assert start.warnings() == ["n0: has no address 10.10.1.1; the store listens on all of its addresses"]
+
+
+# Messages that nobody has asked for -----------------------------------------------------------------------------------
+
+
+def test_a_port_that_nobody_has_asked_for_is_no_port(tmp_path: Path) -> None:
+    start = Start(tmp_path)
+    start.hello(0)
+    with pytest.raises(ProtocolError, match="Prepared: nobody has asked for it"):
+        start.prepared()  # before all have answered
+    start.hello(1)
+    with pytest.raises(ProtocolError, match="Prepared: nobody has asked for it"):
+        start.prepared(node=1)
+    assert start.prepared() is None
+    with pytest.raises(ProtocolError, match="Prepared: nobody has asked for it"):
+        start.prepared()
+    assert len(start.orders(wire.Reach)) == 2
+
+
+def test_a_node_reaches_the_store_once_and_not_before_it_is_asked_to(tmp_path: Path) -> None:
+    start = Start(tmp_path).all_answer()
+    with pytest.raises(ProtocolError, match="Reached: nobody has asked for it"):
+        start.reached(1)
+    start.prepared()
+    assert start.reached(1) is None
+    with pytest.raises(ProtocolError, match="Reached: nobody has asked for it"):
+        start.reached(1)
+    assert start.orders(wire.Start) == []
 
 
 # Nodes that do not answer ---------------------------------------------------------------------------------------------
@@ -193,7 +239,7 @@ def test_an_address_that_nobody_gave_is_the_one_that_node_0_was_reached_by(tmp_p
     start.hello(1, address="10.10.1.2")
     start.hello(0, address="10.10.1.1")
     assert start.prepared() is None
-    assert [message["address"] for _, message in start.orders("reach")] == ["10.10.1.1"] * 2
+    assert [message.address for _, message in start.orders(wire.Reach)] == ["10.10.1.1"] * 2
     assert start.startup.context.placement.master_addr == "10.10.1.1"
 
 
@@ -216,8 +262,8 @@ ADDRESSES = [["eth0", "192.168.0.4"], ["eth1", "10.10.2.4"]]
 def test_a_network_of_the_users_choice_says_where_they_meet(tmp_path: Path, wanted: str, known: str) -> None:
     start = Start(tmp_path, address=known, iface=wanted).all_answer()
     assert start.prepared(ADDRESSES) is None
-    orders = start.orders("reach")
-    assert [(message["address"], message["iface"]) for _, message in orders] == [("10.10.2.4", wanted)] * 2
+    orders = start.orders(wire.Reach)
+    assert [(message.address, message.iface) for _, message in orders] == [("10.10.2.4", wanted)] * 2
 
 
 def test_a_network_that_node_0_does_not_have_is_refused_with_those_that_it_has(tmp_path: Path) -> None:
@@ -268,7 +314,7 @@ def test_a_node_that_cannot_take_part_is_named_with_its_reason(
     start = ready(tmp_path)
     assert start.reached(1, **found) is None
     assert start.reached(0) == Stop(code, f"{message}\nto go on without: --exclude n1")
-    assert start.orders("start") == []
+    assert start.orders(wire.Start) == []
     assert not start.run.attempt(0).path.exists()
     assert not start.run.nonce("supervisor").exists()
 
@@ -289,7 +335,7 @@ def test_loopback_is_welcome_where_all_nodes_are_on_one_host(tmp_path: Path) -> 
     start = Start(tmp_path, nodes=1, address="127.0.0.1").all_answer()
     start.prepared()
     assert start.reached(0, interface="lo", address="127.0.0.1") is None
-    assert len(start.orders("start")) == 1
+    assert len(start.orders(wire.Start)) == 1
 
 
 # Clocks ---------------------------------------------------------------------------------------------------------------
@@ -316,7 +362,7 @@ def test_one_that_is_off_by_seconds_is_a_warning(tmp_path: Path, ahead_s: float)
     start.reached(1)
     assert start.reached(0) is None
     assert start.warnings() == [f"n1: its clock is off by {ahead_s:+.1f} s"]
-    assert len(start.orders("start")) == 2
+    assert len(start.orders(wire.Start)) == 2
 
 
 def test_one_that_is_off_by_less_is_nothing(tmp_path: Path) -> None:
@@ -339,23 +385,23 @@ def test_nodes_with_storage_of_their_own_are_one_warning_and_send_their_files(tm
     )
     assert start.warnings() == [text]
     assert f"muster: warning: {text}\n" in capsys.readouterr().err
-    orders = start.orders("start")
-    assert [message["apart"] for _, message in orders] == [False, True, True, True]
-    assert [message["attempt_dir"] for _, message in orders] == [
+    orders = start.orders(wire.Start)
+    assert [message.apart for _, message in orders] == [False, True, True, True]
+    assert [message.attempt_dir for _, message in orders] == [
         str(start.run.attempt(0).path),
         *(f"/tmp/n{node}/attempt-000" for node in (1, 2, 3)),
     ]
 
 
 def test_an_attempt_that_was_begun_already_is_not_begun_again(tmp_path: Path) -> None:
-    """mkdir is the token of an attempt: two supervisors of one run cannot both start it."""
+    """mkdir is the claim on an attempt: two supervisors of one run cannot both start it."""
     start = ready(tmp_path)
     start.run.attempt(0).path.mkdir()
     start.reached(1)
     stop = start.reached(0)
     assert stop is not None
     assert stop.code == 73
-    assert start.orders("start") == []
+    assert start.orders(wire.Start) == []
 
 
 def test_an_environment_that_cannot_be_set_stops_the_run_before_anything_starts(tmp_path: Path) -> None:
@@ -365,4 +411,4 @@ def test_an_environment_that_cannot_be_set_stops_the_run_before_anything_starts(
     start.reached(0)
     stop = start.reached(1)
     assert stop == Stop(78, "job file: env.RANK: this is Muster's to set for each rank; remove it")
-    assert start.orders("start") == []
+    assert start.orders(wire.Start) == []

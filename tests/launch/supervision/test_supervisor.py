@@ -18,11 +18,24 @@ from jobs.train_settings import TrainSettings
 from launch.console import Console
 from launch.submit.plan import Context
 from launch.supervision import supervisor as module
+from launch.supervision.inbox import Heard
 from launch.supervision.recovery import Choice, Past
 from launch.supervision.supervisor import Supervisor
 from launch.supervision.verdict import Verdict
+from launch.wire.messages import ToAgent
+from support.messages import hello
 
 LOST = 3
+
+
+class Channel:
+    """Takes whatever is posted; nobody reads it."""
+
+    def __init__(self) -> None:
+        self.unhandled = asyncio.Semaphore(0)
+
+    def post(self, message: ToAgent) -> None:
+        pass
 
 
 class Boots:
@@ -40,7 +53,7 @@ class Boots:
         if self.starts < self.answers_at:
             gate.failed(slot, self.error)
         else:
-            gate.put(slot, {"did": "hello", "node": slot, "channel": object()})
+            gate.put(Heard(slot, hello(host=f"n{slot}"), Channel(), 1.0))
 
 
 @pytest.fixture
@@ -68,7 +81,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         )
         made = Supervisor(context, transport, Console())  # type: ignore[arg-type]
         for slot, node in enumerate(made.crew.nodes):
-            node.channel, node.hello, node.gone = object(), {"host": f"n{slot}"}, slot == LOST  # type: ignore[assignment]
+            node.channel, node.hello, node.gone = Channel(), hello(host=f"n{slot}"), slot == LOST  # type: ignore[assignment]
         # an attempt that has ended: everything of it was stopped
         over = {"is_over": lambda: True, "is_stopping": True, "startup": SimpleNamespace(begun=True, complete=True)}
         story = SimpleNamespace(last_step=lambda nodes: 120, saved_step=None)

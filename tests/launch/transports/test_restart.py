@@ -7,10 +7,8 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from launch.channel import Channel
 
 from jobs.boot import module_argv
 from jobs.errors import MusterError, RefusedError, UnreachableError
@@ -18,7 +16,7 @@ from jobs.hosts import HostSet
 from jobs.placement import Host, Login
 from jobs.rundir import RunDir
 from jobs.site import SshSettings
-from launch.agent import TOKEN
+from launch.agent import KEY
 from launch.processes import start_ticks
 from launch.transports.base import Transport
 from launch.transports.dialled import Dialled, Starter
@@ -27,6 +25,9 @@ from launch.transports.pdsh import pdsh_transport
 from launch.transports.srun import srun_transport
 from launch.transports.ssh import Ssh
 from launch.transports.submitit import Submitit
+from launch.wire.channel import Channel
+from launch.wire.handshake import node_key
+from launch.wire.messages import Bye, Hello
 
 DEADLINE_S = 30.0
 AGENT = shlex.join(module_argv(sys.executable, "launch.agent"))
@@ -45,9 +46,9 @@ class Gate:
     def failed(self, node_rank: int, error: MusterError) -> None:
         self.failures.append((node_rank, str(error)))
 
-    async def hello(self) -> tuple[Channel, dict[str, Any]]:
+    async def hello(self) -> tuple[Channel, Hello]:
         channel = await self.channels.get()
-        return channel, await channel.receive()
+        return channel, await channel.receive_hello()
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -64,21 +65,21 @@ async def lose_and_restart(transport: Transport, slot: int, nodes: int = 2) -> N
     met = {}
     for _ in range(nodes):
         channel, hello = await gate.hello()
-        met[hello["node"]] = (channel, hello)
+        met[channel.node] = (channel, hello)
     channel, hello = met[slot]
-    os.kill(hello["pid"], signal.SIGKILL)
-    while start_ticks(hello["pid"]) is not None:
+    os.kill(hello.pid, signal.SIGKILL)
+    while start_ticks(hello.pid) is not None:
         await asyncio.sleep(0.02)
     channel.close()
     await transport.restart(slot, gate)
     met[slot] = await gate.hello()
-    assert (met[slot][1]["node"], met[slot][1]["pid"] != hello["pid"]) == (slot, True)
+    assert (met[slot][0].node, met[slot][1].pid != hello.pid) == (slot, True)
     assert [node for node, _ in gate.failures].count(slot) <= 1  # its own end, seen before it was started again
     for channel, _ in met.values():
-        await channel.send({"do": "bye", "code": 0})
+        await channel.send(Bye(0))
     await transport.close([])
     # They end by themselves; of a pdsh that may wait for a lost node nobody waits for long.
-    while any(start_ticks(hello["pid"]) is not None for _, hello in met.values()):
+    while any(start_ticks(hello.pid) is not None for _, hello in met.values()):
         await asyncio.sleep(0.02)
     for channel, _ in met.values():
         channel.close()
@@ -157,7 +158,7 @@ def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
 def test_what_the_first_program_says_late_of_a_restarted_node_does_not_count(tmp_path: Path) -> None:
     """pdsh tells of a dead node's ssh when that times out: the node may have a new agent by then."""
     late = f"mkfifo {tmp_path}/go; read word <{tmp_path}/go; echo 'pc1: ssh exited with exit code 255' >&2; exit 1"
-    one = f'exec {AGENT} --node 0 --connect "$1" --token-file {tmp_path}/token'
+    one = f'exec {AGENT} --node 0 --connect "$1" --secret-file {tmp_path}/token'
     starter = Starter(
         argv=lambda connect: ["sh", "-c", late, "sh", connect],
         one=lambda connect, slot: ["sh", "-c", one, "sh", connect],
@@ -170,13 +171,13 @@ def test_what_the_first_program_says_late_of_a_restarted_node_does_not_count(tmp
         gate = Gate()
         await transport.start(gate)
         await transport.restart(0, gate)
-        channel, hello = await gate.hello()
-        assert hello["node"] == 0
+        channel, _ = await gate.hello()
+        assert channel.node == 0
         (tmp_path / "go").write_text("word\n")
         while not gate.failures:
             await asyncio.sleep(0.02)
         assert gate.failures == [(1, "pc2 1")]
-        await channel.send({"do": "bye", "code": 0})
+        await channel.send(Bye(0))
         await transport.close([1])
         channel.close()
 
@@ -188,12 +189,14 @@ def test_what_the_first_program_says_late_of_a_restarted_node_does_not_count(tmp
 
 def test_by_hand_somebody_is_asked_to_paste_the_line_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
-    transport = Dialled("hand", 2, run=RunDir(tmp_path), starter=None, token="printed", own_agent=own)
+    transport = Dialled(
+        "hand", 2, run=RunDir(tmp_path), starter=None, listen="127.0.0.1", secret="printed", own_agent=own
+    )
 
     async def paste() -> asyncio.subprocess.Process:
         connect = f"127.0.0.1:{transport._listener.port}"
         line = [*module_argv(sys.executable, "launch.agent"), "--node", "1", "--connect", connect]
-        return await asyncio.create_subprocess_exec(*line, env={**os.environ, TOKEN: "printed"})
+        return await asyncio.create_subprocess_exec(*line, env={**os.environ, KEY: node_key("printed", 1)})
 
     async def test() -> None:
         gate = Gate()
@@ -207,13 +210,13 @@ def test_by_hand_somebody_is_asked_to_paste_the_line_again(tmp_path: Path, capsy
         await transport.restart(1, gate)
         assert "node 1 is lost; paste its line there again" in capsys.readouterr().err
         again = await paste()
-        third, hello = await gate.hello()
-        assert hello["node"] == 1
+        third, _ = await gate.hello()
+        assert third.node == 1
         await transport.restart(0, gate)  # node 0's is ours
-        fourth, hello = await gate.hello()
-        assert hello["node"] == 0
+        fourth, _ = await gate.hello()
+        assert fourth.node == 0
         for channel in (third, fourth):
-            await channel.send({"do": "bye", "code": 0})
+            await channel.send(Bye(0))
         assert await again.wait() == 0
         await transport.close([])
         for channel in (first, third, fourth):

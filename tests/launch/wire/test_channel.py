@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from launch.channel import CHATTER_LINES, Channel, ChannelClosed, Listener, over_pipes, over_socket
 
-from jobs.errors import RefusedError
-from launch.agent import dial, line
-
-LOOPBACK = "127.0.0.1"
-DEADLINE_S = 20.0
+from launch.agent import dial, hello, line
+from launch.wire.channel import CHATTER_LINES, Channel, ChannelClosed, NotAMessage, over_pipes, over_socket
+from launch.wire.handshake import node_key
+from launch.wire.listener import Listener
+from launch.wire.messages import Bye, Held, Log, Start, Swept
+from support.agents import DEADLINE_S, LOOPBACK
 
 Ends = tuple[Channel, Channel]
 
@@ -30,9 +30,9 @@ async def closed_for_good(*ends: Channel) -> None:
                 await asyncio.sleep(0)
 
 
-async def over_descriptors(reading: int, writing: int) -> Channel:
+async def over_descriptors(reading: int, writing: int, *, node: int | None = None) -> Channel:
     """Make an end over two descriptors, which it owns from now on."""
-    return await over_pipes(os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0))
+    return await over_pipes(os.fdopen(reading, "rb", 0), os.fdopen(writing, "wb", 0), node=node)
 
 
 @asynccontextmanager
@@ -40,7 +40,7 @@ async def piped() -> AsyncIterator[Ends]:
     """Two ends over two pipes, as between the supervisor and an agent that it started."""
     down_read, down_write = os.pipe()
     up_read, up_write = os.pipe()
-    ends = await over_descriptors(up_read, down_write), await over_descriptors(down_read, up_write)
+    ends = await over_descriptors(up_read, down_write, node=0), await over_descriptors(down_read, up_write)
     try:
         yield ends
     finally:
@@ -49,17 +49,16 @@ async def piped() -> AsyncIterator[Ends]:
         await closed_for_good(*ends)
 
 
-async def dialling(listener: Listener, token: str | None = None) -> Channel:
-    """Dial as an agent does, show a token, and return the agent's end."""
-    connection = await asyncio.to_thread(dial, [f"{LOOPBACK}:{listener.port}"], DEADLINE_S)
-    connection.sendall(line({"token": listener.token if token is None else token}))
-    return await over_socket(connection)
+async def dialling(listener: Listener) -> Channel:
+    """Dial as the agent of node 0 does, and return its end."""
+    key = node_key(listener.secret, 0)
+    return await over_socket(await asyncio.to_thread(dial, listener.addresses, 0, key, DEADLINE_S))
 
 
 @asynccontextmanager
 async def dialled() -> AsyncIterator[Ends]:
     """Two ends over TCP: the supervisor's listener, and an agent that has dialled it."""
-    listener = Listener()
+    listener = Listener(1, run="run-1", report=print)
     await listener.open(LOOPBACK)
     agent = await dialling(listener)
     supervisor = await listener.accept()
@@ -95,7 +94,13 @@ async def is_closed(end: Channel) -> str:
 async def send_for_ever(end: Channel) -> None:
     """Send until it is refused: the kernel takes the first bytes, and says so only after that."""
     while True:
-        await end.send({"do": "stop", "padding": "x" * 100_000})
+        await end.send(started({"padding": "x" * 100_000}))
+
+
+async def send_logs_for_ever(end: Channel) -> None:
+    """Send as an agent whose rank prints without end."""
+    while True:
+        await end.send(printed("x" * 100_000))
 
 
 async def receive_for_ever(end: Channel) -> None:
@@ -113,13 +118,40 @@ JSON = st.recursive(
 )
 
 
+def started(*ranks: dict[str, Any]) -> Start:
+    """A start message: the one that carries JSON of any kind."""
+    return Start(
+        attempt=0,
+        node=0,
+        attempt_dir="/runs/run-1/attempt-000",
+        apart=False,
+        workdir="/",
+        setup=(),
+        store=True,
+        master_port=1,
+        warm={"preload": "", "env": {}},
+        console=(),
+        ranks=ranks,
+    )
+
+
+def printed(*lines: str) -> Log:
+    return Log(0, 0, "out", lines)
+
+
 @CARRIERS
 @settings(max_examples=25, deadline=None)
-@given(messages=st.lists(st.dictionaries(st.text(), JSON, max_size=4), min_size=1, max_size=4))
-def test_messages_arrive_whole_and_in_order_both_ways(carrier, messages: list[dict[str, Any]]) -> None:
+@given(
+    down=st.lists(st.lists(st.dictionaries(st.text(), JSON, max_size=4), max_size=3), min_size=1, max_size=4),
+    up=st.lists(st.lists(st.text(), max_size=4), min_size=1, max_size=4),
+)
+def test_messages_arrive_whole_and_in_order_both_ways(
+    carrier, down: list[list[dict[str, Any]]], up: list[list[str]]
+) -> None:
     async def test() -> None:
         async with carrier() as (supervisor, agent):
-            for sender, receiver in ((supervisor, agent), (agent, supervisor)):
+            orders, news = [started(*ranks) for ranks in down], [printed(*lines) for lines in up]
+            for sender, receiver, messages in ((supervisor, agent, orders), (agent, supervisor, news)):
                 for message in messages:
                     await sender.send(message)
                 assert [await receiver.receive() for _ in messages] == messages
@@ -132,15 +164,17 @@ def test_messages_arrive_whole_and_in_order_both_ways(carrier, messages: list[di
 def test_text_of_any_kind_stays_one_message(carrier, text: str) -> None:
     async def test() -> None:
         async with carrier() as (supervisor, agent):
-            await supervisor.send({text: [text]})
-            assert await agent.receive() == {text: [text]}
+            await supervisor.send(started({text: [text]}))
+            assert await agent.receive() == started({text: [text]})
+            await agent.send(printed(text))
+            assert await supervisor.receive() == printed(text)
 
     run(test)
 
 
 @CARRIERS
 def test_a_start_message_of_a_large_node_is_no_trouble(carrier) -> None:
-    message = {"ranks": [{"rank": rank, "env": {"X": "x" * 10_000}} for rank in range(256)]}
+    message = started(*({"rank": rank, "env": {"X": "x" * 10_000}} for rank in range(256)))
 
     async def test() -> None:
         async with carrier() as (supervisor, agent):
@@ -157,9 +191,9 @@ def test_a_start_message_of_a_large_node_is_no_trouble(carrier) -> None:
 def test_what_was_sent_before_the_other_end_went_still_arrives_then_it_is_closed(carrier) -> None:
     async def test() -> None:
         async with carrier() as (supervisor, agent):
-            await agent.send({"did": "swept"})
+            await agent.send(Swept(0, 0, ()))
             agent.close()
-            assert await supervisor.receive() == {"did": "swept"}
+            assert await supervisor.receive() == Swept(0, 0, ())
             assert await is_closed(supervisor) == "the connection ended"
 
     run(test)
@@ -181,12 +215,15 @@ def test_sending_to_an_end_that_has_gone_is_closed_not_an_error_of_the_system(ca
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (b'{"did": "hel', "the connection ended"),  # torn: its sender was killed
-        (b"Welcome to n01!\n", "Expecting value: line 1 column 1 (char 0)"),  # a login script that prints
+        (b'{"message": "Hel', "the connection ended"),  # torn: its sender was killed
+        # a login script that prints
+        (b"Welcome to n01!\n", "expected JSON: Expecting value: line 1 column 1 (char 0)"),
         (b"\xff\xfe\n", None),
-        (b"[1, 2]\n", r"not a message: b'[1, 2]\n'"),
+        (b"[1, 2]\n", None),
+        (b'{"message": "Beat", "sent": 1}\n', None),  # it goes the other way
+        (b'{"message": "Held", "attempt": 0, "steps": -1}\n', None),
         (b"\n", None),
-        (b"[" * 100_000 + b"\n", None),  # deeper than Python reads
+        (b"[" * 100_000 + b"\n", "expected JSON: nested deeper than 64 levels"),
     ],
 )
 def test_a_line_that_is_no_message_closes_the_channel(carrier, line: bytes, said: str | None) -> None:
@@ -202,88 +239,36 @@ def test_a_line_that_is_no_message_closes_the_channel(carrier, line: bytes, said
     run(test)
 
 
-def test_a_line_beyond_the_limit_closes_the_channel_instead_of_filling_the_memory(monkeypatch) -> None:
-    monkeypatch.setattr("launch.channel.LINE_LIMIT", 1 << 10)
+@CARRIERS
+@pytest.mark.parametrize("end", [b"\n", b""])  # whole, or without an end in sight
+def test_a_line_beyond_the_limit_closes_the_channel_instead_of_filling_the_memory(
+    carrier, end: bytes, monkeypatch
+) -> None:
+    monkeypatch.setattr("launch.wire.channel.LINE_BYTES", 1 << 10)
 
     async def test() -> None:
-        async with dialled() as (supervisor, agent):
-            await agent.send({"padding": "x" * (1 << 12)})
-            await is_closed(supervisor)
+        async with carrier() as (supervisor, agent):
+            agent.writer.write(b"x" * (1 << 14) + end)
+            with pytest.raises(NotAMessage, match="its line is too long"):
+                await supervisor.receive()
 
     run(test)
 
 
-# The token ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("token", ["wrong", "", "größe"])
-def test_a_wrong_token_is_refused_and_said(token: str, capsys: pytest.CaptureFixture[str]) -> None:
-    async def test() -> None:
-        listener = Listener()
-        await listener.open(LOOPBACK)
-        stranger = await dialling(listener, token)
-        assert (await stranger.receive())["why"] == "wrong token"
-        assert await is_closed(stranger)
-        friend = await dialling(listener)
-        await friend.send({"did": "hello"})
-        accepted = await listener.accept()  # the first that is accepted is the one with the token
-        assert await accepted.receive() == {"did": "hello"}
-        listener.close()
-        for end in (stranger, friend, accepted):
-            end.close()
-
-    run(test)
-    said = capsys.readouterr().err
-    assert said.startswith("muster: refused a connection from ('127.0.0.1', ")
-    assert said.endswith("): wrong token\n")
-    assert said.count("\n") == 1
-
-
-@pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\n", b'["token"]\n', b'{"token": 7}\n', b'{"token": null}\n', b""])
-def test_somebody_who_speaks_another_protocol_is_refused(first: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    async def test() -> None:
-        listener = Listener()
-        await listener.open(LOOPBACK)
-        reader, writer = await asyncio.open_connection(LOOPBACK, listener.port)
-        writer.write(first)
-        writer.write_eof()
-        assert await reader.read() == b""
-        listener.close()
-        writer.close()
-
-    run(test)
-    assert "wrong token" in capsys.readouterr().err
-
-
-def test_tokens_are_long_and_never_the_same() -> None:
-    tokens = {Listener().token for _ in range(10)}
-    assert len(tokens) == 10
-    assert all(len(token) >= 32 for token in tokens)
-
-
-def test_a_port_of_the_users_own_that_is_taken_is_refused_with_its_number() -> None:
-    async def test() -> None:
-        first, second = Listener(), Listener()
-        await first.open(LOOPBACK)
-        with pytest.raises(RefusedError, match=rf"port {first.port}: cannot be bound here: .*; choose another --port"):
-            await second.open(LOOPBACK, first.port)
-        first.close()
-        second.close()
-
-    run(test)
-
-
-def test_a_given_token_is_the_one_that_is_asked_for() -> None:
-    """So that lines can be printed before the supervisor runs."""
+@CARRIERS
+def test_one_who_reads_nothing_of_what_is_not_awaited_holds_little_memory(carrier) -> None:
+    """Nobody receives: what the other end sends stays in the kernel, beyond twice the limit of a line."""
 
     async def test() -> None:
-        listener = Listener("printed-long-before")
-        await listener.open(LOOPBACK)
-        agent = await dialling(listener, "printed-long-before")
-        accepted = await listener.accept()
-        listener.close()
-        for end in (agent, accepted):
-            end.close()
+        async with carrier() as (supervisor, agent):
+            sending = asyncio.create_task(send_logs_for_ever(agent))
+            limit = 2 * supervisor.reader._limit  # type: ignore[attr-defined]
+            while not agent.writer.transport.get_write_buffer_size():
+                await asyncio.sleep(0)
+            assert len(supervisor.reader._buffer) <= limit + (1 << 18)  # type: ignore[attr-defined]
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            agent.abort()
 
     run(test)
 
@@ -295,10 +280,22 @@ def test_a_given_token_is_the_one_that_is_asked_for() -> None:
 def test_what_a_shells_start_files_print_is_passed_over_up_to_the_hello(carrier) -> None:
     async def test() -> None:
         async with carrier() as (supervisor, agent):
-            agent.writer.write(b'Welcome to n01!\n\xff\xfe\n\n[1, 2]\n"quoted"\n' + line({"did": "hello"}))
-            await agent.send({"did": "swept"})
+            agent.writer.write(b'Welcome to n01!\n\xff\xfe\n\n[1, 2]\n"quoted"\n' + line(hello("10.0.0.1")))
+            await agent.send(Swept(0, 0, ()))
             await supervisor.wait_for_hello()
-            assert [await supervisor.receive() for _ in range(2)] == [{"did": "hello"}, {"did": "swept"}]
+            assert (await supervisor.receive_hello()).address == "10.0.0.1"
+            assert await supervisor.receive() == Swept(0, 0, ())
+
+    run(test)
+
+
+@CARRIERS
+def test_one_whose_first_message_is_no_hello_is_refused(carrier) -> None:
+    async def test() -> None:
+        async with carrier() as (supervisor, agent):
+            await agent.send(Held(0, 3))
+            with pytest.raises(NotAMessage, match="expected Hello, got Held"):
+                await supervisor.receive_hello()
 
     run(test)
 
@@ -307,7 +304,7 @@ def test_what_a_shells_start_files_print_is_passed_over_up_to_the_hello(carrier)
 @pytest.mark.parametrize(
     ("chatter", "said"),
     [
-        (b"y\n" * CHATTER_LINES, "no hello among what it said"),
+        (b"y\n" * CHATTER_LINES, "no hello among what it printed"),
         (b"Welcome to n01!\n", "the connection ended"),
         (b"", "the connection ended"),
     ],
@@ -330,15 +327,15 @@ def test_one_who_says_no_hello_is_given_up(carrier, chatter: bytes, said: str) -
 
 @CARRIERS
 def test_what_is_posted_to_one_that_takes_nothing_does_not_hold_up_the_sender(carrier) -> None:
-    message = {"padding": "x" * 1_000_000}
+    message = started({"padding": "x" * 1_000_000})
 
     async def test() -> None:
         async with carrier() as (supervisor, agent):
             for _ in range(5):  # beyond what any buffer of the kernel's holds, and nobody reads
                 supervisor.post(message)
-            supervisor.post({"do": "bye"})
+            supervisor.post(Bye(0))
             assert [await agent.receive() for _ in range(5)] == [message] * 5
-            assert await agent.receive() == {"do": "bye"}
+            assert await agent.receive() == Bye(0)
 
     run(test)
 
@@ -349,7 +346,7 @@ def test_posting_to_an_end_that_was_closed_is_said(carrier) -> None:
         async with carrier() as (supervisor, _):
             supervisor.close()
             with pytest.raises(ChannelClosed, match="the connection ended"):
-                supervisor.post({"do": "bye"})
+                supervisor.post(Bye(0))
 
     run(test)
 
@@ -359,7 +356,7 @@ def test_aborting_does_not_wait_for_one_that_takes_nothing(carrier) -> None:
     async def test() -> None:
         async with carrier() as (supervisor, agent):
             for _ in range(5):
-                supervisor.post({"padding": "x" * 1_000_000})
+                supervisor.post(started({"padding": "x" * 1_000_000}))
             supervisor.abort()
             with pytest.raises(ChannelClosed):
                 await receive_for_ever(agent)
@@ -374,10 +371,11 @@ def test_a_message_is_one_line_of_ascii() -> None:
         reading, writing = os.pipe()
         unused_read, unused_write = os.pipe()
         end = await over_descriptors(unused_read, writing)
-        await end.send({"text": "größe\n"})
+        await end.send(printed("größe\n"))
         line = os.read(reading, 1 << 16)
         assert line.isascii()
-        assert (line.count(b"\n"), json.loads(line)) == (1, {"text": "größe\n"})
+        told = {"message": "Log", "attempt": 0, "rank": 0, "stream": "out", "lines": ["größe\n"]}
+        assert (line.count(b"\n"), json.loads(line)) == (1, told)
         os.close(reading)
         os.close(unused_write)
         end.close()
