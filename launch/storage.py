@@ -119,14 +119,14 @@ def keep(run: RunDir, allowed: Sequence[Path], piece: Piece) -> None:
         RunFolderError, StorageError: it cannot be written.
     """
     name, offset, data = piece
-    if run.path / name not in allowed:
+    if name not in (str(path.relative_to(run.path)) for path in allowed):
         raise UnreachableError(f"its agent sent a file that is not its own: {name[:100]!r}")
-    path = run.path / name  # without doubled slashes
+    path = run.path / name
     try:
         if path.parent.name.startswith(PROFILE):  # the folder of an attempt is there: it is made by who may
             with suppress(FileExistsError):
                 make_folder(path.parent)
-        descriptor = _open_within(run, str(path.relative_to(run.path)), os.O_WRONLY | os.O_CREAT)
+        descriptor = _open_within(run, name, os.O_WRONLY | os.O_CREAT)
         try:
             size = os.fstat(descriptor).st_size
             if not 0 <= offset <= size:

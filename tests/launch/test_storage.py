@@ -3,7 +3,6 @@
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -102,11 +101,16 @@ def test_a_folder_that_is_seen_but_cannot_be_written_is_said(home: RunDir, monke
 # Bringing home --------------------------------------------------------------------------------------------------------
 
 
+def take(home: RunDir, piece: tuple[str, int, bytes]) -> None:
+    """Keep a piece as the supervisor does, of a node with ranks 0 to 3."""
+    keep(home, storage.files_of(home, home.attempt(0), 0, range(4)), piece)
+
+
 def deliver(courier: Courier, home: RunDir) -> int:
     """Carry all news; return the number of messages."""
     messages = list(courier.news())
     for message in messages:
-        keep(home, message)
+        take(home, message)
     return len(messages)
 
 
@@ -152,8 +156,8 @@ def test_only_what_is_new_is_sent(away: RunDir, home: RunDir) -> None:
     with out.open("a") as file:
         file.write("two\n")
     (message,) = courier.news()
-    assert (message["offset"], message["name"]) == (4, "attempt-000/rank-00000.out")
-    keep(home, message)
+    assert message == ("attempt-000/rank-00000.out", 4, b"two\n")
+    take(home, message)
     assert home.attempt(0).out(0).read_text() == "one\ntwo\n"
 
 
@@ -185,25 +189,25 @@ def test_a_large_file_comes_in_pieces_that_a_message_can_hold(away: RunDir, home
     data = os.urandom(3 * storage.CHUNK_BYTES + 5)
     away.attempt(0).out(0).write_bytes(data)
     messages = list(courier_of(away).news())
-    assert [message["offset"] for message in messages] == [number * storage.CHUNK_BYTES for number in range(4)]
+    assert [offset for _, offset, _ in messages] == [number * storage.CHUNK_BYTES for number in range(4)]
     for message in messages:
-        keep(home, message)
+        take(home, message)
     assert home.attempt(0).out(0).read_bytes() == data
 
 
 def test_a_piece_that_comes_twice_is_no_harm(away: RunDir, home: RunDir) -> None:
     away.attempt(0).out(0).write_bytes(b"0123456789")
     (message,) = courier_of(away).news()
-    keep(home, message)
-    keep(home, message)
+    take(home, message)
+    take(home, message)
     assert home.attempt(0).out(0).read_bytes() == b"0123456789"
 
 
 # What a node must not write -------------------------------------------------------------------------------------------
 
 
-def piece(name: Any, data: bytes = b"hello", offset: int = 0) -> dict[str, Any]:
-    return {"did": "file", "name": name, "offset": offset, "data": data}
+def piece(name: str, data: bytes = b"hello", offset: int = 0) -> tuple[str, int, bytes]:
+    return name, offset, data
 
 
 @pytest.mark.parametrize(
@@ -226,6 +230,8 @@ def piece(name: Any, data: bytes = b"hello", offset: int = 0) -> dict[str, Any]:
         "attempt-000/rank-00000.out\n",
         "attempt-000/rank-00000.out.bak",
         "attempt-000/rank-0.out",
+        "attempt-000/rank-00004.out",  # of another node
+        "attempt-001/rank-00000.out",  # of another attempt
         "xmetrics.jsonl",
         "metrics_jsonl",
         "code/jobs/exits.py",
@@ -234,17 +240,17 @@ def piece(name: Any, data: bytes = b"hello", offset: int = 0) -> dict[str, Any]:
     ],
 )
 def test_a_name_that_is_not_a_nodes_to_write_is_refused(home: RunDir, name: str) -> None:
-    with pytest.raises(UnreachableError, match="its agent sent a file of another name"):
-        keep(home, piece(name))
+    with pytest.raises(UnreachableError, match="its agent sent a file that is not its own"):
+        take(home, piece(name))
     assert files(home) == {}
 
 
 @pytest.mark.parametrize("offset", [6, 2**40, -1])
 def test_no_piece_begins_beyond_the_end_of_a_file(home: RunDir, offset: int) -> None:
     name = "attempt-000/rank-00000.out"
-    keep(home, piece(name))
+    take(home, piece(name))
     with pytest.raises(UnreachableError, match=f"its agent sent {name} from byte {offset}, and the file has 5 bytes"):
-        keep(home, piece(name, offset=offset))
+        take(home, piece(name, offset=offset))
     assert home.attempt(0).out(0).read_bytes() == b"hello"
 
 
@@ -253,7 +259,7 @@ def test_what_comes_home_is_read_by_the_group_if_the_folder_is_and_by_nobody_els
     home: RunDir, folder: int, mode: int
 ) -> None:
     home.attempt(0).path.chmod(folder)
-    keep(home, piece("attempt-000/rank-00000.out"))
+    take(home, piece("attempt-000/rank-00000.out"))
     assert home.attempt(0).out(0).stat().st_mode & 0o777 == mode
 
 
@@ -268,7 +274,7 @@ def test_no_link_is_followed_where_a_piece_is_kept(home: RunDir, tmp_path: Path,
         home.attempt(0).path.rmdir()
         home.attempt(0).path.symlink_to(precious.parent)
     with pytest.raises(RunFolderError, match="cannot write here"):
-        keep(home, piece("attempt-000/rank-00000.out"))
+        take(home, piece("attempt-000/rank-00000.out"))
     assert precious.read_text() == "precious"
 
 
@@ -301,13 +307,13 @@ def test_a_node_sends_nothing_but_regular_files_of_its_user(
 def test_what_cannot_be_kept_is_said_with_the_folder(home: RunDir) -> None:
     home.attempt(0).out(0).mkdir()
     with pytest.raises(RunFolderError, match=r"rank-00000.out: cannot write here: Is a directory; choose another"):
-        keep(home, piece("attempt-000/rank-00000.out"))
+        take(home, piece("attempt-000/rank-00000.out"))
 
 
 def test_a_full_disk_is_a_matter_of_storage(home: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> int:
+    def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(StorageError, match="No space left on device; free some space"):
-        keep(home, piece("metrics.jsonl"))
+        take(home, piece("metrics.jsonl"))
