@@ -118,7 +118,6 @@ class Listener:
         channel: Channel | None = None
         try:
             node, rest = await asyncio.wait_for(self._shake_hands(connection), HANDSHAKE_S)
-            self.expected.discard(node)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             channel = await over_socket(connection, node=node, received=rest)
             self._accepted.put_nowait(channel)
@@ -148,6 +147,7 @@ class Listener:
             raise HandshakeError("wrong key")
         if node not in self.expected:
             raise HandshakeError(f"node {node} is not expected")
+        self.expected.remove(node)
         return node, rest
 
     def _refuse(self, why: str, peer: str) -> None:
