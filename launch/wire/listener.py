@@ -155,8 +155,12 @@ class Listener:
             why = f"node {node} is not expected now: it is there already, or not of this run"
             await loop.sock_sendall(connection, f"{REFUSED}{why}\n".encode())
             raise HandshakeError(f"node {node} is not expected")
-        self.expected.discard(node)
-        await loop.sock_sendall(connection, WELCOME)
+        self.expected.remove(node)
+        try:
+            await loop.sock_sendall(connection, WELCOME)
+        except BaseException:
+            self.expected.add(node)  # it may dial again
+            raise
         return node, rest
 
     def _refuse(self, why: str, peer: str) -> None:
