@@ -123,6 +123,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     from importlib import import_module
 
+    from jobs import terminal
     from jobs.errors import MusterError
 
     command, phrase = import_module(f"launch.commands.{name}"), PHRASES[name]
@@ -133,6 +134,7 @@ def _run(name: str, arguments: list[str]) -> int:
     command.configure(parser)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ranks print what they like; a terminal's encoding may not know it
+    terminal.guard()  # they, files and other machines say what we print
     try:
         return int(command.run(parser.parse_args(arguments)))
     except SystemExit as stop:  # argparse: 0 after --help, 2 after a wrong option
