@@ -29,6 +29,7 @@ JSON line is one `write`, so a reader sees whole lines or an unfinished last one
 """
 
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -42,6 +43,7 @@ from jobs.trace.paths import PROFILE, ProfileDir
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"
+RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it stands in commands that messages print
 
 
 @dataclass(frozen=True)
@@ -285,10 +287,15 @@ def find_run(root: Path, given: str | None) -> RunDir:
     """Find a run by path, id, or unique part of an id; the newest when nothing is given.
 
     Raises:
-        RunFolderError: no run or more than one fits.
+        RunFolderError: no run or more than one fits, or its name is not one of a run.
     """
     if given and (Path(given) / "events.jsonl").is_file():
-        return RunDir(Path(given).absolute())
+        found_path = Path(os.path.abspath(given))  # noqa: PTH100 (`..` has no name, and links stay)
+        if not RUN_ID.fullmatch(found_path.name):
+            raise RunFolderError(
+                f"{given!r}: a run is named with letters, digits, dots, - and _ only; rename its folder"
+            )
+        return RunDir(found_path)
     runs = list_runs(root)
     if not runs:
         raise RunFolderError(f"{root}: no runs here; start one with muster run, or name their folder with --runs DIR")
@@ -307,5 +314,6 @@ def list_runs(root: Path) -> list[RunDir]:
     """List runs under a folder, oldest first by the time in their names."""
     if not root.is_dir():
         return []
-    runs = [RunDir(entry) for entry in root.iterdir() if (entry / "events.jsonl").is_file()]
+    named = (entry for entry in root.iterdir() if RUN_ID.fullmatch(entry.name))
+    runs = [RunDir(entry) for entry in named if (entry / "events.jsonl").is_file()]
     return sorted(runs, key=lambda run: (run.run_id.rsplit("-", 2)[-2:], run.run_id))
