@@ -102,7 +102,11 @@ def from_nodelist(text: str) -> list[Host]:
     Raises:
         UsageError: it is no node list, or a name in it is no host name or comes twice.
     """
-    hosts = [_host(*_user_name_slots(word)) for word in expand(text)]
+    words = expand(text)
+    try:
+        hosts = [_host(*_user_name_slots(word)) for word in words]
+    except UsageError as error:
+        raise UsageError(f"node list: {error}") from error
     seen: set[str] = set()
     for host in hosts:
         if host.name in seen:  # the list itself has no repeats: n1,alice@n1

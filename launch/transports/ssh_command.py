@@ -35,11 +35,8 @@ COMPLAINTS: Final = (
     # First: what our agent says may hold words that ssh uses too.
     Complaint(r"muster agent on \S+ (?P<what>no supervisor at .*)", "{what}"),
     Complaint(r"muster agent on \S+ (?P<what>.*)", "{what}", RefusedError),
-    # Debian's ssh prints the very command; a node may print what looks like one.
-    Complaint(
-        r"(?s)HOST IDENTIFICATION HAS CHANGED.*(?P<what>ssh-keygen -f [\w./~'\"-]+ -R [\w.:%\[\]'\"-]+)",
-        CHANGED_KEY + "{what}",
-    ),
+    # Debian's ssh prints the very command.
+    Complaint(r"(?s)HOST IDENTIFICATION HAS CHANGED.*(?P<what>ssh-keygen -f [^\n]*)", CHANGED_KEY + "{what}"),
     Complaint(
         r"(?i)HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed", CHANGED_KEY + "ssh-keygen -R {target}"
     ),
@@ -139,6 +136,6 @@ def explain(host: Host, code: int, errors: Sequence[str]) -> MusterError:
 def typed(host: Host) -> str:
     """Return what somebody types behind `ssh` to reach a host."""
     if host.login is None:
-        return shlex.quote(host.name)
+        return host.name
     port = f"-p {host.login.port} " if host.login.port else ""
-    return port + shlex.quote(f"{host.login.user}@{host.login.target}" if host.login.user else host.login.target)
+    return port + (f"{host.login.user}@{host.login.target}" if host.login.user else host.login.target)
