@@ -17,7 +17,8 @@ from typing import Final
 from cloudlab import manifest_xml
 from cloudlab.manifest_xml import Interface, Lan, Node
 from jobs.errors import JobFileError, UsageError
-from jobs.hosts import check_user, read_text
+from jobs.hostnames import check_user
+from jobs.hosts import read_text
 from jobs.placement import Host, Login
 from jobs.words import counted
 

@@ -13,7 +13,6 @@ A hosts file has one host a line, or several alike; these are all understood, an
 behind a # is a comment. A host stands there once: one that would repeat it for more slots says slots=N.
 """
 
-import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,17 +21,14 @@ from pathlib import Path
 from typing import Final
 
 from jobs.errors import JobFileError, UsageError
+from jobs.hostnames import MAX_PORT, check_name, check_user, is_numeric
 from jobs.nodelist import expand, fold
 from jobs.placement import Host, Login
 
 KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
 MAX_BARE_SLOTS: Final = 1024  # behind a colon more than that is somebody's ssh port
-MAX_PORT: Final = 65535
 MAX_MISTAKES: Final = 10
 
-_NAME: Final = re.compile(r"\w[\w.-]*")
-_NUMBERS: Final = re.compile(r"[0-9]+(\.[0-9]+)+")
-_USER: Final = re.compile(r"[^\s@:#,'\"\[\]=-][^\s@:#,'\"\[\]=]*")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
 
 
@@ -106,7 +102,11 @@ def from_nodelist(text: str) -> list[Host]:
     Raises:
         UsageError: it is no node list, or a name in it is no host name or comes twice.
     """
-    hosts = [_host(*_user_name_slots(word)) for word in expand(text)]
+    words = expand(text)
+    try:
+        hosts = [_host(*_user_name_slots(word)) for word in words]
+    except UsageError as error:
+        raise UsageError(f"node list: {error}") from error
     seen: set[str] = set()
     for host in hosts:
         if host.name in seen:  # the list itself has no repeats: n1,alice@n1
@@ -153,41 +153,6 @@ def read_text(path: Path, wanted: str) -> str:
         raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted {wanted}") from error
 
 
-def is_numeric(name: str) -> bool:
-    """True for an IPv4 or IPv6 address."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def check_name(name: str) -> str:
-    """Return a host name that ssh, Slurm and a hosts file can all carry.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if is_numeric(name):
-        return name
-    if _NUMBERS.fullmatch(name):
-        raise UsageError(f"{name!r} is no address; wanted four numbers of at most 255, such as 10.10.1.1")
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no host name; wanted letters, digits, dots, - and _, such as node0")
-    return name
-
-
-def check_user(user: str) -> str:
-    """Return a user name that can stand before an @.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if not _USER.fullmatch(user):
-        raise UsageError(f"{user!r} is no user name; wanted one such as alice")
-    return user
-
-
 def _hosts_of_line(words: Sequence[str]) -> list[Host]:
     values = _values(words[1:])
     named = [_user_name_slots(word) for word in expand(words[0])]
@@ -206,8 +171,7 @@ def _hosts_of_line(words: Sequence[str]) -> list[Host]:
             raise UsageError(f"slots are given twice: :{bare} and slots={slots}; keep one")
         if user is not None and "user" in values:
             raise UsageError(f"the user is given twice: {user}@ and user={values['user']}; keep one")
-        user = check_user(values["user"]) if "user" in values else user
-        hosts.append(_host(user, name, slots or bare, address, values.get("ssh"), port))
+        hosts.append(_host(values.get("user", user), name, slots or bare, address, values.get("ssh"), port))
     return hosts
 
 
@@ -221,7 +185,7 @@ def _host(
 ) -> Host:
     login = None
     if (user, target, port) != (None, None, None):
-        login = Login(name if target is None else check_name(target), user, port)
+        login = Login(name if target is None else target, user, port)
     return Host(name, address or (name if is_numeric(name) else ""), slots, login)
 
 

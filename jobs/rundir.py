@@ -32,6 +32,7 @@ JSON line is one `write`, so a reader sees whole lines or an unfinished last one
 """
 
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -48,6 +49,7 @@ from jobs.words import counted
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"
+RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it stands in commands that messages print
 
 
 @dataclass(frozen=True)
@@ -211,11 +213,16 @@ def find_run(root: Path, given: str | None) -> RunDir:
     """Find a run by path, id, or unique part of an id; the newest when nothing is given. Folders of others are refused.
 
     Raises:
-        RunFolderError: no run or more than one fits.
+        RunFolderError: no run or more than one fits, or its name is not one of a run.
         UntrustedError: the folder of the run, or one above it, is not to be trusted.
     """
     if given and os.path.isfile(os.path.join(given, "events.jsonl")):  # noqa: PTH113, PTH118 (False if it is closed)
-        return open_run(Path(given))
+        path = Path(os.path.abspath(given))  # noqa: PTH100 (`..` has no name, and links stay)
+        if not RUN_ID.fullmatch(path.name):
+            raise RunFolderError(
+                f"{given!r}: a run is named with letters, digits, dots, - and _ only; rename its folder"
+            )
+        return open_run(path)
     runs, strange = (list_runs(root), []) if given is None else _sorted_runs(root)
     found = runs[-1:] if given is None else _named(given, runs)
     if len(found) == 1:
@@ -263,7 +270,7 @@ def all_runs(root: Path) -> list[RunDir]:
         RunFolderError: the folder cannot be listed.
     """
     try:
-        entries = list(root.iterdir()) if root.is_dir() else []
+        entries = [each for each in root.iterdir() if RUN_ID.fullmatch(each.name)] if root.is_dir() else []
     except OSError as error:
         raise RunFolderError(
             f"{root}: cannot be listed: {error.strerror}; choose another one with --runs DIR"

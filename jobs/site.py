@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from jobs import mistakes, yamlfile
-from jobs.errors import JobFileError
+from jobs.errors import JobFileError, UsageError
+from jobs.hostnames import check_jump, check_user
 from jobs.slurm_settings import SlurmSettings
 from jobs.spec import Passable, Variable
 from jobs.strict import Strict
@@ -31,6 +32,14 @@ class SshSettings(Strict):
     cheap_kex: bool = Field(
         False, description="curve25519 first: an eighth of the processor time of the post-quantum exchange, each node"
     )
+
+    @field_validator("user", "jump")
+    @classmethod
+    def _are_names(cls, given: str | None, field: ValidationInfo) -> str | None:
+        try:
+            return given and (check_user if field.field_name == "user" else check_jump)(given)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("options")
     @classmethod

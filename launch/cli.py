@@ -125,6 +125,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     from importlib import import_module
 
+    from jobs import terminal
     from jobs.errors import MusterError
 
     command, phrase = import_module(f"launch.commands.{name}"), PHRASES[name]
@@ -135,6 +136,7 @@ def _run(name: str, arguments: list[str]) -> int:
     command.configure(parser)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ranks print what they like; a terminal's encoding may not know it
+    terminal.guard()  # they, files and other machines say what we print
     try:
         with _looking() if name in LOOKING else nullcontext():
             return int(command.run(parser.parse_args(arguments)))

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from jobs import terminal
 from jobs.errors import MusterError, RunFolderError
 from jobs.rundir import open_run
 from launch.console import Console
@@ -20,6 +21,7 @@ from launch.submit.submission import Submission
 
 def main() -> int:
     """Supervise the run that is named; the exit code is its verdict's."""
+    terminal.guard()
     try:
         if len(sys.argv) != 2:
             raise RunFolderError("RUN: name the folder of one run")

@@ -11,6 +11,7 @@ deleted here does not live on there.
 import io
 import json
 import secrets
+import shlex
 import subprocess
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -126,8 +127,9 @@ def judge(
             )
         return explain(host, code, errors)
     if code in (NOT_FOUND, NOT_EXECUTABLE):
+        setup = shlex.quote(f"{to}/{SETUP}")
         return RefusedError(
-            f"{host.name}: has the code in {to}, and no interpreter {python}; run {to}/{SETUP} there, or set "
+            f"{host.name}: has the code in {to}, and no interpreter {python}; run {setup} there, or set "
             "interpreter in the site file"
         )
     if code != 0:

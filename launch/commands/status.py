@@ -7,6 +7,7 @@ import time
 from typing import Final
 
 from jobs.rundir import RunDir, find_run, runs_root
+from jobs.terminal import raw
 from jobs.words import counted
 from launch import options
 from launch.look import screen
@@ -118,7 +119,8 @@ def _watch(folder: RunDir, *, as_json: bool) -> int:
         if as_json and facts != shown:
             print(json.dumps(state.to_json()), flush=True)
         elif terminal or (not as_json and facts != shown):
-            print((CLEAR if terminal else "" if shown is None else "\n") + render(state), flush=True)
+            raw(sys.stdout).write(CLEAR if terminal else "" if shown is None else "\n")
+            print(render(state), flush=True)
         if state.is_over:
             return 0
         shown = facts

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from jobs.terminal import last_state
+
 CHUNK_BYTES: Final = 1 << 18
 LONGEST_LINE_BYTES: Final = 1 << 20
 FINGERPRINT_BYTES: Final = 64
@@ -125,9 +127,9 @@ def decoded(line: bytes) -> str:
     return line.decode(errors="replace")
 
 
-def as_shown(line: str) -> str:
-    """Return what a terminal shows of a line in the end: of a progress bar redrawn after `\r`, its last state."""
-    return line.rstrip("\r").rpartition("\r")[2].replace("\0", "")
+def as_shown(line: bytes) -> str:
+    """Return what a terminal shows of a rank's line in the end, as text that may be printed."""
+    return last_state(decoded(line))
 
 
 def tail_lines(path: Path, count: int) -> list[str]:
@@ -143,7 +145,7 @@ def tail_lines(path: Path, count: int) -> list[str]:
     except FileNotFoundError:
         return []
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
-    return [as_shown(decoded(line)) for line in lines[-count:]]
+    return [as_shown(line) for line in lines[-count:]]
 
 
 def offset_of_last(path: Path, lines: int) -> int:

@@ -24,7 +24,7 @@ from jobs.files import write_json
 from jobs.rundir import RunDir
 from launch.console import Console
 from launch.look.event_texts import lines_of
-from launch.look.follow import LineFollower, as_shown, decoded
+from launch.look.follow import LineFollower, as_shown
 from launch.look.runrows import number, read_json, real
 from launch.scheduler.held_signals import SIGNALS, noting
 from launch.scheduler.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
@@ -221,8 +221,8 @@ class Follower:
 
     def _pass_on_lines(self, *, last: bool = False) -> None:
         for stream, output in self._outputs.items():
-            lines = [as_shown(decoded(line)) for line in output.poll()]
-            lines += [as_shown(decoded(line)) for line in output.flush()] if last else []
+            lines = [as_shown(line) for line in output.poll()]
+            lines += [as_shown(line) for line in output.flush()] if last else []
             self.console.lines(stream, lines)
 
     def _has_lease(self) -> bool:

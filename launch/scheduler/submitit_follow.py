@@ -17,7 +17,7 @@ from jobs.rundir import RunDir
 from launch import processes
 from launch.console import Console
 from launch.look.event_texts import lines_of
-from launch.look.follow import LineFollower, as_shown, decoded
+from launch.look.follow import LineFollower, as_shown
 from launch.look.runrows import number, read_rows
 from launch.look.runstate import read_state
 from launch.scheduler.slurm_run import close, show_end
@@ -46,8 +46,8 @@ class RankZero:
 
     def _show(self, *, last: bool) -> None:
         for stream, output in self._outputs.items():
-            lines = [as_shown(decoded(line)) for line in output.poll()]
-            lines += [as_shown(decoded(line)) for line in output.flush()] if last else []
+            lines = [as_shown(line) for line in output.poll()]
+            lines += [as_shown(line) for line in output.flush()] if last else []
             self.console.lines(stream, lines)
 
 

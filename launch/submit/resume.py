@@ -8,6 +8,7 @@ Whatever is refused is refused before anything of the run is changed.
 
 import argparse
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -133,7 +134,9 @@ def check_kind(run: RunDir, job: Job, *, wanted: str | None) -> None:
         UsageError: a checkpoint is asked for, and there cannot be one.
     """
     if job.kind not in ("train", "command"):
-        raise RefusedError(f"{run.run_id}: a {job.kind}: job saves nothing; muster run {run.job} starts it anew")
+        raise RefusedError(
+            f"{run.run_id}: a {job.kind}: job saves nothing; muster run {shlex.quote(str(run.job))} starts it anew"
+        )
     if job.kind == "command" and wanted is not None:
         raise UsageError(
             f"--from {wanted}: Muster saves nothing of a command: job, whose program starts again; leave it out"
@@ -148,7 +151,7 @@ def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) ->
     """
     if wanted is not None:
         return
-    anew = f"muster run {run.job} starts it anew"
+    anew = f"muster run {shlex.quote(str(run.job))} starts it anew"
     if not isinstance(before.settings, TrainSettings) or not isinstance(after.settings, TrainSettings):
         raise RefusedError(f"{run.run_id}: is done; {anew}")
     key = "steps" if before.settings.steps is not None else "epochs"
@@ -170,7 +173,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
     if job.checkpoint is None:
         raise NoCheckpointError(
             f"{run.run_id}: the job has no checkpoint: section, so nothing of it was saved; start it anew, with one: "
-            f"muster run {run.job} --set checkpoint.every_s=auto"
+            f"muster run {shlex.quote(str(run.job))} --set checkpoint.every_s=auto"
         )
     asked: dict[str, Any] = _asked(wanted)
     chosen = newest_good(run, say=say, deep=False, mark=False, **asked)
@@ -178,7 +181,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
         if has_commits(run):
             raise NoCheckpointError(
                 f"{run.checkpoints}: nothing of what was saved is whole (muster checkpoint list {run.run_id}); "
-                f"start it anew: muster run {run.job}"
+                f"start it anew: muster run {shlex.quote(str(run.job))}"
             )
         say(f"{run.run_id}: nothing was saved before it ended: it starts again from step 0")
         return

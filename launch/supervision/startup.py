@@ -10,6 +10,7 @@ On one machine there is nothing to reach, and the second step is left out.
 """
 
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -178,7 +179,7 @@ class Startup:
         lines = [str(error) for error in failed.values()]
         names = nodelist.fold(self.roster.hosts[number] for number in failed)
         if len(failed) < len(self.roster.nodes) and self.context.remote:
-            lines.append(f"to go on without: --exclude {names}")
+            lines.append(f"to go on without: --exclude {shlex.quote(names)}")
         return Stop(code, "\n".join(lines))
 
     def warn(self, text: str) -> None:

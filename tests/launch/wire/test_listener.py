@@ -14,7 +14,7 @@ import pytest
 from jobs.errors import RefusedError
 from launch.agent import dial, hello, line
 from launch.wire import listener as module
-from launch.wire.channel import Channel, ChannelClosed, over_socket
+from launch.wire.channel import Channel, over_socket
 from launch.wire.codec import encode
 from launch.wire.handshake import LONGEST, AgentSide, node_key
 from launch.wire.listener import Listener
