@@ -262,13 +262,13 @@ install_torch() {
   if [[ $want_system_site == yes ]] && use_module_torch; then return; fi
   local wanted
   wanted=$(grep -o '^torch==[0-9.]*' "$repository/requirements/torch.txt")
-  if [[ $want_cpu == yes ]]; then
-    if can_reach_cpu_index; then
-      say "installing $wanted, the CPU build (about 200 MB; see .venv/setup.log)"
-      install_cpu_torch
-    else
-      say "$CPU_INDEX cannot be reached; taking $wanted from the default index"
-    fi
+  if [[ $want_cpu == yes ]] && can_reach_cpu_index; then
+    say "installing $wanted, the CPU build (about 200 MB; see .venv/setup.log)"
+    install_cpu_torch --index-url "$CPU_INDEX"
+  elif [[ $want_hashes == yes ]] && is_offered "torch" "${wanted#*==}+cpu"; then
+    install_cpu_torch
+  elif [[ $want_cpu == yes ]]; then
+    say "$CPU_INDEX cannot be reached; taking $wanted from the default index"
   elif [[ ! -e /dev/nvidiactl && ! -e /proc/driver/nvidia/version ]]; then
     say "hint: no GPU here; ./setup.sh --cpu would fetch about 200 MB of torch instead of 3 GB"
   fi
@@ -278,14 +278,21 @@ install_torch() {
   if [[ $want_hashes == yes && ${state[flavour]} == cuda ]]; then install_pins cuda; fi
 }
 
-# Take one file from PyTorch's index: torch, with its exact local version and one of the hashes in torch.txt. All other
-# packages come from the default index.
+# Install torch's CPU build: its exact local version, with one of the hashes in torch.txt, and nothing that it needs. From
+# PyTorch's index only this one file is taken; all other packages come from the default index.
 install_cpu_torch() {
   local folder pin=$venv/torch-cpu.txt
   folder=$(requirements) || explain "cannot write $venv"
   awk '/^torch==/ { sub(/==[0-9.]+/, "&+cpu"); on = 1 } on { print; if (!/\\$/) exit }' "$folder/torch.txt" >"$pin" ||
     explain "cannot write $venv"
-  pip_install --no-deps --only-binary :all: --index-url "$CPU_INDEX" -r "$pin"
+  pip_install --no-deps --only-binary :all: "$@" -r "$pin"
+}
+
+# True when pip's own configuration offers a version, as a folder of wheels (find-links) may offer the CPU build. By
+# version pip would choose that one over the plain version; by hash it prefers files whose index lists the hash.
+is_offered() {
+  "$venv/bin/python" -I -m pip index versions --no-input --disable-pip-version-check "$1" 2>>"$log" </dev/null |
+    grep -E '^Available versions: ' | tr -d ',' | tr ' ' '\n' | grep -xF "$2" >/dev/null
 }
 
 # Remember which torch is installed, and whether it is a build for CUDA.
