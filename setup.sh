@@ -85,9 +85,11 @@ fail() {
 
 # One setup.sh at a time in a folder. A file system without locks answers with another code than 1: go on.
 take_turn() {
-  local answer=0
+  local answer=0 lock=$repository/.setup.lock
   command -v flock >/dev/null || return 0
-  exec 9<"$repository/setup.sh"
+  # A file that only we may open: whoever opens a file can hold its lock. A folder that is read-only is reported later.
+  (umask 077 && : >>"$lock") 2>/dev/null || return 0
+  exec 9>>"$lock"
   flock -n 9 2>/dev/null || answer=$?
   if ((answer == 1)); then
     say "another setup.sh is at work in this folder; waiting for it"

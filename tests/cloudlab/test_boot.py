@@ -46,7 +46,8 @@ class Node:
         places = f"""
             source {SCRIPT}
             cd {self.folder}
-            homes=$PWD/users etc=$PWD/etc shared=$PWD/nfs log=$PWD/log repository=$PWD/repository mount_pause_s=0.01
+            homes=$PWD/users etc=$PWD/etc shared=$PWD/nfs log=$PWD/log lock=$PWD/lock
+            repository=$PWD/repository mount_pause_s=0.01
         """
         path = f"{self.bin}:{os.environ['PATH']}"
         environ = {**os.environ, "PATH": path, "GIT_CONFIG_SYSTEM": str(self.folder / "gitconfig")}
