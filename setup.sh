@@ -412,15 +412,15 @@ explain() {
   fi
   if grep -q 'DO NOT MATCH THE HASHES' <<<"$last"; then
     local package digest
-    package=$(sed -n '/DO NOT MATCH/,$ s/^ \{4\}\([^ ]*\) from .*/\1/p' <<<"$last" | head -n 1)
-    digest=$(sed -n 's/^ *Got *\([0-9a-f]\{64\}\)$/\1/p' <<<"$last" | head -n 1)
+    package=$(sed -n 's/^ \{4\}\([^ ]*==[^ ]*\) from .*/\1/p' <<<"$last" | tail -n 1)
+    digest=$(sed -n 's/^ *Got *\([0-9a-f]\{64\}\)$/\1/p' <<<"$last" | tail -n 1)
     fail 1 "$what: the file of ${package:-a package} has the SHA-256 ${digest:-(see .venv/setup.log)}, expected one that requirements/ lists; somebody may have changed it. If your package mirror rebuilds wheels, call again with --no-hashes"
   fi
   if grep -qiE 'name resolution|Name or service not known|(establish a|NewConnection|Max retries|refused|unreachable|timed out|timeout|ProxyError|SSLError|Temporary failure|Could not resolve)' <<<"$last"; then
     fail $UNREACHABLE "$what: no network, or the package index does not answer (see .venv/setup.log); connect or set https_proxy, then call again"
   fi
   last=$(grep -iE '^(error|e): ' <<<"$last" | head -n 1 || true)
-  if [[ $want_hashes == yes && $last == *'Could not find a version'* ]]; then
+  if [[ $want_hashes == yes && $last =~ (Could not find a version|No matching distribution) ]]; then
     last+="; --no-hashes lets pip build packages that have no wheel for this machine"
   fi
   fail 1 "$what: ${last:-see .venv/setup.log}"
