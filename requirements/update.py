@@ -8,6 +8,7 @@ Versions and hashes come from the index that pip is configured to use. torch.txt
 index of setup.sh. Use the public index: the hashes of a mirror that rebuilds wheels are wrong everywhere else.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -25,13 +26,16 @@ CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 OLDER, NEWER = ("3.10",), ("3.11", "3.12", "3.13", "3.14")  # the newest numpy and matplotlib do without 3.10
 HASH = "    --hash=sha256:"
 PIN = re.compile(r"([\w.-]+)==([\w.!]+)(?:; (.+?))?(?: \\)?")
-# pip's --python-version chooses wheels but not markers. Names and versions are enough, so nothing is downloaded.
+# pip's --python-version chooses wheels but not markers. The names of the wheels are enough: pip ends before downloads.
 RESOLVE = """
-import sys
+import os, sys
 from pip._internal.cli.main import main
 from pip._internal.operations.prepare import RequirementPreparer
 from pip._vendor.packaging import markers
-RequirementPreparer.prepare_linked_requirements_more = lambda *_, **__: None
+def show(self, requirements, *_, **__):
+    print("wheels:", *(each.link.filename for each in requirements), flush=True)
+    os._exit(0)
+RequirementPreparer.prepare_linked_requirements_more = show
 found = {**markers.default_environment(), "python_version": sys.argv[1], "python_full_version": sys.argv[1] + ".0"}
 markers.default_environment = lambda: dict(found)
 sys.exit(main(sys.argv[2:]))
@@ -98,12 +102,14 @@ def resolve(wanted: list[str], python: str, fixed: dict[str, str]) -> dict[str, 
         constraints.write_text("".join(f"{name}=={version}\n" for name, version in fixed.items()), encoding="utf-8")
         tags = [f"manylinux_2_{glibc}_x86_64" for glibc in range(28, 4, -1)] + ["manylinux2014_x86_64"]
         options = [*(f"--platform={tag}" for tag in tags), f"--python-version={python}", "--only-binary=:all:"]
-        argv = ["install", "--dry-run", f"--target={folder}", f"--constraint={constraints}", *options, *wanted]
-        ended = subprocess.run([sys.executable, "-c", RESOLVE, python, *argv], stdout=subprocess.PIPE, text=True)
-    found = re.search(r"^Would install (.*)$", ended.stdout, re.MULTILINE)
+        options += ["--use-feature=fast-deps", f"--target={folder}", f"--constraint={constraints}"]
+        argv = ["install", *options, *wanted]
+        command = [sys.executable, "-c", RESOLVE, python, *argv]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": folder})
+    found = re.search(r"^wheels: (.*)$", ended.stdout, re.MULTILINE)
     if ended.returncode or not found:
         raise SystemExit(f"update.py: pip finds no versions for Python {python}; its messages are above")
-    return dict(word.rsplit("-", 1) for word in found[1].split())
+    return dict(wheel.split("-")[:2] for wheel in found[1].split())
 
 
 def newest(files: dict[str, list[Pin]]) -> dict[str, list[Pin]]:
@@ -111,7 +117,7 @@ def newest(files: dict[str, list[Pin]]) -> dict[str, list[Pin]]:
     import tomllib  # Python 3.11; --check runs on 3.10, too
 
     project = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    comments = {pin.key: pin.comments for pins in files.values() for pin in pins}
+    before = {pin.key: pin for pins in files.values() for pin in pins}
     chosen: dict[str, list[tuple[str, Pin]]] = {}  # by key: file and pin, for each of the two ranges of Pythons
     for pythons, sign in ((OLDER, "<"), (NEWER, ">=")):
         fixed: dict[str, str] = {}
@@ -126,7 +132,8 @@ def newest(files: dict[str, list[Pin]]) -> dict[str, list[Pin]]:
     for key, found in sorted(chosen.items()):
         same = len(found) > 1 and len({pin.version for _, pin in found}) == 1
         for file, pin in found[: 1 if same else None]:
-            made[file].append(replace(pin, marker="" if same else pin.marker, comments=comments.get(key, ())))
+            old = before.get(key, pin)  # its spelling and comments stay
+            made[file].append(replace(pin, name=old.name, marker="" if same else pin.marker, comments=old.comments))
     if not made["cuda"]:
         raise SystemExit("update.py: pip is configured to find a torch without CUDA; use the public index alone")
     return made
