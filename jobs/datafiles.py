@@ -185,7 +185,7 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
     lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise storage_error(lock, error) from error
     try:
