@@ -25,6 +25,7 @@ from typing import Any, Final
 from jobs.reading import parse_json
 
 KIND: Final = "message"
+LONGEST_FLOAT: Final = 1000  # bits of a whole number that still is a float
 SHOWN: Final = 60  # characters of a wrong value that an error repeats
 
 
@@ -194,7 +195,12 @@ def _int(bound: Bound) -> Read:
 
 def _float(bound: Bound) -> Read:
     def read(value: Any, where: str) -> float:
-        if type(value) not in (int, float) or (bound is not ANY_FLOAT and not bound.least <= value <= bound.most):
+        large = isinstance(value, int) and value.bit_length() > LONGEST_FLOAT
+        if (
+            type(value) not in (int, float)
+            or large
+            or (bound is not ANY_FLOAT and not bound.least <= value <= bound.most)
+        ):
             raise _wrong(where, f"a number from {bound.least:g} to {bound.most:g}", value)
         return float(value)
 
