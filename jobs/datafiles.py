@@ -23,6 +23,7 @@ from platform import python_version
 from typing import Any, Final
 
 from jobs.errors import RefusedError, StorageError
+from jobs.reading import read_json
 
 DATA_VARIABLE: Final = "MUSTER_DATA"
 DIGITS: Final = Path(__file__).parent / "train" / "data" / "digits" / "digits.u8"
@@ -217,8 +218,8 @@ def _wait_for_lock(descriptor: int, lock: Path, deadline: float) -> None:
 
 def _ready(path: Path, sidecar: Path) -> DataFile | None:
     try:
-        facts = json.loads(sidecar.read_text(encoding="utf-8"))
+        facts = read_json(sidecar, owned=False)
         file = DataFile(path, int(facts["bytes"]), str(facts["sha256"]))
         return file if path.stat().st_size == file.bytes else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jobs.errors import MusterError, RunFolderError, StorageError
+from jobs.reading import json_lines
 
 
 def write_text(path: Path, text: str) -> None:
@@ -83,18 +84,17 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSON-lines file; an unfinished last line and a missing file yield nothing."""
+    """Yield the records of a log of a run (`jobs.reading.json_lines`); a missing file yields nothing.
+
+    Raises:
+        RunFolderError: it cannot be read, or belongs to another user.
+    """
     try:
-        data = path.read_bytes()
+        yield from json_lines(path)
     except FileNotFoundError:
         return
-    for line in data.split(b"\n")[:-1]:
-        try:
-            record = json.loads(line)
-        except ValueError:  # a line torn by a full disk: the lines around it still count
-            continue
-        if isinstance(record, dict):
-            yield record
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
 
 
 def folder_error(path: Path, error: OSError) -> MusterError:

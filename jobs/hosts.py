@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Final
 
 from jobs.errors import JobFileError, UsageError
-from jobs.nodelist import expand, fold
+from jobs.nodelist import MAX_NAMES, expand, fold
 from jobs.placement import Host, Login
+from jobs.reading import SETTINGS_BYTES, read_bytes
 
 KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
 MAX_BARE_SLOTS: Final = 1024  # behind a colon more than that is somebody's ssh port
@@ -79,6 +80,8 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
             mistakes.append(f"{name}:{number}: {error}")
             continue
         hosts += found
+        if len(hosts) > MAX_NAMES:
+            raise JobFileError(f"{name}:{number}: more than {MAX_NAMES:,} hosts; give fewer")
         lines |= dict.fromkeys((host.name for host in found), number)
     if mistakes:
         raise JobFileError(_listed(mistakes, text, name))
@@ -136,14 +139,15 @@ def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> l
     return chosen
 
 
-def read_text(path: Path, wanted: str) -> str:
+def read_text(path: Path, wanted: str, most: int = SETTINGS_BYTES) -> str:
     """Return the text of a file of the user's.
 
     Raises:
-        JobFileError: it is not there, cannot be read, or is not text; `wanted` says what it should be.
+        JobFileError: it is not there, cannot be read, is larger than `most` bytes or not text; `wanted` says what it
+            should be.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_bytes(path, most, owned=False).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise JobFileError(f"{path}: no such file; wanted {wanted}") from error
     except OSError as error:
@@ -151,6 +155,8 @@ def read_text(path: Path, wanted: str) -> str:
         raise JobFileError(f"{path}: cannot be read: {reason}; wanted {wanted}") from error
     except UnicodeDecodeError as error:
         raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted {wanted}") from error
+    except ValueError as error:
+        raise JobFileError(f"{error}; wanted {wanted}") from error
 
 
 def is_numeric(name: str) -> bool:
@@ -236,7 +242,7 @@ def _user_name_slots(word: str) -> tuple[str | None, str, int | None]:
     check_name(name)
     if not colon:
         return user or None, name, None
-    if not count.isdecimal() or not count.isascii() or int(count) < 1:
+    if not count.isdecimal() or not count.isascii() or len(count) > 9 or int(count) < 1:
         raise UsageError(f"{word!r}: behind the colon must be a number of slots, as in node0:4, got {count!r}")
     if int(count) > MAX_BARE_SLOTS:
         raise UsageError(

@@ -2,13 +2,16 @@
 
     open_file     a regular file of a trusted owner; a link as the last part of the path is not followed
     read_bytes    a whole file of at most `most` bytes
-    parse_json    text to a value of bounded depth and with numbers of bounded length
+    read_end      the last bytes of a file of any size
+    parse_json    text to a value of bounded depth and size, with numbers of bounded length
     read_json     both
     json_lines    the records of a log, one at a time; a line that is too long or no JSON object is skipped
 
 Trusted owners are this user and root. `trusting` adds another one while a command only looks at a run (`share: group`).
+With `owned=False` a file is one that the user names on the command line: whoever owns it, a link or a pipe.
 """
 
+import errno
 import json
 import os
 import re
@@ -16,17 +19,24 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Final
 
 from jobs.errors import RunFolderError
 
-MOST_BYTES: Final = 1 << 24
+MOST_BYTES: Final = 1 << 24  # a record of 100,000 ranks fits
+SETTINGS_BYTES: Final = 1 << 20  # job, site and hosts files are written by hand, and YAML takes a second a megabyte
 LONGEST_LINE_BYTES: Final = 1 << 22
 DEEPEST: Final = 64  # levels of lists and objects
+MOST_VALUES: Final = 1 << 20  # a parsed value takes up to 100 bytes
 MOST_DIGITS: Final = 400  # no float needs more, and int() takes quadratic time
+CHUNK_BYTES: Final = 1 << 20
 
-_TOKENS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
+_LONG_NUMBER: Final = re.compile(rf"[0-9]{{{MOST_DIGITS + 1}}}")
+_STRINGS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_BRACKETS: Final = re.compile(r"[\[\]{}]")
+_STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 _extra_owner: ContextVar[int | None] = ContextVar("_extra_owner", default=None)
 
 
@@ -63,20 +73,25 @@ def check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def open_file(path: Path, *, owned: bool = True) -> IO[bytes]:
-    """Open a regular file for reading.
+    """Open a file for reading.
 
     Raises:
-        OSError: if it cannot be opened, is a link or no regular file.
-        UntrustedError: if `owned`, and it belongs to another user.
+        OSError: if it cannot be opened.
+        UntrustedError: if `owned`, and it belongs to another user, is a link or is no regular file.
     """
-    links = os.O_NOFOLLOW if owned else 0
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | links)
+    if not owned:
+        return path.open("rb")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UntrustedError(f"{path}: is a link, expected a file; it was not used: remove it") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(22, "not a regular file", str(path))
-        if owned:
-            check_owner(path, status)
+            raise UntrustedError(f"{path}: is not a regular file; it was not used: remove it")
+        check_owner(path, status)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -91,26 +106,38 @@ def read_bytes(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> byt
         UntrustedError: if `owned`, and it belongs to another user.
         ValueError: if it has more than `most` bytes.
     """
+    data = bytearray()
     with open_file(path, owned=owned) as file:
-        data = file.read(most + 1)
+        while piece := file.read(min(CHUNK_BYTES, most + 1 - len(data))):
+            data += piece
     if len(data) > most:
         raise ValueError(f"{path}: has more than {most} bytes")
-    return data
+    return bytes(data)
 
 
-def parse_json(data: bytes | str, *, deepest: int = DEEPEST) -> Any:
+def read_end(path: Path, most: int, *, owned: bool = True) -> bytes:
+    """Read at most the last `most` bytes of a file; errors as `open_file`."""
+    with open_file(path, owned=owned) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read(most)
+
+
+def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VALUES) -> Any:
     """Parse JSON of bounded depth.
 
     Raises:
-        ValueError: if it is not JSON, nested deeper than `deepest`, or has a number of over 400 digits.
+        ValueError: if it is not JSON, nested deeper than `deepest`, or has over `most` values or a number of over 400
+            digits.
     """
     text = data if isinstance(data, str) else data.decode()
-    if text.count("[") + text.count("{") > deepest and _is_deeper(text, deepest):
+    brackets = text.count("[") + text.count("{")
+    if brackets + text.count(",") > most:
+        raise ValueError(f"more than {most} values")
+    if brackets > deepest and _is_deeper(text, deepest):
         raise ValueError(f"nested deeper than {deepest} levels")
-    try:
-        return json.loads(text, parse_int=_whole)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+    if _LONG_NUMBER.search(text):
+        return json.loads(text, parse_int=_whole, parse_float=_real)
+    return json.loads(text)
 
 
 def read_json(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> Any:
@@ -147,14 +174,13 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
+def _real(digits: str) -> float:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return float(digits)
+
+
 def _is_deeper(text: str, deepest: int) -> bool:
     """Return whether lists and objects are nested deeper than so many levels; brackets within strings do not count."""
-    depth = 0
-    for token in _TOKENS.finditer(text):
-        if token[0] in ("[", "{"):
-            depth += 1
-            if depth > deepest:
-                return True
-        elif token[0] in ("]", "}"):
-            depth -= 1
-    return False
+    steps = map(_STEPS.__getitem__, _BRACKETS.findall(_STRINGS.sub("", text)))
+    return any(depth > deepest for depth in accumulate(steps))

@@ -18,6 +18,7 @@ from collectives_bench.cost.predicting import Asked, Prediction, by_formula, car
 from collectives_bench.cost.second import Constants
 from jobs.errors import JobFileError, RefusedError, UsageError
 from jobs.files import write_text
+from jobs.reading import parse_json, read_bytes
 from jobs.strict import Strict
 from jobs.words import unknown
 
@@ -194,8 +195,8 @@ def load(path: Path) -> Profile:
         JobFileError: it is no profile, or one of a newer version.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        record = json.loads(text)
+        text = read_bytes(path, owned=False)
+        record = parse_json(text)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; make it with muster bench fit") from error
     except ValueError as error:

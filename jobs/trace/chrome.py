@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from jobs.files import write_bytes
+from jobs.reading import open_file, parse_json
 from jobs.trace.events import MARK, PROFILER_STEP, Step
 from jobs.trace.nesting import Nested
 from jobs.trace.operators import step_at
 
 HOST_LANE: Final = 1  # numbers of threads; those of real ones are process ids, and nobody's is so small
 DEVICE_LANE: Final = 2
+MOST_BYTES: Final = 1 << 30  # a minute of a profiled rank makes some 100 MB
 QUICK: Final = 4  # of gzip's levels: half the time of the usual one, for a tenth more bytes
 
 
@@ -42,9 +44,16 @@ def write_trace(path: Path, document: dict[str, Any]) -> None:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a chrome trace, compressed or not."""
-    data = path.read_bytes()
-    document: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    """Read a chrome trace, compressed or not.
+
+    Raises:
+        ValueError: it is no trace, or larger than `MOST_BYTES` once it is unpacked.
+    """
+    with open_file(path) as file:
+        data = (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"{path}: has more than {MOST_BYTES} bytes")
+    document: dict[str, Any] = parse_json(data, most=MOST_BYTES)
     return document
 
 

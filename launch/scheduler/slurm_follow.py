@@ -8,7 +8,6 @@ The run folder is read, a few times a second. Slurm is asked only while no super
 first and every 30 s in a long wait; after a request to stop, every second.
 """
 
-import json
 import math
 import os
 import signal
@@ -21,9 +20,11 @@ from typing import Any, Final
 from jobs import exits
 from jobs.errors import MusterError, StartTimeoutError, UnreachableError
 from jobs.files import write_json
+from jobs.reading import parse_json
 from jobs.rundir import RunDir
 from launch.console import Console
 from launch.look.event_texts import lines_of
+from launch.look.fields import typed
 from launch.look.follow import LineFollower, as_shown, decoded
 from launch.look.runrows import number, read_json, real
 from launch.scheduler.held_signals import SIGNALS, noting
@@ -187,11 +188,11 @@ class Follower:
         """Take in the rows that came since the last call, and say what is worth it."""
         for line in self._events.poll():
             try:
-                row = json.loads(line)
+                row = parse_json(line)
             except ValueError:
                 continue
             if isinstance(row, dict):
-                self._on_event(row)
+                self._on_event(typed(row))
 
     def _on_event(self, row: dict[str, Any]) -> None:
         match row.get("event"):

@@ -5,7 +5,6 @@ renews a small file every two seconds; one that was not renewed for half a minut
 Times are the writer's; the reader's clock may differ by a few seconds, which half a minute forgives.
 """
 
-import json
 import os
 import socket
 import time
@@ -14,6 +13,7 @@ from typing import Final
 
 from jobs.errors import StorageError
 from jobs.files import write_json
+from jobs.reading import read_json
 from jobs.rundir import RunDir
 
 RENEW_S: Final = 2.0
@@ -48,7 +48,6 @@ class Lease:
 def age_s(run: RunDir) -> float | None:
     """Return how old a run's lease is, in seconds; None where there is none that can be read."""
     try:
-        written = json.loads(run.lease.read_text(encoding="utf-8"))["time"]
-        return time.time() - float(written)
-    except (OSError, ValueError, KeyError, TypeError):
+        return time.time() - float(read_json(run.lease)["time"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -6,7 +6,6 @@ runs/sweep-<name>-<utc>/sweep.json      the points, their overrides and their ru
 """
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from jobs.errors import JobFileError, MusterError, RunFolderError, UsageError
 from jobs.files import write_json
+from jobs.reading import read_json
 from jobs.rundir import RunDir, run_path
 
 VERSION: Final = 1
@@ -75,14 +75,17 @@ class SweepRecord:
         """
         path = folder / RECORD
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json(path)
             if record["version"] != VERSION:
                 raise RunFolderError(f"{path}: is version {record['version']}; this Muster reads version {VERSION}")
             rows = record["points"]
-            points = tuple(Point(row["index"], tuple(row["overrides"]), row["name"]) for row in rows)
+            points = tuple(
+                Point(int(row["index"]), tuple(map(str, row["overrides"])), str(row["name"])) for row in rows
+            )
             run_ids = tuple(str(row["run_id"]) for row in rows)
-            return cls(record["name"], record["job"], record["transport"], record["time"], points, run_ids)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            name, job, transport = (str(record[key]) for key in ("name", "job", "transport"))
+            return cls(name, job, transport, float(record["time"]), points, run_ids)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise RunFolderError(f"{path}: cannot be read: {error!r}; start the sweep anew") from error
 
     def runs(self, folder: Path) -> list[RunDir]:

@@ -8,8 +8,8 @@ A reader may raise what `allowed` names: one clear line for the user. Anything e
 that takes over `MOST_CPU_S` of processor time or over `MOST_BYTES` of memory.
 
 **The corpus grows.** A finding is shortened and saved as `tests/fuzz/corpus/TARGET/NUMBER.bin`; the message names the
-file. Mend the reader and commit the file with the change. Every file of a corpus is replayed by a test of its own and is
-mutated further by the fuzzer. To look at one by hand: `replay(target, path)`.
+file. Mend the reader and commit the file with the change. Every file of a corpus is replayed by a test of its own and
+is mutated further by the fuzzer. To look at one by hand: `replay(target, path)`.
 """
 
 import hashlib
