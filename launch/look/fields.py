@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from jobs.files import read_lines
 from jobs.linux import signal_number
+from jobs.reading import parse_json
 
 MOST_RANKS: Final = 100_000  # the names of their files have five digits
 MOST_ATTEMPTS: Final = 10_000
@@ -152,6 +153,15 @@ def typed(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a record with the values that are of the type and within the bounds of their names."""
     found = ((key, FIELDS.get(key, plain)(value)) for key, value in row.items() if value is not None)
     return {key: value for key, value in found if value is not None}
+
+
+def typed_line(line: bytes) -> dict[str, Any]:
+    """Return the record of one line of a log with typed values; {} for a line that is none."""
+    try:
+        row = parse_json(line)
+    except ValueError:  # torn by a full disk
+        return {}
+    return typed(row) if isinstance(row, dict) else {}
 
 
 def typed_lines(path: Path) -> Iterator[dict[str, Any]]:

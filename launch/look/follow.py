@@ -142,7 +142,7 @@ def tail_lines(path: Path, count: int) -> list[str]:
     except FileNotFoundError:
         return []
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
-    return [as_shown(decoded(line)) for line in lines[-count:]]
+    return [as_shown(decoded(line)) for line in (lines[-count:] if count else ())]
 
 
 def offset_of_last(path: Path, lines: int) -> int:

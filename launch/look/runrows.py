@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from jobs import reading
 from jobs.rundir import RunDir
-from launch.look.fields import MOST_RANKS, below, typed, typed_lines
+from launch.look.fields import MOST_RANKS, below, typed_line, typed_lines
 from launch.look.fields import number as number  # those who read rows look for them here
 from launch.look.fields import real as real
 from launch.supervision.verdict import Ending
@@ -158,9 +158,5 @@ def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
         return
     lines = data.split(b"\n")[:-1]
     for line in reversed(lines[1:] if len(data) == TAIL_BYTES else lines):
-        try:
-            row = reading.parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield typed(row)
+        if row := typed_line(line):
+            yield row

@@ -20,11 +20,10 @@ from typing import Any, Final
 from jobs import exits
 from jobs.errors import MusterError, StartTimeoutError, UnreachableError
 from jobs.files import write_json
-from jobs.reading import parse_json
 from jobs.rundir import RunDir
 from launch.console import Console
 from launch.look.event_texts import lines_of
-from launch.look.fields import typed
+from launch.look.fields import typed_line
 from launch.look.follow import LineFollower, as_shown, decoded
 from launch.look.runrows import number, read_json, real
 from launch.scheduler.held_signals import SIGNALS, noting
@@ -187,12 +186,7 @@ class Follower:
     def read_events(self) -> None:
         """Take in the rows that came since the last call, and say what is worth it."""
         for line in self._events.poll():
-            try:
-                row = parse_json(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                self._on_event(typed(row))
+            self._on_event(typed_line(line))
 
     def _on_event(self, row: dict[str, Any]) -> None:
         match row.get("event"):

@@ -21,9 +21,9 @@ from typing import Any, Final
 from jobs import exits
 from jobs.errors import MusterError, RunFolderError
 from jobs.files import write_json
-from jobs.reading import LONGEST_LINE_BYTES, open_file, parse_json
+from jobs.reading import LONGEST_LINE_BYTES, open_file
 from jobs.rundir import RunDir
-from launch.look.fields import typed
+from launch.look.fields import typed, typed_line
 from launch.look.follow import tail_lines
 from launch.look.runrows import Rows, number, read_json, read_rows
 from launch.supervision import lease
@@ -250,14 +250,12 @@ def output_path(run: RunDir, job: SlurmJob) -> Path:
 
 def since_submission(run: RunDir, job: SlurmJob) -> int:
     """Return where in the events the row of the job's submission begins: a run that goes on has older ones."""
-    offset = found = 0
+    offset, found, submitted = 0, 0, ["submitted", job.host, job.pid]
     if not run.events.exists():
         return 0
     with open_file(run.events) as file:
         while line := file.readline(LONGEST_LINE_BYTES):
-            with contextlib.suppress(ValueError):
-                row = parse_json(line)
-                said = [row.get(key) for key in ("event", "host", "pid")] if isinstance(row, dict) else []
-                found = offset if said == ["submitted", job.host, job.pid] else found
+            row = typed_line(line)
+            found = offset if [row.get(key) for key in ("event", "host", "pid")] == submitted else found
             offset += len(line)
     return found
