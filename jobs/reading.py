@@ -2,6 +2,7 @@
 
     open_file     a regular file of a trusted owner; a link as the last part of the path is not followed
     read_bytes    a whole file of at most `most` bytes
+    read_rest     the rest of an open file
     read_end      the last bytes of a file of any size
     parse_json    text to a value of bounded depth and size, with numbers of bounded length
     read_json     both
@@ -13,12 +14,14 @@ With `owned=False` a file is one that the user names on the command line: whoeve
 
 import errno
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Final
@@ -33,7 +36,8 @@ MOST_VALUES: Final = 1 << 20  # a parsed value takes up to 100 bytes
 MOST_DIGITS: Final = 400  # no float needs more, and int() takes quadratic time
 CHUNK_BYTES: Final = 1 << 20
 
-_LONG_NUMBER: Final = re.compile(rf"[0-9]{{{MOST_DIGITS + 1}}}")
+LARGEST: Final = 1e60  # of what is measured: a sum of squares stays finite
+_LONG_NUMBER: Final = re.compile(r"[0-9]{60}|[0-9][eE]\+?[0-9]{2}")
 _STRINGS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _BRACKETS: Final = re.compile(r"[\[\]{}]")
 _STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -106,12 +110,24 @@ def read_bytes(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> byt
         UntrustedError: if `owned`, and it belongs to another user.
         ValueError: if it has more than `most` bytes.
     """
-    data = bytearray()
     with open_file(path, owned=owned) as file:
-        while piece := file.read(min(CHUNK_BYTES, most + 1 - len(data))):
-            data += piece
+        try:
+            return read_rest(file.read, most)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def read_rest(read: Callable[[int], bytes], most: int) -> bytes:
+    """Read the rest of an open file or stream.
+
+    Raises:
+        ValueError: if it has more than `most` bytes.
+    """
+    data = bytearray()
+    while piece := read(min(CHUNK_BYTES, most + 1 - len(data))):
+        data += piece
     if len(data) > most:
-        raise ValueError(f"{path}: has more than {most} bytes")
+        raise ValueError(f"has more than {most} bytes")
     return bytes(data)
 
 
@@ -122,12 +138,12 @@ def read_end(path: Path, most: int, *, owned: bool = True) -> bytes:
         return file.read(most)
 
 
-def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VALUES) -> Any:
+def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VALUES, largest: float = math.inf) -> Any:
     """Parse JSON of bounded depth.
 
     Raises:
-        ValueError: if it is not JSON, nested deeper than `deepest`, or has over `most` values or a number of over 400
-            digits.
+        ValueError: if it is not JSON, nested deeper than `deepest`, or has over `most` values, a number of over 400
+            digits or one beyond `largest`.
     """
     text = data if isinstance(data, str) else data.decode()
     brackets = text.count("[") + text.count("{")
@@ -136,7 +152,7 @@ def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VA
     if brackets > deepest and _is_deeper(text, deepest):
         raise ValueError(f"nested deeper than {deepest} levels")
     if _LONG_NUMBER.search(text):
-        return json.loads(text, parse_int=_whole, parse_float=_real)
+        return json.loads(text, parse_int=partial(_number, int, largest), parse_float=partial(_number, float, largest))
     return json.loads(text)
 
 
@@ -160,6 +176,8 @@ def json_lines(path: Path, longest: int = LONGEST_LINE_BYTES, *, owned: bool = T
                 while line and not line.endswith(b"\n"):  # the rest of a line that is too long
                     line = file.readline(longest)
                 continue
+            if not line.lstrip().startswith(b"{"):  # no record, and errors take time
+                continue
             try:
                 record = parse_json(line)
             except ValueError:  # torn by a full disk: the lines around it still count
@@ -168,16 +186,12 @@ def json_lines(path: Path, longest: int = LONGEST_LINE_BYTES, *, owned: bool = T
                 yield record
 
 
-def _whole(digits: str) -> int:
+def _number(kind: type[int] | type[float], largest: float, digits: str) -> int | float:
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
-
-
-def _real(digits: str) -> float:
-    if len(digits) > MOST_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return float(digits)
+    if not -largest <= (value := kind(digits)) <= largest:
+        raise ValueError(f"{digits:.20} is beyond {largest:g}")
+    return value
 
 
 def _is_deeper(text: str, deepest: int) -> bool:

@@ -18,7 +18,7 @@ from collectives_bench.records import VERSION, Block, Cell, End, Header, Pair, R
 from collectives_bench.results.rows import Row
 from jobs.errors import JobFileError, RunFolderError
 from jobs.files import write_text
-from jobs.reading import parse_json, read_bytes
+from jobs.reading import LARGEST, parse_json, read_bytes
 from jobs.rundir import RunDir
 from jobs.words import unknown
 
@@ -204,7 +204,7 @@ def _record(file: Path, line: bytes, number: int) -> Header | Block | Pair | End
 
 def _json(file: Path, data: bytes, place: str) -> Any:
     try:
-        return parse_json(data, most=MOST_BYTES)
+        return parse_json(data, most=MOST_BYTES, largest=LARGEST)
     except ValueError as error:
         raise JobFileError(f"{file}: {place}not JSON ({error}); the file is damaged, or no result of ours") from error
 

@@ -10,11 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from jobs.errors import JobFileError, RunFolderError
 from jobs.files import write_text
-from jobs.reading import open_file, parse_json, read_bytes
+from jobs.reading import LARGEST, open_file, parse_json, read_bytes
 from jobs.rundir import RunDir
 from jobs.timing.records import VERSION, Dtypes, End, Header, Peak, Timed, Timing, Timings
 
@@ -153,8 +151,9 @@ def _read(path: Path) -> list[Timing]:
     if data.lstrip().startswith(b'{"record"'):
         return [_lines(file, data)]
     try:
+        parse_json(data, largest=LARGEST)
         return Timings.model_validate_json(data).timings
-    except ValidationError as error:
+    except ValueError as error:
         raise _damaged(file, error) from error
 
 
@@ -165,7 +164,7 @@ def _lines(file: Path, data: bytes) -> Timing:
         if not line.strip():
             continue
         try:
-            content = parse_json(line)
+            content = parse_json(line, largest=LARGEST)
             kind = RECORDS[content["record"]]
             if kind is Header and content.get("version", VERSION) != VERSION:
                 raise JobFileError(

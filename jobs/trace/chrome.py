@@ -5,18 +5,21 @@ Perfetto (ui.perfetto.dev) and chrome://tracing open the file as it is, compress
 
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from jobs.files import write_bytes
-from jobs.reading import open_file, parse_json
+from jobs.reading import open_file, parse_json, read_rest
 from jobs.trace.events import MARK, PROFILER_STEP, Step
 from jobs.trace.nesting import Nested
 from jobs.trace.operators import step_at
 
 HOST_LANE: Final = 1  # numbers of threads; those of real ones are process ids, and nobody's is so small
 DEVICE_LANE: Final = 2
+MOST_PACKED: Final = 100  # times smaller than its text is a trace at most, 20 is usual
 MOST_BYTES: Final = 1 << 30  # a minute of a profiled rank makes some 100 MB
 QUICK: Final = 4  # of gzip's levels: half the time of the usual one, for a tenth more bytes
 
@@ -50,9 +53,11 @@ def read_document(path: Path) -> dict[str, Any]:
         ValueError: it is no trace, or larger than `MOST_BYTES` once it is unpacked.
     """
     with open_file(path) as file:
-        data = (gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file).read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise ValueError(f"{path}: has more than {MOST_BYTES} bytes")
+        read = gzip.GzipFile(fileobj=file).read if path.suffix == ".gz" else file.read
+        try:
+            data = read_rest(read, min(MOST_BYTES, MOST_PACKED * (os.fstat(file.fileno()).st_size + (1 << 14))))
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}: is damaged: {error}") from error
     document: dict[str, Any] = parse_json(data, most=MOST_BYTES)
     return document
 

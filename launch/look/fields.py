@@ -136,11 +136,17 @@ FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Say whether a value has a shape: a reader that takes it, [shape] of a list's items, or {key: shape}."""
+    """Say whether a value has a shape: a reader that takes it, [shape] of a list's items, or {key: shape}.
+
+    A key that ends in a question mark may be missing.
+    """
     if isinstance(shape, list):
         return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
     if isinstance(shape, dict):
-        return isinstance(value, dict) and all(fits(value.get(key), each) for key, each in shape.items())
+        return isinstance(value, dict) and all(
+            fits(value[key], each) if (key := name.rstrip("?")) in value else key != name
+            for name, each in shape.items()
+        )
     return shape(value) is not None
 
 

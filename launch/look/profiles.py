@@ -18,7 +18,7 @@ _STEP: Final = {
     "seconds": real,
     "communication_s": real,
     "hidden_s": real,
-    "device_s": optional(real),
+    "device_s?": optional(real),
     "overlap": optional(real),
 }
 _TIMES: Final = ("cpu_total_us", "cpu_self_us", "cuda_total_us", "cuda_self_us")
@@ -31,13 +31,13 @@ SHAPE: Final = {
     "mode": text,
     "device": text,
     "host": text,
-    "files": optional(texts),
-    "memory": optional(reals),
+    "files?": texts,
+    "memory?": reals,
     "operators": [_OPERATOR],
     "kernels": [_OPERATOR],
     "kinds": reals,
     "phases": reals,
-    "device_phases": optional(reals),
+    "device_phases?": optional(reals),
     "overlap": optional(real),
     "matmul_share": optional(real),
 }

@@ -82,7 +82,8 @@ class SlurmJob:
     def client(self) -> Client:
         """Return the commands of its cluster."""
         conf = self.environment.get("SLURM_CONF")
-        known = {} if conf and not Path(conf).exists() else self.environment  # of another machine
+        # Of another machine, or too long for a name, at which pathlib raises.
+        known = {} if conf and not os.path.exists(conf) else self.environment  # noqa: PTH110
         return Client({**os.environ, **known}, self.cluster)
 
     def ask(self) -> JobState | None:

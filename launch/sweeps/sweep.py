@@ -23,6 +23,7 @@ MOST_POINTS: Final = 1000  # Slurm's own limit for an array, unless the site rai
 PREFIX: Final = "sweep-"
 RECORD: Final = "sweep.json"
 LONGEST_NAME: Final = 64
+RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}")
 NOT_GRIDS: Final = {"name": "the runs are named after their points; name the sweep with --name"}
 BRACKETS: Final = {"[": "]", "{": "}", "(": ")"}
 
@@ -83,6 +84,8 @@ class SweepRecord:
                 Point(int(row["index"]), tuple(map(str, row["overrides"])), str(row["name"])) for row in rows
             )
             run_ids = tuple(str(row["run_id"]) for row in rows)
+            if not all(RUN_ID.fullmatch(each) for each in run_ids):
+                raise ValueError("not the name of a run")
             name, job, transport = (str(record[key]) for key in ("name", "job", "transport"))
             return cls(name, job, transport, float(record["time"]), points, run_ids)
         except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:

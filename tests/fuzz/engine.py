@@ -13,6 +13,7 @@ is mutated further by the fuzzer. To look at one by hand: `replay(target, path)`
 """
 
 import hashlib
+import json
 import resource
 import signal
 import time
@@ -51,20 +52,44 @@ WORDS = (
     ),
     *(b"<!DOCTYPE x>", b"&x;", b"<a>", b"</a>", b"9" * 20, b"9" * 500, b"9" * 5000),
 )
+JSON_VALUES = (
+    *("0", "1", "-1", "2", "0.5", "-0.5", "NaN", "Infinity", "-Infinity", "1e999", "1e300", "-1e300", "1e15", "1e-300"),
+    *("3000000000", "65536", "100000", "null", "true", "false"),
+    *(
+        '""',
+        "[]",
+        "{}",
+        "[[]]",
+        '["a"]',
+        '{"a": 1}',
+        "[1, 2]",
+        '"\\ud800"',
+        '"../../x"',
+        '"\\u0000"',
+        '"\\u001b[2J"',
+        '"\\u202e"',
+    ),
+    *("9" * 30, "9" * 399, "-" + "9" * 399, "[" * 50 + "]" * 50, '"' + "x" * 20000 + '"', "253402300800", "1e12"),
+)
 
 
 @dataclass(frozen=True)
 class Target:
     """One parser: well-formed inputs, and a function that reads one as the command does."""
 
-    name: str  # of its folder in the corpus
+    name: str  # of its folder in the corpus; what stands behind a colon tells several readers of one kind apart
     seeds: Sequence[bytes]
     read: Callable[[bytes], object]
     allowed: tuple[type[BaseException], ...] = (MusterError,)
 
+    @property
+    def folder(self) -> Path:
+        """Where its inputs are saved."""
+        return CORPUS / self.name.partition(":")[0]
+
     def corpus(self) -> list[Path]:
         """List the inputs that were saved, in a fixed order."""
-        return sorted((CORPUS / self.name).glob("*"))
+        return sorted(self.folder.glob("*"))
 
 
 @dataclass(frozen=True)
@@ -147,7 +172,7 @@ def save(target: Target, data: bytes, why: str) -> Finding:
                 break
         else:
             step //= 2
-    path = CORPUS / target.name / f"{hashlib.sha256(data).hexdigest()[:12]}.bin"
+    path = target.folder / f"{hashlib.sha256(data).hexdigest()[:12]}.bin"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
     return Finding(target.name, data, f"saved as {path}\n{why}")
@@ -258,6 +283,30 @@ def _value(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
     while end < len(data) and data[end : end + 1] not in b",}]\n>":
         end += 1
     return data[:begin] + random.choice((b"", b" ")) + random.choice(random.choice((NUMBERS, WORDS))) + data[end:]
+
+
+def _member(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
+    """Change, remove or repeat one value inside a line of JSON, which stays JSON."""
+    lines = data.split(b"\n")
+    place = random.randrange(len(lines))
+    try:
+        root = at = json.loads(lines[place])
+        while isinstance(at, (dict, list)) and at:
+            key = random.choice(list(at) if isinstance(at, dict) else range(len(at)))
+            if not isinstance(at[key], (dict, list)) or not at[key] or random.random() < 0.3:
+                break
+            at = at[key]
+        action = random.randrange(8)
+        if action == 0:
+            del at[key]
+        elif action == 1:
+            at[key] = [at[key]] * random.choice((2, 100))
+        else:
+            at[key] = json.loads(random.choice(JSON_VALUES))
+        lines[place] = json.dumps(root).encode()
+    except (ValueError, TypeError, RecursionError, UnboundLocalError):
+        return _value(data, random, seeds)
+    return b"\n".join(lines)
 
 
 def _double(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
