@@ -97,6 +97,11 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         raise RunFolderError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
 
 
+def expanded(path: str) -> Path:
+    """Return a path whose `~` is the home folder; that of an unknown user stays."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (pathlib raises)
+
+
 def folder_error(path: Path, error: OSError) -> MusterError:
     """Turn a failed write into the error that says what to do."""
     import errno

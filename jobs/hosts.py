@@ -30,6 +30,7 @@ KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
 MAX_BARE_SLOTS: Final = 1024  # behind a colon more than that is somebody's ssh port
 MAX_PORT: Final = 65535
 MAX_MISTAKES: Final = 10
+MOST_READ: Final = 1000  # mistakes
 
 _NAME: Final = re.compile(r"\w[\w.-]*")
 _NUMBERS: Final = re.compile(r"[0-9]+(\.[0-9]+)+")
@@ -65,12 +66,15 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     hosts: list[Host] = []
     mistakes: list[str] = []
     lines: dict[str, int] = {}
+    left = MAX_NAMES
     for number, line in enumerate(text.splitlines(), start=1):
         words = re.sub(r"\s*=\s*", "=", _COMMENT.sub("", line)).split()
         if not words:
             continue
         try:
-            found = _hosts_of_line(words)
+            names = expand(words[0], left)
+            left -= len(names)
+            found = _hosts_of_line(names, words)
             twice = next((host.name for host in found if host.name in lines), None)
             if twice is not None:
                 raise UsageError(
@@ -78,10 +82,10 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
                 )
         except UsageError as error:
             mistakes.append(f"{name}:{number}: {error}")
+            if len(mistakes) == MOST_READ:
+                break
             continue
         hosts += found
-        if len(hosts) > MAX_NAMES:
-            raise JobFileError(f"{name}:{number}: more than {MAX_NAMES:,} hosts; give fewer")
         lines |= dict.fromkeys((host.name for host in found), number)
     if mistakes:
         raise JobFileError(_listed(mistakes, text, name))
@@ -94,8 +98,8 @@ def _listed(mistakes: Sequence[str], text: str, name: str) -> str:
     """Write the first mistakes; a file that is wrong all over is another kind of file."""
     if text.lstrip().startswith("<"):
         return f"{name}: is XML, wanted a hosts file; a CloudLab manifest is given with --manifest"
-    more = len(mistakes) - MAX_MISTAKES
-    return "\n".join([*mistakes[:MAX_MISTAKES], *([f"{name}: and {more} more wrong lines"] if more > 0 else [])])
+    more, least = len(mistakes) - MAX_MISTAKES, "at least " * (len(mistakes) == MOST_READ)
+    return "\n".join([*mistakes[:MAX_MISTAKES], *([f"{name}: and {least}{more} more wrong lines"] if more > 0 else [])])
 
 
 def hostfile_text(hosts: Iterable[Host]) -> str:
@@ -194,9 +198,9 @@ def check_user(user: str) -> str:
     return user
 
 
-def _hosts_of_line(words: Sequence[str]) -> list[Host]:
+def _hosts_of_line(names: Sequence[str], words: Sequence[str]) -> list[Host]:
     values = _values(words[1:])
-    named = [_user_name_slots(word) for word in expand(words[0])]
+    named = [_user_name_slots(word) for word in names]
     if len(named) > 1 and (only := next((key for key in ("address", "ssh") if key in values), None)):
         raise UsageError(f"{only}= belongs to one host, and {words[0]} names {len(named)}; give each its own line")
     slots = _number(values, "slots")

@@ -36,6 +36,7 @@ MOST_VALUES: Final = 1 << 20  # a parsed value takes up to 100 bytes
 MOST_DIGITS: Final = 400  # no float needs more, and int() takes quadratic time
 CHUNK_BYTES: Final = 1 << 20
 
+LATEST_S: Final = 253_402_300_799  # 9999-12-31, the last day that `datetime` knows
 LARGEST: Final = 1e60  # of what is measured: a sum of squares stays finite
 _LONG_NUMBER: Final = re.compile(r"[0-9]{60}|[0-9][eE]\+?[0-9]{2}")
 _STRINGS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)

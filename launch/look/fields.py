@@ -13,14 +13,13 @@ from typing import Any, Final
 
 from jobs.files import read_lines
 from jobs.linux import signal_number
-from jobs.reading import parse_json
+from jobs.reading import LATEST_S, parse_json
 
 MOST_RANKS: Final = 100_000  # the names of their files have five digits
 MOST_ATTEMPTS: Final = 10_000
 MOST_PIDS: Final = 1 << 22  # the kernel's own limit
 MOST: Final = 1 << 53  # beyond it, floats are no whole numbers
 LARGEST: Final = 1e100  # products and sums of what is smaller stay finite
-LATEST_S: Final = 253_402_300_799  # 9999-12-31, the last day that `datetime` knows
 LONGEST_TEXT: Final = 1 << 13
 MOST_LINES: Final = 1000
 

@@ -124,7 +124,7 @@ def targets(folder: Path) -> list[Target]:
         ("timeline: json", through(first.timeline, "timeline", run.path, "--json")),
         ("rank-profile", through(first.profile(0).record, "profile", run.path)),
         ("bench", through(file, "bench", "show", file)),
-        ("bench: compare", through(file, "bench", "compare", file, CORPUS / "bench" / "seed-1.json")),
+        ("bench: compare", through(file, "bench", "compare", file, CORPUS / "bench" / "seed-2.jsonl")),
         ("bench: fit", through(file, "bench", "fit", file, "-o", folder / "fitted.json")),
         ("timing", through(file, "bench", "show", file)),
         ("cluster-profile", through(file, *predict)),
