@@ -31,6 +31,8 @@ RECORDS: Final[dict[str, type[Header] | type[Block] | type[Pair] | type[End]]] =
     "end": End,
 }
 MOST_BYTES: Final = 1 << 31  # every sample of every block stands in it; a larger file is none of ours
+MOST_RANKS: Final = 100_000
+MOST_SAMPLES: Final = 10**9  # of one launch
 
 
 def read_result(paths: Sequence[Path]) -> Result:
@@ -246,7 +248,8 @@ def _complaint(record: Header | Block | Pair) -> str | None:
 
 
 def _of_world(world: World) -> str | None:
-    if min(world.nodes, world.ranks_per_node, world.ranks) < 1:
+    sizes = (world.nodes, world.ranks_per_node, world.ranks)
+    if min(sizes) < 1 or max(sizes) > MOST_RANKS:
         return f"a world of {world.ranks} ranks on {world.nodes} nodes"
     return None
 
@@ -259,7 +262,7 @@ def _of_cell(cell: Cell) -> str | None:
 
 def _of_timing(timing: Timing | None) -> str | None:
     if timing is not None and (
-        timing.n < 1 or timing.min_us < 0 or not timing.min_us <= timing.p50_us <= timing.max_us
+        not 1 <= timing.n <= MOST_SAMPLES or timing.min_us < 0 or not timing.min_us <= timing.p50_us <= timing.max_us
     ):
         return f"times that cannot be: n {timing.n}, min {timing.min_us}, p50 {timing.p50_us}, max {timing.max_us}"
     return None
