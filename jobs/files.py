@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from jobs.errors import MusterError, RunFolderError, StorageError
+from jobs.reading import json_lines
 
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -114,18 +115,22 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a JSON-lines file; an unfinished last line and a missing file yield nothing."""
+    """Yield the records of a log of a run (`jobs.reading.json_lines`); a missing file yields nothing.
+
+    Raises:
+        RunFolderError: it cannot be read, or belongs to another user.
+    """
     try:
-        data = path.read_bytes()
+        yield from json_lines(path)
     except FileNotFoundError:
         return
-    for line in data.split(b"\n")[:-1]:
-        try:
-            record = json.loads(line)
-        except ValueError:  # a line torn by a full disk: the lines around it still count
-            continue
-        if isinstance(record, dict):
-            yield record
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
+
+
+def expanded(path: str) -> Path:
+    """Return a path whose `~` is the home folder; that of an unknown user stays."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (pathlib raises)
 
 
 def folder_error(path: Path, error: OSError) -> MusterError:

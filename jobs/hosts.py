@@ -22,12 +22,14 @@ from typing import Final
 
 from jobs.errors import JobFileError, UsageError
 from jobs.hostnames import MAX_PORT, check_name, check_user, is_numeric
-from jobs.nodelist import expand, fold
+from jobs.nodelist import MAX_NAMES, expand, fold
 from jobs.placement import Host, Login
+from jobs.reading import SETTINGS_BYTES, read_bytes
 
 KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
 MAX_BARE_SLOTS: Final = 1024  # behind a colon more than that is somebody's ssh port
 MAX_MISTAKES: Final = 10
+MOST_READ: Final = 1000  # mistakes
 
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
 
@@ -60,12 +62,15 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     hosts: list[Host] = []
     mistakes: list[str] = []
     lines: dict[str, int] = {}
+    left = MAX_NAMES
     for number, line in enumerate(text.splitlines(), start=1):
         words = re.sub(r"\s*=\s*", "=", _COMMENT.sub("", line)).split()
         if not words:
             continue
         try:
-            found = _hosts_of_line(words)
+            names = expand(words[0], left)
+            left -= len(names)
+            found = _hosts_of_line(names, words)
             twice = next((host.name for host in found if host.name in lines), None)
             if twice is not None:
                 raise UsageError(
@@ -73,6 +78,8 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
                 )
         except UsageError as error:
             mistakes.append(f"{name}:{number}: {error}")
+            if len(mistakes) == MOST_READ:
+                break
             continue
         hosts += found
         lines |= dict.fromkeys((host.name for host in found), number)
@@ -87,8 +94,8 @@ def _listed(mistakes: Sequence[str], text: str, name: str) -> str:
     """Write the first mistakes; a file that is wrong all over is another kind of file."""
     if text.lstrip().startswith("<"):
         return f"{name}: is XML, wanted a hosts file; a CloudLab manifest is given with --manifest"
-    more = len(mistakes) - MAX_MISTAKES
-    return "\n".join([*mistakes[:MAX_MISTAKES], *([f"{name}: and {more} more wrong lines"] if more > 0 else [])])
+    more, least = len(mistakes) - MAX_MISTAKES, "at least " * (len(mistakes) == MOST_READ)
+    return "\n".join([*mistakes[:MAX_MISTAKES], *([f"{name}: and {least}{more} more wrong lines"] if more > 0 else [])])
 
 
 def hostfile_text(hosts: Iterable[Host]) -> str:
@@ -136,14 +143,15 @@ def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> l
     return chosen
 
 
-def read_text(path: Path, wanted: str) -> str:
+def read_text(path: Path, wanted: str, most: int = SETTINGS_BYTES) -> str:
     """Return the text of a file of the user's.
 
     Raises:
-        JobFileError: it is not there, cannot be read, or is not text; `wanted` says what it should be.
+        JobFileError: it is not there, cannot be read, is larger than `most` bytes or not text; `wanted` says what it
+            should be.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_bytes(path, most, owned=False).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise JobFileError(f"{path}: no such file; wanted {wanted}") from error
     except OSError as error:
@@ -151,11 +159,13 @@ def read_text(path: Path, wanted: str) -> str:
         raise JobFileError(f"{path}: cannot be read: {reason}; wanted {wanted}") from error
     except UnicodeDecodeError as error:
         raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted {wanted}") from error
+    except ValueError as error:
+        raise JobFileError(f"{error}; wanted {wanted}") from error
 
 
-def _hosts_of_line(words: Sequence[str]) -> list[Host]:
+def _hosts_of_line(names: Sequence[str], words: Sequence[str]) -> list[Host]:
     values = _values(words[1:])
-    named = [_user_name_slots(word) for word in expand(words[0])]
+    named = [_user_name_slots(word) for word in names]
     if len(named) > 1 and (only := next((key for key in ("address", "ssh") if key in values), None)):
         raise UsageError(f"{only}= belongs to one host, and {words[0]} names {len(named)}; give each its own line")
     slots = _number(values, "slots")
@@ -200,7 +210,7 @@ def _user_name_slots(word: str) -> tuple[str | None, str, int | None]:
     check_name(name)
     if not colon:
         return user or None, name, None
-    if not count.isdecimal() or not count.isascii() or int(count) < 1:
+    if not count.isdecimal() or not count.isascii() or len(count) > 9 or int(count) < 1:
         raise UsageError(f"{word!r}: behind the colon must be a number of slots, as in node0:4, got {count!r}")
     if int(count) > MAX_BARE_SLOTS:
         raise UsageError(

@@ -49,7 +49,7 @@ from jobs.words import counted
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"
-RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")  # it stands in commands that messages print
+RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")  # it stands in commands that messages print
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from jobs import mistakes, yamlfile
 from jobs.errors import JobFileError, UsageError
+from jobs.files import expanded
 from jobs.hostnames import check_jump, check_user
 from jobs.slurm_settings import SlurmSettings
 from jobs.spec import Passable, Variable
@@ -125,9 +126,9 @@ def _absolute(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     for key in PATHS:
         value = raw.get(key)
         if isinstance(value, str) and value:
-            path = Path(value).expanduser()
+            path = expanded(value)
             raw[key] = str(path if key in ("interpreter", "code") else folder / path)
     hosts = raw.get("hosts")
     if isinstance(hosts, str) and hosts and not BOX.fullmatch(hosts):
-        raw["hosts"] = str(folder / Path(hosts).expanduser())
+        raw["hosts"] = str(folder / expanded(hosts))
     return raw

@@ -9,7 +9,6 @@ deleted here does not live on there.
 """
 
 import io
-import json
 import secrets
 import shlex
 import subprocess
@@ -25,6 +24,7 @@ from jobs.boot import CODE_ROOT
 from jobs.errors import MusterError, RefusedError, RunFolderError, UnreachableError
 from jobs.hosts import HostSet
 from jobs.placement import Host
+from jobs.reading import parse_json
 from jobs.site import SshSettings
 from launch.fingerprint import PACKAGES, fingerprint
 from launch.submit.snapshot import own_files
@@ -147,7 +147,7 @@ def found_code(said: Sequence[str]) -> str | None:
     """Return the fingerprint among what a host has printed, which may hold a login shell's chatter."""
     for line in reversed(said):
         try:
-            return str(json.loads(line)["code"])
+            return str(parse_json(line)["code"])
         except (ValueError, KeyError, TypeError):
             continue
     return None

@@ -32,7 +32,7 @@ START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 
 def main() -> int:
     """Become a node, outside and inside."""
-    plan = NodePlan.from_json(read_bytes(Path(sys.argv[1])).decode())
+    plan = NodePlan.from_json(read_bytes(Path(sys.argv[1])))
     kernel.enter_network(Path(plan.netns))
     kernel.leave(kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWPID)
     if os.fork():

@@ -19,7 +19,7 @@ from cloudlab.box import paths as places
 from cloudlab.box.paths import BoxPaths
 from cloudlab.box.spec import BoxSpec, Rates
 from jobs.errors import RefusedError
-from jobs.reading import read_json
+from jobs.reading import parse_json, read_bytes
 
 VERSION: Final = 1
 PREFIX: Final = "box-"
@@ -72,12 +72,12 @@ def read_state(name: str) -> BoxState | None:
     """
     path = BoxPaths.of(name).state
     try:
-        return _from_json(read_json(path))
+        return _from_json(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
         raise RefusedError(f"{path}: not readable for you; a box belongs to root: use sudo") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RefusedError(f"{path}: cannot be understood ({error}); remove it, then: muster box down") from error
 
 
@@ -185,7 +185,8 @@ def _to_json(state: BoxState) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def _from_json(raw: dict[str, Any]) -> BoxState:
+def _from_json(text: bytes) -> BoxState:
+    raw = parse_json(text)
     if raw["version"] != VERSION:
         raise ValueError(f"version {raw['version']}, wanted {VERSION}")
     spec = BoxSpec(

@@ -24,6 +24,7 @@ from jobs.files import append_line, write_json, write_secret
 from jobs.load import LoadedJob
 from jobs.placement import NodePlacement, Placement
 from jobs.ranks import RankEnv
+from jobs.reading import parse_json
 from jobs.rundir import RunDir, find_run, new_run, runs_root
 from jobs.train.main import FAILED, Start
 from jobs.train.restoring import Resume
@@ -40,7 +41,7 @@ def share_start(store: Store, make: Callable[[], Start], env: RankEnv) -> Start:
         RunFolderError, StorageError, NoCheckpointError: as `begin_attempt`; on every rank, for rank 0 tells that too.
     """
     if env.rank != 0:
-        said = json.loads(store.get(RUN_FOLDER_KEY))  # waits as long as `connect` was allowed to
+        said = parse_json(store.get(RUN_FOLDER_KEY))  # waits as long as `connect` was allowed to
         store.set(f"{RUN_FOLDER_KEY}/read/{env.rank}", "")
         if "error" in said:
             error = MusterError(f"rank 0: {said['error']}")

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from jobs import datafiles
 from jobs.errors import UsageError
+from jobs.reading import read_json
 from launch.look import screen
 from launch.options import add_json
 
@@ -45,7 +46,7 @@ def _cifar10(args: argparse.Namespace) -> Record:
             md5=args.md5 or datafiles.CIFAR10_MD5,
             progress=progress,
         )
-    meta = json.loads(files.meta.read_text(encoding="utf-8"))
+    meta = read_json(files.meta, owned=False)
     return {
         "samples": meta["train"]["samples"] + meta["test"]["samples"],
         "files": [_file(files.train, meta["train"]["sha256"]), _file(files.test, meta["test"]["sha256"])],

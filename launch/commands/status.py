@@ -15,6 +15,7 @@ from launch.look.runstate import DIRECT, RunState, read_state
 from launch.supervision import lease
 
 REFRESH_S: Final = 1.0
+MOST_SHOWN: Final = 10_000  # ranks
 CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 RANK_COLUMNS: Final = ("rank>", "node>", "host", "pid>", "state", "exit>")
 
@@ -56,9 +57,12 @@ def render(state: RunState) -> str:
     lines = [f"{what:9}{value}" for what, value in facts if value]
     if state.ranks:
         rows = (
-            (each.rank, each.node, each.host, each.pid, each.state, each.signal or each.code) for each in state.ranks
+            (each.rank, each.node, each.host, each.pid, each.state, each.signal or each.code)
+            for each in state.ranks[:MOST_SHOWN]
         )
         lines += ["", screen.table(RANK_COLUMNS, rows)]
+        more = len(state.ranks) - MOST_SHOWN
+        lines += [f"{more:,} more ranks; --json has them all"] if more > 0 else []
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from typing import Any, Final
 from jobs.boot import module_argv
 from jobs.errors import MusterError, RefusedError, StartTimeoutError, UsageError
 from jobs.files import folder_error, open_log
+from jobs.reading import parse_json
 from jobs.slurm_settings import merged
 from launch.console import Console
 from launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
@@ -199,7 +200,7 @@ def _call(wanted: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str
         raise StartTimeoutError(f"submitit: has not submitted within {SUBMIT_S:g} s; see squeue") from error
     if process.returncode or not out:
         raise failure(said.decode(errors="replace"), process.returncode)
-    answer: dict[str, Any] = json.loads(out)
+    answer: dict[str, Any] = parse_json(out)
     return answer
 
 

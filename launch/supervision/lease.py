@@ -64,7 +64,6 @@ class Lease:
 def age_s(run: RunDir) -> float | None:
     """Return how old a run's lease is, in seconds; None where there is none that can be read."""
     try:
-        written = read_json(run.lease)["time"]
-        return time.time() - float(written)
-    except (OSError, ValueError, KeyError, TypeError):
+        return time.time() - float(read_json(run.lease)["time"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

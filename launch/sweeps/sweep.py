@@ -18,7 +18,7 @@ from jobs.errors import JobFileError, MusterError, RunFolderError, UsageError
 from jobs.files import write_json
 from jobs.ownership import check_folder
 from jobs.reading import read_json
-from jobs.rundir import RunDir, open_run, run_path
+from jobs.rundir import RUN_ID, RunDir, open_run, run_path
 
 VERSION: Final = 1
 MOST_POINTS: Final = 1000  # Slurm's own limit for an array, unless the site raised it
@@ -81,10 +81,15 @@ class SweepRecord:
             if record["version"] != VERSION:
                 raise RunFolderError(f"{path}: is version {record['version']}; this Muster reads version {VERSION}")
             rows = record["points"]
-            points = tuple(Point(row["index"], tuple(row["overrides"]), row["name"]) for row in rows)
-            run_ids = tuple(Path(str(row["run_id"])).name for row in rows)  # beside the sweep, and nowhere else
-            return cls(record["name"], record["job"], record["transport"], record["time"], points, run_ids)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            points = tuple(
+                Point(int(row["index"]), tuple(map(str, row["overrides"])), str(row["name"])) for row in rows
+            )
+            run_ids = tuple(str(row["run_id"]) for row in rows)
+            if not all(RUN_ID.fullmatch(each) for each in run_ids):
+                raise ValueError("not the name of a run")
+            name, job, transport = (str(record[key]) for key in ("name", "job", "transport"))
+            return cls(name, job, transport, float(record["time"]), points, run_ids)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise RunFolderError(f"{path}: cannot be read: {error!r}; start the sweep anew") from error
 
     def runs(self, folder: Path) -> list[RunDir]:
