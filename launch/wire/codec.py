@@ -175,7 +175,7 @@ def _dict(key: Read, item: Read, bound: Bound) -> Read:
     def read(value: Any, where: str) -> dict[Any, Any]:
         if not isinstance(value, dict) or len(value) > bound.most:
             raise _wrong(where, f"an object of at most {bound.most:.0f} fields", value)
-        return {key(name, where): item(each, f"{where}.{name[:SHOWN]}") for name, each in value.items()}
+        return {key(name, where): item(each, f"{where}.{ascii(name)[1:-1][:SHOWN]}") for name, each in value.items()}
 
     return read
 
@@ -195,12 +195,8 @@ def _int(bound: Bound) -> Read:
 
 def _float(bound: Bound) -> Read:
     def read(value: Any, where: str) -> float:
-        large = isinstance(value, int) and value.bit_length() > LONGEST_FLOAT
-        if (
-            type(value) not in (int, float)
-            or large
-            or (bound is not ANY_FLOAT and not bound.least <= value <= bound.most)
-        ):
+        number = type(value) is float or (type(value) is int and value.bit_length() <= LONGEST_FLOAT)
+        if not number or (bound is not ANY_FLOAT and not bound.least <= value <= bound.most):
             raise _wrong(where, f"a number from {bound.least:g} to {bound.most:g}", value)
         return float(value)
 
