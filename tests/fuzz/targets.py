@@ -25,6 +25,8 @@ Reader = Callable[[bytes], object]
 class RefusedInputError(MusterError):
     """A command has said in its own words that it does not take this."""
 
+    exit_code = exits.BAD_JOB
+
 
 def muster(*argv: object) -> None:
     """Run a command in this process.
