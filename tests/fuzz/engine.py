@@ -15,7 +15,6 @@ is mutated further by the fuzzer. To look at one by hand: `replay(target, path)`
 import hashlib
 import json
 import re
-import resource
 import signal
 import time
 import traceback
@@ -26,6 +25,7 @@ from pathlib import Path
 from random import Random
 
 from jobs.errors import MusterError
+from support.memory import little_memory
 
 CORPUS = Path(__file__).parent / "corpus"
 MOST_CPU_S = 1.0
@@ -182,16 +182,13 @@ def _bounded() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise TooSlowError
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     handler = signal.signal(signal.SIGPROF, interrupt)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + MOST_BYTES, hard))
-        signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
-        yield
+        with little_memory(MOST_BYTES):
+            signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
+            yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGPROF, handler)
 
 
