@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -75,6 +76,14 @@ def test_the_users_own_file_may_be_a_link_or_a_pipe(tmp_path: Path) -> None:
         os.close(reading)
     with little_memory(), pytest.raises(JobFileError, match=f"more than {SETTINGS_BYTES} bytes; wanted a hosts file"):
         read_hostfile(link)
+
+
+def test_a_hosts_file_of_spaces_is_read_in_no_time(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(" " * 500_000 + "node0  slots \t=  4" + " " * 500_000)
+    begun = time.process_time()
+    assert [(host.name, host.slots) for host in read_hostfile(path)] == [("node0", 4)]
+    assert time.process_time() - begun < 5  # generous: it took an hour
 
 
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("/dev/zero"), os.mkfifo, Path.mkdir])
