@@ -64,7 +64,8 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     lines: dict[str, int] = {}
     left = MAX_NAMES
     for number, line in enumerate(text.splitlines(), start=1):
-        words = re.sub(r"\s*=\s*", "=", _COMMENT.sub("", line)).split()
+        plain = " ".join(_COMMENT.sub("", line).split())
+        words = plain.replace(" =", "=").replace("= ", "=").split()
         if not words:
             continue
         try:

@@ -15,7 +15,8 @@ from launch.look.runstate import DIRECT, RunState, read_state
 from launch.supervision import lease
 
 REFRESH_S: Final = 1.0
-MOST_SHOWN: Final = 10_000  # ranks
+MOST_SHOWN: Final = 1000  # ranks
+FAILED: Final = ("failed", "victim")
 CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 RANK_COLUMNS: Final = ("rank>", "node>", "host", "pid>", "state", "exit>")
 
@@ -56,10 +57,9 @@ def render(state: RunState) -> str:
     ]
     lines = [f"{what:9}{value}" for what, value in facts if value]
     if state.ranks:
-        rows = (
-            (each.rank, each.node, each.host, each.pid, each.state, each.signal or each.code)
-            for each in state.ranks[:MOST_SHOWN]
-        )
+        failed_first = sorted(state.ranks, key=lambda each: (each.state not in FAILED, each.rank))
+        shown = state.ranks if len(state.ranks) <= MOST_SHOWN else failed_first[:MOST_SHOWN]
+        rows = ((each.rank, each.node, each.host, each.pid, each.state, each.signal or each.code) for each in shown)
         lines += ["", screen.table(RANK_COLUMNS, rows)]
         more = len(state.ranks) - MOST_SHOWN
         lines += [f"{more:,} more ranks; --json has them all"] if more > 0 else []

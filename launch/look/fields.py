@@ -83,12 +83,16 @@ def _signal(value: Any) -> str | None:
         return None
 
 
-def _started(value: Any) -> list[list[Any]] | None:
-    """Return [rank, pid, ...] of each rank that a node started."""
-    if not isinstance(value, list):
-        return None
-    found = [item for item in value[:MOST_RANKS] if isinstance(item, list) and len(item) >= 2]
-    return [[rank, pid, *map(plain, more)] for a, b, *more in found if None not in (rank := _rank(a), pid := _pid(b))]
+def _by_rank(reader: Callable[[Any], int | None]) -> Callable[[Any], list[list[int]] | None]:
+    """Return a reader of [[rank, number], ...]."""
+
+    def read(value: Any) -> list[list[int]] | None:
+        if not isinstance(value, list):
+            return None
+        items = (item for item in value[:MOST_RANKS] if isinstance(item, list) and len(item) == 2)
+        return [[one, other] for a, b in items if (one := _rank(a)) is not None and (other := reader(b)) is not None]
+
+    return read
 
 
 def _record(value: Any) -> dict[str, Any] | None:
@@ -125,7 +129,8 @@ FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "pid": _pid,
     "loss": _loss,
     "signal": _signal,
-    "ranks": _started,
+    "ranks": _by_rank(_pid),
+    "ticks": _by_rank(_whole),
     "times": reals,
     "hosts": texts,
     "last_lines": _lines,

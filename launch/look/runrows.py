@@ -129,7 +129,7 @@ def node_of_rank(run: RunDir, attempt: int) -> dict[int, int]:
     nodes: dict[int, int] = {}
     for row in typed_lines(run.events):
         if row.get("event") == "started" and row.get("attempt", 0) == attempt and "node" in row:
-            nodes.update((rank, row["node"]) for rank, *_ in row.get("ranks", ()))
+            nodes.update((rank, row["node"]) for rank, _ in row.get("ranks", ()))
     rank_of = below(MOST_RANKS)
     for path in run.attempt(attempt).path.glob("node-*.json"):
         record = read_json(path)

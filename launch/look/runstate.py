@@ -181,7 +181,7 @@ def _state(rows: Rows, alive: bool | None, *, stop_asked: bool, has_steps: bool)
     if rows.stopping or stop_asked or "draining" in rows.told:
         return "stopping"
     # A command need not tell when its ranks have met: it runs once its ranks do.
-    told = {rank for row in rows.started for rank, *_ in row.get("ranks", ())}
+    told = {rank for row in rows.started for rank, _ in row.get("ranks", ())}
     all_started = rows.submitted.get("kind") == "command" and len(told) >= (rows.attempt.get("world_size") or 1)
     return "running" if rows.joined or all_started or has_steps else "starting"
 
@@ -213,7 +213,7 @@ def _ranks(rows: Rows, *, over: bool) -> tuple[RankState, ...]:
     world_size = rows.attempt.get("world_size", rows.submitted.get("world_size")) or 0
     where: dict[int, tuple[int | None, str | None, int | None]] = {}
     for row in rows.started:
-        where.update((rank, (row.get("node"), row.get("host"), pid)) for rank, pid, *_ in row.get("ranks", ()))
+        where.update((rank, (row.get("node"), row.get("host"), pid)) for rank, pid in row.get("ranks", ()))
     exited = {row["rank"]: row for row in rows.exited if "rank" in row}  # None: a whole node
     states = []
     for rank in sorted({*range(world_size), *where, *exited}):

@@ -14,7 +14,7 @@ is mutated further by the fuzzer. To look at one by hand: `replay(target, path)`
 
 import hashlib
 import json
-import resource
+import re
 import signal
 import time
 import traceback
@@ -25,51 +25,32 @@ from pathlib import Path
 from random import Random
 
 from jobs.errors import MusterError
+from support.memory import little_memory
 
 CORPUS = Path(__file__).parent / "corpus"
 MOST_CPU_S = 1.0
 MOST_BYTES = 200 << 20
 LONGEST = 1 << 17  # of a mutated input; longer ones cost time and find nothing new
 SHRINK_CPU_S = 2.0
-NUMBERS = (
-    b"0 1 -1 -0 2147483648 3000000000 9223372036854775808 1e9 1e308 1e999 -1e999 NaN Infinity -Infinity 0.1 0x10 1_0"
-).split()
-WORDS = (
-    *(b'null true false "" " { } [ ] [] {} {"a":1} [[1,2]] : , # - & * *a &a ! % @ = ~ << .. / \\ \\n'.split()),
-    *("\u202e \ud7ff \u00e9 \uff11 \U0001f600 \ufeff \u2028 \x85".encode().split(b" ")),
-    *(
-        b"\\ud800",
-        b"\xff\xfe",
-        b"\xc3",
-        b"\xed\xa0\x80",
-        b"\x00",
-        b"\x1b[2J",
-        b"\x1b]0;x\x07",
-        b"\r",
-        b"\t",
-        b"\n",
-        b" ",
-    ),
-    *(b"<!DOCTYPE x>", b"&x;", b"<a>", b"</a>", b"9" * 20, b"9" * 500, b"9" * 5000),
+TOKEN = re.compile(rb"[-+.0-9eE]*[0-9][-+.0-9eE]*|(?<=[:=,])[^,}\]\n>]*")  # a number, or what follows a sign
+NUMBERS = b"0 1 -1 -0 2147483648 3000000000 9223372036854775808 1e9 1e308 1e999 -1e999 NaN -Infinity 0.1 1_0".split()
+BRACKETS = b'null true false "" " { } [ ] [] {} {"a":1} [[1,2]] : , # - & * *a &a ! % @ = ~ << .. / \\ \\n'.split()
+LETTERS = "\u202e \ud7ff \u00e9 \uff11 \U0001f600 \ufeff \u2028 \x85 \\ud800 <a> </a> &x;".encode().split(b" ")
+STRANGE = (
+    b"<!DOCTYPE x>",
+    b"\xff\xfe",
+    b"\xc3",
+    b"\xed\xa0\x80",
+    b"\x1b[2J",
+    b"\x1b]0;x\7",
+    *map(bytes, zip(b"\0\r\t\n ")),
 )
+WORDS = (*BRACKETS, *LETTERS, *STRANGE, b"9" * 20, b"9" * 500, b"9" * 5000)
+NESTS = (b"[", b"{", b'{"a":', b"- ", b"(", b"<a>", b"&a [*a,")
 JSON_VALUES = (
-    *("0", "1", "-1", "2", "0.5", "-0.5", "NaN", "Infinity", "-Infinity", "1e999", "1e300", "-1e300", "1e15", "1e-300"),
-    *("3000000000", "65536", "100000", "null", "true", "false"),
-    *(
-        '""',
-        "[]",
-        "{}",
-        "[[]]",
-        '["a"]',
-        '{"a": 1}',
-        "[1, 2]",
-        '"\\ud800"',
-        '"../../x"',
-        '"\\u0000"',
-        '"\\u001b[2J"',
-        '"\\u202e"',
-    ),
-    *("9" * 30, "9" * 399, "-" + "9" * 399, "[" * 50 + "]" * 50, '"' + "x" * 20000 + '"', "253402300800", "1e12"),
+    *rb"0 1 -1 2 0.5 -0.5 NaN Infinity -Infinity 1e999 1e300 -1e300 1e15 1e-300 1e12 3000000000 65536 100000".split(),
+    *rb'253402300800 null true false "" [] {} [[]] ["a"] {"a":1} [1,2] "\ud800" "../../x" "\u0000" "\u202e"'.split(),
+    *(b"9" * 30, b"9" * 399, b"-" + b"9" * 399, b"[" * 50 + b"]" * 50, b'"' + b"x" * 20000 + b'"', b'"\\u001b[2J"'),
 )
 
 
@@ -92,15 +73,6 @@ class Target:
         return sorted(self.folder.glob("*"))
 
 
-@dataclass(frozen=True)
-class Finding:
-    """An input that a reader did not withstand."""
-
-    target: str
-    data: bytes
-    why: str
-
-
 @dataclass
 class Report:
     """What came of some cases."""
@@ -110,15 +82,15 @@ class Report:
     cases: int = 0
     slowest_s: float = 0.0
     largest_bytes: int = 0
-    findings: list[Finding] = field(default_factory=list)
+    failed: int = 0
+    findings: dict[tuple[str, str], str] = field(default_factory=dict)  # what was said first of each kind
 
     def text(self) -> str:
         """Write it for a person: a line of figures, then every finding."""
-        head = (
-            f"{self.target}: {self.cases} cases of seed {self.seed}, {len(self.findings)} findings, "
-            f"slowest {self.slowest_s:.3f} s, largest {self.largest_bytes / 2**20:.1f} MB"
-        )
-        return "\n".join([head, *(f"{each.data[:200]!r}\n{each.why}" for each in self.findings)])
+        found = f"{self.failed} failed in {len(self.findings)} ways"
+        used = f"slowest {self.slowest_s:.3f} s, largest {self.largest_bytes / 2**20:.1f} MB"
+        head = f"{self.target}: {self.cases} cases of seed {self.seed}, {found}, {used}"
+        return "\n".join([head, *self.findings.values()])
 
 
 class TooSlowError(BaseException):
@@ -140,16 +112,15 @@ def fuzz(
     """Read `cases` mutations; fewer, but at least `least`, once `cpu_s` of processor time are used up."""
     report, begun = Report(target.name, seed), time.process_time()
     seeds = [*target.seeds, *(path.read_bytes() for path in target.corpus())]
-    seen: set[str] = set()
     for number, data in enumerate(mutants(seeds, Random(f"{target.name} {seed}"))):
         done = number >= least and time.process_time() - begun > cpu_s
         if number == cases or done or len(report.findings) == most_findings:
-            return report
-        why = _case(target, data, report)
-        if why is not None and kind_of(why) not in seen:
-            seen.add(kind_of(why))
-            report.findings.append(save(target, data, why))
-    raise AssertionError("mutations have no end")
+            break
+        if (why := _case(target, data, report)) is not None:
+            report.failed += 1
+            if kind_of(why) not in report.findings:
+                report.findings[kind_of(why)] = save(target, data, why)
+    return report
 
 
 def replay(target: Target, path: Path) -> str | None:
@@ -157,25 +128,22 @@ def replay(target: Target, path: Path) -> str | None:
     return _case(target, path.read_bytes(), Report(target.name, 0))
 
 
-def save(target: Target, data: bytes, why: str) -> Finding:
-    """Shorten an input that fails, and add it to the corpus."""
-    data, begun = bytes(data), time.process_time()
-    step = max(1, len(data) // 2)
+def save(target: Target, data: bytes, why: str) -> str:
+    """Shorten an input that fails, add it to the corpus, and say so."""
+    begun, step, place = time.process_time(), max(1, len(data) // 2), 0
     while step and time.process_time() - begun < SHRINK_CPU_S:
-        for begin in range(0, len(data), step):
-            shorter = data[:begin] + data[begin + step :]
-            found = _case(target, shorter, Report(target.name, 0))
-            if found is not None and kind_of(found) == kind_of(why):
-                data = shorter
-                break
-            if time.process_time() - begun > SHRINK_CPU_S:
-                break
+        shorter = data[:place] + data[place + step :]
+        found = _case(target, shorter, Report(target.name, 0))
+        if found is not None and kind_of(found) == kind_of(why):
+            data = shorter
         else:
-            step //= 2
+            place += step
+        if place >= len(data):
+            place, step = 0, step // 2
     path = target.folder / f"{hashlib.sha256(data).hexdigest()[:12]}.bin"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-    return Finding(target.name, data, f"saved as {path}\n{why}")
+    return f"{data[:200]!r}\nsaved as {path}\n{why}"
 
 
 def kind_of(why: str) -> tuple[str, str]:
@@ -214,16 +182,13 @@ def _bounded() -> Iterator[None]:
     def interrupt(number: int, frame: object) -> None:
         raise TooSlowError
 
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     handler = signal.signal(signal.SIGPROF, interrupt)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     try:
-        resource.setrlimit(resource.RLIMIT_AS, (mapped + MOST_BYTES, hard))
-        signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
-        yield
+        with little_memory(MOST_BYTES):
+            signal.setitimer(signal.ITIMER_PROF, MOST_CPU_S)
+            yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGPROF, handler)
 
 
@@ -236,97 +201,24 @@ def _resident(*, reset: bool) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(name))
 
 
-def _place(data: bytes, random: Random) -> int:
-    return random.randint(0, len(data))
+def _edit(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
+    """Put nothing, something strange, a changed bit, many of the same or a part of another input in a place."""
+    begin, other = random.randint(0, len(data)), random.choice(seeds)
+    end, at = begin + random.choice((0, 0, 1, 1, 2, 8, 64, LONGEST)), random.randint(0, len(other))
+    part = data[begin:end]
+    often = random.choice((2, 10, 1000, LONGEST // max(1, len(part))))
+    new = (
+        *(b"", random.choice(WORDS), random.choice(WORDS), part * often, random.choice(NESTS) * (often * 5)),
+        *(part[:-1] + bytes([part[-1] ^ 1 << random.randrange(8)]) if part else b"\0", other[at : at + end - begin]),
+    )
+    return data[:begin] + random.choice(new) + data[end:]
 
 
-def _flip(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    if not data:
-        return b"\x00"
-    place = random.randrange(len(data))
-    return data[:place] + bytes([data[place] ^ 1 << random.randrange(8)]) + data[place + 1 :]
-
-
-def _cut(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    return data[: _place(data, random)]
-
-
-def _remove(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    begin = _place(data, random)
-    return data[:begin] + data[begin + random.choice((1, 2, 4, 16, 100)) :]
-
-
-def _insert(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    place = _place(data, random)
-    return data[:place] + random.choice(WORDS) + data[place:]
-
-
-def _number(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    """Put an interesting number, or something that is none, in the place of a number."""
-    places = [place for place in range(len(data)) if data[place : place + 1].isdigit()]
-    if not places:
-        return _insert(data, random, seeds)
-    begin = end = random.choice(places)
-    while begin > 0 and data[begin - 1 : begin] in b".-+eE0123456789" and data[begin - 1 : begin]:
-        begin -= 1
-    while end < len(data) and data[end : end + 1] in b".-+eE0123456789":
-        end += 1
+def _token(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
+    """Put an interesting number, or something that is none, in the place of a number or a value."""
+    tokens = list(TOKEN.finditer(data))
+    begin, end = random.choice(tokens).span() if tokens else (0, 0)
     return data[:begin] + random.choice(random.choice((NUMBERS, WORDS))) + data[end:]
-
-
-def _value(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    """Put something of another type behind a colon or an equals sign."""
-    places = [place for place in range(len(data)) if data[place : place + 1] in b":=,"]
-    if not places:
-        return _insert(data, random, seeds)
-    begin = end = random.choice(places) + 1
-    while end < len(data) and data[end : end + 1] not in b",}]\n>":
-        end += 1
-    return data[:begin] + random.choice((b"", b" ")) + random.choice(random.choice((NUMBERS, WORDS))) + data[end:]
-
-
-def _member(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    """Change, remove or repeat one value inside a line of JSON, which stays JSON."""
-    lines = data.split(b"\n")
-    place = random.randrange(len(lines))
-    try:
-        root = at = json.loads(lines[place])
-        while isinstance(at, (dict, list)) and at:
-            key = random.choice(list(at) if isinstance(at, dict) else range(len(at)))
-            if not isinstance(at[key], (dict, list)) or not at[key] or random.random() < 0.3:
-                break
-            at = at[key]
-        action = random.randrange(8)
-        if action == 0:
-            del at[key]
-        elif action == 1:
-            at[key] = [at[key]] * random.choice((2, 100))
-        else:
-            at[key] = json.loads(random.choice(JSON_VALUES))
-        lines[place] = json.dumps(root).encode()
-    except (ValueError, TypeError, RecursionError, UnboundLocalError):
-        return _value(data, random, seeds)
-    return b"\n".join(lines)
-
-
-def _double(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    """Repeat a part, now and then so often that depth, digits or length go beyond any bound."""
-    begin = _place(data, random)
-    part = data[begin : begin + random.choice((1, 1, 2, 8, 64))]
-    times = random.choice((1, 1, 1, 2, 10, 1000, LONGEST // max(1, len(part))))
-    return data[:begin] + part * times + data[begin:]
-
-
-def _bracket(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    """Nest deeply."""
-    place, bracket = _place(data, random), random.choice((b"[", b"{", b'{"a":', b"- ", b"(", b"<a>", b"&a [*a,"))
-    return data[:place] + bracket * random.choice((2, 70, 5000, 60000)) + data[place:]
-
-
-def _splice(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
-    other = random.choice(seeds)
-    begin = _place(other, random)
-    return data[: _place(data, random)] + other[begin : begin + random.randint(0, 300)] + data[_place(data, random) :]
 
 
 def _line(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
@@ -338,18 +230,29 @@ def _line(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
     return b"\n".join(lines)
 
 
-MUTATIONS = (
-    _flip,
-    _cut,
-    _remove,
-    _insert,
-    _insert,
-    _number,
-    _number,
-    _value,
-    _value,
-    _double,
-    _bracket,
-    _splice,
-    _line,
-)
+def _member(data: bytes, random: Random, seeds: Sequence[bytes]) -> bytes:
+    """Change, remove or repeat one value inside a line of JSON, which stays JSON."""
+    lines = data.split(b"\n")
+    place = random.randrange(len(lines))
+    try:
+        root = at = json.loads(lines[place])
+    except (ValueError, RecursionError):
+        return _token(data, random, seeds)
+    while isinstance(at, (dict, list)) and at:
+        key = random.choice(list(at) if isinstance(at, dict) else range(len(at)))
+        if isinstance(at[key], (dict, list)) and at[key] and random.random() < 0.7:
+            at = at[key]
+            continue
+        match random.randrange(8):
+            case 0:
+                del at[key]
+            case 1:
+                at[key] = [at[key]] * random.choice((2, 100))
+            case _:
+                at[key] = json.loads(random.choice(JSON_VALUES))
+        break
+    lines[place] = json.dumps(root).encode()
+    return b"\n".join(lines)
+
+
+MUTATIONS = (_edit, _edit, _token, _line, _member, _member)
