@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from jobs import exits
-from support.other_user import AS_OTHER, needs_other_user, public_folder
 from support.package_index import PackageIndex, serving, sha256, wheel
+from support.users import AS_ATTACKER, needs_root, public_folder
 
 pytestmark = pytest.mark.timeout(300)
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -369,15 +369,26 @@ def test_each_package_comes_from_one_index_and_cuda_only_beside_a_build_for_cuda
         assert "the file of torch==9.1+cpu has the SHA-256" in refused
 
 
-@needs_other_user
+@needs_root
 def test_another_user_cannot_hold_the_lock(copy: Path) -> None:
-    with public_folder() as folder:
+    with public_folder(0o755) as folder:
         copied = copy_to(folder / "copy")
         setup(copied, "--python", "/nowhere")
-        tried = subprocess.run([*AS_OTHER, "flock", copied / ".setup.lock", "true"], capture_output=True, check=False)
+        tried = subprocess.run(
+            [*AS_ATTACKER, "flock", copied / ".setup.lock", "true"], capture_output=True, check=False
+        )
         assert b"Permission denied" in tried.stderr
         # What that user can read, such as the script itself, is not a lock.
-        hold = [*AS_OTHER, "flock", "--no-fork", "--nonblock", copied / "setup.sh", "sh", "-c", "echo; exec sleep 60"]
+        hold = [
+            *AS_ATTACKER,
+            "flock",
+            "--no-fork",
+            "--nonblock",
+            copied / "setup.sh",
+            "sh",
+            "-c",
+            "echo; exec sleep 60",
+        ]
         with subprocess.Popen(hold, stdout=subprocess.PIPE) as held:
             assert held.stdout is not None
             assert held.stdout.readline() == b"\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.other_user import AS_OTHER, OTHER_UID, needs_other_user, public_folder
+from support.users import AS_ATTACKER, ATTACKER, needs_root, public_folder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "cloudlab" / "boot.sh"
 Ended = subprocess.CompletedProcess[str]
@@ -71,10 +71,10 @@ def boot(tmp_path: Path) -> Node:
 @pytest.fixture
 def public_boot() -> Iterator[Node]:
     """A node whose homes belong to another user, who can enter them."""
-    with public_folder() as folder:
+    with public_folder(0o755) as folder:
         node = Node(folder)
         for path in (folder / "users").rglob("*"):
-            os.chown(path, OTHER_UID, OTHER_UID)
+            os.chown(path, ATTACKER, ATTACKER)
         yield node
 
 
@@ -105,7 +105,7 @@ def test_a_key_of_ones_own_is_left_alone(boot: Node) -> None:
     assert "users/ada/.ssh/id_rsa is another key; left alone" in ended.stdout
 
 
-@needs_other_user
+@needs_root
 @pytest.mark.parametrize("name", ["authorized_keys", "id_rsa", "id_rsa.pub"])
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_linked_file_in_a_users_home_does_not_make_root_write_elsewhere(
@@ -115,7 +115,7 @@ def test_a_linked_file_in_a_users_home_does_not_make_root_write_elsewhere(
     if exists:
         victim.write_text("root's\n", encoding="utf-8")
         victim.chmod(0o644)
-    subprocess.run([*AS_OTHER, "ln", "-s", victim, public_boot.folder / "users/ada/.ssh" / name], check=True)
+    subprocess.run([*AS_ATTACKER, "ln", "-s", victim, public_boot.folder / "users/ada/.ssh" / name], check=True)
     public_boot.bash("set -e; (node_keys)")
     assert victim.exists() == exists
     if exists:
@@ -123,17 +123,17 @@ def test_a_linked_file_in_a_users_home_does_not_make_root_write_elsewhere(
     # One user's link does not cost the others their key.
     grace = public_boot.folder / "users/grace/.ssh"
     assert {path.name: path.stat().st_uid for path in grace.iterdir()} == dict.fromkeys(
-        ("id_rsa", "id_rsa.pub", "authorized_keys"), OTHER_UID
+        ("id_rsa", "id_rsa.pub", "authorized_keys"), ATTACKER
     )
 
 
-@needs_other_user
+@needs_root
 def test_a_user_can_hold_neither_the_lock_nor_the_log_of_the_boot_script(public_boot: Node) -> None:
     seen = public_boot.folder / "seen"
     seen.touch()
     seen.chmod(0o666)
     public_boot.calls.chmod(0o666)
-    note = f'if [[ $(id -u) == {OTHER_UID} ]]; then readlink /proc/$$/fd/* >>"{seen}"; fi'
+    note = f'if [[ $(id -u) == {ATTACKER} ]]; then readlink /proc/$$/fd/* >>"{seen}"; fi'
     public_boot.program("mkdir", f'{note}; exec /bin/mkdir "$@"')
     public_boot.program("exportfs")
     assert public_boot.bash("main nfs-server 10.10.1.0/24").returncode == 0
@@ -141,7 +141,7 @@ def test_a_user_can_hold_neither_the_lock_nor_the_log_of_the_boot_script(public_
     inherited = seen.read_text().splitlines()
     assert inherited
     assert not {str(lock), str(log)} & set(inherited)
-    held = subprocess.run([*AS_OTHER, "flock", "--nonblock", lock, "true"], capture_output=True, check=False)
+    held = subprocess.run([*AS_ATTACKER, "flock", "--nonblock", lock, "true"], capture_output=True, check=False)
     assert b"Permission denied" in held.stderr
 
 

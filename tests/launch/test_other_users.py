@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jobs import rank_start
-from jobs.files import append_line, read_lines
+from jobs.files import append_line
 from jobs.rundir import RunDir
 from launch import storage, supervise
 from launch.cli import main
@@ -30,7 +30,8 @@ SECRET = "correct-horse-battery"
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    yield from public_folder()
+    with public_folder() as folder:
+        yield folder
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def home(public: Path) -> Path:
 @pytest.fixture(scope="module")
 def failed_run() -> Iterator[Path]:
     """The folder of a run that has failed, so that it could be resumed."""
-    for folder in public_folder():
+    with public_folder() as folder:
         (folder / "job.yaml").write_text(JOB.format("exit 3"))
         done = muster_as(0, "run", "job.yaml", "--runs", str(folder / "runs"), cwd=folder)
         assert done.returncode == 3, done.stderr
@@ -374,7 +375,7 @@ def test_no_other_user_can_read_a_secret_of_a_run(home: Path, umask: int) -> Non
     assert done.returncode == 0, done.stderr
     run = RunDir(next(runs.iterdir()))
     deadline = time.monotonic() + 30
-    while not any(row["event"] == "ended" for row in read_lines(run.events)):
+    while not run.events.exists() or '"event": "ended"' not in run.events.read_text():
         assert time.monotonic() < deadline, run.supervisor_log.read_text()
         time.sleep(0.05)
     holding = [path for path in runs.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -83,9 +84,15 @@ def give(path: Path, uid: int) -> None:
             each.chmod(0o755 if each.is_dir() else 0o644)
 
 
-def public_folder() -> Iterator[Path]:
-    """Make a folder that all users may write in, as /tmp: with the sticky bit."""
+@contextmanager
+def public_folder(mode: int = 0o1777) -> Iterator[Path]:
+    """Make a folder that all users may enter, which those of pytest are not, and write in: as /tmp."""
     folder = Path(tempfile.mkdtemp(prefix="muster-users-", dir="/tmp"))
-    folder.chmod(0o1777)
-    yield folder
-    shutil.rmtree(folder)
+    folder.chmod(mode)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder)
+
+
+AS_ATTACKER = command(ATTACKER, "--")

@@ -16,7 +16,7 @@ from cloudlab.box.spec import BoxSpec, Rates
 from cloudlab.box.state import BoxState, boot_id, box_names, locked_folder, read_state, root_lock, write_state
 from cloudlab.box.tools import Tools
 from jobs.errors import RefusedError, RunFolderError, UsageError
-from support.other_user import AS_OTHER, OTHER_UID, needs_other_user, public_folder
+from support.users import AS_ATTACKER, ATTACKER, needs_root, public_folder
 
 SPECS = st.builds(
     BoxSpec,
@@ -135,9 +135,9 @@ def test_a_held_lock_is_waited_for_and_then_named(root: Path, monkeypatch: pytes
         pass
 
 
-@needs_other_user
+@needs_root
 def test_another_user_reads_a_box_and_holds_none_of_its_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    with public_folder() as folder:
+    with public_folder(0o755) as folder:
         root = folder / "muster"
         monkeypatch.setattr(paths, "ROOT", root)
         written(BoxSpec(name="one", number=2))
@@ -150,18 +150,20 @@ def test_another_user_reads_a_box_and_holds_none_of_its_locks(monkeypatch: pytes
         finally:
             os.umask(umask)
         for held in (root / "lock", root / "box-one"):
-            tried = subprocess.run([*AS_OTHER, "flock", "--nonblock", held, "true"], capture_output=True, check=False)
+            tried = subprocess.run(
+                [*AS_ATTACKER, "flock", "--nonblock", held, "true"], capture_output=True, check=False
+            )
             assert b"Permission denied" in tried.stderr, held
         state_file = root / "box-one/state.json"
-        subprocess.run([*AS_OTHER, "cat", state_file], check=True, capture_output=True)
+        subprocess.run([*AS_ATTACKER, "cat", state_file], check=True, capture_output=True)
         assert state_file.stat().st_mode & 0o022 == 0
 
 
-@needs_other_user
+@needs_root
 def test_a_state_that_another_user_wrote_is_not_used(root: Path) -> None:
     written(BoxSpec(name="one", number=2))
-    os.chown(BoxPaths.of("one").state, OTHER_UID, OTHER_UID)
-    with pytest.raises(RunFolderError, match=f"state.json: belongs to user {OTHER_UID}, expected 0"):
+    os.chown(BoxPaths.of("one").state, ATTACKER, ATTACKER)
+    with pytest.raises(RunFolderError, match=f"state.json: belongs to user {ATTACKER}, expected 0"):
         read_state("one")
 
 
@@ -170,7 +172,7 @@ def test_a_linked_state_is_not_followed(root: Path) -> None:
     state_file = BoxPaths.of("one").state
     state_file.rename(state_file.with_name("elsewhere"))
     state_file.symlink_to("elsewhere")
-    with pytest.raises(RefusedError, match=r"state.json: cannot be understood .*; remove it, then: muster box down"):
+    with pytest.raises(RunFolderError, match=r"state.json: is a link, expected a file; it was not used: remove it"):
         read_state("one")
 
 
