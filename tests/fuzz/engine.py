@@ -32,7 +32,7 @@ MOST_CPU_S = 1.0
 MOST_BYTES = 200 << 20
 LONGEST = 1 << 17  # of a mutated input; longer ones cost time and find nothing new
 SHRINK_CPU_S = 2.0
-TOKEN = re.compile(rb"[-+.0-9eE]*[0-9][-+.0-9eE]*|(?<=[:=,])[^,}\]\n>]*")  # a number, or what follows a sign
+TOKEN = re.compile(rb"[-+.eE]?[0-9][-+.0-9eE]*|(?<=[:=,])[^,}\]\n>]*")  # a number, or what follows a sign
 NUMBERS = b"0 1 -1 -0 2147483648 3000000000 9223372036854775808 1e9 1e308 1e999 -1e999 NaN -Infinity 0.1 1_0".split()
 BRACKETS = b'null true false "" " { } [ ] [] {} {"a":1} [[1,2]] : , # - & * *a &a ! % @ = ~ << .. / \\ \\n'.split()
 LETTERS = "\u202e \ud7ff \u00e9 \uff11 \U0001f600 \ufeff \u2028 \x85 \\ud800 <a> </a> &x;".encode().split(b" ")
