@@ -272,7 +272,12 @@ class Attempt:
 
         A rank that waits after n steps keeps every other from ending step n + 1, and none could have ended step n
         before all had begun it: so after n + 1 steps nobody has passed yet.
+
+        Raises:
+            ProtocolError: if nobody was asked to hold.
         """
+        if self.draining is None:
+            raise ProtocolError("nobody has asked for it")
         if self.stop_at is None:
             self.stop_at = message.steps + 1
             self._tell_all(wire.StopAt(self.number, self.stop_at))

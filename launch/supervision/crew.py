@@ -12,6 +12,7 @@ from typing import Final
 from jobs.errors import MusterError
 from jobs.placement import NodePlacement
 from launch.wire.channel import Channel, ChannelClosed
+from launch.wire.codec import ProtocolError
 from launch.wire.messages import Beat, Heartbeat, Hello, Reached, ToAgent
 from launch.wire.records import Progress
 
@@ -114,8 +115,14 @@ class Crew:
             self.forgive(time.monotonic())
 
     def greeted(self, slot: int, hello: Hello, channel: Channel) -> bool:
-        """Take a node's agent; False for a second one, or one of a node that we have given up."""
+        """Take a node's agent; False for a second one, or one of a node that we have given up.
+
+        Raises:
+            ProtocolError: if this very agent has greeted before.
+        """
         node = self.nodes[slot]
+        if channel is node.channel:
+            raise ProtocolError("it has greeted already")
         if node.settled:
             channel.close()
             return False

@@ -78,7 +78,7 @@ class Startup:
             ProtocolError: if nobody has asked that node to bind one.
         """
         if number != 0 or self.port or not self.complete:
-            raise ProtocolError("Prepared: nobody has asked for it")
+            raise ProtocolError("nobody has asked for it")
         self.port = message.port
         if not self.context.remote:
             return self._start()
@@ -122,7 +122,7 @@ class Startup:
             ProtocolError: if nobody has asked that node to try.
         """
         if number not in self.roster.missing:
-            raise ProtocolError("Reached: nobody has asked for it")
+            raise ProtocolError("nobody has asked for it")
         self.roster.nodes[number].reached = message
         self.roster.missing.discard(number)
         if self.roster.missing:

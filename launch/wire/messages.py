@@ -133,7 +133,7 @@ class Held:
     """A rank waits between two steps, after so many."""
 
     attempt: Attempt
-    steps: Count
+    steps: Annotated[int, Bound(0, (1 << 53) - 1)]  # one more can be said in a StopAt
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,20 @@ from launch.supervision.eventlog import EventLog
 from launch.supervision.progress import Hang
 from launch.supervision.stacks import Absent
 from launch.supervision.verdict import Stop
-from launch.wire.codec import ProtocolError
-from launch.wire.messages import Dump, Held, Hold, Report, Stacks, StopAt, StopRanks, Swept, ToAgent
+from launch.wire.codec import ProtocolError, decode, encode
+from launch.wire.messages import (
+    FROM_AGENT,
+    TO_AGENT,
+    Dump,
+    Held,
+    Hold,
+    Report,
+    Stacks,
+    StopAt,
+    StopRanks,
+    Swept,
+    ToAgent,
+)
 from support.messages import exited, hello
 
 Order = TypeVar("Order")
@@ -248,6 +260,20 @@ def test_a_node_speaks_of_its_own_ranks_only(played: Played, node: int) -> None:
     with pytest.raises(ProtocolError, match=f"it speaks of rank {1 - node}, which is not its own"):
         played.attempt.take(node, exited(1 - node, 0))
     assert played.attempt.roster.running == {0, 1}
+
+
+def test_a_rank_that_was_not_asked_to_hold_does_not_stop_the_others(played: Played) -> None:
+    with pytest.raises(ProtocolError, match="nobody has asked for it"):
+        played.attempt.take(1, Held(0, 23))
+    assert played.orders(StopAt) == []
+
+
+def test_the_farthest_step_that_can_be_held_at_is_followed_by_one_that_can_be_said(played: Played) -> None:
+    played.attempt.drain(STOP, "Ctrl-C")
+    played.attempt.take(1, decode(encode(Held(0, (1 << 53) - 1)), FROM_AGENT))
+    with pytest.raises(ProtocolError):
+        decode(encode(Held(0, 1 << 53)), FROM_AGENT)
+    assert [decode(encode(order), TO_AGENT) for _, order in played.orders(StopAt)] == [StopAt(0, 1 << 53)] * 2
 
 
 def test_a_rank_ends_once(played: Played) -> None:

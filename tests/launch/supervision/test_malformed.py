@@ -1,0 +1,322 @@
+"""A node that sends what it must not costs that node, with a verdict that says so; the run goes on without it.
+
+Real supervisor, TCP and handshake; the agents are coroutines of this process, and one of them misbehaves.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jobs import exits
+from jobs.files import read_lines
+from jobs.rundir import RunDir
+from launch.supervision import inbox
+from launch.supervision import supervisor as module
+from launch.supervision.supervisor import Supervisor
+from launch.wire.channel import LINE_BYTES
+from launch.wire.codec import encode
+from launch.wire.messages import (
+    FROM_AGENT,
+    Broken,
+    File,
+    Heartbeat,
+    Held,
+    Inspected,
+    Log,
+    Prepared,
+    Reached,
+    Ready,
+    Report,
+    Stacks,
+    Started,
+    Swept,
+)
+from support.fake_agents import FakeAgent, live
+from support.messages import exited, hello
+from support.messages_drawn import instances
+
+ODD = 1  # the node that misbehaves: ranks 2 and 3 are its own
+PROTOCOL = "its agent broke the protocol: "
+REACHED = Reached(0, "eth1", "10.10.1.2", "", "code", "shared", "/runs", "")
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "TICK_S", 0.02)
+    monkeypatch.setattr(module, "ORPHANS_S", 0.0)
+    monkeypatch.setattr(module, "raise_open_files", lambda: None)
+
+
+def line(**fields: Any) -> bytes:
+    return (json.dumps(fields) + "\n").encode()
+
+
+def changed(message: object, **changes: Any) -> bytes:
+    """A message as a line, with fields that its class would not take."""
+    return line(**{**json.loads(encode(message)), **changes})
+
+
+def sent(at: str, *lines: bytes) -> Callable[[str], tuple[bytes, ...]]:
+    """Send lines at one moment of an agent's life."""
+    return lambda moment: lines if moment == at else ()
+
+
+def rows(supervised: Supervisor) -> list[dict[str, Any]]:
+    return list(read_lines(supervised.run_dir.attempts))
+
+
+def went_on(folder: Path, at: str, *lines: bytes, odd: int = ODD, spares: int = 1) -> str:
+    """Let one node of a run misbehave; the run is to go on without it. Return why it was lost."""
+    agents = [FakeAgent(node, sent(at, *lines) if node == odd else lambda _: ()) for node in range(2 + spares)]
+    verdict, supervised = live(folder, *agents, spares=spares)
+    assert (verdict.code, verdict.message) == (exits.DONE, "4 ranks ended with 0")
+    first, last = rows(supervised)
+    assert (first["class"], first["code"], first["first"]["node"]) == ("unreachable", exits.UNREACHABLE, odd)
+    assert first["message"].startswith(f"node {odd} (n{odd}): ")
+    assert first["message"].isprintable()
+    expected = [f"n{node}" for node in range(2 + spares) if spares == 0 or node != odd]
+    assert (last["class"], last["hosts"]) == ("done", expected)
+    return str(first["message"]).partition(": ")[2]
+
+
+# What is no message of the protocol, or has a field beyond its bounds -------------------------------------------------
+
+MALFORMED: dict[str, tuple[bytes, str]] = {
+    "words": (b"Segmentation fault\n", "expected JSON"),
+    "bytes": (b"\xff\xfe\x00\n", "expected JSON"),
+    "a list": (b"[1, 2]\n", "expected one of Hello"),
+    "nested without end": (b"[" * 100_000 + b"\n", "expected JSON: nested deeper than 64 levels"),
+    "a number of 5,000 digits": (b'{"message": "Held", "steps": ' + b"9" * 5000 + b"}\n", "a number of 5000 digits"),
+    "a line without an end": (b"x" * (2 * LINE_BYTES + 1), "its line is too long"),
+    "no kind": (line(attempt=0), "expected one of Hello"),
+    "an unknown kind": (line(message="Dance"), "got 'Dance'"),
+    "a kind of the other direction": (line(message="StopRanks", attempt=0, grace_s=0), "got 'StopRanks'"),
+    "an event of the supervisor's own: a stop": (line(message="StopRequest", by="me"), "got 'StopRequest'"),
+    "an event of its own: a failure": (line(message="Failed", slot=0, error="no"), "got 'Failed'"),
+    "an event of its own: a refusal": (line(message="Refused", error="no"), "got 'Refused'"),
+    "an event of its own: a tick": (line(message="Tick"), "got 'Tick'"),
+    "an event of its own: a checkpoint": (line(message="Loaded"), "got 'Loaded'"),
+    "an event of its own: an end": (line(message="Gone", slot=0), "got 'Gone'"),
+    "the protocol before": (line(did="stop", attempt=0), "expected one of Hello"),
+    "a name that Python has": (line(message="__class__"), "got '__class__'"),
+    "a kind with escape sequences": (line(message="\x1b]0;owned\x07"), r"got '\x1b]0;owned\x07'"),
+    "a missing field": (line(message="Held", attempt=0), "Held: lacks steps"),
+    "another node's number": (changed(Held(0, 3), node=0), "Held: has unknown fields ['node']"),
+    "a negative attempt": (changed(Held(0, 3), attempt=-1), "Held.attempt: expected a whole number"),
+    "an attempt of text": (changed(Held(0, 3), attempt="0"), "Held.attempt: expected a whole number"),
+    "an attempt that is true": (changed(Held(0, 3), attempt=True), "Held.attempt: expected a whole number"),
+    "steps beyond all bounds": (changed(Held(0, 3), steps=1 << 60), "Held.steps: expected a whole number"),
+    "a rank of -1": (changed(exited(2, 0), rank=-1), "Exited.rank: expected a whole number"),
+    "an unknown signal": (changed(exited(2, None), signal="SIGFOO"), "Exited.signal: "),
+    "a code beyond a byte": (changed(exited(2, 0), code=256), "Exited.code: "),
+    "an end that is no number": (changed(exited(2, 0), ended=float("nan")), "Exited.ended: expected a number"),
+    "half a failure": (changed(exited(2, 1), failure={"kind": "X"}), "Exited.failure: "),
+    "a time that is no number": (changed(Heartbeat(0, 1.0, 1.0, 1.0), time=float("nan")), "Heartbeat.time: "),
+    "progress of another shape": (changed(Heartbeat(0, 1.0, 1.0, 1.0), progress={"steps": 1}), "Heartbeat.progress: "),
+    "an unknown report": (changed(Report(0, 2, {"report": "arrived"}), report={"report": "won"}), "Report.report"),
+    "a loss that no float holds": (
+        changed(
+            Report(0, 2, {"report": "arrived"}),
+            report={"report": "progress", "step": 1, "steps": 2, "loss": 10**399, "rate": 1, "unit": "x"},
+        ),
+        "Report.report",
+    ),
+    "another stream": (changed(Log(0, 2, "out", ()), stream="both"), "Log.stream: "),
+    "a piece at a negative offset": (changed(File(0, "metrics.jsonl", 0, b""), offset=-1), "File.offset: "),
+    "a piece that is not base64": (changed(File(0, "metrics.jsonl", 0, b""), data="!"), "File.data: expected base64"),
+    "a piece that is too large": (
+        changed(File(0, "metrics.jsonl", 0, b""), data="AAAA" * 90_000),
+        "File.data: expected at most 262144 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_message_costs_its_node(tmp_path: Path, kind: str) -> None:
+    bad, said = MALFORMED[kind]
+    why = went_on(tmp_path, "started", bad)
+    assert why.startswith(PROTOCOL)
+    assert said in why
+
+
+# What is well-formed, and not this node's to say, or not now ----------------------------------------------------------
+
+ILL_TIMED: dict[str, tuple[tuple[bytes, ...], str]] = {
+    "a rank of another node ends": ((encode(exited(0, 0)),), "rank 0, which is not its own"),
+    "a rank that there is not ends": ((encode(exited(99, 0)),), "rank 99, which is not its own"),
+    "a rank ends twice": ((encode(exited(2, 0)), encode(exited(2, 0))), "rank 2 ends a second time"),
+    "a report of another node's rank": ((encode(Report(0, 1, {"report": "joined"})),), "rank 1, which is not its own"),
+    "processes of another node": ((encode(Started(0, ((0, 1, 1),), 1.0)),), "rank 0, which is not its own"),
+    "output of another node's rank": ((encode(Log(0, 0, "out", ("forged",))),), "rank 0, which is not its own"),
+    "stacks of another node's rank": (
+        (encode(Stacks(0, ({"rank": 0, "state": "S", "lines": ()},))),),
+        "rank 0, which is not its own",
+    ),
+    "another port for the store": ((encode(Prepared(0, 4343, "", ())),), "Prepared: nobody has asked for it"),
+    "the way to the store, once more": ((encode(REACHED),), "Reached: nobody has asked for it"),
+    "a rank waits that nobody asked to": ((encode(Held(0, 3)),), "Held: nobody has asked for it"),
+    "a second greeting": ((encode(hello(host="n9")),), "Hello: it has greeted already"),
+    "a file elsewhere": ((encode(File(0, "../../passwd", 0, b"x")),), "a file of another name: '../../passwd'"),
+    "a file of the supervisor's": ((encode(File(0, "events.jsonl", 0, b"x")),), "a file of another name"),
+    "a file far beyond its end": ((encode(File(0, "metrics.jsonl", 1 << 40, b"x")),), "File: "),
+}
+
+
+@pytest.mark.parametrize("kind", ILL_TIMED)
+@pytest.mark.parametrize("spares", [1, 0])
+def test_a_message_that_is_not_a_nodes_to_send_costs_that_node(tmp_path: Path, kind: str, spares: int) -> None:
+    """A spare takes its place; without one, its agent is started again."""
+    lines, said = ILL_TIMED[kind]
+    assert said in went_on(tmp_path, "started", *lines, spares=spares)
+
+
+def test_node_0_is_not_believed_either(tmp_path: Path) -> None:
+    """The supervisor's own host: whoever holds its key is only this node as well."""
+    why = went_on(tmp_path, "started", encode(Prepared(0, 4343, "", ())), odd=0)
+    assert "Prepared: nobody has asked for it" in why
+
+
+def test_one_that_misbehaves_while_it_is_stopped_is_not_used_again(tmp_path: Path) -> None:
+    lines = {"started": (encode(Broken(0, "a disk", 1)),), "stopping": (encode(exited(0, 0)),)}
+    verdict, supervised = live(tmp_path, FakeAgent(0), FakeAgent(1, lambda at: lines.get(at, ())), FakeAgent(2))
+    warned = [row["text"] for row in read_lines(supervised.run_dir.events) if row["event"] == "warning"]
+    assert warned == [f"node 1: {PROTOCOL}Exited: it speaks of rank 0, which is not its own"]
+    first, last = rows(supervised)
+    assert (verdict.code, first["message"], last["hosts"]) == (exits.DONE, "node 1 (n1): a disk", ["n0", "n2"])
+
+
+def test_what_is_forged_of_other_nodes_leaves_no_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    went_on(tmp_path, "started", encode(Log(0, 0, "out", ("forged",))))
+    assert "forged" not in capfd.readouterr().out
+
+
+def test_a_file_that_was_refused_is_not_there(tmp_path: Path) -> None:
+    went_on(tmp_path, "started", *ILL_TIMED["a file far beyond its end"][0])
+    (run,) = (RunDir(path) for path in tmp_path.iterdir())
+    assert not run.metrics.exists() or run.metrics.stat().st_size == 0
+
+
+# At the start ---------------------------------------------------------------------------------------------------------
+
+FIRST: dict[str, bytes] = {
+    "words": b"Welcome to n1!\n",
+    "bytes": b"\xff\xfe\n",
+    "another message": encode(Held(0, 3)),
+    "a greeting of the protocol before": line(did="hello", node=1, host="n1"),
+    "a greeting that claims another node": changed(hello(), node=0),
+    "a greeting that claims node -1": changed(hello(), node=-1),
+    "a greeting without a host": line(**{k: v for k, v in json.loads(encode(hello())).items() if k != "host"}),
+    "a greeting with a host of 300 characters": changed(hello(), host="x" * 300),
+    "a greeting with a core of -1": changed(hello(), cores=[-1]),
+    "a greeting with a process 0": changed(hello(), pid=0),
+    "a greeting with a time that is no number": changed(hello(), time=float("inf")),
+}
+
+
+@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_node_that_does_not_greet_is_named(tmp_path: Path, kind: str, spares: int) -> None:
+    """As one that cannot be reached is: without a spare it ends the start, for its name may be wrong."""
+    others = [FakeAgent(node, ends=True) for node in (0, 2)[: 1 + spares]]
+    verdict, supervised = live(tmp_path, FakeAgent(ODD, first=FIRST[kind]), *others, spares=spares)
+    first, *more = rows(supervised)
+    assert first["class"] == "unreachable"
+    assert first["message"].startswith("node 1: its agent hung up before its greeting: ")
+    assert first["message"].splitlines()[1:] == ["to go on without: --exclude n1"]
+    assert all(text.isprintable() for text in first["message"].splitlines())
+    assert verdict.code == (exits.DONE if spares else exits.UNREACHABLE)
+    assert [row["hosts"] for row in more] == [["n0", "n2"]] * spares
+
+
+@pytest.mark.parametrize(
+    ("at", "bad", "said"),
+    [
+        ("greeted", Held(0, 3), "Held: nobody has asked for it"),
+        ("greeted", Prepared(0, 4343, "", ()), "Prepared: nobody has asked for it"),
+        ("greeted", REACHED, "Reached: nobody has asked for it"),
+        ("greeted", exited(0, 0), "Exited: it speaks of rank 0, which is not its own"),
+        ("greeted", hello(), "Hello: it has greeted already"),
+        ("reached", REACHED, "Reached: nobody has asked for it"),
+        ("reached", Prepared(0, 4343, "", ()), "Prepared: nobody has asked for it"),
+    ],
+)
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_node_that_misbehaves_while_a_run_starts_is_lost_and_named(
+    tmp_path: Path, at: str, bad: object, said: str, spares: int
+) -> None:
+    others = [FakeAgent(node, ends=True) for node in (0, 2)[: 1 + spares]]
+    verdict, supervised = live(tmp_path, FakeAgent(ODD, sent(at, encode(bad)), ends=True), *others, spares=spares)
+    first, *more = rows(supervised)
+    assert (first["class"], first["message"]) == ("unreachable", f"node 1 (n1): {PROTOCOL}{said}")
+    assert verdict.code == (exits.DONE if more else exits.UNREACHABLE)
+    assert more or not spares
+
+
+# What is allowed ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        exited(0, 0, attempt=7),  # of another attempt: late, or never
+        Report(7, 0, {"report": "joined"}),
+        Heartbeat(7, 1.0, 1.0, 1.0),
+        Inspected(0, {}),
+        Ready(0, 1),
+        Stacks(0, ()),
+        Report(0, 2, {"report": "missed", "step": 1, "missed": 1, "message": "a full disk"}),
+    ],
+)
+def test_what_is_allowed_costs_nobody_anything(tmp_path: Path, message: object) -> None:
+    agents = [FakeAgent(0, ends=True), FakeAgent(1, sent("started", encode(message)), ends=True)]
+    verdict, supervised = live(tmp_path, *agents, spares=0)
+    assert (verdict.code, len(rows(supervised))) == (exits.DONE, 1)
+
+
+def test_a_piece_of_a_file_arrives_as_it_was_sent(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 10
+    pieces = [File(0, "attempt-000/rank-00002.out", offset, data[offset : offset + 1000]) for offset in (0, 1000, 2000)]
+    agents = [FakeAgent(0, ends=True), FakeAgent(1, sent("started", *map(encode, pieces)), ends=True)]
+    verdict, supervised = live(tmp_path, *agents, spares=0)
+    assert verdict.code == exits.DONE
+    assert supervised.run_dir.attempt(0).out(2).read_bytes() == data
+
+
+def test_a_node_that_cannot_kill_something_is_not_used_again(tmp_path: Path) -> None:
+    left = Swept(0, 1, ({"pid": 7, "state": "D", "name": "\x1b[2J", "rank": None},))
+    lines = {"started": (encode(exited(2, 1)),), "stopping": (encode(left),)}
+    agents = [FakeAgent(0), FakeAgent(1, lambda moment: lines.get(moment, ())), FakeAgent(2)]
+    verdict, supervised = live(tmp_path, *agents)
+    assert verdict.code == exits.DONE
+    assert rows(supervised)[-1]["hosts"] == ["n0", "n2"]
+
+
+# Whatever it sends ----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_no_message_of_a_node_does_more_than_cost_that_node(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Up to three drawn messages at a drawn moment; the run ends by itself, and blames nobody else.
+
+    That a scheduler ends the run, a node may say: Terminated is left out.
+    """
+    kinds = [kind for name, kind in FROM_AGENT.items() if name != "Terminated"]
+    drawn = data.draw(st.lists(st.sampled_from(kinds).flatmap(instances), min_size=1, max_size=3))
+    at = data.draw(st.sampled_from(["greeted", "prepared", "reached", "started", "stopping"]))
+    odd = data.draw(st.sampled_from([0, 1]))
+    fails = (encode(exited(2 * odd, 1)),) if at == "stopping" else ()
+    lines = {"started": fails, at: tuple(map(encode, drawn))}
+    folder = tmp_path_factory.mktemp("run")
+    agents = [FakeAgent(node, ends=True) for node in (1 - odd, 2)]
+    verdict, supervised = live(folder, FakeAgent(odd, lambda moment: lines.get(moment, ()), ends=not fails), *agents)
+    first, *more = rows(supervised)
+    assert first["first"] is None or first["first"]["node"] == odd, (drawn, first)
+    assert verdict.code == exits.DONE or not more
