@@ -106,13 +106,11 @@ class Attempt:
         Raises:
             ProtocolError: if the node may not send it, or not now.
         """
+        self.startup.check_begun(message)
         match message:
-            case wire.Prepared():
+            case wire.Prepared() | wire.Reached():
                 self._begin_again()
-                self.advance(lambda: self.startup.prepared(node_rank, message))
-            case wire.Reached():
-                self._begin_again()
-                self.advance(lambda: self.startup.reached(node_rank, message))
+                self.advance(lambda: self.startup.step(node_rank, message))
             case wire.Started():
                 self.roster.check_own(node_rank, *(rank for rank, _, _ in message.ranks))
                 self._on_started(node_rank, message)
@@ -177,17 +175,11 @@ class Attempt:
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def _on_exited(self, node_rank: int, message: wire.Exited) -> None:
-        """Take the end of a rank.
-
-        Raises:
-            ProtocolError: if it has ended before.
-        """
-        if message.rank not in self.roster.running:
-            raise ProtocolError(f"rank {message.rank} ends a second time")
+        """Take the end of a rank; one that was counted as lost with its node may still end."""
+        self.roster.end(message.rank)
         node = self.roster.nodes[node_rank]
         ahead_s, drained = node.clock.seconds, self.draining is not None
         ending = ending_of(message, node_rank, node.host, ahead_s=ahead_s, ours=self.ours, drained=drained)
-        self.roster.running.discard(message.rank)
         self._record(ending)
         over = self.draining is not None and not self.roster.running and not self.is_stopping
         if over and any(each.cause == "stopped" for each in self.endings):
