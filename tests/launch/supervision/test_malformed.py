@@ -161,8 +161,8 @@ ILL_TIMED: dict[str, tuple[tuple[bytes, ...], str]] = {
     "the way to the store, once more": ((encode(REACHED),), "Reached: nobody has asked for it"),
     "a rank waits that nobody asked to": ((encode(Held(0, 3)),), "Held: nobody has asked for it"),
     "a second greeting": ((encode(hello(host="n9")),), "Hello: it has greeted already"),
-    "a file elsewhere": ((encode(File(0, "../../passwd", 0, b"x")),), "a file of another name: '../../passwd'"),
-    "a file of the supervisor's": ((encode(File(0, "events.jsonl", 0, b"x")),), "a file of another name"),
+    "a file elsewhere": ((encode(File(0, "../../passwd", 0, b"x")),), "a file that is not its own: '../../passwd'"),
+    "a file of the supervisor's": ((encode(File(0, "events.jsonl", 0, b"x")),), "a file that is not its own"),
     "a file far beyond its end": ((encode(File(0, "metrics.jsonl", 1 << 40, b"x")),), "File: "),
 }
 
