@@ -75,6 +75,8 @@ class Curve(Strict):
 
     @model_validator(mode="after")
     def _can_be_drawn(self) -> Self:
+        if not 1 <= self.nodes <= self.ranks:
+            raise ValueError(f"{self.ranks} ranks cannot be on {self.nodes} nodes")
         sizes = [size for size, _ in self.points]
         if sizes != sorted(set(sizes)) or sizes[0] < 0:
             raise ValueError("points must be in order of size, each size once")

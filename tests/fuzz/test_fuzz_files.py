@@ -66,7 +66,7 @@ def test_thousands_of_changed_files_are_taken_or_refused(every: list[Target]) ->
 
 
 def test_readers_that_fail_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name, value in (("CORPUS", tmp_path), ("MOST_CPU_S", 0.1), ("SHRINK_CPU_S", 0.2)):
+    for name, value in (("CORPUS", tmp_path), ("MOST_CPU_S", 0.02), ("SHRINK_CPU_S", 0.05)):
         monkeypatch.setattr(f"fuzz.engine.{name}", value)
 
     def frail(data: bytes) -> None:
@@ -78,5 +78,5 @@ def test_readers_that_fail_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     target = Target("frail", [b'{"size": 12}'], frail, (ValueError, OverflowError))
     report = fuzz(target, seed=1, cases=2000, most_findings=9)
     kinds = {name for _, name in report.findings}
-    assert {"TypeError", "KeyError", "MemoryError", "over 0.1 s"} <= kinds, report.text()
+    assert {"TypeError", "KeyError", "MemoryError", "over 0.02 s"} <= kinds, report.text()
     assert all(replay(target, path) for path in target.corpus())
