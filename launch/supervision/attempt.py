@@ -35,6 +35,7 @@ MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to
 DRAIN_S: Final = 60.0
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 
+OF_RANKS: Final = (wire.Started, wire.Report, wire.Exited, wire.Log, wire.Held, wire.File)
 Send = Callable[[int, wire.ToAgent], None]
 
 
@@ -107,6 +108,8 @@ class Attempt:
         Raises:
             ProtocolError: if the node may not send it, or not now.
         """
+        if isinstance(message, OF_RANKS) and not self.startup.begun:
+            raise ProtocolError("no rank has been started")
         match message:
             case wire.Prepared():
                 self._begin_again()

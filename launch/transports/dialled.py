@@ -119,7 +119,7 @@ class Dialled:
         elif slot == 0 and self.own_agent:
             await self._start_own(gate)
         else:
-            print(f"muster: node {slot} is lost; paste its line there again (muster cmd prints it)", file=sys.stderr)
+            print(f"muster: node {slot} is lost; paste the same line there again", file=sys.stderr)
 
     async def _accept(self, gate: Gate) -> None:
         while True:

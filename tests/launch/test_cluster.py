@@ -97,7 +97,7 @@ def over(transport: str) -> Callable[[Muster, str], tuple[int, str]]:
 
 def by_hand(muster: Muster, job: str) -> tuple[int, str]:
     """Paste the lines into shells on the four nodes, node 0's last but one."""
-    code, out, err = muster.call("cmd", muster.job(), "--all", "--hosts", muster.box.spelt, job=job)
+    code, out, err = muster.call("cmd", muster.job(), "--hosts", muster.box.spelt, job=job)
     assert code == 0, err
     lines = out.splitlines()
     shells = {}

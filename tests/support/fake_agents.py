@@ -27,7 +27,7 @@ from support.messages import exited, hello
 
 LOOPBACK = "127.0.0.1"
 RANKS = 2  # of a node
-DEADLINE_S = 4.0
+DEADLINE_S = 20.0
 
 Lines = Iterable[bytes]
 

@@ -208,7 +208,7 @@ def test_by_hand_somebody_is_asked_to_paste_the_line_again(tmp_path: Path, capsy
         await before.wait()
         second.close()
         await transport.restart(1, gate)
-        assert "node 1 is lost; paste its line there again" in capsys.readouterr().err
+        assert "node 1 is lost; paste the same line there again" in capsys.readouterr().err
         again = await paste()
         third, _ = await gate.hello()
         assert third.node == 1
