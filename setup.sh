@@ -15,17 +15,18 @@ repository=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 readonly repository venv=$repository/.venv
 readonly state_file=$venv/setup.state log=$venv/setup.log
 declare -A state=()
-want_dev=no want_torch=yes want_cpu=no want_system_site=no want_python=''
+want_dev=no want_torch=yes want_cpu=no want_hashes=yes want_system_site=no want_python=''
 
 main() {
   parse "$@"
   take_turn
   read_state
-  if is_ours && ! is_outdated && [[ -z $(missing_groups) ]]; then
+  if is_ours && ! is_outdated && [[ -z $(missing_groups) && $want_hashes == "${state[hashes]-yes}" ]]; then
     say "ready, nothing to do ($(summary))"
     return
   fi
   if ! is_ours || is_outdated; then make_venv; fi
+  if [[ $want_hashes != "${state[hashes]-yes}" ]]; then remember hashes "$want_hashes"; fi
   local group
   for group in $(missing_groups); do
     forget "$group"
@@ -47,6 +48,7 @@ Makes .venv next to this file: pinned packages from requirements/ and the muster
   --launcher-only          everything but torch, for machines that start runs and train nothing (login nodes)
   --python PATH            the Python to use, 3.10 or newer (default: the first such python3 on PATH)
   --system-site-packages   let .venv see that Python's own packages; a torch >= 2.11 found there is used
+  --no-hashes              check versions only, for package mirrors that rebuild wheels; .venv remembers it
   --help                   this text
 TEXT
 }
@@ -58,6 +60,7 @@ parse() {
       --cpu) want_cpu=yes ;;
       --launcher-only) want_torch=no ;;
       --system-site-packages) want_system_site=yes ;;
+      --no-hashes) want_hashes=no ;;
       --python)
         (($# > 1)) || fail $USAGE "--python needs the path of an interpreter"
         want_python=$2
@@ -82,9 +85,11 @@ fail() {
 
 # One setup.sh at a time in a folder. A file system without locks answers with another code than 1: go on.
 take_turn() {
-  local answer=0
+  local answer=0 lock=$repository/.setup.lock
   command -v flock >/dev/null || return 0
-  exec 9<"$repository/setup.sh"
+  # A file that only we may open: whoever opens a file can hold its lock. A folder that is read-only is reported later.
+  (umask 077 && : >>"$lock") 2>/dev/null || return 0
+  exec 9>>"$lock"
   flock -n 9 2>/dev/null || answer=$?
   if ((answer == 1)); then
     say "another setup.sh is at work in this folder; waiting for it"
@@ -105,6 +110,7 @@ read_state() {
   if [[ ${state[dev]-} ]]; then want_dev=yes; fi
   if [[ ${state[flavour]-} == cpu ]]; then want_cpu=yes; fi
   if [[ ${state[system_site]-} == yes ]]; then want_system_site=yes; fi
+  if [[ ${state[hashes]-} == no ]]; then want_hashes=no; fi
 }
 
 remember() {
@@ -250,26 +256,49 @@ install_venv_module() {
 
 install_core() {
   say "installing the launcher"
-  pip_install -r "$repository/requirements/core.txt"
+  install_pins core
   install_muster
 }
 
 install_torch() {
   if [[ $want_system_site == yes ]] && use_module_torch; then return; fi
   local wanted
-  wanted=$(grep '^torch==' "$repository/requirements/torch.txt")
-  if [[ $want_cpu == yes ]]; then
-    if can_reach_cpu_index; then
-      say "installing $wanted, the CPU build (about 200 MB; see .venv/setup.log)"
-      pip_install --no-deps --index-url "$CPU_INDEX" "$wanted"
-    else
-      say "$CPU_INDEX cannot be reached; taking torch from the default index"
-    fi
+  wanted=$(grep -o '^torch==[0-9.]*' "$repository/requirements/torch.txt")
+  if [[ $want_cpu == yes ]] && can_reach_cpu_index; then
+    say "installing $wanted, the CPU build (about 200 MB; see .venv/setup.log)"
+    install_cpu_torch --index-url "$CPU_INDEX"
+  elif [[ $want_hashes == yes ]] && is_offered "torch" "${wanted#*==}+cpu"; then
+    install_cpu_torch
+  elif [[ $want_cpu == yes ]]; then
+    say "$CPU_INDEX cannot be reached; taking $wanted from the default index"
   elif [[ ! -e /dev/nvidiactl && ! -e /proc/driver/nvidia/version ]]; then
     say "hint: no GPU here; ./setup.sh --cpu would fetch about 200 MB of torch instead of 3 GB"
   fi
   say "installing $wanted and what it needs (see .venv/setup.log)"
-  pip_install -r "$repository/requirements/torch.txt" -c "$repository/requirements/cuda.txt"
+  install_pins torch # pip looks up no torch that is installed
+  note_torch
+  if [[ $want_hashes == yes && ${state[flavour]} == cuda ]]; then install_pins cuda; fi
+}
+
+# Install torch's CPU build: its exact local version, with one of the hashes in torch.txt, and nothing that it needs. From
+# PyTorch's index only this one file is taken; all other packages come from the default index.
+install_cpu_torch() {
+  local folder pin=$venv/torch-cpu.txt
+  folder=$(requirements) || explain "cannot write $venv"
+  awk '/^torch==/ { sub(/==[0-9.]+/, "&+cpu"); on = 1 } on { print; if (!/\\$/) exit }' "$folder/torch.txt" >"$pin" ||
+    explain "cannot write $venv"
+  pip_install --no-deps --only-binary :all: "$@" -r "$pin"
+}
+
+# True when pip's own configuration offers a version, as a folder of wheels (find-links) may offer the CPU build. By
+# version pip would choose that one over the plain version; by hash it prefers files whose index lists the hash.
+is_offered() {
+  "$venv/bin/python" -I -m pip index versions --no-input --disable-pip-version-check "$1" 2>>"$log" </dev/null |
+    grep -E '^Available versions: ' | tr -d ',' | tr ' ' '\n' | grep -xF "$2" >/dev/null
+}
+
+# Remember which torch is installed, and whether it is a build for CUDA.
+note_torch() {
   local version_file
   version_file=$(site_packages)/torch/version.py
   state[torch_version]=$(sed -n "s/^__version__ = '\(.*\)'/\1/p" "$version_file")
@@ -278,7 +307,7 @@ install_torch() {
 
 install_dev() {
   say "installing the test tools"
-  pip_install -r "$repository/requirements/dev.txt"
+  install_pins dev
 }
 
 # True when the torch of the Python asked for is new enough. Where that Python is itself a virtual environment, or
@@ -334,6 +363,27 @@ TEXT
   "$venv/bin/python" -I -m compileall -q "${packages[@]}" >>"$log" 2>&1 || true
 }
 
+# Install a file of requirements/. With hashes pip takes the listed wheels and nothing else. It resolves nothing, so that
+# another index in the user's own pip configuration cannot add a package. It builds nothing, because pip would fetch the
+# build tools without hashes. Without hashes pip resolves: rebuilt packages may need other ones.
+install_pins() {
+  local folder
+  folder=$(requirements) || explain "cannot write $venv"
+  if [[ $want_hashes == yes ]]; then
+    pip_install --require-hashes --no-deps --only-binary :all: -r "$folder/$1.txt"
+  else
+    pip_install -r "$folder/$1.txt" -c "$folder/cuda.txt"
+  fi
+}
+
+requirements() { # prints the folder to read pins from; after --no-hashes it holds copies without hashes
+  local from=$repository/requirements to=$venv/requirements file
+  if [[ $want_hashes == yes ]]; then echo "$from" && return; fi
+  mkdir -p "$to" || return
+  for file in "$from"/*.txt; do sed '/^ *--hash=/d; s/ \\$//' "$file" >"$to/${file##*/}" || return; done
+  echo "$to"
+}
+
 pip_install() {
   printf '+ pip install %s\n' "$*" >>"$log"
   # PIP_USER: a user's own setting would aim beside .venv.
@@ -360,10 +410,19 @@ explain() {
   if grep -qE 'No space left on device|Disk quota exceeded|File too large' <<<"$last"; then
     fail $STORAGE "$what: a disk is full (see .venv/setup.log); free some space or set TMPDIR, then call again"
   fi
+  if grep -q 'DO NOT MATCH THE HASHES' <<<"$last"; then
+    local package digest
+    package=$(sed -n 's/^ \{4\}\([^ ]*==[^ ]*\) from .*/\1/p' <<<"$last" | tail -n 1)
+    digest=$(sed -n 's/^ *Got *\([0-9a-f]\{64\}\)$/\1/p' <<<"$last" | tail -n 1)
+    fail 1 "$what: the file of ${package:-a package} has the SHA-256 ${digest:-(see .venv/setup.log)}, expected one that requirements/ lists; somebody may have changed it. If your package mirror rebuilds wheels, call again with --no-hashes"
+  fi
   if grep -qiE 'name resolution|Name or service not known|(establish a|NewConnection|Max retries|refused|unreachable|timed out|timeout|ProxyError|SSLError|Temporary failure|Could not resolve)' <<<"$last"; then
     fail $UNREACHABLE "$what: no network, or the package index does not answer (see .venv/setup.log); connect or set https_proxy, then call again"
   fi
   last=$(grep -iE '^(error|e): ' <<<"$last" | head -n 1 || true)
+  if [[ $want_hashes == yes && $last =~ (Could not find a version|No matching distribution) ]]; then
+    last+="; --no-hashes lets pip build packages that have no wheel for this machine"
+  fi
   fail 1 "$what: ${last:-see .venv/setup.log}"
 }
 

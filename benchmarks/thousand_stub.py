@@ -74,7 +74,9 @@ async def dial(node: int, dialled: str) -> tuple[asyncio.StreamReader, asyncio.S
             answer = b""
         if answer:
             writer.write(end.answer(answer))
-            return reader, writer
+            if welcome := await reader.readline():
+                end.check_welcome(welcome)
+                return reader, writer
         writer.close()
         await asyncio.sleep(DIAL_PAUSE_S)
 

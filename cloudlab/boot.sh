@@ -15,6 +15,7 @@ homes=/users
 etc=/etc
 shared=/nfs
 log=/var/log/muster-boot.log
+lock=/run/muster-boot.lock
 mount_deadline_s=1200 # the server may be a slower machine, and installs a package first
 mount_pause_s=5
 setup_deadline_s=3600
@@ -33,7 +34,8 @@ main() {
   esac
   if ((EUID != 0)); then exec sudo -n bash "${BASH_SOURCE[0]}" "$@"; fi
   exec 3>&2 >>"$log" 2>&1
-  exec 9>>"$log"
+  (umask 077 && : >>"$lock") # nobody else may open it: whoever opens a file can hold its lock
+  exec 9>>"$lock"
   flock -w "$setup_deadline_s" 9 || {
     failed "wait for another boot.sh"
     return 1
@@ -84,33 +86,46 @@ node_keys() {
   key=$folder/key
   (umask 077 && geni-get key >"$key")
   ssh-keygen -y -f "$key" >"$key.pub" # also proves that it is one
-  local home
+  local home failed=0
   for home in "$homes"/*/; do
-    if [[ -d $home ]]; then give_key "${home%/}" "$key"; fi
+    if [[ -d $home ]]; then give_key "${home%/}" "$key" || failed=1; fi
   done
+  return "$failed"
 }
 
+# As the owner of the home, because root would follow any link that the owner has put there. The child inherits neither
+# the lock nor the log: any process of that user could use them.
 give_key() {
-  local home=$1 key=$2 owner group ssh
-  owner=$(stat -c %u -- "$home") group=$(stat -c %g -- "$home") ssh=$home/.ssh
+  local home=$1 key=$2 owner group as_owner=()
+  owner=$(stat -L -c %u -- "$home") && group=$(stat -L -c %g -- "$home") || return
+  if ((owner != EUID)); then as_owner=(setpriv --reuid="$owner" --regid="$group" --clear-groups --); fi
+  env -i PATH="$PATH" "${as_owner[@]}" bash -c "$(declare -f take_key say); take_key \"\$@\"" take_key \
+    "$home" "$(<"$key.pub")" <"$key" 2>&1 3>&- 9>&- | cat
+}
+
+take_key() { # HOME PUBLIC-KEY, with the private key on standard input
+  set -eu
+  umask 077
+  local ssh=$1/.ssh public=$2
   if [[ -L $ssh ]]; then
     say "$ssh is a link; left alone"
     return
   fi
-  install -d -m 700 -o "$owner" -g "$group" -- "$ssh"
+  mkdir -p -- "$ssh"
+  chmod 700 -- "$ssh"
   if [[ ! -e $ssh/id_rsa ]]; then
-    install -m 600 -o "$owner" -g "$group" -- "$key" "$ssh/id_rsa"
-    install -m 644 -o "$owner" -g "$group" -- "$key.pub" "$ssh/id_rsa.pub"
-  elif ! cmp -s "$key" "$ssh/id_rsa"; then
+    cat >"$ssh/id_rsa"
+    printf '%s\n' "$public" >"$ssh/id_rsa.pub"
+    chmod 644 "$ssh/id_rsa.pub"
+  elif ! cmp -s - "$ssh/id_rsa"; then
     say "$ssh/id_rsa is another key; left alone"
   fi
   touch "$ssh/authorized_keys"
-  if ! grep -qxFf "$key.pub" "$ssh/authorized_keys"; then
+  if ! grep -qxF -- "$public" "$ssh/authorized_keys"; then
     # The file may lack a line's end, as one does that somebody wrote by hand.
     if [[ -s $ssh/authorized_keys && $(tail -c 1 "$ssh/authorized_keys") ]]; then echo >>"$ssh/authorized_keys"; fi
-    cat "$key.pub" >>"$ssh/authorized_keys"
+    printf '%s\n' "$public" >>"$ssh/authorized_keys"
   fi
-  chown "$owner:$group" "$ssh/authorized_keys"
   chmod 600 "$ssh/authorized_keys"
 }
 
@@ -157,7 +172,7 @@ set_up() {
   local owner as_owner=()
   owner=$(stat -c %U -- "$repository")
   if [[ $owner != "$(id -un)" ]]; then as_owner=(sudo -n -H -u "$owner" --); fi
-  timeout "$setup_deadline_s" "${as_owner[@]}" "$repository/setup.sh" "$@" </dev/null
+  timeout "$setup_deadline_s" "${as_owner[@]}" "$repository/setup.sh" "$@" </dev/null 2>&1 3>&- 9>&- | cat
   # git trusts a folder of another user's only when told, and preflight compares commits.
   if command -v git >/dev/null && ! git config --system --get-all safe.directory | grep -xF "$repository" >/dev/null; then
     git config --system --add safe.directory "$repository"

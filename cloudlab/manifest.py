@@ -17,8 +17,10 @@ from typing import Final
 from cloudlab import manifest_xml
 from cloudlab.manifest_xml import Interface, Lan, Node
 from jobs.errors import JobFileError, UsageError
-from jobs.hosts import check_user, read_text
+from jobs.hostnames import check_user
+from jobs.hosts import read_text
 from jobs.placement import Host, Login
+from jobs.reading import MOST_BYTES
 from jobs.words import counted
 
 # Nodes that are there for the others: a remote data set, and what shapes or joins links.
@@ -77,7 +79,7 @@ def survey_manifest(
         JobFileError: it cannot be read, or is no manifest.
         UsageError: it leaves open which user or LAN is meant, or has no LAN of that name.
     """
-    nodes, lans = manifest_xml.parse(read_text(path, f"a manifest; {manifest_xml.WHERE}"), str(path))
+    nodes, lans = manifest_xml.parse(read_text(path, f"a manifest; {manifest_xml.WHERE}", MOST_BYTES), str(path))
     try:
         return survey(nodes, lans, user=user, lan=lan, environ=environ)
     except (UsageError, JobFileError) as error:

@@ -9,7 +9,7 @@ from typing import Final
 from xml.etree import ElementTree as ET
 
 from jobs.errors import JobFileError, UsageError
-from jobs.hosts import MAX_PORT, check_name, check_user
+from jobs.hostnames import MAX_PORT, check_name
 from jobs.placement import Login
 
 WHERE: Final = "take the Manifest tab of the experiment's page, or run geni-get manifest on a node"
@@ -118,9 +118,9 @@ def _node(element: ET.Element, name: str) -> Node:
 
 def _login(element: ET.Element) -> Login:
     port = element.get("port", "22")
-    if not (port.isascii() and port.isdecimal() and 1 <= int(port) <= MAX_PORT):
+    if not (port.isascii() and port.isdecimal() and len(port) < 10 and 1 <= int(port) <= MAX_PORT):
         raise UsageError(f"a login has port {port!r}; wanted 1 to {MAX_PORT}")
-    return Login(check_name(element.get("hostname", "")), check_user(element.get("username", "")), int(port))
+    return Login(element.get("hostname", ""), element.get("username", ""), int(port))
 
 
 def _by_key(element: ET.Element) -> bool:
@@ -153,7 +153,7 @@ def _lan(link: ET.Element, owners: Mapping[str, tuple[str, Interface]]) -> Lan:
         if owner is not None and owner[1].address:
             members.setdefault(*owner)
     capacities = [each.get("capacity", "") for each in _children(link, "property")]
-    known = [int(each) for each in capacities if each.isascii() and each.isdecimal()]
+    known = [int(each) for each in capacities if each.isascii() and each.isdecimal() and len(each) < 19]
     return Lan(link.get("client_id", ""), members, min(known) if known else None)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from jobs.strict import Strict
+from jobs.strict import Strict, UnixTime
 
 VERSION: Final = 1
 
@@ -108,7 +108,7 @@ class Block(Strict):
     memory: Memory | None = None
     wire: Wire | None = None
     load: Load | None = None
-    time: float  # unix seconds, at the end of the block
+    time: UnixTime  # unix seconds, at the end of the block
 
 
 class Pair(Strict):
@@ -126,7 +126,7 @@ class Pair(Strict):
     state: State = "ok"
     reason: str = ""
     load: Load | None = None
-    time: float
+    time: UnixTime
 
 
 class HostFacts(Strict):
@@ -160,7 +160,7 @@ class Header(Strict):
     torch: str
     nccl: str = ""
     init_s: float | None = None  # the slowest rank's init_process_group, first launch
-    time: float
+    time: UnixTime
 
 
 class End(Strict):
@@ -168,7 +168,7 @@ class End(Strict):
 
     record: Literal["end"] = "end"
     seconds: float
-    time: float
+    time: UnixTime
 
 
 class Result(Strict):

@@ -23,6 +23,8 @@ from platform import python_version
 from typing import Any, Final
 
 from jobs.errors import RefusedError, StorageError
+from jobs.files import expanded
+from jobs.reading import read_json
 
 DATA_VARIABLE: Final = "MUSTER_DATA"
 DIGITS: Final = Path(__file__).parent / "train" / "data" / "digits" / "digits.u8"
@@ -59,9 +61,9 @@ class Cifar10Files:
 def data_root(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder that holds data on this machine, made or not."""
     if given := environ.get(DATA_VARIABLE):
-        return Path(given).expanduser().absolute()
+        return expanded(given).absolute()
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser().absolute() / "muster"
+    return expanded(cache).absolute() / "muster"
 
 
 def cifar10_files(root: Path) -> Cifar10Files:
@@ -83,7 +85,7 @@ def text_file(given: str) -> Path:
     Raises:
         RefusedError: it is not.
     """
-    path = Path(given).expanduser().absolute()
+    path = expanded(given).absolute()
     if not path.is_file():
         found = "a folder" if path.is_dir() else "no such file"
         raise RefusedError(f"train.data.text: {path}: {found}; give a file that every node can read")
@@ -185,7 +187,7 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
     lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise storage_error(lock, error) from error
     try:
@@ -217,8 +219,8 @@ def _wait_for_lock(descriptor: int, lock: Path, deadline: float) -> None:
 
 def _ready(path: Path, sidecar: Path) -> DataFile | None:
     try:
-        facts = json.loads(sidecar.read_text(encoding="utf-8"))
+        facts = read_json(sidecar, owned=False)
         file = DataFile(path, int(facts["bytes"]), str(facts["sha256"]))
         return file if path.stat().st_size == file.bytes else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

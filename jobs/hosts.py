@@ -13,7 +13,6 @@ A hosts file has one host a line, or several alike; these are all understood, an
 behind a # is a comment. A host stands there once: one that would repeat it for more slots says slots=N.
 """
 
-import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,17 +21,16 @@ from pathlib import Path
 from typing import Final
 
 from jobs.errors import JobFileError, UsageError
-from jobs.nodelist import expand, fold
+from jobs.hostnames import MAX_PORT, check_name, check_user, is_numeric
+from jobs.nodelist import MAX_NAMES, expand, fold
 from jobs.placement import Host, Login
+from jobs.reading import SETTINGS_BYTES, read_bytes
 
 KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
 MAX_BARE_SLOTS: Final = 1024  # behind a colon more than that is somebody's ssh port
-MAX_PORT: Final = 65535
 MAX_MISTAKES: Final = 10
+MOST_READ: Final = 1000  # mistakes
 
-_NAME: Final = re.compile(r"\w[\w.-]*")
-_NUMBERS: Final = re.compile(r"[0-9]+(\.[0-9]+)+")
-_USER: Final = re.compile(r"[^\s@:#,'\"\[\]=-][^\s@:#,'\"\[\]=]*")
 _COMMENT: Final = re.compile(r"(?:^|\s)#.*")
 
 
@@ -64,12 +62,16 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
     hosts: list[Host] = []
     mistakes: list[str] = []
     lines: dict[str, int] = {}
+    left = MAX_NAMES
     for number, line in enumerate(text.splitlines(), start=1):
-        words = re.sub(r"\s*=\s*", "=", _COMMENT.sub("", line)).split()
+        plain = " ".join(_COMMENT.sub("", line).split())
+        words = plain.replace(" =", "=").replace("= ", "=").split()
         if not words:
             continue
         try:
-            found = _hosts_of_line(words)
+            names = expand(words[0], left)
+            left -= len(names)
+            found = _hosts_of_line(names, words)
             twice = next((host.name for host in found if host.name in lines), None)
             if twice is not None:
                 raise UsageError(
@@ -77,6 +79,8 @@ def parse_hostfile(text: str, name: str) -> list[Host]:
                 )
         except UsageError as error:
             mistakes.append(f"{name}:{number}: {error}")
+            if len(mistakes) == MOST_READ:
+                break
             continue
         hosts += found
         lines |= dict.fromkeys((host.name for host in found), number)
@@ -91,8 +95,8 @@ def _listed(mistakes: Sequence[str], text: str, name: str) -> str:
     """Write the first mistakes; a file that is wrong all over is another kind of file."""
     if text.lstrip().startswith("<"):
         return f"{name}: is XML, wanted a hosts file; a CloudLab manifest is given with --manifest"
-    more = len(mistakes) - MAX_MISTAKES
-    return "\n".join([*mistakes[:MAX_MISTAKES], *([f"{name}: and {more} more wrong lines"] if more > 0 else [])])
+    more, least = len(mistakes) - MAX_MISTAKES, "at least " * (len(mistakes) == MOST_READ)
+    return "\n".join([*mistakes[:MAX_MISTAKES], *([f"{name}: and {least}{more} more wrong lines"] if more > 0 else [])])
 
 
 def hostfile_text(hosts: Iterable[Host]) -> str:
@@ -106,7 +110,11 @@ def from_nodelist(text: str) -> list[Host]:
     Raises:
         UsageError: it is no node list, or a name in it is no host name or comes twice.
     """
-    hosts = [_host(*_user_name_slots(word)) for word in expand(text)]
+    words = expand(text)
+    try:
+        hosts = [_host(*_user_name_slots(word)) for word in words]
+    except UsageError as error:
+        raise UsageError(f"node list: {error}") from error
     seen: set[str] = set()
     for host in hosts:
         if host.name in seen:  # the list itself has no repeats: n1,alice@n1
@@ -136,14 +144,15 @@ def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> l
     return chosen
 
 
-def read_text(path: Path, wanted: str) -> str:
+def read_text(path: Path, wanted: str, most: int = SETTINGS_BYTES) -> str:
     """Return the text of a file of the user's.
 
     Raises:
-        JobFileError: it is not there, cannot be read, or is not text; `wanted` says what it should be.
+        JobFileError: it is not there, cannot be read, is larger than `most` bytes or not text; `wanted` says what it
+            should be.
     """
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_bytes(path, most, owned=False).decode("utf-8-sig")
     except FileNotFoundError as error:
         raise JobFileError(f"{path}: no such file; wanted {wanted}") from error
     except OSError as error:
@@ -151,46 +160,13 @@ def read_text(path: Path, wanted: str) -> str:
         raise JobFileError(f"{path}: cannot be read: {reason}; wanted {wanted}") from error
     except UnicodeDecodeError as error:
         raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted {wanted}") from error
+    except ValueError as error:
+        raise JobFileError(f"{error}; wanted {wanted}") from error
 
 
-def is_numeric(name: str) -> bool:
-    """True for an IPv4 or IPv6 address."""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
-def check_name(name: str) -> str:
-    """Return a host name that ssh, Slurm and a hosts file can all carry.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if is_numeric(name):
-        return name
-    if _NUMBERS.fullmatch(name):
-        raise UsageError(f"{name!r} is no address; wanted four numbers of at most 255, such as 10.10.1.1")
-    if not _NAME.fullmatch(name):
-        raise UsageError(f"{name!r} is no host name; wanted letters, digits, dots, - and _, such as node0")
-    return name
-
-
-def check_user(user: str) -> str:
-    """Return a user name that can stand before an @.
-
-    Raises:
-        UsageError: it is none.
-    """
-    if not _USER.fullmatch(user):
-        raise UsageError(f"{user!r} is no user name; wanted one such as alice")
-    return user
-
-
-def _hosts_of_line(words: Sequence[str]) -> list[Host]:
+def _hosts_of_line(names: Sequence[str], words: Sequence[str]) -> list[Host]:
     values = _values(words[1:])
-    named = [_user_name_slots(word) for word in expand(words[0])]
+    named = [_user_name_slots(word) for word in names]
     if len(named) > 1 and (only := next((key for key in ("address", "ssh") if key in values), None)):
         raise UsageError(f"{only}= belongs to one host, and {words[0]} names {len(named)}; give each its own line")
     slots = _number(values, "slots")
@@ -206,8 +182,7 @@ def _hosts_of_line(words: Sequence[str]) -> list[Host]:
             raise UsageError(f"slots are given twice: :{bare} and slots={slots}; keep one")
         if user is not None and "user" in values:
             raise UsageError(f"the user is given twice: {user}@ and user={values['user']}; keep one")
-        user = check_user(values["user"]) if "user" in values else user
-        hosts.append(_host(user, name, slots or bare, address, values.get("ssh"), port))
+        hosts.append(_host(values.get("user", user), name, slots or bare, address, values.get("ssh"), port))
     return hosts
 
 
@@ -221,7 +196,7 @@ def _host(
 ) -> Host:
     login = None
     if (user, target, port) != (None, None, None):
-        login = Login(name if target is None else check_name(target), user, port)
+        login = Login(name if target is None else target, user, port)
     return Host(name, address or (name if is_numeric(name) else ""), slots, login)
 
 
@@ -236,7 +211,7 @@ def _user_name_slots(word: str) -> tuple[str | None, str, int | None]:
     check_name(name)
     if not colon:
         return user or None, name, None
-    if not count.isdecimal() or not count.isascii() or int(count) < 1:
+    if not count.isdecimal() or not count.isascii() or len(count) > 9 or int(count) < 1:
         raise UsageError(f"{word!r}: behind the colon must be a number of slots, as in node0:4, got {count!r}")
     if int(count) > MAX_BARE_SLOTS:
         raise UsageError(

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from jobs import mistakes, yamlfile
 from jobs.errors import JobFileError
+from jobs.files import expanded
 from jobs.overrides import apply_override
 from jobs.spec import CommandSettings, Job, JobKind
 from jobs.yamlfile import Document, KeyPath
@@ -121,7 +122,7 @@ def _make_absolute(document: Document, folder: Path) -> None:
             parent = parent.get(part) if isinstance(parent, dict) else None
         value = parent.get(path[-1]) if isinstance(parent, dict) else None
         if isinstance(parent, dict) and isinstance(value, str) and value:
-            parent[path[-1]] = str(folder / Path(value).expanduser())
+            parent[path[-1]] = str(folder / expanded(value))
 
 
 def _examples_hint(path: Path) -> str:

@@ -24,11 +24,11 @@ _RANGE: Final = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 _FIELDS: Final = re.compile(f"([0-9]{{1,{MAX_DIGITS}}})")
 
 
-def expand(text: str) -> list[str]:
+def expand(text: str, most: int = MAX_NAMES) -> list[str]:
     """List the names of a node list in order, each once.
 
     Raises:
-        UsageError: the text is empty or malformed, or stands for more than MAX_NAMES names.
+        UsageError: the text is empty or malformed, or stands for more than `most` names.
     """
     if not text.strip():
         raise UsageError("node list: is empty; wanted names such as n01,n02 or n[01-16]")
@@ -39,8 +39,8 @@ def expand(text: str) -> list[str]:
         parts = _BRACKET.split(term)
         choices = [_Choices(part, text) for part in parts[1::2]]
         total += prod(choice.count for choice in choices)
-        if total > MAX_NAMES:
-            raise UsageError(f"node list {_short(text)}: more than {MAX_NAMES:,} names; give fewer")
+        if total > most:
+            raise UsageError(f"node list {_short(text)}: more than {most:,} names; give fewer")
         for numbers in product(*choices):
             name = "".join(piece for pair in zip(parts[::2], (*numbers, ""), strict=True) for piece in pair)
             names[name] = None

@@ -5,6 +5,7 @@ from typing import Any
 
 from jobs import mistakes, yamlfile
 from jobs.errors import JobFileError, UsageError
+from jobs.reading import DEEPEST, MOST_DIGITS
 from jobs.spec import JobKind
 from jobs.yamlfile import Document, KeyPath, Mistake, Place
 
@@ -19,7 +20,7 @@ def apply_override(document: Document, override: str, kinds: Sequence[JobKind]) 
     """
     spelt, equals, text = override.partition("=")
     keys = spelt.split(".")
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > DEEPEST:
         raise UsageError(f"--set {override}: must be of the form KEY.PATH=VALUE, such as train.optimizer.lr=0.1")
     place = Place(f"--set {override}")
     try:
@@ -58,7 +59,7 @@ def _index(parent: Any, key: str, path: KeyPath, *, may_append: bool = False) ->
     """Return a key as it indexes its parent."""
     if isinstance(parent, dict):
         return key
-    if key.isdecimal() and int(key) < len(parent) + may_append:
+    if key.isdecimal() and len(key) <= MOST_DIGITS and int(key) < len(parent) + may_append:
         return int(key)
     raise JobFileError(f"{yamlfile.spell(path)} is a list of {len(parent)}, counted from 0; wanted a number of it")
 

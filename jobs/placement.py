@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar
 
 from jobs.errors import RefusedError, RunFolderError
+from jobs.hostnames import check_name, check_user
 from jobs.ranks import RankEnv
 from jobs.spec import Job
 from jobs.words import counted
@@ -26,11 +27,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Login:
-    """How ssh reaches a host, where its name alone does not say it."""
+    """How ssh reaches a host, where its name alone does not say it.
+
+    Raises:
+        UsageError: if `target` is not a host name, or `user` not a user name.
+    """
 
     target: str  # what ssh is given: a name, an alias of ssh's own configuration, or an address
     user: str | None = None
     port: int | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.target)
+        if self.user is not None:
+            check_user(self.user)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from jobs import exits, ranks
+from jobs.files import open_log
 from jobs.reports import Reporter
 
 NOT_EXECUTABLE: Final = 126
@@ -87,7 +89,7 @@ def _redirect(out: str, err: str) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     for path, descriptor in ((out, 1), (err, 2)):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        opened = open_log(Path(path))
         os.dup2(opened, descriptor)
         os.close(opened)
     os.close(null)

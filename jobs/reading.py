@@ -2,32 +2,47 @@
 
     open_file     a regular file of a trusted owner; a link as the last part of the path is not followed
     read_bytes    a whole file of at most `most` bytes
-    parse_json    text to a value of bounded depth and with numbers of bounded length
+    read_rest     the rest of an open file
+    read_end      the last bytes of a file of any size
+    parse_json    text to a value of bounded depth and size, with numbers of bounded length
     read_json     both
     json_lines    the records of a log, one at a time; a line that is too long or no JSON object is skipped
 
 Trusted owners are this user and root. `trusting` adds another one while a command only looks at a run (`share: group`).
+With `owned=False` a file is one that the user names on the command line: whoever owns it, a link or a pipe.
 """
 
+import errno
 import json
+import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Final
 
 from jobs.errors import RunFolderError
 
-MOST_BYTES: Final = 1 << 24
+MOST_BYTES: Final = 1 << 24  # a record of 100,000 ranks fits
+SETTINGS_BYTES: Final = 1 << 20  # job, site and hosts files are written by hand, and YAML takes a second a megabyte
 LONGEST_LINE_BYTES: Final = 1 << 22
 DEEPEST: Final = 64  # levels of lists and objects
+MOST_VALUES: Final = 1 << 20  # a parsed value takes up to 100 bytes
 MOST_DIGITS: Final = 400  # no float needs more, and int() takes quadratic time
+CHUNK_BYTES: Final = 1 << 20
 
-_TOKENS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
-_extra_owner: ContextVar[int | None] = ContextVar("_extra_owner", default=None)
+LATEST_S: Final = 253_402_300_799  # 9999-12-31, the last day that `datetime` knows
+LARGEST: Final = 1e60  # of what is measured: a sum of squares stays finite
+_LONG_NUMBER: Final = re.compile(r"[0-9]{60}|[0-9][eE]\+?[0-9]{2}")
+_STRINGS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_BRACKETS: Final = re.compile(r"[\[\]{}]")
+_STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
+_extra_owners: ContextVar[frozenset[int]] = ContextVar("_extra_owners", default=frozenset())
 
 
 class UntrustedError(RunFolderError):
@@ -35,18 +50,23 @@ class UntrustedError(RunFolderError):
 
 
 @contextmanager
-def trusting(owner: int) -> Iterator[None]:
-    """Also read files of one other user, for commands that only show what they read."""
-    token = _extra_owner.set(owner)
+def trusting(*owners: int) -> Iterator[None]:
+    """Also read files of these users, for commands that only show what they read; `trust` adds others meanwhile."""
+    token = _extra_owners.set(frozenset(owners))
     try:
         yield
     finally:
-        _extra_owner.reset(token)
+        _extra_owners.reset(token)
+
+
+def trust(owner: int) -> None:
+    """Also read files of one other user, until the end of the `trusting` block."""
+    _extra_owners.set(_extra_owners.get() | {owner})
 
 
 def is_trusted(owner: int) -> bool:
     """Return whether files of this user id are read."""
-    return owner in (os.geteuid(), 0, _extra_owner.get())
+    return owner in (os.geteuid(), 0) or owner in _extra_owners.get()
 
 
 def check_owner(path: Path, status: os.stat_result) -> None:
@@ -63,20 +83,25 @@ def check_owner(path: Path, status: os.stat_result) -> None:
 
 
 def open_file(path: Path, *, owned: bool = True) -> IO[bytes]:
-    """Open a regular file for reading.
+    """Open a file for reading.
 
     Raises:
-        OSError: if it cannot be opened, is a link or no regular file.
-        UntrustedError: if `owned`, and it belongs to another user.
+        OSError: if it cannot be opened.
+        UntrustedError: if `owned`, and it belongs to another user, is a link or is no regular file.
     """
-    links = os.O_NOFOLLOW if owned else 0
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | links)
+    if not owned:
+        return path.open("rb")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UntrustedError(f"{path}: is a link, expected a file; it was not used: remove it") from error
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(22, "not a regular file", str(path))
-        if owned:
-            check_owner(path, status)
+            raise UntrustedError(f"{path}: is not a regular file; it was not used: remove it")
+        check_owner(path, status)
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -92,25 +117,49 @@ def read_bytes(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> byt
         ValueError: if it has more than `most` bytes.
     """
     with open_file(path, owned=owned) as file:
-        data = file.read(most + 1)
+        try:
+            return read_rest(file.read, most)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def read_rest(read: Callable[[int], bytes], most: int) -> bytes:
+    """Read the rest of an open file or stream.
+
+    Raises:
+        ValueError: if it has more than `most` bytes.
+    """
+    data = bytearray()
+    while piece := read(min(CHUNK_BYTES, most + 1 - len(data))):
+        data += piece
     if len(data) > most:
-        raise ValueError(f"{path}: has more than {most} bytes")
-    return data
+        raise ValueError(f"has more than {most} bytes")
+    return bytes(data)
 
 
-def parse_json(data: bytes | str, *, deepest: int = DEEPEST) -> Any:
+def read_end(path: Path, most: int, *, owned: bool = True) -> bytes:
+    """Read at most the last `most` bytes of a file; errors as `open_file`."""
+    with open_file(path, owned=owned) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read(most)
+
+
+def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VALUES, largest: float = math.inf) -> Any:
     """Parse JSON of bounded depth.
 
     Raises:
-        ValueError: if it is not JSON, nested deeper than `deepest`, or has a number of over 400 digits.
+        ValueError: if it is not JSON, nested deeper than `deepest`, or has over `most` values, a number of over 400
+            digits or one beyond `largest`.
     """
     text = data if isinstance(data, str) else data.decode()
-    if text.count("[") + text.count("{") > deepest and _is_deeper(text, deepest):
+    brackets = text.count("[") + text.count("{")
+    if brackets + text.count(",") > most and sum(map(_STRINGS.sub("", text).count, "[{,")) > most:
+        raise ValueError(f"more than {most} values")
+    if brackets > deepest and _is_deeper(text, deepest):
         raise ValueError(f"nested deeper than {deepest} levels")
-    try:
-        return json.loads(text, parse_int=_whole)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+    if _LONG_NUMBER.search(text):
+        return json.loads(text, parse_int=partial(_number, int, largest), parse_float=partial(_number, float, largest))
+    return json.loads(text)
 
 
 def read_json(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> Any:
@@ -133,6 +182,8 @@ def json_lines(path: Path, longest: int = LONGEST_LINE_BYTES, *, owned: bool = T
                 while line and not line.endswith(b"\n"):  # the rest of a line that is too long
                     line = file.readline(longest)
                 continue
+            if not line.lstrip().startswith(b"{"):  # no record, and errors take time
+                continue
             try:
                 record = parse_json(line)
             except ValueError:  # torn by a full disk: the lines around it still count
@@ -141,20 +192,15 @@ def json_lines(path: Path, longest: int = LONGEST_LINE_BYTES, *, owned: bool = T
                 yield record
 
 
-def _whole(digits: str) -> int:
+def _number(kind: type[int] | type[float], largest: float, digits: str) -> int | float:
     if len(digits) > MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
+    if not -largest <= (value := kind(digits)) <= largest:
+        raise ValueError(f"{digits:.20} is beyond {largest:g}")
+    return value
 
 
 def _is_deeper(text: str, deepest: int) -> bool:
     """Return whether lists and objects are nested deeper than so many levels; brackets within strings do not count."""
-    depth = 0
-    for token in _TOKENS.finditer(text):
-        if token[0] in ("[", "{"):
-            depth += 1
-            if depth > deepest:
-                return True
-        elif token[0] in ("]", "}"):
-            depth -= 1
-    return False
+    steps = map(_STEPS.__getitem__, _BRACKETS.findall(_STRINGS.sub("", text)))
+    return any(depth > deepest for depth in accumulate(steps))

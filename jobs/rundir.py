@@ -1,8 +1,11 @@
-"""The run folder: every path in it is spelt here (in a checkpoint: `jobs/checkpoint/paths.py`, in a profile:
-`jobs/trace/paths.py`). One writer per file.
+"""The run folder: every path in it is spelt here (in an attempt: `jobs/attemptdir.py`, in a checkpoint:
+`jobs/checkpoint/paths.py`, in a profile: `jobs/trace/paths.py`). One writer per file.
+
+Runs are made and found here too. Only folders that nobody else could have written are found (`jobs/ownership.py`).
 
     runs/<name>-<utc>-<id>/
       job.yaml  site.yaml  attempts.jsonl  events.jsonl          supervisor only
+      job-before-001.yaml                                        `muster resume`: the job before it was changed
       metrics.jsonl                                              rank 0 only
       submission.json  lease.json                                supervisor, and who made the folder
       token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   where a transport needs them
@@ -29,19 +32,24 @@ JSON line is one `write`, so a reader sees whole lines or an unfinished last one
 """
 
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
+from jobs.attemptdir import AttemptDir as AttemptDir
 from jobs.checkpoint.paths import CheckpointDir
 from jobs.errors import RunFolderError
 from jobs.files import folder_error
-from jobs.trace.paths import PROFILE, ProfileDir
+from jobs.ownership import check_folder, check_parents, made_by_us, warn_once
+from jobs.reading import UntrustedError
+from jobs.words import counted
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"
+RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")  # it stands in commands that messages print
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,10 @@ class RunDir:
     def job(self) -> Path:
         """The job file as given, with overrides applied."""
         return self.path / "job.yaml"
+
+    def job_before(self, attempt: int) -> Path:
+        """The job file as it was before `muster resume` changed it for an attempt."""
+        return self.path / f"job-before-{attempt:03d}.yaml"
 
     @property
     def site(self) -> Path:
@@ -153,7 +165,7 @@ class RunDir:
         """Return the paths of the checkpoint that an attempt makes after `step` steps, made or not."""
         return CheckpointDir(self.checkpoints / f"step-{step:08d}.a{attempt:03d}")
 
-    def attempt(self, attempt: int) -> "AttemptDir":
+    def attempt(self, attempt: int) -> AttemptDir:
         """Return the paths of one attempt, made or not."""
         return AttemptDir(self.path / f"attempt-{attempt:03d}")
 
@@ -161,92 +173,6 @@ class RunDir:
         """List the attempts that exist, oldest first."""
         names = (entry.name for entry in self.path.glob("attempt-[0-9]*"))
         return sorted(int(name.removeprefix("attempt-")) for name in names if name.removeprefix("attempt-").isdecimal())
-
-
-@dataclass(frozen=True)
-class AttemptDir:
-    """The paths of one attempt."""
-
-    path: Path
-
-    def make(self) -> None:
-        """Make the folder, the token of the attempt, and the commands' in it, which only the user may read.
-
-        Raises:
-            RunFolderError, StorageError: it cannot be made.
-        """
-        try:
-            self.path.mkdir()
-            self.commands.mkdir(mode=0o700)  # the environments in there may hold secrets
-        except OSError as error:
-            raise folder_error(self.path, error) from error
-
-    @property
-    def placement(self) -> Path:
-        """Which rank runs where, and each value's origin."""
-        return self.path / "placement.json"
-
-    @property
-    def resume(self) -> Path:
-        """The checkpoint that this attempt began from: {"checkpoint": its folder's name or null, "step": n}."""
-        return self.path / "resume.json"
-
-    @property
-    def commands(self) -> Path:
-        """Folder of the exact argv per node."""
-        return self.path / "commands"
-
-    def command(self, node_rank: int) -> Path:
-        """The exact command of one node's agent and its ranks."""
-        return self.commands / f"node-{node_rank:02d}.json"
-
-    def node(self, node_rank: int) -> Path:
-        """What one node's agent started: pids, cores, host."""
-        return self.path / f"node-{node_rank:02d}.json"
-
-    def setup(self, node_rank: int) -> Path:
-        """Output of the job's setup lines on one node."""
-        return self.path / f"node-{node_rank:02d}.setup"
-
-    def out(self, rank: int) -> Path:
-        """Standard output of a rank."""
-        return self.path / f"rank-{rank:05d}.out"
-
-    def err(self, rank: int) -> Path:
-        """Standard error of a rank."""
-        return self.path / f"rank-{rank:05d}.err"
-
-    def metrics(self, rank: int) -> Path:
-        """A rank's own steps: local loss and times."""
-        return self.path / f"metrics-{rank:05d}.jsonl"
-
-    def memory(self, rank: int) -> Path:
-        """What a rank's memory was for, around its first steps."""
-        return self.path / f"memory-{rank:05d}.jsonl"
-
-    def memory_ranks(self) -> list[int]:
-        """List the ranks that have said what their memory was for, lowest first."""
-        names = (entry.stem.removeprefix("memory-") for entry in self.path.glob("memory-*.jsonl"))
-        return sorted(int(name) for name in names if name.isdecimal())
-
-    @property
-    def timeline(self) -> Path:
-        """What every rank of a pipeline did in some steps (`jobs/train/timeline.py`)."""
-        return self.path / "timeline.jsonl"
-
-    def profile(self, rank: int) -> ProfileDir:
-        """Return the paths of a rank's profile, made or not."""
-        return ProfileDir(self.path / f"{PROFILE}{rank:05d}")
-
-    def profiled_ranks(self) -> list[int]:
-        """List the ranks whose profiles are there, lowest first."""
-        names = (entry.parent.name.removeprefix(PROFILE) for entry in self.path.glob(f"{PROFILE}*/profile.json"))
-        return sorted(int(name) for name in names if name.isdecimal())
-
-    @property
-    def bench(self) -> Path:
-        """What has been measured: a record a line (`collectives_bench/records.py`, `jobs/timing/records.py`)."""
-        return self.path / "bench.jsonl"
 
 
 def runs_root(given: str | None) -> Path:
@@ -260,16 +186,18 @@ def run_path(root: Path, name: str) -> Path:
     return root / f"{name}-{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z-{secrets.token_hex(3)}"
 
 
-def make_run(run: RunDir) -> None:
-    """Make the folder of a new run.
+def make_run(run: RunDir, *, shared: bool = False) -> None:
+    """Make the folder of a new run, for this user alone; with `shared` its group may read it.
 
     Raises:
-        RunFolderError: the folder cannot be made or written.
+        RunFolderError: the folder cannot be made or written, or not kept from others.
         StorageError: the disk is full.
     """
     try:
-        run.path.parent.mkdir(parents=True, exist_ok=True)
-        run.path.mkdir()
+        run.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        check_parents(run.path)
+        run.path.mkdir(mode=0o700)
+        made_by_us(run.path, shared=shared)
     except OSError as error:
         raise folder_error(run.path, error) from error
 
@@ -282,30 +210,90 @@ def new_run(root: Path, name: str) -> RunDir:
 
 
 def find_run(root: Path, given: str | None) -> RunDir:
-    """Find a run by path, id, or unique part of an id; the newest when nothing is given.
+    """Find a run by path, id, or unique part of an id; the newest when nothing is given. Folders of others are refused.
 
     Raises:
-        RunFolderError: no run or more than one fits.
+        RunFolderError: no run or more than one fits, or its name is not one of a run.
+        UntrustedError: the folder of the run, or one above it, is not to be trusted.
     """
-    if given and (Path(given) / "events.jsonl").is_file():
-        return RunDir(Path(given).absolute())
-    runs = list_runs(root)
-    if not runs:
-        raise RunFolderError(f"{root}: no runs here; start one with muster run, or name their folder with --runs DIR")
-    if given is None:
-        return runs[-1]
-    found = [run for run in runs if given == run.run_id] or [run for run in runs if given in run.run_id]
+    if given and os.path.isfile(os.path.join(given, "events.jsonl")):  # noqa: PTH113, PTH118 (False if it is closed)
+        path = Path(os.path.abspath(given))  # noqa: PTH100 (`..` has no name, and links stay)
+        if not RUN_ID.fullmatch(path.name):
+            raise RunFolderError(
+                f"{given!r}: a run is named with letters, digits, dots, - and _ only; rename its folder"
+            )
+        return open_run(path)
+    runs, strange = (list_runs(root), []) if given is None else _sorted_runs(root)
+    found = runs[-1:] if given is None else _named(given, runs)
     if len(found) == 1:
         return found[0]
+    if given and not found and (others := _named(given, strange)):
+        return open_run(others[-1].path)  # says why it is not used
+    if not runs:
+        raise RunFolderError(f"{root}: no runs here; start one with muster run, or name their folder with --runs DIR")
     if not found:
         raise RunFolderError(f"{root}: no run named {given!r}; newest: {', '.join(run.run_id for run in runs[-3:])}")
     names = ", ".join(run.run_id for run in found[-4:])
     raise RunFolderError(f"{root}: {given!r} fits {len(found)} runs: {names}; give more of the name")
 
 
+def open_run(path: Path, *, warn: bool = True) -> RunDir:
+    """Return the run in a folder, once it is sure that nobody else could have written it.
+
+    Raises:
+        UntrustedError: somebody else could have.
+        RunFolderError: there is no such folder.
+    """
+    path = path.absolute()
+    check_folder(path, warn=warn)
+    check_parents(path, warn=warn)
+    return RunDir(path)
+
+
 def list_runs(root: Path) -> list[RunDir]:
-    """List runs under a folder, oldest first by the time in their names."""
-    if not root.is_dir():
-        return []
-    runs = [RunDir(entry) for entry in root.iterdir() if (entry / "events.jsonl").is_file()]
+    """List runs under a folder, oldest first by the time in their names; those of other users are left out.
+
+    Raises:
+        UntrustedError: everybody can replace the folders in it.
+    """
+    runs, strange = _sorted_runs(root)
+    if strange:
+        what = counted(len(strange), "run folder")
+        warn_once(f"{root}: left out {what} of other users; name one to see why it is not used", f"others in {root}")
+    return runs
+
+
+def all_runs(root: Path) -> list[RunDir]:
+    """List all folders under a folder that look like runs, whoever made them; nothing in them may be read.
+
+    Raises:
+        RunFolderError: the folder cannot be listed.
+    """
+    try:
+        entries = [each for each in root.iterdir() if RUN_ID.fullmatch(each.name)] if root.is_dir() else []
+    except OSError as error:
+        raise RunFolderError(
+            f"{root}: cannot be listed: {error.strerror}; choose another one with --runs DIR"
+        ) from error
+    runs = [RunDir(each) for each in entries if os.path.isfile(each / "events.jsonl")]  # noqa: PTH113 (as above)
     return sorted(runs, key=lambda run: (run.run_id.rsplit("-", 2)[-2:], run.run_id))
+
+
+def _sorted_runs(root: Path) -> tuple[list[RunDir], list[RunDir]]:
+    """Return the runs under a folder that may be used, and those that may not."""
+    found = all_runs(root)
+    if found:
+        check_parents(found[0].path)
+    ours: list[RunDir] = []
+    strange: list[RunDir] = []
+    for run in found:
+        try:
+            check_folder(run.path)
+            ours.append(run)
+        except UntrustedError:
+            strange.append(run)
+    return ours, strange
+
+
+def _named(given: str, runs: list[RunDir]) -> list[RunDir]:
+    return [run for run in runs if given == run.run_id] or [run for run in runs if given in run.run_id]

@@ -5,12 +5,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from jobs import mistakes, yamlfile
-from jobs.errors import JobFileError
+from jobs.errors import JobFileError, UsageError
+from jobs.files import expanded
+from jobs.hostnames import check_jump, check_user
 from jobs.slurm_settings import SlurmSettings
 from jobs.spec import Passable, Variable
 from jobs.strict import Strict
@@ -31,6 +33,14 @@ class SshSettings(Strict):
     cheap_kex: bool = Field(
         False, description="curve25519 first: an eighth of the processor time of the post-quantum exchange, each node"
     )
+
+    @field_validator("user", "jump")
+    @classmethod
+    def _are_names(cls, given: str | None, field: ValidationInfo) -> str | None:
+        try:
+            return given and (check_user if field.field_name == "user" else check_jump)(given)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("options")
     @classmethod
@@ -54,6 +64,9 @@ class Site(Strict):
     slurm: SlurmSettings = SlurmSettings()
     env: dict[Variable, Passable] = Field(default_factory=dict)
     setup: list[str] = Field(default_factory=list)
+    share: Literal["group"] | None = Field(
+        None, description="group: colleagues of the same Unix group may look at runs (default: only you may)"
+    )
 
     @field_validator("interpreter", "code")
     @classmethod
@@ -113,9 +126,9 @@ def _absolute(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     for key in PATHS:
         value = raw.get(key)
         if isinstance(value, str) and value:
-            path = Path(value).expanduser()
+            path = expanded(value)
             raw[key] = str(path if key in ("interpreter", "code") else folder / path)
     hosts = raw.get("hosts")
     if isinstance(hosts, str) and hosts and not BOX.fullmatch(hosts):
-        raw["hosts"] = str(folder / Path(hosts).expanduser())
+        raw["hosts"] = str(folder / expanded(hosts))
     return raw

@@ -4,8 +4,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from jobs.reading import LATEST_S
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+UnixTime = Annotated[float, Field(ge=0, le=LATEST_S)]
 
 
 class Strict(BaseModel):

@@ -14,13 +14,11 @@ from typing import Any, Final
 import yaml
 
 from jobs.errors import JobFileError
-from jobs.yamlcore import CONVERT, TAG, CoreDumper, CoreLoader
+from jobs.reading import DEEPEST, SETTINGS_BYTES, read_bytes
+from jobs.yamlcore import CONVERT, MOST_VALUES, TAG, CoreDumper, CoreLoader
 
 KeyPath = tuple[str | int, ...]
 
-# Aliases may repeat one another: nine lines of YAML can stand for a billion values.
-MAX_VALUES: Final = 100_000
-MAX_DEPTH: Final = 50
 MERGE_KEY: Final = "<<"
 
 
@@ -120,13 +118,15 @@ def read(path: Path) -> Document:
         FileNotFoundError: it is not there.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_bytes(path, SETTINGS_BYTES, owned=False).decode("utf-8-sig")
     except FileNotFoundError:
         raise
     except OSError as error:
         raise JobFileError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
     except UnicodeDecodeError as error:
         raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted a YAML file") from error
+    except ValueError as error:
+        raise JobFileError(f"{error}; wanted a YAML file") from error
     return parse(text, str(path))
 
 
@@ -145,8 +145,6 @@ def parse(text: str, name: str) -> Document:
         raise JobFileError(f"{where}: not YAML: {_problem(error)}{column}") from error
     except yaml.YAMLError as error:
         raise JobFileError(f"{name}: not YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise JobFileError(f"{name}: not YAML that we read: nested more than {MAX_DEPTH} deep") from error
     document = Document(name, None)
     if node is not None:
         document.value = _Builder(document).build(node, ())
@@ -198,9 +196,10 @@ class _Builder:
 
     def build(self, node: yaml.Node, path: KeyPath) -> Any:
         """Return the value of a node that stands at `path`."""
-        self.values += 1
-        if self.values > MAX_VALUES or len(path) > MAX_DEPTH:
-            limit = f"{MAX_VALUES:,} values" if self.values > MAX_VALUES else f"{MAX_DEPTH} levels"
+        self.values += 1 + (len(node.value) >> 7)  # an alias of long text repeats it
+        # Aliases may repeat one another: nine lines of YAML can stand for a billion values.
+        if self.values > MOST_VALUES or len(path) > DEEPEST:
+            limit = f"{MOST_VALUES:,} values" if self.values > MOST_VALUES else f"{DEEPEST} levels"
             raise JobFileError(f"{self._place(node)}: more than {limit}, or an alias that holds itself")
         if isinstance(node, yaml.CollectionNode):
             usual = "map" if isinstance(node, yaml.MappingNode) else "seq"

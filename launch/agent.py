@@ -129,7 +129,7 @@ def read_secret(path: str) -> str:
 
 def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket.socket":
     """Dial until the supervisor answers at one of its addresses and proves that it is; or end, and say why."""
-    from launch.wire.handshake import HandshakeError
+    from launch.wire.handshake import HandshakeError, TurnedAwayError
 
     deadline = time.monotonic() + timeout_s
     why, where = "", " or ".join(addresses)
@@ -138,6 +138,10 @@ def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket
         for address in addresses:
             try:
                 return meet(address, node, key, min(timeout_s, DIAL_EACH_S))
+            except TurnedAwayError as error:
+                raise gave_up(
+                    REFUSED, f"{os.uname().nodename}: the supervisor at {where} refuses it: {error}"
+                ) from error
             except HandshakeError as error:
                 strangers, why = strangers + 1, str(error)
             except OSError as error:
@@ -160,10 +164,11 @@ def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket"
     Raises:
         OSError: if nobody answers there.
         HandshakeError: if somebody else does.
+        TurnedAwayError: if the supervisor refuses this agent.
     """
     import socket
 
-    from launch.wire.handshake import LONGEST, AgentSide
+    from launch.wire.handshake import AgentSide
 
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
@@ -173,18 +178,30 @@ def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket"
         connection.settimeout(ANSWER_S)
         end = AgentSide(key, node, address)
         connection.sendall(end.greeting())
-        answer = b""
-        while not answer.endswith(b"\n") and len(answer) < LONGEST:
-            data = connection.recv(LONGEST - len(answer))
-            if not data:
-                raise OSError("hung up")  # it expects nobody, or is no supervisor
-            answer += data
-        connection.sendall(end.answer(answer))
+        connection.sendall(end.answer(read_line(connection)))
+        end.check_welcome(read_line(connection))
         connection.settimeout(None)
     except BaseException:
         connection.close()
         raise
     return connection
+
+
+def read_line(connection: "socket.socket") -> bytes:
+    """Read one line of the handshake: nothing follows before we answer.
+
+    Raises:
+        OSError: if the connection ends: it expects nobody now, or is no supervisor.
+    """
+    from launch.wire.handshake import LONGEST
+
+    line = b""
+    while not line.endswith(b"\n") and len(line) < LONGEST:
+        data = connection.recv(LONGEST - len(line))
+        if not data:
+            raise OSError("hung up")
+        line += data
+    return line
 
 
 def is_abandoned() -> bool:

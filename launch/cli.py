@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 #        group, (name, phrase) ...
 GROUPS = (
@@ -72,6 +73,7 @@ GROUPS = (
     ),
 )
 PHRASES = {name: phrase for _, commands in GROUPS for name, phrase in commands}
+LOOKING = ("list", "status", "logs", "profile", "timeline", "memory", "why")  # of runs they only show files
 INTERRUPTED = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 RUN_FOLDER = 73
@@ -123,6 +125,7 @@ def _dispatch(arguments: list[str]) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     from importlib import import_module
 
+    from jobs import terminal
     from jobs.errors import MusterError
 
     command, phrase = import_module(f"launch.commands.{name}"), PHRASES[name]
@@ -133,13 +136,27 @@ def _run(name: str, arguments: list[str]) -> int:
     command.configure(parser)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ranks print what they like; a terminal's encoding may not know it
+    terminal.guard()  # they, files and other machines say what we print
     try:
-        return int(command.run(parser.parse_args(arguments)))
+        with _looking() if name in LOOKING else nullcontext():
+            return int(command.run(parser.parse_args(arguments)))
     except SystemExit as stop:  # argparse: 0 after --help, 2 after a wrong option
         return stop.code if isinstance(stop.code, int) else 1
     except MusterError as error:
         print(f"muster: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _looking() -> AbstractContextManager[None]:
+    """Let a command that only shows runs show those of colleagues, if both they and this user share theirs."""
+    from jobs.ownership import looking
+
+    def shares() -> bool:
+        from jobs.site import load_site
+
+        return load_site(None).share is not None
+
+    return looking(shares)
 
 
 def _help() -> str:

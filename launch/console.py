@@ -8,6 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
+from jobs.terminal import rank_line, raw
+from launch.look import screen
 from launch.submit.plan import NodePlan
 from launch.supervision.verdict import Verdict
 
@@ -42,7 +44,7 @@ class Console:
         if self.quiet or not self.ranks:
             return
         for line in lines:
-            self._print(line, sys.stdout if stream == "out" else sys.stderr)
+            self._print(rank_line(line), raw(sys.stdout if stream == "out" else sys.stderr))
 
     def progress(self, report: Mapping[str, Any]) -> None:
         """Move the progress line to a step."""
@@ -57,26 +59,27 @@ class Console:
         """Print a line; a reader that has gone (`| head`) or a full disk must not end the run, whose logs are kept."""
         try:
             if self._progress is not None and stream.isatty():
-                self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                from rich.text import Text
+
+                self._progress.console.print(Text.from_ansi(text), highlight=False, soft_wrap=True)
             else:
                 print(text, file=stream, flush=True)
         except OSError as error:
             # The stream still holds the text, and would fail again at every flush.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            if stream is sys.stdout:
+            if stream is raw(sys.stdout):
                 self.say(f"muster: standard output is lost ({error.strerror}); the run goes on, and its logs are kept")
 
     def _start_progress(self, steps: int) -> None:
-        from rich.console import Console as RichConsole
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
+            TextColumn("{task.fields[text]}", markup=False),
             TimeRemainingColumn(),
-            console=RichConsole(stderr=True),
+            console=screen.live(),
             redirect_stdout=False,
         )
         self._task = self._progress.add_task("training", total=steps, text="")

@@ -1,6 +1,7 @@
 """Options that several subcommands share, so that they are spelt and explained once."""
 
 import argparse
+from collections.abc import Callable
 from typing import Final
 
 TRANSPORTS: Final = ("local", "ssh", "pdsh", "hand", "slurm", "submitit")
@@ -88,16 +89,42 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("-w", "--nodelist", metavar="LIST", help="host names, such as 'n[01-16,20]'")
     hosts.add_argument("--manifest", metavar="FILE", help="manifest of a CloudLab experiment (XML)")
     hosts.add_argument("--lan", metavar="NAME", help="of the manifest: the network of the ranks")
-    hosts.add_argument("--login", metavar="USER", help="user name on the hosts")
+    add_login(hosts, "--login", help="user name on the hosts")
     hosts.add_argument("-i", "--include", metavar="LIST", help="take these hosts only")
     hosts.add_argument("-e", "--exclude", metavar="LIST", help="leave these hosts out")
     hosts.add_argument(
         "-f", "--fanout", metavar="N", type=int, default=0, help="starts under way at once (default: 64)"
     )
-    hosts.add_argument("--jump", metavar="HOST", help="reach the hosts through this one, as ssh -J does")
+    hosts.add_argument("--jump", metavar="HOST", type=_jump, help="reach the hosts through this one, as ssh -J does")
     hosts.add_argument(
         "--cheap-kex", action="store_true", help="ssh: curve25519 first, for many nodes from one machine"
     )
     hosts.add_argument(
         "--ssh-opt", metavar="NAME=VALUE", action="append", default=[], help="as ssh -o; may be repeated"
     )
+
+
+def add_login(parser: argparse._ActionsContainer, *names: str, help: str) -> None:
+    """Add `--login USER`."""
+    parser.add_argument(*names, metavar="USER", type=_login, help=help)
+
+
+def _login(given: str) -> str:
+    from jobs.hostnames import check_user
+
+    return _checked("--login", check_user, given)
+
+
+def _jump(given: str) -> str:
+    from jobs.hostnames import check_jump
+
+    return _checked("--jump", check_jump, given)
+
+
+def _checked(option: str, check: Callable[[str], str], given: str) -> str:
+    from jobs.errors import UsageError
+
+    try:
+        return check(given)
+    except UsageError as error:
+        raise UsageError(f"{option}: {error}") from error

@@ -11,7 +11,7 @@ A zombie is gone: it runs nothing, holds nothing, and only its parent can do any
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -35,24 +35,22 @@ def is_same(pid: int, ticks: int) -> bool:
     return start_ticks(pid) == ticks
 
 
-def started_by(pid: int, unix_s: float) -> bool:
-    """Say whether the process that has this pid now had already begun at a time (unix seconds, 1 s slack).
-
-    If so, a record of that time that names the pid means this process. Weaker than `is_same`: a clock that was set
-    in between moves the answer.
-    """
-    ticks = start_ticks(pid)
-    if ticks is None:
-        return False
-    boot_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return boot_s + ticks / os.sysconf("SC_CLK_TCK") <= unix_s + 1.0
-
-
 def of_run(run_id: str) -> list[int]:
     """List the processes of this user that were started for a run, this process and its ancestors left out."""
+    return list(started_for(run_id))
+
+
+def started_for(run_id: str) -> dict[int, int]:
+    """Return the processes of `of_run` with their start ticks."""
     mark = b"\0" + f"{ranks.RUN_ID}={run_id}".encode() + b"\0"
     spared = with_ancestors(os.getpid())
-    return [pid for pid in _own_pids() if pid not in spared and mark in b"\0" + _environment(pid) + b"\0"]
+    candidates = {pid: start_ticks(pid) for pid in _own_pids() if pid not in spared}
+    # The ticks are read before the environment and compared after it: both are of one process.
+    return {
+        pid: ticks
+        for pid, ticks in candidates.items()
+        if ticks is not None and mark in b"\0" + _environment(pid) + b"\0" and is_same(pid, ticks)
+    }
 
 
 def command_line(pid: int) -> str:
@@ -65,11 +63,17 @@ def command_line(pid: int) -> str:
 
 
 def kill_all(pids: Iterable[int], *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
+    """Do as `end` does with the processes that have these pids at the call; return the pids that are still there."""
+    alive = {pid: ticks for pid in pids if (ticks := start_ticks(pid)) is not None}
+    return end(alive, term_s=term_s, kill_s=kill_s)
+
+
+def end(found: Mapping[int, int], *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
     """Send TERM, wait up to `term_s`, send KILL, wait up to `kill_s`; return the pids that are still there.
 
-    Only the processes that have these pids at the call are signalled, however soon a pid is reused.
+    `found` maps pids to start ticks: however soon a pid is reused, no other process is signalled.
     """
-    alive = {pid: ticks for pid in pids if (ticks := start_ticks(pid)) is not None}
+    alive = dict(found)
     for number, wait_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, kill_s)):
         for pid, ticks in alive.items():
             send(pid, ticks, number)
@@ -79,21 +83,30 @@ def kill_all(pids: Iterable[int], *, term_s: float = 1.0, kill_s: float = 5.0) -
 
 def kill_run(run_id: str, *, term_s: float = 1.0, kill_s: float = 5.0) -> list[int]:
     """End every process of a run on this host, also those that it forks meanwhile; return the pids still there."""
-    kill_all(of_run(run_id), term_s=term_s, kill_s=kill_s)
+    end(started_for(run_id), term_s=term_s, kill_s=kill_s)
     deadline = time.monotonic() + kill_s
-    while (found := of_run(run_id)) and time.monotonic() < deadline:
-        kill_all(found, term_s=0.0, kill_s=max(0.0, deadline - time.monotonic()))
-    return found
+    while (found := started_for(run_id)) and time.monotonic() < deadline:
+        end(found, term_s=0.0, kill_s=max(0.0, deadline - time.monotonic()))
+    return list(found)
 
 
 def send(pid: int, ticks: int, number: signal.Signals) -> bool:
-    """Signal a process if it is still the one that began at `ticks`; say whether the signal was sent."""
-    if not is_same(pid, ticks):
-        return False
+    """Signal a process if it is still the one that began at `ticks`; say whether the signal was sent.
+
+    A pidfd keeps meaning the process that had the pid when it was opened, whoever gets the pid after the comparison.
+    """
     try:
-        os.kill(pid, number)
+        descriptor = os.pidfd_open(pid)
     except (ProcessLookupError, PermissionError):
         return False
+    try:
+        if not is_same(pid, ticks):
+            return False
+        signal.pidfd_send_signal(descriptor, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    finally:
+        os.close(descriptor)
     return True
 
 

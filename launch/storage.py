@@ -1,53 +1,80 @@
 """Whether nodes see the run folder, and what is done where they do not: the agent sends home what its node writes.
 
 A node sees the run folder when it reads there what the supervisor has just written. Else it keeps its part under the
-same path, or in the temporary folder, and a Courier sends every new byte of it over the channel:
+same path, or in the temporary folder, and a Courier sends every new byte of it over the channel. Other users of the
+node can neither read nor exchange it: a folder that they could have made is not used, and no link is followed.
 
     node                                              supervisor
     RUN/attempt-000/rank-00003.out   ── file ──→      RUN/attempt-000/rank-00003.out
 """
 
-import base64
+import errno
 import os
-import re
+import stat
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from jobs.errors import UnreachableError
-from jobs.files import folder_error
+from jobs.errors import RunFolderError, UnreachableError
+from jobs.files import folder_error, make_folder
+from jobs.ownership import check_folder, private_folder, warn_once
+from jobs.reading import UntrustedError, read_bytes
 from jobs.rundir import AttemptDir, RunDir
-from jobs.trace.paths import FOR_HOME, PROFILE
+from jobs.trace.paths import PROFILE
 
 CHUNK_BYTES: Final = 1 << 18
-NAME: Final = re.compile(
-    r"metrics\.jsonl|attempt-\d{3,}/(rank-\d{5,}\.(out|err)|(metrics|memory)-\d{5,}\.jsonl|bench\.jsonl|node-\d{2,}\.(json|setup)"
-    rf"|{PROFILE}\d{{5,}}/(" + "|".join(map(re.escape, FOR_HOME)) + "))"
-)
+LONGEST_NONCE: Final = 1 << 10
+NO_FILE: Final = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EINVAL)  # a link, a folder, a pipe ...
+
+Piece = tuple[str, int, bytes]  # a file's name below the run folder, an offset, and the bytes there
+
+
+def is_shared(run: RunDir, nonce: str) -> bool:
+    """Return whether this node reads in the run folder what the supervisor, of the same user, has just written."""
+    try:
+        check_folder(run.path, warn=False)
+        return read_bytes(run.nonce("supervisor"), LONGEST_NONCE).decode().strip() == nonce
+    except (OSError, ValueError, RunFolderError):
+        return False
 
 
 def find(run: RunDir, nonce: str) -> dict[str, str]:
     """Say where this node keeps the run: {"storage": "shared" | "apart" | "none", "run": path, "storage_why": text}."""
-    try:
-        shared = run.nonce("supervisor").read_text(encoding="utf-8").strip() == nonce
-    except OSError:
-        shared = False
-    if shared:
+    if is_shared(run, nonce):
         if os.access(run.path, os.W_OK | os.X_OK):
             return {"storage": "shared", "run": str(run.path), "storage_why": ""}
         return {"storage": "none", "run": "", "storage_why": f"{run.path}: cannot be written by this user"}
     why = ""
-    for path in (run.path, Path(tempfile.gettempdir()) / f"muster-{os.getuid()}" / run.run_id):
+    usual = Path(tempfile.gettempdir()) / f"muster-{os.geteuid()}" / run.run_id
+    for place in (run.path, usual, None):
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        except OSError as error:
-            why = why or str(folder_error(path, error))
+            path = place or _fresh(run.run_id)
+            private_folder(path)
+        except (OSError, UntrustedError) as error:
+            why = why or str(folder_error(place or usual, error) if isinstance(error, OSError) else error)
             continue
         if os.access(path, os.W_OK | os.X_OK):
             return {"storage": "apart", "run": str(path), "storage_why": ""}
         why = why or f"{path}: cannot be written by this user"
     return {"storage": "none", "run": "", "storage_why": why}
+
+
+@cache
+def _fresh(run_id: str) -> Path:
+    """Return a folder of a new name, where somebody else holds the usual one: the same for every attempt."""
+    return Path(tempfile.mkdtemp(prefix=f"muster-{os.geteuid()}-")) / run_id
+
+
+def files_of(run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) -> list[Path]:
+    """List what one node writes in an attempt: all that it sends, and all that is taken from it."""
+    files = [attempt.setup(node), attempt.node(node)]
+    for rank in ranks:
+        files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), attempt.memory(rank)]
+        files += attempt.profile(rank).for_home
+    return [*files, run.metrics, attempt.bench, attempt.timeline] if 0 in ranks else files
 
 
 class Courier:
@@ -56,49 +83,81 @@ class Courier:
     def __init__(self, run: RunDir, attempt: AttemptDir, node: int, ranks: Sequence[int]) -> None:
         self.run = run
         self.offsets: dict[Path, int] = {}
-        self.files = [attempt.setup(node), attempt.node(node)]
-        for rank in ranks:
-            self.files += [attempt.out(rank), attempt.err(rank), attempt.metrics(rank), attempt.memory(rank)]
-            self.files += attempt.profile(rank).for_home
-        if 0 in ranks:
-            self.files += [run.metrics, attempt.bench, attempt.timeline]
+        self.files = files_of(run, attempt, node, ranks)
 
-    def news(self) -> Iterator[dict[str, Any]]:
-        """Yield one message per piece of a file that has grown since the last call."""
+    def news(self) -> Iterator[Piece]:
+        """Yield the pieces of files that have grown since the last call; only of regular files of ours."""
         for path in self.files:
+            name = str(path.relative_to(self.run.path))
             try:
-                size = path.stat().st_size
+                descriptor = _open_within(self.run, name, os.O_RDONLY)
             except FileNotFoundError:
                 continue
-            offset = self.offsets.get(path, 0)
-            if size <= offset:
+            except OSError as error:
+                if error.errno not in NO_FILE:
+                    raise
+                warn_once(f"{path}: not sent to the run folder, because it is no regular file", name)
                 continue
-            with path.open("rb") as file:
-                file.seek(offset)
-                while data := file.read(min(CHUNK_BYTES, size - offset)):
-                    name = str(path.relative_to(self.run.path))
-                    yield {"did": "file", "name": name, "offset": offset, "data": base64.b64encode(data).decode()}
-                    offset += len(data)
-                    self.offsets[path] = offset
+            try:
+                yield from self._pieces(descriptor, path, name)
+            finally:
+                os.close(descriptor)
+
+    def _pieces(self, descriptor: int, path: Path, name: str) -> Iterator[Piece]:
+        size, offset = os.fstat(descriptor).st_size, self.offsets.get(path, 0)
+        while data := os.pread(descriptor, max(0, min(CHUNK_BYTES, size - offset)), offset):
+            yield name, offset, data
+            offset += len(data)
+            self.offsets[path] = offset
 
 
-def keep(run: RunDir, message: dict[str, Any]) -> None:
-    """Write a piece of a file that a node has sent.
+def keep(run: RunDir, allowed: Sequence[Path], piece: Piece) -> None:
+    """Write a piece of a file that a node has sent; pieces come in order, so none begins beyond the end of the file.
 
     Raises:
-        UnreachableError: the node names a file that is not its to write.
+        UnreachableError: the file is none of those `allowed`, or the offset lies beyond its end.
         RunFolderError, StorageError: it cannot be written.
     """
-    if not NAME.fullmatch(message["name"]):
-        raise UnreachableError(f"its agent sent a file of another name: {message['name']!r}")
-    path = run.path / message["name"]
+    name, offset, data = piece
+    if name not in (str(path.relative_to(run.path)) for path in allowed):
+        raise UnreachableError(f"its agent sent a file that is not its own: {name[:100]!r}")
+    path = run.path / name
     try:
         if path.parent.name.startswith(PROFILE):  # the folder of an attempt is there: it is made by who may
-            path.parent.mkdir(exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            with suppress(FileExistsError):
+                make_folder(path.parent)
+        descriptor = _open_within(run, name, os.O_WRONLY | os.O_CREAT)
         try:
-            os.pwrite(descriptor, base64.b64decode(message["data"]), message["offset"])
+            size = os.fstat(descriptor).st_size
+            if not 0 <= offset <= size:
+                raise UnreachableError(f"its agent sent {name} from byte {offset}, and the file has {size} bytes")
+            os.pwrite(descriptor, data, offset)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise folder_error(path, error) from error
+
+
+def _open_within(run: RunDir, name: str, flags: int) -> int:
+    """Open a regular file of ours below a run folder; no link is followed on the way. A new one has the run's mode.
+
+    Raises:
+        OSError: there is none, or something else.
+    """
+    within = os.open(run.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        *folders, last = name.split("/")
+        for each in folders:
+            inner = os.open(each, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=within)
+            os.close(within)
+            within = inner
+        mode = 0o600 | os.fstat(within).st_mode & 0o040
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        descriptor = os.open(last, flags, mode, dir_fd=within)
+    finally:
+        os.close(within)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file of this user", name)
+    return descriptor

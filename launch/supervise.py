@@ -8,8 +8,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from jobs import terminal
 from jobs.errors import MusterError, RunFolderError
-from jobs.rundir import RunDir
+from jobs.rundir import open_run
 from launch.console import Console
 from launch.scheduler.requeue import own_job
 from launch.submit.prepare import allocated
@@ -20,10 +21,11 @@ from launch.submit.submission import Submission
 
 def main() -> int:
     """Supervise the run that is named; the exit code is its verdict's."""
+    terminal.guard()
     try:
         if len(sys.argv) != 2:
             raise RunFolderError("RUN: name the folder of one run")
-        submission = Submission.read(RunDir(Path(sys.argv[1])))
+        submission = Submission.read(open_run(Path(sys.argv[1]), warn=False))
         own = own_job(submission, os.environ)
         if own is None:
             return supervise(at_home(submission), Console(ranks=False)).code

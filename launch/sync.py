@@ -9,8 +9,8 @@ deleted here does not live on there.
 """
 
 import io
-import json
 import secrets
+import shlex
 import subprocess
 import tarfile
 from collections.abc import Iterator, Sequence
@@ -24,6 +24,7 @@ from jobs.boot import CODE_ROOT
 from jobs.errors import MusterError, RefusedError, RunFolderError, UnreachableError
 from jobs.hosts import HostSet
 from jobs.placement import Host
+from jobs.reading import parse_json
 from jobs.site import SshSettings
 from launch.fingerprint import PACKAGES, fingerprint
 from launch.submit.snapshot import own_files
@@ -126,8 +127,9 @@ def judge(
             )
         return explain(host, code, errors)
     if code in (NOT_FOUND, NOT_EXECUTABLE):
+        setup = shlex.quote(f"{to}/{SETUP}")
         return RefusedError(
-            f"{host.name}: has the code in {to}, and no interpreter {python}; run {to}/{SETUP} there, or set "
+            f"{host.name}: has the code in {to}, and no interpreter {python}; run {setup} there, or set "
             "interpreter in the site file"
         )
     if code != 0:
@@ -145,7 +147,7 @@ def found_code(said: Sequence[str]) -> str | None:
     """Return the fingerprint among what a host has printed, which may hold a login shell's chatter."""
     for line in reversed(said):
         try:
-            return str(json.loads(line)["code"])
+            return str(parse_json(line)["code"])
         except (ValueError, KeyError, TypeError):
             continue
     return None

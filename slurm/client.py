@@ -218,9 +218,9 @@ def from_scontrol(text: str, job_id: str) -> JobState | None:
         state,
         value("Reason"),
         value("NodeList"),
-        exit_code=int(code) if code.isdecimal() else 0,
-        signal=int(signal) if signal.isdecimal() else 0,
-        restarts=int(restarts) if restarts.isdecimal() else 0,
+        exit_code=_number(code),
+        signal=_number(signal),
+        restarts=_number(restarts),
         end_time=unix_s(value("EndTime")),
         batch_host=value("BatchHost"),
     )
@@ -239,10 +239,14 @@ def from_sacct(line: str) -> JobState | None:
         state.partition(" ")[0].rstrip("+"),
         reason,
         "" if nodes == "None assigned" else nodes,
-        exit_code=int(code) if code.isdecimal() else 0,
-        signal=int(signal) if signal.isdecimal() else 0,
+        exit_code=_number(code),
+        signal=_number(signal),
         end_time=unix_s(end),
     )
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 def unix_s(text: str) -> float | None:

@@ -63,11 +63,12 @@ OUT_OF_MEMORY_AT: Final = (
     r"slurmstepd-(?P<of>[\w.-]+): error: Detected \d+ oom|"
     r"srun: error: (?P<task>[\w.-]+): tasks? [\d,-]+: Out Of Memory"
 )
+LONGEST: Final = 4096
 
 
 def complaint(lines: Iterable[str]) -> Complaint | None:
     """Return why Slurm ended what printed these lines, or None when it did not say."""
-    kept = list(lines)
+    kept = [line[:LONGEST] for line in lines]  # a rank may print any line
     found = [index for line in kept for index, (said, _) in enumerate(COMPLAINTS) if re.search(said, line)]
     if not found:
         return None

@@ -26,6 +26,8 @@ from typing import Any, Final
 from jobs import exits
 from jobs.files import write_json, write_secret
 from jobs.linux import die_with_parent
+from jobs.ownership import check_folder
+from jobs.reading import read_json
 from jobs.rundir import RunDir
 
 WAIT_S: Final = 120.0  # for the rendezvous: a file server may show a new file a minute late
@@ -132,9 +134,7 @@ def publish(run: RunDir, told: Mapping[str, Any]) -> None:
     Raises:
         RunFolderError, StorageError: it cannot be written.
     """
-    temporary = run.rendezvous.with_name(f".{run.rendezvous.name}.{os.getpid()}.tmp")
-    write_secret(temporary, json.dumps({"start": start_key(os.environ), **told}) + "\n")
-    temporary.replace(run.rendezvous)
+    write_secret(run.rendezvous, json.dumps({"start": start_key(os.environ), **told}) + "\n")
 
 
 def await_rendezvous(run: RunDir, wait_s: float = WAIT_S) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def await_rendezvous(run: RunDir, wait_s: float = WAIT_S) -> dict[str, Any]:
     while time.monotonic() < deadline:
         os.listdir(run.path)  # noqa: PTH208 (a file server's client then looks for new files)
         try:
-            told: dict[str, Any] = json.loads(run.rendezvous.read_text(encoding="utf-8"))
+            told: dict[str, Any] = read_json(run.rendezvous)
         except FileNotFoundError:
             told = {}
         if told.get("start") == key:
@@ -165,6 +165,7 @@ def main() -> int:
     except ModuleNotFoundError as error:
         print(f"muster: {sys.executable} on {os.uname().nodename} has no {error.name}; run ./setup.sh", file=sys.stderr)
         return exits.REFUSED
+    check_folder(Path(sys.argv[-1]))  # a pickle in it is executed
     signal.signal(signal.SIGINT, signal.default_int_handler)  # submitit's own way to cancel; a shell may ignore it
     die_with_parent(os.getppid(), signal.SIGINT)
     process_job(sys.argv[-1])

@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from jobs import exits
+from support.package_index import PackageIndex, serving, sha256, wheel
+from support.users import AS_ATTACKER, needs_root, public_folder
 
 pytestmark = pytest.mark.timeout(300)
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -284,22 +286,117 @@ def test_a_disk_that_takes_no_more_is_said_to_be_full(copy: Path) -> None:
 
 def test_help_names_every_option_that_is_parsed() -> None:
     text = (REPOSITORY / "setup.sh").read_text()
-    parsed = {"--dev", "--cpu", "--launcher-only", "--python", "--system-site-packages", "--help"}
+    parsed = {"--dev", "--cpu", "--launcher-only", "--python", "--system-site-packages", "--no-hashes", "--help"}
     shown = setup(REPOSITORY, "--help")
     assert shown.returncode == 0
     assert {word for word in shown.stdout.split() if word.startswith("--")} == parsed
     assert all(f"{option})" in text or f"{option} |" in text for option in parsed)
 
 
-def test_every_requirement_is_one_exact_version() -> None:
-    lines = [
-        line
-        for path in sorted((REPOSITORY / "requirements").glob("*.txt"))
-        for line in path.read_text().splitlines()
-        if line and not line.startswith("#")
-    ]
-    assert lines
-    assert [line for line in lines if "==" not in line.partition(";")[0] or "*" in line] == []
+def pin(name: str, version: str, digest: str) -> str:
+    return f"{name}=={version} \\\n    --hash=sha256:{digest}\n"
+
+
+def torch_wheel(version: str, cuda: str) -> bytes:
+    """Build a wheel that says about itself what torch does; pip must not look for what it needs."""
+    files = {"torch/__init__.py": "", "torch/version.py": f"__version__ = '{version}'\ncuda: str | None = {cuda}\n"}
+    return wheel("torch", version, files, requires="not-listed")
+
+
+@pytest.fixture
+def index() -> Iterator[PackageIndex]:
+    with serving(PackageIndex()) as served:
+        yield served
+
+
+def using(index: PackageIndex) -> dict[str, str]:
+    """Return the environment in which pip knows one index only."""
+    return {**NO_NETWORK, "PIP_INDEX_URL": index.address}
+
+
+def require(copy: Path, **files: str) -> None:
+    """Replace the pins of a copy."""
+    for name in ("core", "torch", "cuda", "dev"):
+        (copy / f"requirements/{name}.txt").write_text("# pins\n" + files.get(name, ""))
+
+
+def test_a_changed_wheel_is_refused_in_one_line_and_without_hashes_it_is_installed(
+    copy: Path, index: PackageIndex
+) -> None:
+    listed, offered = (wheel("leaf", "1.0", {"leaf.py": f"value = {value}"}) for value in (1, 2))
+    index.add("leaf", "1.0", offered)
+    require(copy, core=pin("leaf", "1.0", sha256(listed)))
+    refused = error_of(setup(copy, "--launcher-only", environ=using(index)), 1)
+    assert f"the file of leaf==1.0 has the SHA-256 {sha256(offered)}, expected one that requirements/ lists" in refused
+    assert refused.endswith("If your package mirror rebuilds wheels, call again with --no-hashes")
+    assert not list(copy.glob(".venv/lib/*/site-packages/leaf.py"))
+    taken = setup(copy, "--launcher-only", "--no-hashes", environ=using(index))
+    assert taken.returncode == 0, taken.stdout + taken.stderr
+    assert packages_of(copy / ".venv").joinpath("leaf.py").read_text() == "value = 2"
+    # It stays so: the next version is installed from the same mirror by a plain call.
+    index.add("leaf", "1.1", wheel("leaf", "1.1", {"leaf.py": "value = 3"}))
+    require(copy, core=pin("leaf", "1.1", sha256(listed)))
+    later = setup(copy, "--launcher-only", environ=using(index))
+    assert later.returncode == 0, later.stdout + later.stderr
+
+
+@pytest.mark.parametrize("cpu", [True, False])
+def test_each_package_comes_from_one_index_and_cuda_only_beside_a_build_for_cuda(
+    copy: Path, index: PackageIndex, cpu: bool
+) -> None:
+    leaf = index.add("leaf", "1.0", wheel("leaf", "1.0", {"leaf.py": ""}))
+    library = index.add("nvidia_x", "1.0", wheel("nvidia_x", "1.0", {"nvidia_x.py": ""}))
+    plain = index.add("torch", "9.0", torch_wheel("9.0", "'13.0'"))
+    with serving(PackageIndex()) as cpu_index:
+        local = cpu_index.add("torch", "9.0+cpu", torch_wheel("9.0+cpu", "None"))
+        cpu_index.add("leaf", "1.0", wheel("leaf", "1.0", {"leaf.py": "raise SystemExit('the wrong one')"}))
+        script = (copy / "setup.sh").read_text()
+        named = "CPU_INDEX=https://download.pytorch.org/whl/cpu\n"
+        assert named in script
+        (copy / "setup.sh").write_text(script.replace(named, f"CPU_INDEX={cpu_index.address}\n"))
+        hashes = f"torch==9.0 \\\n    --hash=sha256:{plain} \\\n    --hash=sha256:{local}\n"
+        require(copy, torch=pin("leaf", "1.0", leaf) + hashes, cuda=pin("nvidia-x", "1.0", library))
+        options = ["--cpu"] if cpu else []
+        ended = setup(copy, *options, environ=using(index))
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert f"torch 9.0{'+cpu' if cpu else ''}" in ended.stdout
+        assert set(cpu_index.asked) == ({"torch"} if cpu else set())
+        assert set(index.asked) == ({"leaf"} if cpu else {"leaf", "torch", "nvidia-x"})
+        # A build that is listed nowhere is refused, whatever its index says about it.
+        (cpu_index if cpu else index).add("torch", "9.1+cpu", torch_wheel("9.1+cpu", "None"))
+        require(copy, torch=pin("leaf", "1.0", leaf) + hashes.replace("9.0", "9.1"))
+        refused = error_of(setup(copy, *options, environ=using(index)), 1)
+        assert "the file of torch==9.1+cpu has the SHA-256" in refused
+
+
+@needs_root
+def test_another_user_cannot_hold_the_lock(copy: Path) -> None:
+    with public_folder(0o755) as folder:
+        copied = copy_to(folder / "copy")
+        setup(copied, "--python", "/nowhere")
+        tried = subprocess.run(
+            [*AS_ATTACKER, "flock", copied / ".setup.lock", "true"], capture_output=True, check=False
+        )
+        assert b"Permission denied" in tried.stderr
+        # What that user can read, such as the script itself, is not a lock.
+        hold = [
+            *AS_ATTACKER,
+            "flock",
+            "--no-fork",
+            "--nonblock",
+            copied / "setup.sh",
+            "sh",
+            "-c",
+            "echo; exec sleep 60",
+        ]
+        with subprocess.Popen(hold, stdout=subprocess.PIPE) as held:
+            assert held.stdout is not None
+            assert held.stdout.readline() == b"\n"
+            try:
+                again = setup(copied, "--python", "/nowhere")
+            finally:
+                held.kill()
+        assert "waiting" not in again.stdout
 
 
 @installing

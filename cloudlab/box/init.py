@@ -21,6 +21,7 @@ from typing import Final
 
 from cloudlab.box import kernel
 from cloudlab.box.plan import NodePlan, Service
+from jobs.reading import read_bytes
 
 GO: Final = b"go\n"
 READY: Final = b"ready\n"
@@ -31,7 +32,7 @@ START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 
 def main() -> int:
     """Become a node, outside and inside."""
-    plan = NodePlan.from_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    plan = NodePlan.from_json(read_bytes(Path(sys.argv[1])))
     kernel.enter_network(Path(plan.netns))
     kernel.leave(kernel.CLONE_NEWNS | kernel.CLONE_NEWUTS | kernel.CLONE_NEWIPC | kernel.CLONE_NEWPID)
     if os.fork():

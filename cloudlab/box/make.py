@@ -12,7 +12,7 @@ from cloudlab.box import machine, nodes, slurm, texts
 from cloudlab.box.paths import NETNS, BoxPaths
 from cloudlab.box.remove import remove
 from cloudlab.box.spec import BoxSpec, Rates, netns_pattern
-from cloudlab.box.state import BoxState, boot_id, box_names, locked_folder, read_state, root_lock, write_state
+from cloudlab.box.state import PRIVATE, BoxState, boot_id, box_names, locked_folder, read_state, root_lock, write_state
 from cloudlab.box.tools import Tools
 from jobs.errors import RefusedError
 
@@ -28,15 +28,14 @@ def make(spec: BoxSpec) -> BoxState:
     machine.need_root("muster box up")
     programs = machine.find_programs(with_slurm=spec.slurm)
     faketime = machine.find_faketime() if spec.clocks else ""
-    with _readable_files():
-        state = _register(spec, programs, faketime)
-        with locked_folder(BoxPaths.of(spec.name).folder) as lock:
-            if lock is None:
-                raise RefusedError(f"box {spec.name} was taken down while it was made")
-            with _nothing_left_behind(state, Tools(programs, lock)):
-                _build(state, Tools(programs, lock))
-                done = replace(state, complete=True)
-                write_state(done)
+    state = _register(spec, programs, faketime)
+    with locked_folder(BoxPaths.of(spec.name).folder) as lock:
+        if lock is None:
+            raise RefusedError(f"box {spec.name} was taken down while it was made")
+        with _nothing_left_behind(state, Tools(programs, lock)):
+            _build(state, Tools(programs, lock))
+            done = replace(state, complete=True)
+            write_state(done)
     return done
 
 
@@ -58,7 +57,7 @@ def _register(spec: BoxSpec, programs: dict[str, str], faketime: str) -> BoxStat
             faketime=faketime,
             programs=programs,
         )
-        folder.mkdir(mode=0o755)
+        folder.mkdir(mode=PRIVATE)
         write_state(state)
     return state
 
@@ -68,16 +67,6 @@ def _there_already(name: str) -> RefusedError:
     flag = "" if name == "box" else f" --name {name}"
     what = "is there already" if state is not None and state.complete else "was left half-way, or is just being made"
     return RefusedError(f"box {name} {what}; take it down first: sudo muster box down{flag}")
-
-
-@contextmanager
-def _readable_files() -> Iterator[None]:
-    """Let others read what is not secret, whatever root's umask is: jobs of other users, and who called sudo."""
-    old = os.umask(0o022)
-    try:
-        yield
-    finally:
-        os.umask(old)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from cloudlab.box.state import BoxState
 from cloudlab.box.tools import Tools, wait_all
 from jobs.boot import module_argv
 from jobs.errors import RefusedError
+from jobs.reading import read_end
 
 READY: Final = b"ready\n"
 GO: Final = b"go\n"
@@ -31,6 +32,7 @@ SLURM_POLL_S: Final = 0.05
 SSH_PORT: Final = 22
 REACH_S: Final = 5.0
 LAST_LINES: Final = 3
+LAST_BYTES: Final = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _told(state: BoxState, node: str, service: str) -> str:
     """Return the last lines of a log, for the end of a message."""
     path = BoxPaths.of(state.spec.name).node(node).log(service)
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        lines = read_end(path, LAST_BYTES).decode(errors="replace").splitlines()[-LAST_LINES:]
     except FileNotFoundError:
         return ""
     return f"; its {service} says: {' / '.join(lines)}" if lines else ""

@@ -8,6 +8,7 @@ from typing import Any, Final
 from cloudlab.box import slurm, texts
 from cloudlab.box.paths import NETNS, BoxPaths
 from cloudlab.box.spec import HEAD, BoxSpec
+from jobs.reading import parse_json
 
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -38,9 +39,9 @@ class NodePlan:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     @staticmethod
-    def from_json(text: str) -> "NodePlan":
+    def from_json(text: bytes) -> "NodePlan":
         """Read what `to_json` wrote."""
-        raw: dict[str, Any] = json.loads(text)
+        raw: dict[str, Any] = parse_json(text)
         services = tuple(Service(**{**each, "argv": tuple(each["argv"])}) for each in raw.pop("services"))
         binds = tuple((source, target) for source, target in raw.pop("binds"))
         return NodePlan(**raw, binds=binds, services=services)

@@ -1,6 +1,5 @@
 """Processes of a node, seen from the host: by process id and start time, and by namespace. Never by name."""
 
-import json
 import os
 import select
 import signal
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from jobs.errors import RefusedError
+from jobs.reading import read_json
 
 START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 STATE_FIELD: Final = 0
@@ -42,7 +42,7 @@ class Identity:
 def read_identity(path: Path) -> Identity | None:
     """Read what the first process of a node wrote about itself; None when it wrote nothing yet."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         return Identity(int(raw["pid"]), int(raw["start"]))
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -1,11 +1,16 @@
-"""What is known about a box: one JSON file, written before anything is made, and a lock for whoever changes it."""
+"""What is known about a box: one JSON file, written before anything is made, and a lock for whoever changes it.
+
+The lock is the folder itself. Whoever can open a folder can hold its lock, so other users may pass through a locked
+folder and read files in it by name, but not open it.
+"""
 
 import fcntl
 import json
 import os
+import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -14,11 +19,14 @@ from cloudlab.box import paths as places
 from cloudlab.box.paths import BoxPaths
 from cloudlab.box.spec import BoxSpec, Rates
 from jobs.errors import RefusedError
+from jobs.reading import parse_json, read_bytes
 
 VERSION: Final = 1
 PREFIX: Final = "box-"
+LOCK: Final = "lock"
 LOCK_S: Final = 120.0
 POLL_S: Final = 0.02
+PRIVATE: Final = 0o711
 BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -64,12 +72,12 @@ def read_state(name: str) -> BoxState | None:
     """
     path = BoxPaths.of(name).state
     try:
-        return _from_json(path.read_text(encoding="utf-8"))
+        return _from_json(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
         raise RefusedError(f"{path}: not readable for you; a box belongs to root: use sudo") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RefusedError(f"{path}: cannot be understood ({error}); remove it, then: muster box down") from error
 
 
@@ -84,21 +92,32 @@ def box_names() -> list[str]:
 
 @contextmanager
 def root_lock() -> Iterator[None]:
-    """Hold the lock of all boxes, for as long as a number is chosen; makes the root folder, removes it when empty."""
+    """Hold the lock of all boxes while a number is chosen. Makes the root folder, and removes it when it is empty.
+
+    The lock is a folder of its own, because every user may list the boxes.
+    """
+    place = places.ROOT / LOCK
     while True:
         places.ROOT.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with locked_folder(places.ROOT) as lock:
+        with suppress(FileNotFoundError):  # another command has just removed the root folder
+            place.mkdir(mode=PRIVATE, exist_ok=True)
+        with locked_folder(place) as lock:
             if lock is None:
                 continue
             yield
-            if not any(places.ROOT.iterdir()):
-                places.ROOT.rmdir()
+            if list(places.ROOT.iterdir()) == [place]:
+                place.rmdir()
+                with suppress(OSError):  # not empty: the next command waits for this lock, and removes both
+                    places.ROOT.rmdir()
             return
 
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[int | None]:
-    """Hold the lock of a folder; gives its descriptor, or None when the folder is gone by the time that we have it.
+    """Hold the lock of a folder of ours. Gives its descriptor, or None if the folder is gone once the lock is held.
+
+    Meanwhile others may read new files and not write them, whatever root's umask is: jobs of other users read them, and
+    so does the user who called sudo.
 
     Raises:
         RefusedError: another command holds it for too long.
@@ -108,10 +127,13 @@ def locked_folder(folder: Path) -> Iterator[int | None]:
     except FileNotFoundError:
         yield None
         return
+    umask = os.umask(0o022)
     try:
+        os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & PRIVATE)  # older folders can be opened
         _lock(descriptor, folder)
         yield descriptor if _is_same(descriptor, folder) else None
     finally:
+        os.umask(umask)
         os.close(descriptor)
 
 
@@ -163,8 +185,8 @@ def _to_json(state: BoxState) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def _from_json(text: str) -> BoxState:
-    raw = json.loads(text)
+def _from_json(text: bytes) -> BoxState:
+    raw = parse_json(text)
     if raw["version"] != VERSION:
         raise ValueError(f"version {raw['version']}, wanted {VERSION}")
     spec = BoxSpec(

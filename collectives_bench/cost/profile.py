@@ -7,6 +7,7 @@ over by the formulas; or by the formulas alone.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,6 +19,7 @@ from collectives_bench.cost.predicting import Asked, Prediction, by_formula, car
 from collectives_bench.cost.second import Constants
 from jobs.errors import JobFileError, RefusedError, UsageError
 from jobs.files import write_text
+from jobs.reading import LARGEST, parse_json, read_bytes
 from jobs.strict import Strict
 from jobs.words import unknown
 
@@ -94,11 +96,17 @@ class Profile(Strict):
             return Prediction(0.0, 0.0, 0.0, "one rank sends nothing")
         backend = self._backend(backend)
         asked = Asked(operation, nbytes if OPERATIONS[operation].has_size else 0.0, ranks, nodes, backend, dtype)
-        curves = self._curves(asked, back_to_back)
-        exact = [each for each in curves if (each.ranks, each.nodes) == (ranks, nodes)]
-        if exact:
-            return from_curve(nearest_type(exact, dtype), asked)
-        return self._from_formulas(asked, curves)
+        try:
+            found = self._predict(asked, self._curves(asked, back_to_back))
+        except (ArithmeticError, ValueError):  # a fit makes no such numbers
+            found = None
+        if found is None or not math.isfinite(found.seconds + found.low_s + found.high_s):
+            raise RefusedError(f"profile {self.name}: its numbers make no time of {operation}; fit it again")
+        return found
+
+    def _predict(self, asked: Asked, curves: list[Curve]) -> Prediction:
+        exact = [each for each in curves if (each.ranks, each.nodes) == (asked.ranks, asked.nodes)]
+        return from_curve(nearest_type(exact, asked.dtype), asked) if exact else self._from_formulas(asked, curves)
 
     def _curves(self, asked: Asked, back_to_back: bool) -> list[Curve]:
         found = [each for each in self.curves if (each.operation, each.backend) == (asked.operation, asked.backend)]
@@ -194,8 +202,8 @@ def load(path: Path) -> Profile:
         JobFileError: it is no profile, or one of a newer version.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        record = json.loads(text)
+        text = read_bytes(path, owned=False)
+        record = parse_json(text, largest=LARGEST)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}; make it with muster bench fit") from error
     except ValueError as error:

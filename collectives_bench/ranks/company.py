@@ -25,6 +25,7 @@ from collectives_bench.settings import BenchSettings
 from jobs import linux
 from jobs.errors import RefusedError, StartTimeoutError
 from jobs.ranks import RankEnv
+from jobs.reading import parse_json
 from jobs.store import serve
 from jobs.train.meeting import connect, listen, meet
 from jobs.train.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device, spell_ranks
@@ -91,7 +92,7 @@ class Company:
         whom = f"rank {rank}" if (rank := key.rpartition("/")[2]).isdecimal() else "rank 0"
         with self._dialling(whom):
             self.store.wait([key], timedelta(seconds=timeout_s))
-            return json.loads(self.store.get(key))
+            return parse_json(self.store.get(key))
 
     def comes(self, key: str, timeout_s: float) -> bool:
         """Wait for a value, at most so long; True when somebody has left it. Errors as `has_been_said`.

@@ -7,7 +7,6 @@ result.json     {"muster_bench": 1, "headers": [...], "blocks": [...], "pairs": 
 
 import csv
 import io
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -19,6 +18,7 @@ from collectives_bench.records import VERSION, Block, Cell, End, Header, Pair, R
 from collectives_bench.results.rows import Row
 from jobs.errors import JobFileError, RunFolderError
 from jobs.files import write_text
+from jobs.reading import LARGEST, parse_json, read_bytes
 from jobs.rundir import RunDir
 from jobs.words import unknown
 
@@ -30,7 +30,9 @@ RECORDS: Final[dict[str, type[Header] | type[Block] | type[Pair] | type[End]]] =
     "pair": Pair,
     "end": End,
 }
-MOST_BYTES: Final = 2**31  # a file larger than that is none of ours
+MOST_BYTES: Final = 1 << 31  # every sample of every block stands in it; a larger file is none of ours
+MOST_RANKS: Final = 100_000
+MOST_SAMPLES: Final = 10**9  # of one launch
 
 
 def read_result(paths: Sequence[Path]) -> Result:
@@ -128,11 +130,11 @@ def _write(path: Path, text: str) -> None:
 def _read(path: Path) -> Result:
     file = _newest(path) if path.is_dir() else path
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise JobFileError(f"{file}: larger than {MOST_BYTES} bytes; name a result of muster bench")
-        data = file.read_bytes()
+        data = read_bytes(file, MOST_BYTES, owned=False)
     except OSError as error:
         raise RunFolderError(f"{file}: {error.strerror}; name a run, its bench.jsonl, or a result file") from error
+    except ValueError as error:
+        raise JobFileError(f"{error}; name a result of muster bench") from error
     result = _lines(file, data) if _is_lines(data) else _whole(file, data)
     if not (result.headers or result.blocks or result.pairs):
         raise JobFileError(f"{file}: holds no records; name a result of muster bench")
@@ -155,8 +157,8 @@ def _newest(folder: Path) -> Path:
 def _is_lines(data: bytes) -> bool:
     """Say whether the first line is a record by itself; of a whole result it is the begin of one, or has its mark."""
     try:
-        first = json.loads(data.lstrip().partition(b"\n")[0])
-    except (ValueError, RecursionError):
+        first = parse_json(data.lstrip().partition(b"\n")[0])
+    except ValueError:
         return False
     return isinstance(first, dict) and "muster_bench" not in first
 
@@ -204,8 +206,8 @@ def _record(file: Path, line: bytes, number: int) -> Header | Block | Pair | End
 
 def _json(file: Path, data: bytes, place: str) -> Any:
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
+        return parse_json(data, most=MOST_BYTES, largest=LARGEST)
+    except ValueError as error:
         raise JobFileError(f"{file}: {place}not JSON ({error}); the file is damaged, or no result of ours") from error
 
 
@@ -246,7 +248,8 @@ def _complaint(record: Header | Block | Pair) -> str | None:
 
 
 def _of_world(world: World) -> str | None:
-    if min(world.nodes, world.ranks_per_node, world.ranks) < 1:
+    sizes = (world.nodes, world.ranks_per_node, world.ranks)
+    if min(sizes) < 1 or max(sizes) > MOST_RANKS:
         return f"a world of {world.ranks} ranks on {world.nodes} nodes"
     return None
 
@@ -259,7 +262,7 @@ def _of_cell(cell: Cell) -> str | None:
 
 def _of_timing(timing: Timing | None) -> str | None:
     if timing is not None and (
-        timing.n < 1 or timing.min_us < 0 or not timing.min_us <= timing.p50_us <= timing.max_us
+        not 1 <= timing.n <= MOST_SAMPLES or timing.min_us < 0 or not timing.min_us <= timing.p50_us <= timing.max_us
     ):
         return f"times that cannot be: n {timing.n}, min {timing.min_us}, p50 {timing.p50_us}, max {timing.max_us}"
     return None

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Final
 
 from pydantic import ValidationError
 
@@ -10,6 +11,8 @@ from collectives_bench.records import Cell, Header, Result, World
 from collectives_bench.settings import BenchSettings
 from jobs.errors import JobFileError
 from jobs.words import counted
+
+MOST_BLOCKS: Final = 1_000_000
 
 NOT_REPEATED = ("refused", "unsupported")  # one such block says it of all launches
 
@@ -39,11 +42,15 @@ def missing(result: Result) -> Missing:
     for header in result.headers:
         settings = settings_of(header)
         world = header.world
+        cells = [] if settings.pairs else cells_of(settings, world.ranks)
+        if settings.launches * max(len(cells), 1) > MOST_BLOCKS:
+            raise JobFileError(
+                f"header of {header.name}: asks for more than {MOST_BLOCKS:,} blocks; the file is damaged"
+            )
         for launch in range(settings.launches):
             if settings.pairs:
                 asked[world, launch, None] += world.nodes * (world.nodes - 1) // 2
-            else:
-                asked.update((world, launch, cell) for cell in cells_of(settings, world.ranks))
+            asked.update((world, launch, cell) for cell in cells)
     found = Counter[Key]((block.world, block.launch, block.cell) for block in result.blocks)
     found.update((pair.world, pair.launch, None) for pair in result.pairs)
     settled = {(block.world, block.cell) for block in result.blocks if block.state in NOT_REPEATED}

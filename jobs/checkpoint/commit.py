@@ -21,6 +21,7 @@ from jobs.checkpoint.names import identity
 from jobs.checkpoint.paths import CheckpointDir
 from jobs.checkpoint.shard import ShardRecord, read_ok
 from jobs.errors import BadCheckpointError, MusterError, RunFolderError
+from jobs.files import make_folder
 from jobs.rundir import RunDir
 
 POLL_S: Final = 0.01
@@ -216,7 +217,7 @@ def _write(folder: CheckpointDir, manifest: Manifest) -> None:
 def _make(path: Path) -> bool:
     """Make a folder; say whether it was not there. A link in its place is refused."""
     try:
-        path.mkdir()
+        make_folder(path)
         return True
     except FileExistsError:
         if not stat.S_ISDIR(path.lstat().st_mode):

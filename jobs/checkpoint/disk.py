@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from jobs.errors import BadCheckpointError, MusterError, RunFolderError, StorageError
+from jobs.reading import is_trusted
 
 POLL_S: Final = 0.2
 FAILING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EFBIG)
@@ -32,7 +33,7 @@ def opened_folder(path: Path) -> Iterator[int]:
 
     Raises:
         FileNotFoundError: it is not there.
-        BadCheckpointError: it is something else.
+        BadCheckpointError: it is something else, or belongs to another user.
         StorageError: it cannot be read.
     """
     try:
@@ -44,6 +45,8 @@ def opened_folder(path: Path) -> Iterator[int]:
             raise BadCheckpointError(f"{path}: not a folder, or a link to one, and links are not followed") from error
         raise read_error(path, error) from error
     try:
+        if not is_trusted(owner := os.fstat(descriptor).st_uid):
+            raise BadCheckpointError(f"{path}: belongs to user {owner}; it was not used")
         yield descriptor
     finally:
         os.close(descriptor)
@@ -54,7 +57,7 @@ def open_regular(folder: int, name: str, where: object, *, patience_s: float = 0
 
     Raises:
         FileNotFoundError: it is not there.
-        BadCheckpointError: it is a link, a pipe, a device or a folder.
+        BadCheckpointError: it is a link, a pipe, a device or a folder, or belongs to another user.
         StorageError: it cannot be read.
     """
     end_s = time.monotonic() + patience_s
@@ -72,9 +75,13 @@ def open_regular(folder: int, name: str, where: object, *, patience_s: float = 0
             if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):
                 raise BadCheckpointError(f"{where}: a link or a device, where a file was wanted") from error
             raise read_error(where, error) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
         raise BadCheckpointError(f"{where}: not a regular file")
+    if not is_trusted(status.st_uid):
+        os.close(descriptor)
+        raise BadCheckpointError(f"{where}: belongs to user {status.st_uid}; it was not used")
     return descriptor
 
 

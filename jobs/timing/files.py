@@ -6,15 +6,13 @@ writing.
 
 import csv
 import io
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from jobs.errors import JobFileError, RunFolderError
 from jobs.files import write_text
+from jobs.reading import LARGEST, open_file, parse_json, read_bytes
 from jobs.rundir import RunDir
 from jobs.timing.records import VERSION, Dtypes, End, Header, Peak, Timed, Timing, Timings
 
@@ -27,6 +25,7 @@ RECORDS: Final[dict[str, type[Record]]] = {
     "dtypes": Dtypes,
     "end": End,
 }
+MOST_BYTES: Final = 1 << 26  # every step that was timed stands in it
 MARK: Final = b'"muster_timing"'
 MARKED_BYTES: Final = 4096  # the mark stands in the beginning of a file of ours
 
@@ -35,12 +34,12 @@ def is_timing(path: Path) -> bool:
     """Say whether a run or a file holds a timing of models; False for what cannot be read."""
     file = _newest(path) if path.is_dir() else path
     try:
-        with file.open("rb") as opened:
+        with open_file(file, owned=False) as opened:
             start = opened.read(MARKED_BYTES)
     except OSError:
         return False
     try:
-        first = json.loads(start.partition(b"\n")[0])
+        first = parse_json(start.partition(b"\n")[0])
     except ValueError:
         return MARK in start
     return isinstance(first, dict) and (first.get("record") == "timing" or "muster_timing" in first)
@@ -59,7 +58,7 @@ def read_timings(paths: Sequence[Path]) -> Timings:
 def parse(line: bytes) -> Record | None:
     """Read one line; None for one that is no record of ours (of a newer Muster, or torn)."""
     try:
-        return RECORDS[json.loads(line)["record"]].model_validate_json(line)
+        return RECORDS[parse_json(line)["record"]].model_validate_json(line)
     except (ValueError, KeyError, TypeError):  # pydantic's errors are ValueErrors
         return None
 
@@ -142,16 +141,19 @@ def _newest(folder: Path) -> Path:
 def _read(path: Path) -> list[Timing]:
     file = _newest(path) if path.is_dir() else path
     try:
-        data = file.read_bytes()
+        data = read_bytes(file, MOST_BYTES, owned=False)
     except OSError as error:
         raise RunFolderError(
             f"{file}: {error.strerror}; name a run of muster bench model, or a file that it wrote"
         ) from error
+    except ValueError as error:
+        raise JobFileError(f"{error}; name a run of muster bench model") from error
     if data.lstrip().startswith(b'{"record"'):
         return [_lines(file, data)]
     try:
+        parse_json(data, largest=LARGEST)
         return Timings.model_validate_json(data).timings
-    except ValidationError as error:
+    except ValueError as error:
         raise _damaged(file, error) from error
 
 
@@ -162,7 +164,7 @@ def _lines(file: Path, data: bytes) -> Timing:
         if not line.strip():
             continue
         try:
-            content = json.loads(line)
+            content = parse_json(line, largest=LARGEST)
             kind = RECORDS[content["record"]]
             if kind is Header and content.get("version", VERSION) != VERSION:
                 raise JobFileError(

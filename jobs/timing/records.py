@@ -11,7 +11,7 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from jobs.strict import Strict
+from jobs.strict import Strict, UnixTime
 from jobs.timing.settings import Pass, TimingSettings
 from jobs.train_settings import Precision
 
@@ -41,7 +41,7 @@ class Header(Strict):
     machine: Machine
     torch: str
     settings: TimingSettings
-    time: float
+    time: UnixTime
 
 
 class Peak(Strict):
@@ -83,7 +83,7 @@ class Timed(Strict):
     flops_per_s: float | None = None
     matmul_share: float | None = None  # of the rate of a matrix product in the same numbers
     peak_bytes: int | None = None  # CUDA: the most that was allocated; CPU: by how much the process grew
-    time: float
+    time: UnixTime
 
     @property
     def first_s(self) -> float | None:
@@ -121,7 +121,7 @@ class End(Strict):
 
     record: Literal["end"] = "end"
     seconds: float
-    time: float
+    time: UnixTime
 
 
 class Timing(Strict):

@@ -5,17 +5,22 @@ Perfetto (ui.perfetto.dev) and chrome://tracing open the file as it is, compress
 
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from jobs.files import write_bytes
+from jobs.reading import open_file, parse_json, read_rest
 from jobs.trace.events import MARK, PROFILER_STEP, Step
 from jobs.trace.nesting import Nested
 from jobs.trace.operators import step_at
 
 HOST_LANE: Final = 1  # numbers of threads; those of real ones are process ids, and nobody's is so small
 DEVICE_LANE: Final = 2
+MOST_PACKED: Final = 100  # times smaller than its text is a trace at most, 20 is usual
+MOST_BYTES: Final = 1 << 30  # a minute of a profiled rank makes some 100 MB
 QUICK: Final = 4  # of gzip's levels: half the time of the usual one, for a tenth more bytes
 
 
@@ -42,9 +47,18 @@ def write_trace(path: Path, document: dict[str, Any]) -> None:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a chrome trace, compressed or not."""
-    data = path.read_bytes()
-    document: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    """Read a chrome trace, compressed or not.
+
+    Raises:
+        ValueError: it is no trace, or larger than `MOST_BYTES` once it is unpacked.
+    """
+    with open_file(path) as file:
+        read = gzip.GzipFile(fileobj=file).read if path.suffix == ".gz" else file.read
+        try:
+            data = read_rest(read, min(MOST_BYTES, MOST_PACKED * (os.fstat(file.fileno()).st_size + (1 << 14))))
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path}: is damaged: {error}") from error
+    document: dict[str, Any] = parse_json(data, most=MOST_BYTES)
     return document
 
 

@@ -20,10 +20,11 @@ from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined
 from jobs import exits
 from jobs.checkpoint.choose import newest_good
 from jobs.errors import MusterError, NoCheckpointError
-from jobs.files import append_line, write_json, write_text
+from jobs.files import append_line, write_json, write_secret
 from jobs.load import LoadedJob
 from jobs.placement import NodePlacement, Placement
 from jobs.ranks import RankEnv
+from jobs.reading import parse_json
 from jobs.rundir import RunDir, find_run, new_run, runs_root
 from jobs.train.main import FAILED, Start
 from jobs.train.restoring import Resume
@@ -40,7 +41,7 @@ def share_start(store: Store, make: Callable[[], Start], env: RankEnv) -> Start:
         RunFolderError, StorageError, NoCheckpointError: as `begin_attempt`; on every rank, for rank 0 tells that too.
     """
     if env.rank != 0:
-        said = json.loads(store.get(RUN_FOLDER_KEY))  # waits as long as `connect` was allowed to
+        said = parse_json(store.get(RUN_FOLDER_KEY))  # waits as long as `connect` was allowed to
         store.set(f"{RUN_FOLDER_KEY}/read/{env.rank}", "")
         if "error" in said:
             error = MusterError(f"rank 0: {said['error']}")
@@ -71,7 +72,7 @@ def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argpa
     root = runs_root(args.runs)
     if args.resume is None:
         run, attempt, resume = new_run(root, loaded.job.name), 0, None
-        write_text(run.job, loaded.text)
+        write_secret(run.job, loaded.text)
     else:
         run = find_run(root, args.resume)
         resume = choose(run)

@@ -14,6 +14,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from jobs.errors import RefusedError, StartTimeoutError
 from jobs.ranks import RankEnv
+from jobs.reading import parse_json
 from jobs.train.world import Peer, spell_ranks, this_peer
 
 POLL_S: Final = 0.1
@@ -127,7 +128,7 @@ def meet(store: Store, env: RankEnv, timeout_s: float) -> list[Peer]:
                     f"{spell_ranks(missing)} of {env.world_size} did not arrive at {env.master_addr}:{env.master_port} "
                     f"within {timeout_s:g} s; look at their output, or raise start_timeout_s"
                 ) from error
-    return [Peer(**json.loads(arrivals.get(str(rank)))) for rank in range(env.world_size)]
+    return [Peer(**parse_json(arrivals.get(str(rank)))) for rank in range(env.world_size)]
 
 
 def _is_loopback(address: str) -> bool:

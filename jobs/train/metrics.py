@@ -211,7 +211,7 @@ def evaluations_in(path: Path | None) -> dict[int, dict[str, float | None]]:
     """Return the results of the evaluations that a run's metrics hold, the newest of each step."""
     found = {}
     for row in read_lines(path) if path is not None else ():
-        if row.get("evaluation"):
+        if row.get("evaluation") and isinstance(row.get("step"), int):
             figures = ("loss", "accuracy", "perplexity")
             found[row["step"]] = {name: row[name] for name in figures if name in row}
     return found

@@ -22,7 +22,8 @@ def logged_losses(metrics: Path, *, after: int, attempt: int) -> dict[int, float
         if row.get("evaluation") or not isinstance(step, int) or not isinstance(of, int):
             continue
         if step > after and of < attempt:
-            found[step] = row.get("loss")
+            loss = row.get("loss")
+            found[step] = loss if isinstance(loss, int | float) else None
     return found
 
 

@@ -1,6 +1,5 @@
 """How far a measurement is, from its bench.jsonl as it grows: what is done, what is under way, the medians so far."""
 
-import json
 import statistics
 
 from pydantic import ValidationError
@@ -9,6 +8,7 @@ from collectives_bench.plan import cells_of, order_of
 from collectives_bench.records import Block, Cell, End, Header, Pair
 from collectives_bench.results.files import RECORDS
 from collectives_bench.settings import BenchSettings
+from jobs.reading import parse_json
 from jobs.rundir import RunDir
 from launch.bench.watching import NewestLines
 
@@ -105,7 +105,7 @@ class Progress:
 def parse(line: bytes) -> Record | None:
     """Read one line; None for one that is no record of ours (of a newer Muster, or torn)."""
     try:
-        kind = RECORDS[json.loads(line)["record"]]
+        kind = RECORDS[parse_json(line)["record"]]
         return kind.model_validate_json(line)
     except (ValueError, KeyError, TypeError, ValidationError):
         return None

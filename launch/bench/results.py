@@ -46,8 +46,11 @@ def locate(word: str, runs: str | None) -> Path:
         UsageError: there is none.
     """
     path = Path(word)
-    if path.is_file() or (path.is_dir() and not (path / "events.jsonl").is_file()):
-        return path
+    try:
+        if path.is_file() or (path.is_dir() and not (path / "events.jsonl").is_file()):
+            return path
+    except PermissionError as error:
+        raise UsageError(f"{word}: cannot be read: {error.strerror}; name a result of yours") from error
     try:
         return find_run(runs_root(runs), word).path
     except RunFolderError as error:

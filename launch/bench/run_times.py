@@ -1,17 +1,20 @@
 """How long a rank of a finished run computed: forward, backward and optimizer, from the rows of its metrics."""
 
+from itertools import islice
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from jobs.errors import RefusedError
 from jobs.files import read_lines
 from jobs.rundir import RunDir, find_run, runs_root
+from launch.look.fields import real
 
 if TYPE_CHECKING:
     from collectives_bench.cost.exposed import Compute
     from jobs.spec import Job
 
+MOST_STEPS: Final = 1_000_000
 SKIPPED: Final = 2  # steps: caches, first calls, and DistributedDataParallel's new deal of buckets
 PHASES: Final = ("forward_s", "backward_s", "optimizer_s")
 
@@ -67,8 +70,9 @@ def _newest(run: RunDir) -> list[Path]:
 
 def _of_rank(path: Path) -> dict[str, float]:
     """Return the medians of a rank's steps; nothing where there are too few."""
-    rows: list[dict[str, Any]] = [row for row in read_lines(path) if "backward_s" in row][SKIPPED:]
+    wanted = (*PHASES, "samples")
+    every = ({name: real(row.get(name)) for name in wanted} for row in read_lines(path) if "backward_s" in row)
+    rows = list(islice((row for row in every if None not in row.values() and row["samples"]), SKIPPED, MOST_STEPS))
     if not rows:
         return {}
-    times = {phase: median(row[phase] for row in rows) for phase in PHASES}
-    return {**times, "samples": median(row["samples"] for row in rows), "steps": len(rows)}
+    return {**{name: median(row[name] or 0.0 for row in rows) for name in wanted}, "steps": len(rows)}

@@ -4,7 +4,6 @@ A thread reads the run's bench.jsonl four times a second, the same way whoever s
 """
 
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from jobs import exits
 from jobs.rundir import RunDir
 from launch.console import Console
+from launch.look import screen
 from launch.look.follow import LineFollower
 from launch.submit.plan import NodePlan
 from launch.supervision.verdict import Verdict
@@ -83,11 +83,9 @@ class BenchConsole(Console):
             if self._ended or not self._terminal:
                 return
             if self._progress is None:
-                from rich.console import Console as RichConsole
                 from rich.live import Live
 
-                screen = RichConsole(file=sys.stderr)
-                self._progress = Live(console=screen, auto_refresh=False, transient=True, redirect_stdout=False)
+                self._progress = Live(console=screen.live(), auto_refresh=False, transient=True, redirect_stdout=False)
                 self._progress.start()
             self._progress.update(table, refresh=True)
 

@@ -24,6 +24,7 @@ from jobs import network
 from jobs.boot import CODE_ROOT
 from jobs.rundir import RunDir
 from launch.fingerprint import fingerprint
+from launch.storage import is_shared
 from launch.submit import gitfacts
 from launch.wire.messages import Inspect
 from launch.wire.records import Facts
@@ -198,11 +199,7 @@ def storage(request: Inspect) -> dict[str, Any]:
     {"where": "shared" | "apart" | "none", "path": ..., "free_mib": ..., "why": what keeps it from writing}
     """
     run = RunDir(Path(request.run))
-    try:
-        shared = run.nonce("supervisor").read_text(encoding="utf-8").strip() == request.nonce
-    except OSError:
-        shared = False
-    if shared:
+    if is_shared(run, request.nonce):
         why = _try_to_write(run.nonce(request.mark), request.nonce)
         return {"where": "none" if why else "shared", "path": str(run.path), "why": why, **_free(run.path)}
     why = ""

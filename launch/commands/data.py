@@ -10,6 +10,8 @@ from typing import Any, Final
 
 from jobs import datafiles
 from jobs.errors import UsageError
+from jobs.reading import read_json
+from launch.look import screen
 from launch.options import add_json
 
 Record = dict[str, Any]
@@ -44,7 +46,7 @@ def _cifar10(args: argparse.Namespace) -> Record:
             md5=args.md5 or datafiles.CIFAR10_MD5,
             progress=progress,
         )
-    meta = json.loads(files.meta.read_text(encoding="utf-8"))
+    meta = read_json(files.meta, owned=False)
     return {
         "samples": meta["train"]["samples"] + meta["test"]["samples"],
         "files": [_file(files.train, meta["train"]["sha256"]), _file(files.test, meta["test"]["sha256"])],
@@ -91,10 +93,9 @@ def _progress(name: str) -> Iterator[Callable[[int, int | None], None]]:
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn(name), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=screen.live(), transient=True) as bar:
         task = bar.add_task(name, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jobs.nodelist import expand, fold
-from launch.options import add_json
+from launch.options import add_json, add_login
 
 if TYPE_CHECKING:
     from jobs.placement import Host
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("fold", "print names as a short node list", _fold).add_argument("names", metavar="NAME", nargs="+", help=names)
     manifest = add("from-manifest", "print a CloudLab manifest as a hosts file", _from_manifest)
     manifest.add_argument("file", metavar="FILE", help="the manifest (XML)")
-    manifest.add_argument("--login", "--user", metavar="USER", help="user name on the nodes (default: the own one)")
+    add_login(manifest, "--login", "--user", help="user name on the nodes (default: the own one)")
     manifest.add_argument("--lan", metavar="NAME", help="the LAN of the ranks (default: the one that joins all nodes)")
     hostfile = add("from-hostfile", "check a hosts file of any form, and print it in ours", _from_hostfile)
     hostfile.add_argument("file", metavar="FILE", help="DeepSpeed's, MPI's, or ours")

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from jobs import terminal
 from jobs.errors import UsageError
 from jobs.rundir import RunDir, find_run, runs_root
 from launch import options
 from launch.look import rankset
-from launch.look.follow import LineFollower, as_shown, decoded, offset_of_last
+from launch.look.follow import LineFollower, decoded, offset_of_last
 from launch.look.runrows import node_of_rank
 from launch.look.runstate import DIRECT, RunState, read_state
 
@@ -167,17 +168,18 @@ class Printer:
         self.pattern = pattern
         self.coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
         self.attempt: int | None = None
+        self._output = terminal.raw(sys.stdout)  # `show` escapes what is not to stay raw
         self.prefixes: dict[tuple[int, int | None], str] = {}
 
     def show(self, lines: Iterable[Line]) -> None:
         """Print the lines that fit the pattern; a change of attempt is said on standard error."""
         for line in lines:
-            text = line.line if self.raw else as_shown(line.line)
+            text = line.line if self.raw else terminal.last_state(line.line)
             if self.pattern is not None and not self.pattern.search(text):
                 continue
             if line.attempt != self.attempt:
                 self._say_attempt(line.attempt)
-            sys.stdout.write(self._render(line, text) + "\n")
+            self._output.write(self._render(line, text) + "\n")
         sys.stdout.flush()
 
     def _say_attempt(self, attempt: int) -> None:
@@ -189,7 +191,7 @@ class Printer:
     def _render(self, line: Line, text: str) -> str:
         if self.as_json:
             record = {"rank": line.rank, "node": line.node, "attempt": line.attempt, "stream": line.stream}
-            return json.dumps({**record, "line": text}, ensure_ascii=False)
+            return json.dumps({**record, "line": text})
         if self.raw:
             return text
         key = (line.rank, line.node)

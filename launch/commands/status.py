@@ -7,6 +7,7 @@ import time
 from typing import Final
 
 from jobs.rundir import RunDir, find_run, runs_root
+from jobs.terminal import raw
 from jobs.words import counted
 from launch import options
 from launch.look import screen
@@ -14,6 +15,8 @@ from launch.look.runstate import DIRECT, RunState, read_state
 from launch.supervision import lease
 
 REFRESH_S: Final = 1.0
+MOST_SHOWN: Final = 1000  # ranks
+FAILED: Final = ("failed", "victim")
 CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
 RANK_COLUMNS: Final = ("rank>", "node>", "host", "pid>", "state", "exit>")
 
@@ -54,10 +57,12 @@ def render(state: RunState) -> str:
     ]
     lines = [f"{what:9}{value}" for what, value in facts if value]
     if state.ranks:
-        rows = (
-            (each.rank, each.node, each.host, each.pid, each.state, each.signal or each.code) for each in state.ranks
-        )
+        failed_first = sorted(state.ranks, key=lambda each: (each.state not in FAILED, each.rank))
+        shown = state.ranks if len(state.ranks) <= MOST_SHOWN else failed_first[:MOST_SHOWN]
+        rows = ((each.rank, each.node, each.host, each.pid, each.state, each.signal or each.code) for each in shown)
         lines += ["", screen.table(RANK_COLUMNS, rows)]
+        more = len(state.ranks) - MOST_SHOWN
+        lines += [f"{more:,} more ranks; --json has them all"] if more > 0 else []
     return "\n".join(lines)
 
 
@@ -118,7 +123,8 @@ def _watch(folder: RunDir, *, as_json: bool) -> int:
         if as_json and facts != shown:
             print(json.dumps(state.to_json()), flush=True)
         elif terminal or (not as_json and facts != shown):
-            print((CLEAR if terminal else "" if shown is None else "\n") + render(state), flush=True)
+            raw(sys.stdout).write(CLEAR if terminal else "" if shown is None else "\n")
+            print(render(state), flush=True)
         if state.is_over:
             return 0
         shown = facts

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,7 +22,7 @@ from jobs.files import append_line, write_json
 from jobs.rundir import RunDir, find_run, runs_root
 from launch import options, processes
 from launch.look import screen
-from launch.look.runrows import number, read_rows, real
+from launch.look.runrows import read_rows, real
 from launch.look.runstate import DIRECT, RunState, is_here, read_state
 
 POLL_S: Final = 0.1
@@ -134,7 +135,7 @@ def end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
     found = _leftovers(run)
     for pid in found:
         print(f"muster: ending process {pid}: {processes.command_line(pid)}", file=sys.stderr)
-    left = processes.kill_all(found, term_s=term_s, kill_s=KILL_S)
+    left = processes.end(found, term_s=term_s, kill_s=KILL_S)
     left += processes.kill_run(run.run_id, term_s=0.0, kill_s=KILL_S)
     if left:
         raise StartTimeoutError(
@@ -159,23 +160,32 @@ def end_leftovers(run: RunDir, *, term_s: float, message: str) -> Outcome:
     return Outcome(state, was_over=False, leftovers=len(found))
 
 
-def _leftovers(run: RunDir) -> list[int]:
-    """List the run's processes on this host: by run id, and by the pids in its rows that are still the same process.
+def _leftovers(run: RunDir) -> dict[int, int]:
+    """Return the run's processes on this host with their start ticks, found by run id and by the rows of the run.
 
-    A direct run's ranks learn the run id only after they have started, so it does not stand in their environment.
+    A row names a process by pid and start ticks; a pid without ticks names nobody. A direct run's ranks learn the run
+    id only after they have started, so it does not stand in their environment.
     """
     rows = read_rows(run)
-    recorded: list[tuple[Any, Any, float]] = []
+    recorded: dict[int, int] = {}
     if is_here(rows.submitted.get("host")) and rows.submitted.get("transport") == DIRECT:
-        submitted = rows.submitted
-        recorded.append((submitted.get("pid"), submitted.get("pid_start"), real(submitted.get("time")) or 0.0))
+        recorded = _by_rank([[0, rows.submitted.get("pid")]], [[0, rows.submitted.get("pid_start")]])
     for row in rows.started:
         if is_here(row.get("host")):
-            recorded += [(pid, None, real(row.get("time")) or 0.0) for _, pid in row.get("ranks", ())]
-    same = {
-        pid
-        for pid, ticks, time_s in recorded
-        if number(pid) is not None
-        and (processes.is_same(pid, ticks) if ticks is not None else processes.started_by(pid, time_s))
-    }
-    return sorted(same.union(processes.of_run(run.run_id)) - processes.with_ancestors(os.getpid()))
+            recorded |= _by_rank(row.get("ranks"), row.get("ticks"))
+    same = {pid: ticks for pid, ticks in recorded.items() if processes.is_same(pid, ticks)}
+    spared = processes.with_ancestors(os.getpid())
+    return {pid: ticks for pid, ticks in {**same, **processes.started_for(run.run_id)}.items() if pid not in spared}
+
+
+def _by_rank(pids: Any, ticks: Any) -> dict[int, int]:
+    """Join [[rank, pid], ...] and [[rank, ticks], ...] to {pid: ticks}; whatever is not complete is left out."""
+    of_rank = dict(_pairs(ticks))
+    return {pid: of_rank[rank] for rank, pid in _pairs(pids) if rank in of_rank}
+
+
+def _pairs(value: Any) -> Iterator[tuple[int, int]]:
+    for pair in value if isinstance(value, list) else ():
+        match pair:
+            case [int(rank), int(second)]:
+                yield rank, second

@@ -126,7 +126,7 @@ def make_sweep(job: str, name: str, points: "list[Point]", prepared: "list[Prepa
     from launch.sweeps.sweep import SweepRecord, sweep_path
 
     folder = sweep_path(prepared[0].context.run.path.parent, name)
-    make_run(RunDir(folder))
+    make_run(RunDir(folder), shared=prepared[0].context.site.share == "group")
     route = prepared[0].submission.route
     record = SweepRecord(
         name=name,

@@ -20,6 +20,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the mode and the reference in one run, then show how they compare."""
     from jobs.errors import UsageError
+    from jobs.reading import read_json
     from launch.submit.prepare import prepare
     from launch.submit.start import start
 
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     verdict = start(replace(prepared, submission=submission), quiet=True)
     if not context.run.verify.is_file():
         return verdict.code
-    record = json.loads(context.run.verify.read_text())
+    record = read_json(context.run.verify)
     if args.json:
         print(json.dumps(record, indent=2))
     else:

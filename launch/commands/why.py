@@ -3,19 +3,20 @@
 import argparse
 import json
 import re
-from dataclasses import asdict, dataclass, fields
+from collections import deque
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from jobs import exits
-from jobs.files import read_lines
 from jobs.rundir import RunDir, find_run, runs_root
 from launch import options, processes
 from launch.look import rankset, screen
 from launch.look.advice import next_step
+from launch.look.fields import typed_lines
 from launch.look.follow import tail_lines
 from launch.look.history import History, read_history
 from launch.look.history_view import attempt_lines
-from launch.look.runrows import Rows, number, read_rows, real
+from launch.look.runrows import Rows, read_ending, read_rows
 from launch.look.runstate import RunState, is_here, read_state
 from launch.supervision.verdict import Ending, judge
 
@@ -71,22 +72,22 @@ def run(args: argparse.Namespace) -> int:
 def explain(run: RunDir) -> Explanation:
     """Take the verdict of the newest judged attempt; without one, judge by what the rows say."""
     state, rows = read_state(run), read_rows(run)
-    verdicts = list(read_lines(run.attempts))
-    verdict = verdicts[-1] if verdicts and _is_of_now(verdicts[-1], state) else _verdict_of(state, rows)
-    first = _ending(verdict.get("first"))
+    newest = deque(typed_lines(run.attempts), maxlen=1)
+    verdict = newest[0] if newest and _is_of_now(newest[0], state) else _verdict_of(state, rows)
+    first = read_ending(verdict.get("first"))
     if state.is_over and state.class_name:  # the run's own end, which may weigh more than one attempt
         ended = {"class": state.class_name, "code": state.code, "message": state.message or verdict.get("message")}
         verdict = {**verdict, **ended, "next_step": verdict.get("next_step") if _agree(verdict, ended) else None}
     return Explanation(
         run_id=run.run_id,
         state=state.label,
-        class_name=str(verdict.get("class") or ""),
-        code=number(verdict.get("code")),
-        message=str(verdict.get("message") or ""),
-        attempt=number(verdict.get("attempt")),
-        started=real(verdict.get("started")) or state.started,
+        class_name=verdict.get("class") or "",
+        code=verdict.get("code"),
+        message=verdict.get("message") or "",
+        attempt=verdict.get("attempt"),
+        started=verdict.get("started") or state.started,
         first=first,
-        victims=tuple(filter(None, map(_ending, verdict.get("victims") or ()))),
+        victims=tuple(filter(None, map(read_ending, verdict.get("victims") or ()))),
         known=_known(run, state, rows) if state.state == "lost" else (),
         history=read_history(run, state),
         next_step=_next_step(state, verdict),
@@ -158,22 +159,11 @@ def _is_of_now(verdict: dict[str, Any], state: RunState) -> bool:
 
 def _verdict_of(state: RunState, rows: Rows) -> dict[str, Any]:
     """Make the verdict that a finished, direct or lost run did not leave behind."""
-    endings = [ending for row in rows.exited if (ending := _ending(row)) is not None]
+    endings = [ending for row in rows.exited if (ending := read_ending(row)) is not None]
     failed = [ending for ending in endings if ending.cause in ("own", "peer")]
     made = judge(endings, None).record() if failed else {}
     ended = {"class": state.class_name, "code": state.code, "message": state.message} if state.class_name else {}
     return {"attempt": state.attempt, **made, **ended}
-
-
-def _ending(row: dict[str, Any] | None) -> Ending | None:
-    """Read a failure of a row; one of a direct run may lack fields, a later version's may have more."""
-    if not row:
-        return None
-    rank, code = number(row.get("rank")), number(row.get("code"))
-    defaults = {"rank": rank, "node": 0, "host": "?", "code": code, "signal": None, "ended": row.get("time", 0.0)}
-    names = {each.name for each in fields(Ending)}
-    given = {key: value for key, value in row.items() if key in names and value is not None}
-    return Ending(**{**defaults, "cause": "done" if code == 0 else "own", **given})
 
 
 def _agree(verdict: dict[str, Any], ended: dict[str, Any]) -> bool:

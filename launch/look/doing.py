@@ -6,7 +6,7 @@ from typing import Any
 from jobs.checkpoint.names import step_and_attempt
 from jobs.checkpoint.paths import CheckpointDir
 from jobs.rundir import RunDir
-from launch.look.runrows import Rows, number, real
+from launch.look.runrows import Rows
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,8 @@ def newest_saved(run: RunDir) -> Saved | None:
 
 def left_out(rows: Rows) -> tuple[str, ...]:
     """Name the hosts that an earlier attempt of this supervisor was on, and the newest one is not."""
-    every = [*rows.hosts, *([_hosts(rows.restarting)] if rows.restarting else [])]
-    now = set(every[-1]) if every else set()
-    return tuple(dict.fromkeys(host for hosts in every for host in hosts if now and host not in now))
+    now = set(rows.hosts if rows.restarting is None else rows.restarting.get("hosts", ()))
+    return tuple(host for host in rows.all_hosts if now and host not in now)
 
 
 def doing(rows: Rows, now: float) -> str | None:
@@ -47,29 +46,25 @@ def doing(rows: Rows, now: float) -> str | None:
     if rows.restarting is not None:
         return _restart(rows.restarting, now)
     if "draining" in told:
-        limit_s = real(told["draining"].get("deadline_s"))
+        limit_s = told["draining"].get("deadline_s")
         within = "" if limit_s is None else f", within {limit_s:g} s"
         return f"saving, then stopping{within}: {told['draining'].get('by')}"
     if "hang" in told:
-        return f"no progress for {real(told['hang'].get('seconds')) or 0.0:.0f} s; every rank is asked where it is"
+        return f"no progress for {told['hang'].get('seconds', 0.0):.0f} s; every rank is asked where it is"
     if "resuming" in told and "first_step" not in told:
         name, step = told["resuming"].get("checkpoint"), told["resuming"].get("step")
         if "loaded" in told:
             return f"about to go on after step {step}"
         return f"loading {name}" if rows.joined else f"starting, to go on from {name}"
     missed, saved = told.get("missed"), told.get("saved", {})
-    if missed is not None and (real(missed.get("time")) or 0.0) > (real(saved.get("time")) or 0.0):
+    if missed is not None and missed.get("time", 0.0) > saved.get("time", 0.0):
         return f"training goes on, but the save of step {missed.get('step')} failed: {missed.get('message')}"
     return None
 
 
 def _restart(row: dict[str, Any], now: float) -> str:
-    left_s = (real(row.get("time")) or now) + (real(row.get("delay_s")) or 0.0) - now
-    hosts = list(dict.fromkeys(_hosts(row)))
+    left_s = row.get("time", now) + row.get("delay_s", 0.0) - now
+    hosts = list(dict.fromkeys(row.get("hosts", ())))
     where = f" on {', '.join(hosts)}" if hosts else ""
     when = f"in {left_s:.1f} s" if left_s > 0.05 else "begins"
-    return f"attempt {number(row.get('attempt'))} {when}{where}: {row.get('why')}"
-
-
-def _hosts(row: dict[str, Any] | None) -> list[str]:
-    return [str(host) for host in (row or {}).get("hosts") or ()]
+    return f"attempt {row.get('attempt')} {when}{where}: {row.get('why')}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from jobs.words import counted
-from launch.look.runrows import number, real
+from launch.look.fields import typed
 
 Row = Mapping[str, Any]
 
@@ -12,30 +12,30 @@ Row = Mapping[str, Any]
 def lines_of(row: Row) -> list[str]:
     """Return the lines for an event; none for one that is not worth a word, or that we do not know."""
     text = TEXTS.get(str(row.get("event")))
-    return text(row).splitlines() if text is not None else []
+    return text(typed(row)).splitlines() if text is not None else []
 
 
 def _attempt(row: Row) -> str:
-    attempt = number(row.get("attempt")) or 0
+    attempt = row.get("attempt", 0)
     which = f"attempt {attempt}: " if attempt else ""
-    ranks = counted(number(row.get("world_size")) or 0, "rank")
+    ranks = counted(row.get("world_size", 0), "rank")
     return f"{which}{ranks} start, master {row.get('master_addr')}:{row.get('master_port')}"
 
 
 def _restarting(row: Row) -> str:
-    hosts, delay_s = row.get("hosts") or [], real(row.get("delay_s")) or 0.0
+    hosts, delay_s = row.get("hosts", ()), row.get("delay_s", 0.0)
     wait = f" in {delay_s:g} s" if delay_s else ""
     return f"muster: {row.get('why')}\nattempt {row.get('attempt')}{wait} on {counted(len(hosts), 'node')}"
 
 
 def _hang(row: Row) -> str:
-    seconds = real(row.get("seconds")) or 0.0
+    seconds = row.get("seconds", 0.0)
     return f"no rank has made progress for {seconds:.0f} s; asking each where it is"
 
 
 TEXTS: Final[dict[str, Callable[[Row], str]]] = {
     "attempt": _attempt,
-    "joined": lambda row: f"all ranks joined after {real(row.get('seconds')) or 0.0:.1f} s",
+    "joined": lambda row: f"all ranks joined after {row.get('seconds', 0.0):.1f} s",
     "warning": lambda row: f"muster: warning: {row.get('text')}",
     "missed": lambda row: f"muster: warning: rank {row.get('rank')}: {row.get('message')}",
     "stopping": lambda row: f"stopping the ranks: {row.get('reason')}",

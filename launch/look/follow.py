@@ -9,7 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from jobs.reading import open_file, read_end
+from jobs.terminal import last_state
+
 CHUNK_BYTES: Final = 1 << 18
+MOST_TAIL_BYTES: Final = 1 << 26
 LONGEST_LINE_BYTES: Final = 1 << 20
 FINGERPRINT_BYTES: Final = 64
 
@@ -46,10 +50,11 @@ class LineFollower:
         if not self._has_changed():
             return
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_file(self.path)
         except FileNotFoundError:
             return
-        try:
+        with file:
+            descriptor = file.fileno()
             if self._was_cut(descriptor):
                 yield from self._restart()
             # The size now, not the end: a writer faster than its reader must not keep the other files waiting.
@@ -61,8 +66,6 @@ class LineFollower:
                 self.offset += len(data)
                 self._fingerprint = (self._fingerprint + data)[-FINGERPRINT_BYTES:]
                 yield from self._split(data)
-        finally:
-            os.close(descriptor)
 
     def flush(self) -> Iterator[bytes]:
         """Yield the unfinished last line, if there is one: its writer has ended."""
@@ -125,9 +128,9 @@ def decoded(line: bytes) -> str:
     return line.decode(errors="replace")
 
 
-def as_shown(line: str) -> str:
-    """Return what a terminal shows of a line in the end: of a progress bar redrawn after `\r`, its last state."""
-    return line.rstrip("\r").rpartition("\r")[2].replace("\0", "")
+def as_shown(line: bytes) -> str:
+    """Return what a terminal shows of a rank's line in the end, as text that may be printed."""
+    return last_state(decoded(line))
 
 
 def tail_lines(path: Path, count: int) -> list[str]:
@@ -136,33 +139,32 @@ def tail_lines(path: Path, count: int) -> list[str]:
     Reads no more than the last `CHUNK_BYTES`: of very long lines, fewer or a part.
     """
     try:
-        with path.open("rb") as file:
-            begin = max(offset_of_last(path, count), file.seek(0, os.SEEK_END) - CHUNK_BYTES)
-            file.seek(begin)
-            data = file.read(CHUNK_BYTES)
+        data = read_end(path, CHUNK_BYTES)
     except FileNotFoundError:
         return []
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
-    return [as_shown(decoded(line)) for line in lines[-count:]]
+    return [as_shown(line) for line in (lines[-count:] if count else ())]
 
 
 def offset_of_last(path: Path, lines: int) -> int:
     """Return the offset at which the last `lines` lines of a file begin, an unfinished one counted; 0 if it has fewer.
 
-    Reads backwards in blocks: the file may be larger than memory.
+    Reads backwards in blocks, at most `MOST_TAIL_BYTES`: the file may be larger than memory, and one line.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = open_file(path)
     except FileNotFoundError:
         return 0
-    try:
+    with file:
+        descriptor = file.fileno()
         end = os.fstat(descriptor).st_size
         if lines == 0:
             return end
+        first = max(0, end - MOST_TAIL_BYTES)
         position = max(0, end - 1)  # the newline at the very end closes the last line, it begins none
         missing = lines
-        while position > 0:
-            begin = max(0, position - CHUNK_BYTES)
+        while position > first:
+            begin = max(first, position - CHUNK_BYTES)
             block = os.pread(descriptor, position - begin, begin)
             found = len(block)
             while missing and (found := block.rfind(b"\n", 0, found)) >= 0:
@@ -170,6 +172,4 @@ def offset_of_last(path: Path, lines: int) -> int:
             if not missing:
                 return begin + found + 1
             position = begin
-        return 0
-    finally:
-        os.close(descriptor)
+        return first

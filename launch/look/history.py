@@ -11,13 +11,13 @@ supervised; waiting in a queue, or for somebody to resume it, is no part of eith
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from jobs.files import read_lines
 from jobs.rundir import RunDir
-from launch.look.runrows import first_and_last_step, number, real
+from launch.look.fields import MOST_ATTEMPTS, typed_lines
+from launch.look.runrows import first_and_last_step
 from launch.look.runstate import RunState
 from launch.supervision.verdict import Ending
 
@@ -94,9 +94,8 @@ class _Told:
 
 def read_history(run: RunDir, state: RunState) -> History:
     """Read the attempts of a run whose state is known."""
-    events = list(read_lines(run.events))
-    told, spans = _sort(events)
-    rows = {row["attempt"]: row for row in read_lines(run.attempts) if number(row.get("attempt")) is not None}
+    told, spans = _sort(typed_lines(run.events))
+    rows = {row["attempt"]: row for row in typed_lines(run.attempts) if "attempt" in row}
     newest = max({*told, *rows}, default=None)
     records = []
     for attempt in sorted({*told, *rows}):
@@ -107,7 +106,7 @@ def read_history(run: RunDir, state: RunState) -> History:
             span = spans[told[attempt].span]
             span[1] = max(span[1], ended)
         again = told[attempt].replayed if attempt in told else {}
-        records.append(replace(record, compared=number(again.get("compared")), worst=real(again.get("worst"))))
+        records.append(replace(record, compared=again.get("compared"), worst=again.get("worst")))
     records = _with_prices(records, rows, {attempt: each.span for attempt, each in told.items()})
     until = time.time() if not state.is_over else None
     supervised_s = sum((end if end is not None else until or begin) - begin for begin, end in _closed(spans, until))
@@ -121,22 +120,22 @@ def read_history(run: RunDir, state: RunState) -> History:
     )
 
 
-def _sort(events: Sequence[dict[str, Any]]) -> tuple[dict[int, _Told], list[list[float]]]:
+def _sort(events: Iterable[dict[str, Any]]) -> tuple[dict[int, _Told], list[list[float]]]:
     """Sort events by attempt; and list from when to when each supervisor that began an attempt was at work."""
     told: dict[int, _Told] = {}
     spans: list[list[float]] = []
     submitted = 0.0
     ahead: dict[int, dict[str, Any]] = {}
     for row in events:
-        now, attempt, event = real(row.get("time")) or 0.0, number(row.get("attempt")), row.get("event")
+        now, attempt, event = row.get("time", 0.0), row.get("attempt"), row.get("event")
         if event == "submitted":
             submitted = now
         elif event == "resuming" and attempt is not None:
             ahead[attempt] = row
         elif event == "attempt" and attempt is not None:
-            if submitted or not spans:
+            if (submitted or not spans) and len(spans) < MOST_ATTEMPTS:
                 spans.append([submitted or now, now])
-                submitted = 0.0
+            submitted = 0.0
             told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))
         elif event == "attempt_ended" and attempt is not None and attempt not in told and spans and not submitted:
             told[attempt] = _Told(row, len(spans) - 1, ahead.get(attempt, {}))  # its nodes never came together
@@ -154,7 +153,7 @@ def _sort(events: Sequence[dict[str, Any]]) -> tuple[dict[int, _Told], list[list
 def _last_sign(run: RunDir, attempt: int, told: _Told) -> float:
     """Return when an attempt whose end nobody saw was last at work."""
     _, newest = first_and_last_step(run, attempt)
-    return max(told.last_time, real(newest.get("time")) or 0.0)
+    return max(told.last_time, float(newest.get("time", 0.0)))
 
 
 def _closed(spans: Sequence[Sequence[float]], until: float | None) -> list[tuple[float, float | None]]:
@@ -164,39 +163,39 @@ def _closed(spans: Sequence[Sequence[float]], until: float | None) -> list[tuple
 
 
 def _of_row(row: Mapping[str, Any]) -> AttemptRecord:
-    first = row.get("first") or {}
-    rank, node, host = first.get("rank"), number(first.get("node")) or 0, str(first.get("host") or "?")
+    first = row.get("first", {})
+    rank, node, host = first.get("rank"), first.get("node", 0), first.get("host", "?")
     return AttemptRecord(
         attempt=row["attempt"],
-        started=real(row.get("started")),
-        ended=real(row.get("ended")),
+        started=row.get("started"),
+        ended=row.get("ended"),
         class_name=row.get("class"),
-        code=number(row.get("code")),
-        cause=str(row.get("cause") or row.get("message") or ""),
+        code=row.get("code"),
+        cause=row.get("cause") or row.get("message", ""),
         culprit=Ending(rank, node, host, None, None, 0.0, "own").where() if first else None,
         mode=row.get("mode"),
-        world_size=number(row.get("world_size")),
-        hosts=tuple(map(str, row.get("hosts") or ())),
+        world_size=row.get("world_size"),
+        hosts=tuple(row.get("hosts", ())),
         origin=row.get("from"),
-        from_step=number(row.get("from_step")) or 0,
-        last_step=number(row.get("last_step")),
-        saved_step=number(row.get("saved_step")),
-        lost_steps=number(row.get("lost_steps")) or 0,
-        decided=str(row.get("next") or ""),
+        from_step=row.get("from_step", 0),
+        last_step=row.get("last_step"),
+        saved_step=row.get("saved_step"),
+        lost_steps=row.get("lost_steps", 0),
+        decided=row.get("next", ""),
     )
 
 
 def _of_events(run: RunDir, attempt: int, told: _Told) -> AttemptRecord:
     """Make the record of an attempt that has no row (yet)."""
     _, newest = first_and_last_step(run, attempt)
-    from_step = number(told.resuming.get("step")) or 0
-    saved = number(told.saved.get("step"))
-    last = max((step for step in (number(newest.get("step")), saved) if step is not None), default=None)
+    from_step = told.resuming.get("step") or 0
+    saved = told.saved.get("step")
+    last = max((step for step in (newest.get("step"), saved) if step is not None), default=None)
     return AttemptRecord(
         attempt=attempt,
-        started=real(told.row.get("time")),
-        world_size=number(told.row.get("world_size")),
-        hosts=tuple(map(str, told.row.get("hosts") or ())),
+        started=told.row.get("time"),
+        world_size=told.row.get("world_size"),
+        hosts=tuple(told.row.get("hosts", ())),
         origin=told.resuming.get("checkpoint"),
         from_step=from_step,
         last_step=last,
@@ -233,8 +232,8 @@ def _with_prices(
 
 
 def _times(row: Mapping[str, Any] | None) -> dict[str, float]:
-    times = (row or {}).get("times") or {}
-    return {name: value for name in times if (value := real(times[name])) is not None}
+    times: dict[str, float] = (row or {}).get("times", {})
+    return times
 
 
 def _useful_s(run: RunDir, records: Sequence[AttemptRecord], *, done: bool, goes_on: bool) -> float:
@@ -249,12 +248,12 @@ def _useful_s(run: RunDir, records: Sequence[AttemptRecord], *, done: bool, goes
             last = record.saved_step if record.saved_step is not None else record.from_step
         if last is None:
             _, last_row = first_and_last_step(run, record.attempt)
-            last = number(last_row.get("step")) or record.from_step
+            last = last_row.get("step", record.from_step)
         kept = max(0.0, min(last, limit) - record.from_step)
         total_s += kept * _step_s(run, record.attempt) if kept else 0.0
         if newest and done and kept:  # the last evaluation and save
             _, last_row = first_and_last_step(run, record.attempt)
-            total_s += max(0.0, (record.ended or 0.0) - (real(last_row.get("time")) or record.ended or 0.0))
+            total_s += max(0.0, (record.ended or 0.0) - last_row.get("time", record.ended or 0.0))
         limit = min(limit, record.from_step)
     return total_s
 
@@ -262,6 +261,6 @@ def _useful_s(run: RunDir, records: Sequence[AttemptRecord], *, done: bool, goes
 def _step_s(run: RunDir, attempt: int) -> float:
     """Return how long a step of an attempt took, saves and evaluations between them with it."""
     first, last = first_and_last_step(run, attempt)
-    steps = (number(last.get("step")) or 0) - (number(first.get("step")) or 0)
-    seconds = (real(last.get("time")) or 0.0) - (real(first.get("time")) or 0.0)
+    steps = last.get("step", 0) - first.get("step", 0)
+    seconds = last.get("time", 0.0) - first.get("time", 0.0)
     return max(0.0, seconds / steps) if steps > 0 else 0.0

@@ -2,16 +2,19 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import MusterError, RunFolderError
 from jobs.files import read_lines
 from jobs.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
 from jobs.rundir import AttemptDir, RunDir
+from launch.look.fields import number, typed
 
 if TYPE_CHECKING:
     from collectives_bench.cost.memory import Memory
 
+MOST_ROWS: Final = 1000  # a rank writes them in its first steps only
 FACTS: Final = ("rank", "world_size", "attempt", "mode", "device", "host")
 
 
@@ -55,11 +58,11 @@ def read_memories(run: RunDir, attempt: int | None) -> tuple[int, list[RankMemor
         RunFolderError: none did.
     """
     numbers = run.attempt_numbers() if attempt is None else [attempt]
-    for number in reversed(numbers):
-        folder = run.attempt(number)
+    for latest in reversed(numbers):
+        folder = run.attempt(latest)
         found = [each for rank in folder.memory_ranks() if (each := read_rank(folder, rank)) is not None]
         if found:
-            return number, found
+            return latest, found
     where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
     raise RunFolderError(f"{where}: no rank has said what its memory is for; ranks of train: jobs do, once they begin")
 
@@ -68,22 +71,24 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
     """Read one rank's rows; None where they do not make a record: nothing read here is trusted."""
     rows: dict[str, list[Mapping[str, Any]]] = {}
     try:
-        for row in read_lines(folder.memory(rank)):
+        for row in islice(read_lines(folder.memory(rank)), MOST_ROWS):
             rows.setdefault(row["point"], []).append(row)
         (first, *_), (init, *_) = rows[BASELINE], rows[INIT]
-        steps = [*rows.get(BEFORE, ()), *rows.get(AFTER, ())]
+        steps, facts = [*rows.get(BEFORE, ()), *rows.get(AFTER, ())], typed(first)
+        if not facts["rank"] < facts["world_size"]:
+            raise ValueError("a rank that its world does not have")
         return RankMemory(
-            facts={name: first[name] for name in FACTS},
-            held={kind: max(int(row["held"][kind]) for row in (steps or [init])) for kind in KINDS},
+            facts={name: facts[name] for name in FACTS},
+            held={kind: max(_bytes(row["held"], kind) for row in (steps or [init])) for kind in KINDS},
             rest=_now(rows[AFTER][-1], first) if AFTER in rows else None,
             peaks={
                 name: max(_peak(row, first) for row in rows[name])
                 for name in (INIT, BEFORE, AFTER, END)
                 if name in rows
             },
-            used=max((int(row["used"]) for row in steps if "used" in row), default=None),
+            used=max((_bytes(row, "used") for row in steps if "used" in row), default=None),
             reserved=max(
-                (row["peak"]["reserved"] for each in rows.values() for row in each if _has(row)), default=None
+                (_bytes(row["peak"], "reserved") for each in rows.values() for row in each if _has(row)), default=None
             ),
             steps=len(rows.get(AFTER, ())),
         )
@@ -118,16 +123,27 @@ def _now(row: Mapping[str, Any], first: Mapping[str, Any]) -> int:
     """Return by how much a rank's own memory had grown at a row: the allocator's, or RAM without libraries' pages."""
     now, before = row["now"], first["now"]
     if "allocated" in now:
-        return int(now["allocated"]) - int(before["allocated"])
-    return int(now["rss"]) - int(now["files"]) - int(before["rss"]) + int(before["files"])
+        return _bytes(now, "allocated") - _bytes(before, "allocated")
+    return _bytes(now, "rss") - _bytes(now, "files") - _bytes(before, "rss") + _bytes(before, "files")
 
 
 def _peak(row: Mapping[str, Any], first: Mapping[str, Any]) -> int:
     """Return the same of the peak; libraries have as many pages then as after it."""
     peak, now, before = row["peak"], row["now"], first["now"]
     if "allocated" in peak:
-        return int(peak["allocated"]) - int(before["allocated"])
-    return int(peak["rss"]) - int(now["files"]) - int(before["rss"]) + int(before["files"])
+        return _bytes(peak, "allocated") - _bytes(before, "allocated")
+    return _bytes(peak, "rss") - _bytes(now, "files") - _bytes(before, "rss") + _bytes(before, "files")
+
+
+def _bytes(values: Mapping[str, Any], name: str) -> int:
+    """Return a size of a row.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if (size := number(values[name], least=0)) is None:
+        raise ValueError(f"{name}: not a size")
+    return size
 
 
 def _has(row: Mapping[str, Any]) -> bool:

@@ -1,6 +1,5 @@
 """The profiles in a run folder, rank by rank: what the ranks wrote, with the breakdown of their metrics. Only reads."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +7,40 @@ from typing import Any, Final
 
 from jobs.errors import RunFolderError
 from jobs.files import read_lines
+from jobs.reading import read_json
 from jobs.rundir import AttemptDir, RunDir
+from launch.look.fields import MOST_RANKS, below, fits, number, optional, real, reals, text, texts
 
 PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "replay")
 WAITING: Final = "communication"
+_STEP: Final = {
+    "step": number,
+    "seconds": real,
+    "communication_s": real,
+    "hidden_s": real,
+    "device_s?": optional(real),
+    "overlap": optional(real),
+}
+_TIMES: Final = ("cpu_total_us", "cpu_self_us", "cuda_total_us", "cuda_self_us")
+_OPERATOR: Final = {"name": text, "kind": text, "calls": number, **dict.fromkeys(_TIMES, real)}
+SHAPE: Final = {
+    "rank": below(MOST_RANKS),
+    "world_size": below(MOST_RANKS + 1, 1),
+    "steps": [_STEP],
+    "steps_of_job": number,
+    "mode": text,
+    "device": text,
+    "host": text,
+    "files?": texts,
+    "memory?": reals,
+    "operators": [_OPERATOR],
+    "kernels": [_OPERATOR],
+    "kinds": reals,
+    "phases": reals,
+    "device_phases?": optional(reals),
+    "overlap": optional(real),
+    "matmul_share": optional(real),
+}
 
 
 @dataclass(frozen=True)
@@ -49,11 +78,11 @@ def read_profiles(run: RunDir, attempt: int | None) -> tuple[int, list[RankProfi
         RunFolderError: there are none.
     """
     numbers = run.attempt_numbers() if attempt is None else [attempt]
-    for number in reversed(numbers):
-        folder = run.attempt(number)
+    for latest in reversed(numbers):
+        folder = run.attempt(latest)
         found = [profile for rank in folder.profiled_ranks() if (profile := _read(folder, rank)) is not None]
         if found:
-            return number, sorted(found, key=lambda each: (-each.own_s, each.rank))
+            return latest, sorted(found, key=lambda each: (-each.own_s, each.rank))
     where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
     raise RunFolderError(
         f"{where}: no rank has written a profile; set train.profile: true (muster run JOB --set train.profile=true), "
@@ -64,7 +93,9 @@ def read_profiles(run: RunDir, attempt: int | None) -> tuple[int, list[RankProfi
 def _read(folder: AttemptDir, rank: int) -> RankProfile | None:
     paths = folder.profile(rank)
     try:
-        record = json.loads(paths.record.read_text(encoding="utf-8"))
+        record = read_json(paths.record)
+        if not fits(record, SHAPE):
+            return None
         steps = {int(step["step"]) for step in record["steps"]}
         rows = [row for row in read_lines(folder.metrics(rank)) if row.get("step") in steps and row.get("profile")]
         return RankProfile(paths.path, record, breakdown_of(rows) or _of_trace(record))
@@ -74,7 +105,7 @@ def _read(folder: AttemptDir, rank: int) -> RankProfile | None:
 
 def breakdown_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the mean seconds by phase of metrics' rows; nothing without rows."""
-    sums = {phase: sum(float(row.get(f"{phase}_s") or 0.0) for row in rows) for phase in PHASES}
+    sums = {phase: sum(real(row.get(f"{phase}_s")) or 0.0 for row in rows) for phase in PHASES}
     return {phase: total / len(rows) for phase, total in sums.items() if rows and (total > 0.0 or phase != "replay")}
 
 

@@ -1,17 +1,19 @@
 """The records of a run folder as they stand in its files: sorted, not yet judged (`launch/look/runstate.py` does)."""
 
-import contextlib
-import json
-import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.files import read_lines
+from jobs import reading
 from jobs.rundir import RunDir
+from launch.look.fields import MOST_RANKS, below, typed_line, typed_lines
+from launch.look.fields import number as number  # those who read rows look for them here
+from launch.look.fields import real as real
+from launch.supervision.verdict import Ending
 
 TAIL_BYTES: Final = 1 << 16
+MOST_WARNINGS: Final = 1000
 TOLD: Final = frozenset({"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining"})
 
 
@@ -19,65 +21,89 @@ TOLD: Final = frozenset({"resuming", "loaded", "first_step", "replayed", "saved"
 class Rows:
     """The rows of events.jsonl that count: the newest of each, per rank and node of the newest attempt.
 
-    `told` are what ranks and supervisor last said of the newest attempt, by event; `hosts` those of every attempt of
-    the newest supervisor, oldest first.
+    `told` are what ranks and supervisor last said of the newest attempt, by event; `hosts` those of the newest attempt,
+    `all_hosts` those of every attempt of the newest supervisor. Of a file of any size, this takes little memory.
     """
 
     submitted: dict[str, Any] = field(default_factory=dict)
     attempt: dict[str, Any] = field(default_factory=dict)
     attempts: int = 0
-    hosts: list[list[str]] = field(default_factory=list)
-    started: list[dict[str, Any]] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
+    all_hosts: dict[str, None] = field(default_factory=dict)
+    by_node: dict[int | None, dict[str, Any]] = field(default_factory=dict)
     joined: bool = False
-    exited: list[dict[str, Any]] = field(default_factory=list)
+    by_rank: dict[tuple[int | None, int | None], dict[str, Any]] = field(default_factory=dict)
     stopping: bool = False
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     restarting: dict[str, Any] | None = None
-    warnings: list[str] = field(default_factory=list)
+    warnings: dict[str, None] = field(default_factory=dict)
     ended: dict[str, Any] | None = None
     last_time: float | None = None
+
+    @property
+    def started(self) -> list[dict[str, Any]]:
+        """The newest `started` row of each node."""
+        return list(self.by_node.values())
+
+    @property
+    def exited(self) -> list[dict[str, Any]]:
+        """The newest `exited` row of each rank; one without a rank is of a whole node."""
+        return list(self.by_rank.values())
 
     def begin_attempt(self, row: dict[str, Any]) -> None:
         """Forget what an earlier attempt started; what was said of this one before its ranks were started counts."""
         self.attempt, self.attempts = row, self.attempts + 1
-        self.started, self.joined, self.exited, self.stopping = [], False, [], False
+        self.by_node, self.joined, self.by_rank, self.stopping = {}, False, {}, False
         self.told = {name: said for name, said in self.told.items() if said.get("attempt") == row.get("attempt")}
         self.restarting = self.ended = None
-        self.hosts.append([str(host) for host in row.get("hosts") or ()])
+        self.hosts = row.get("hosts", [])
+        if len(self.all_hosts) < MOST_RANKS:
+            self.all_hosts.update(dict.fromkeys(self.hosts))
 
     def begin_supervisor(self, row: dict[str, Any]) -> None:
         """Forget what an earlier supervisor had under way: this one has not started anything yet."""
         self.begin_attempt({})
-        self.submitted, self.attempts, self.hosts = row, self.attempts - 1, []
+        self.submitted, self.attempts, self.all_hosts = row, self.attempts - 1, {}
 
 
 def read_rows(run: RunDir) -> Rows:
     """Sort the rows of events.jsonl; the end of an attempt is not the end of the run, whose last row is `ended`."""
     rows = Rows()
-    for row in read_lines(run.events):
-        rows.last_time = real(row.get("time")) or rows.last_time
+    for row in typed_lines(run.events):
+        rows.last_time = row.get("time") or rows.last_time
         match row.get("event"):
             case "submitted":
                 rows.begin_supervisor(row)
             case "attempt":
                 rows.begin_attempt(row)
             case "started":
-                rows.started.append(row)
+                rows.by_node[row.get("node")] = row
             case "joined":
                 rows.joined = True
             case "exited":
-                rows.exited.append(row)
+                rows.by_rank[row.get("rank"), row.get("node")] = row
             case "stopping":
                 rows.stopping = True
             case "restarting":
                 rows.restarting = row
             case "warning":
-                rows.warnings.append(str(row.get("text", "")))
+                if len(rows.warnings) < MOST_WARNINGS:
+                    rows.warnings[row.get("text", "")] = None
             case "ended":
                 rows.ended, rows.restarting = row, None
             case str(name) if name in TOLD:
                 rows.told[name] = row
     return rows
+
+
+def read_ending(row: Mapping[str, Any] | None) -> Ending | None:
+    """Read a failure of a typed row; one of a direct run may lack fields, a later version's may have more."""
+    if not row:
+        return None
+    names = {each.name for each in fields(Ending)}
+    given = {key: value for key, value in row.items() if key in names}
+    defaults = {"rank": None, "node": 0, "host": "?", "code": None, "signal": None, "ended": row.get("time", 0.0)}
+    return Ending(**{**defaults, "cause": "done" if row.get("code") == 0 else "own", **given})
 
 
 def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -95,29 +121,30 @@ def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
 def first_and_last_step(run: RunDir, attempt: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the first and the newest row that rank 0 wrote of its own steps in an attempt; {} if none."""
     path = run.attempt(attempt).metrics(0)
-    last = next(_last_rows(path), {})
-    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-        first = json.loads(file.readline(TAIL_BYTES))
-        return (first if isinstance(first, dict) else {}), last
-    return {}, last
+    return next(typed_lines(path), {}), next(_last_rows(path), {})
 
 
 def node_of_rank(run: RunDir, attempt: int) -> dict[int, int]:
     """Return which node each rank of an attempt runs on, as far as the folder says: node files, else `started` rows."""
     nodes: dict[int, int] = {}
-    for row in read_lines(run.events):
-        if row.get("event") == "started" and row.get("attempt", 0) == attempt:
+    for row in typed_lines(run.events):
+        if row.get("event") == "started" and row.get("attempt", 0) == attempt and "node" in row:
             nodes.update((rank, row["node"]) for rank, _ in row.get("ranks", ()))
+    rank_of = below(MOST_RANKS)
     for path in run.attempt(attempt).path.glob("node-*.json"):
         record = read_json(path)
-        nodes.update((entry["rank"], record["node"]) for entry in record.get("ranks", ()))
+        node, entries = rank_of(record.get("node")), record.get("ranks")
+        for entry in entries if isinstance(entries, list) else ():
+            rank = rank_of(entry.get("rank")) if isinstance(entry, dict) else None
+            if rank is not None and node is not None:
+                nodes[rank] = node
     return nodes
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object; {} when it is missing, unfinished or something else."""
     try:
-        value = json.loads(path.read_bytes())
+        value = reading.read_json(path)
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
@@ -126,30 +153,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def _last_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the whole rows in the last `TAIL_BYTES` of a JSON-lines file, newest first."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        data = reading.read_end(path, TAIL_BYTES)
     except FileNotFoundError:
         return
-    try:
-        size = os.fstat(descriptor).st_size
-        begin = max(0, size - TAIL_BYTES)
-        data = os.pread(descriptor, size - begin, begin)
-    finally:
-        os.close(descriptor)
     lines = data.split(b"\n")[:-1]
-    for line in reversed(lines[1:] if begin else lines):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
+    for line in reversed(lines[1:] if len(data) == TAIL_BYTES else lines):
+        if row := typed_line(line):
             yield row
-
-
-def number(value: Any) -> int | None:
-    """Return a whole number of a record, None for anything else."""
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def real(value: Any) -> float | None:
-    """Return a number of a record as a float, None for anything else."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -19,7 +19,7 @@ from jobs import exits
 from jobs.rundir import RunDir
 from launch import processes
 from launch.look.doing import Saved, doing, left_out, newest_saved
-from launch.look.runrows import Rows, last_metrics, number, read_rows, real
+from launch.look.runrows import Rows, last_metrics, read_rows
 from launch.supervision import lease
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def read_state(run: RunDir) -> RunState:
     if seen is not None and (seen.waits or rows.ended is None):  # waiting once more, its last row is that of a try
         rows.ended = seen.ended
     step_row, _ = last_metrics(run)
-    attempt = number(rows.attempt.get("attempt"))
+    attempt = rows.attempt.get("attempt")
     of_now = not rows.attempts if attempt is None else step_row.get("attempt", 0) == attempt  # direct: no attempt row
     waits = seen is not None and seen.waits and rows.ended is None
     heard_s = None if is_here(rows.submitted.get("host")) else lease.age_s(run)
@@ -126,7 +126,7 @@ def read_state(run: RunDir) -> RunState:
     has_steps = bool(step_row) and of_now
     state = "starting" if waits else _state(rows, gone, stop_asked=run.stop.exists(), has_steps=has_steps)
     submitted, ended, now = rows.submitted, rows.ended or {}, time.time()
-    started, ended_s = real(submitted.get("time")), real(ended.get("time"))
+    started, ended_s = submitted.get("time"), ended.get("time")
     until = ended_s if ended_s is not None else rows.last_time if state == "lost" else now
     return RunState(
         run_id=run.run_id,
@@ -137,11 +137,11 @@ def read_state(run: RunDir) -> RunState:
         kind=submitted.get("kind"),
         transport=submitted.get("transport"),
         host=submitted.get("host"),
-        pid=number(submitted.get("pid")),
-        pid_start=number(submitted.get("pid_start")),
-        grace_s=real(submitted.get("grace_s")) or 5.0,
-        nodes=(rows.hosts and len(rows.hosts[-1])) or number(submitted.get("nodes")),
-        world_size=number(rows.attempt.get("world_size", submitted.get("world_size"))),
+        pid=submitted.get("pid"),
+        pid_start=submitted.get("pid_start"),
+        grace_s=submitted.get("grace_s") or 5.0,
+        nodes=len(rows.hosts) or submitted.get("nodes"),
+        world_size=rows.attempt.get("world_size", submitted.get("world_size")),
         started=started,
         ended=ended_s,
         seconds=None if started is None or until is None else max(0.0, until - started),
@@ -151,17 +151,17 @@ def read_state(run: RunDir) -> RunState:
         checkpoint=newest_saved(run),
         left_out=() if state in OVER else left_out(rows),
         heard_s=heard_s,
-        code=number(ended.get("code")),
+        code=ended.get("code"),
         class_name=ended.get("class"),
         message=ended.get("message") or (seen.message if seen is not None else None),
-        step=number(step_row.get("step")),
-        steps=number(step_row.get("steps")),
-        epoch=number(step_row.get("epoch")),
-        loss=real(step_row.get("loss")),
-        rate=real(step_row.get("rate")),
+        step=step_row.get("step"),
+        steps=step_row.get("steps"),
+        epoch=step_row.get("epoch"),
+        loss=step_row.get("loss"),
+        rate=step_row.get("rate"),
         unit=step_row.get("unit"),
         ranks=_ranks(rows, over=state in OVER),
-        warnings=tuple(dict.fromkeys(rows.warnings)),  # attempt after attempt says the same
+        warnings=tuple(rows.warnings),
     )
 
 
@@ -172,7 +172,7 @@ def is_here(host: str | None) -> bool:
 
 def _state(rows: Rows, alive: bool | None, *, stop_asked: bool, has_steps: bool) -> State:
     if rows.ended is not None:
-        name = rows.ended.get("class") or exits.class_of(number(rows.ended.get("code")) or 0)
+        name = rows.ended.get("class") or exits.class_of(rows.ended.get("code") or 0)
         return "done" if name == "done" else "stopped" if name in STOPPED_CLASSES else "failed"
     if alive is False:
         return "lost"
@@ -187,7 +187,7 @@ def _state(rows: Rows, alive: bool | None, *, stop_asked: bool, has_steps: bool)
 
 
 def _ask_slurm(run: RunDir, rows: Rows) -> "Seen | None":
-    final = rows.ended is not None and number(rows.ended.get("code")) not in (exits.STOPPED, exits.REQUEUE)
+    final = rows.ended is not None and rows.ended.get("code") not in (exits.STOPPED, exits.REQUEUE)
     if final or not run.slurm.exists():
         return None
     from launch.scheduler.slurm_job import see  # runs of other transports need not wait for its imports
@@ -200,7 +200,7 @@ def _supervisor_lives(run: RunDir, submitted: dict[str, Any]) -> bool | None:
 
     From another host its lease tells: fresh, or so old that no clock is to blame.
     """
-    pid, ticks = number(submitted.get("pid")), number(submitted.get("pid_start"))
+    pid, ticks = submitted.get("pid"), submitted.get("pid_start")
     if pid is None or not is_here(submitted.get("host")):
         age = lease.age_s(run)
         return None if age is None else True if age < lease.STALE_S else False if age > lease.DEAD_S else None
@@ -210,11 +210,11 @@ def _supervisor_lives(run: RunDir, submitted: dict[str, Any]) -> bool | None:
 
 
 def _ranks(rows: Rows, *, over: bool) -> tuple[RankState, ...]:
-    world_size = number(rows.attempt.get("world_size", rows.submitted.get("world_size"))) or 0
+    world_size = rows.attempt.get("world_size", rows.submitted.get("world_size")) or 0
     where: dict[int, tuple[int | None, str | None, int | None]] = {}
     for row in rows.started:
         where.update((rank, (row.get("node"), row.get("host"), pid)) for rank, pid in row.get("ranks", ()))
-    exited = {rank: row for row in rows.exited if (rank := number(row.get("rank"))) is not None}  # None: a whole node
+    exited = {row["rank"]: row for row in rows.exited if "rank" in row}  # None: a whole node
     states = []
     for rank in sorted({*range(world_size), *where, *exited}):
         exit_row = exited.get(rank, {})

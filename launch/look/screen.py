@@ -3,9 +3,13 @@
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+from jobs.terminal import printable, raw
 from launch.look.runstate import RunState
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WIDE: Final = 100_000
 STYLES: Final = {
@@ -34,11 +38,30 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         grid.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", no_wrap=True)
     for row in rows:
         texts = ("-" if value is None else str(value) for value in row)
-        grid.add_row(*(Text(text, style=STYLES.get(text.rstrip("?"), "")) for text in texts))
+        grid.add_row(*(Text(printable(text), style=STYLES.get(text.rstrip("?"), "")) for text in texts))
     console = Console(file=sys.stdout, width=WIDE)
     with console.capture() as capture:
         console.print(grid)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def live() -> "Console":
+    """Return a rich console on standard error that may move the cursor: for progress bars and tables that fill."""
+    from rich.console import Console
+    from rich.segment import Segment
+    from rich.style import Style
+
+    class Live(Console):
+        """A console whose texts cannot: only rich's own controls pass, and no link or hidden text."""
+
+        def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
+            for each in super().render(*args, **options):
+                style = each.style
+                if style and (style.link or style.conceal):
+                    style = style.update_link(None) + Style(conceal=False)
+                yield each if each.control else Segment(printable(each.text), style)
+
+    return Live(file=raw(sys.stderr))
 
 
 def clock(unix_s: float | None) -> str:

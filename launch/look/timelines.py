@@ -2,16 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from jobs.errors import RunFolderError
 from jobs.files import read_lines
 from jobs.rundir import RunDir
+from launch.look import fields
 from pipe.schedules.actions import Schedule
 from pipe.schedules.draw import COMPUTE
 from pipe.schedules.measured import Compared, Record, busy_s, compare
 from pipe.schedules.simulate import bubble_formula
 from pipe.schedules.tables import schedule
+
+NEWEST: Final = 8  # steps
+MOST_STEPS: Final = 1_000_000
+MOST_PIPELINES: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -96,14 +102,11 @@ def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> Timelin
     numbers = run.attempt_numbers() if attempt is None else [attempt]
     seen: set[int] = set()
     for number in reversed(numbers):
-        rows = [row for row in read_lines(run.attempt(number).timeline) if isinstance(row.get("step"), int)]
-        steps = sorted({row["step"] for row in rows})
+        steps, newest = _newest_rows(run.attempt(number).timeline, step)
         seen.update(steps)
-        for each in reversed(steps):
-            if step in (None, each):
-                found = [recorded_of(row) for row in rows if row["step"] == each]
-                if pipelines := tuple(recorded for recorded in found if recorded is not None):
-                    return Timeline(number, each, tuple(steps), pipelines)
+        for each in sorted(newest, reverse=True):
+            if pipelines := tuple(found for row in newest[each] if (found := recorded_of(row)) is not None):
+                return Timeline(number, each, tuple(sorted(steps)), pipelines)
     where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
     if not seen:
         raise RunFolderError(
@@ -112,14 +115,30 @@ def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> Timelin
     raise RunFolderError(f"{where}: step {step} was not recorded, only {', '.join(map(str, sorted(seen)))}")
 
 
+def _newest_rows(path: Path, step: int | None) -> tuple[set[int], dict[int, list[Mapping[str, Any]]]]:
+    """Return all steps of a file of any size, and the rows of the newest, or of one that is asked for."""
+    steps: set[int] = set()
+    rows: dict[int, list[Mapping[str, Any]]] = {}
+    for row in read_lines(path):
+        each = fields.number(row.get("step"), least=0)
+        if each is None or len(steps) > MOST_STEPS:
+            continue
+        steps.add(each)
+        if step in (None, each) and len(rows.setdefault(each, [])) < MOST_PIPELINES:
+            rows[each].append(row)
+        if len(rows) > NEWEST:  # of the newest itself no row may be whole
+            del rows[min(rows)]
+    return steps, rows
+
+
 def recorded_of(row: Mapping[str, Any]) -> Recorded | None:
     """Read a row; None where it does not make a step: nothing read here is trusted."""
     try:
         ranks = tuple(dict.fromkeys(map(int, row["rank_of"])))  # the first stages are those of the ranks in order
         place_of = {rank: place for place, rank in enumerate(ranks)}
-        records = tuple(Record(place_of[rank], *more) for rank, *more in row["records"])
+        records = tuple(_record(place_of[rank], *more) for rank, *more in row["records"])
         chunks, microbatches = int(row["chunks"]), int(row["microbatches"])
-        if max(chunks, microbatches) > len(records):
+        if max(chunks, microbatches * len(ranks)) > len(records):
             raise ValueError("more actions than records")
         table = fitted(schedule(row["schedule"], len(ranks), microbatches, chunks=max(chunks, 1)), records)
         if tuple(ranks[place] for place in table.rank_of) != tuple(row["rank_of"]):
@@ -127,6 +146,13 @@ def recorded_of(row: Mapping[str, Any]) -> Recorded | None:
         return Recorded(table, chunks, ranks, records, compare([records], table))
     except (ValueError, KeyError, TypeError, IndexError, OverflowError):  # torn, or another version's
         return None
+
+
+def _record(place: int, kind: Any, stage: Any, microbatch: Any, start_s: Any, end_s: Any) -> Record:
+    numbers = [*map(fields.number, (stage, microbatch)), *map(fields.real, (start_s, end_s))]
+    if None in numbers or not isinstance(kind, str):
+        raise ValueError("not a record")
+    return Record(place, kind, *numbers)  # type: ignore[arg-type]
 
 
 def fitted(table: Schedule, records: Sequence[Record]) -> Schedule:

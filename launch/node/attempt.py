@@ -5,7 +5,6 @@ that what comes late is known as such.
 """
 
 import asyncio
-import base64
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine
@@ -227,8 +226,7 @@ class NodeAttempt:
             return
         async with self._sending:
             for piece in self._courier.news():
-                data = base64.b64decode(piece["data"])
-                await self.tell(wire.File(self.number, piece["name"], piece["offset"], data))
+                await self.tell(wire.File(self.number, *piece))
 
     async def _forward_rank(self, rank: int, *, ended: bool = False) -> None:
         async with self._sending:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from jobs import leftovers, linux, network, ports
+from jobs import leftovers, linux, network, ports, terminal
 from jobs.errors import MusterError
 from jobs.exits import UNREACHABLE
 from jobs.rundir import RunDir
@@ -258,6 +258,7 @@ def serve(node: int, carrier: int, keeper: int | None, lease_s: float, alone: st
     `alone` says what to do with the Slurm job around us when the lease ends: `requeue`, `cancel`, or nothing.
     Returns the run's exit code, or 69 if the supervisor has gone.
     """
+    terminal.guard()  # by hand, this is somebody's
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     linux.adopt_orphans()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jobs import linux
 from jobs.errors import RefusedError
+from jobs.files import open_log
 from launch.look.follow import tail_lines
 
 
@@ -18,7 +19,8 @@ async def run(lines: Sequence[str], log: Path, workdir: str, env: Mapping[str, s
     Raises:
         RefusedError: a line failed.
     """
-    with log.open("wb") as output:
+    with os.fdopen(open_log(log), "wb") as output:
+        output.truncate(0)
         shell = await asyncio.create_subprocess_exec(
             *("bash", "-e", "-c", "\n".join(lines)),
             stdin=subprocess.DEVNULL,

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from launch.look.runrows import number
-
 EVENT: Final = "allocation"
 MAX_FRUITLESS: Final = 3
 
@@ -36,11 +34,11 @@ def allocations(rows: Iterable[Mapping[str, Any]], job: str) -> list[Allocation]
                 # Of another job: somebody has resumed the run, and the count begins anew.
                 found = found if row.get("job") == job else []
                 if row.get("job") == job:
-                    found.append(Allocation(number(row.get("restarts")) or 0))
+                    found.append(Allocation(row.get("restarts", 0)))
             case "resuming" if found and found[-1].began is None:
-                found[-1].began = number(row.get("step")) or 0
+                found[-1].began = row.get("step", 0)
             case "saved" if found:
-                found[-1].saved = max(found[-1].saved, number(row.get("step")) or 0)
+                found[-1].saved = max(found[-1].saved, row.get("step", 0))
     return found
 
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jobs import exits
-from jobs.files import read_lines
 from jobs.rundir import RunDir
+from launch.look.fields import typed_lines
 from launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocations, disagreement, fruitless
 from launch.scheduler.slurm_output import BatchOutput
 from launch.scheduler.slurm_run import close, settings_of
@@ -39,7 +39,7 @@ class OwnJob:
 
     def begin(self) -> Outcome | None:
         """Note that the job has started; return how the run ends where it must not go on."""
-        found = allocations(read_lines(self.run.events), self.job)
+        found = allocations(typed_lines(self.run.events), self.job)
         if self.restarts is not None and (text := disagreement(found, self.restarts, self.job)):
             self._warn(text)
         EventLog(self.run).event(EVENT, job=self.job, restarts=len(found) if self.restarts is None else self.restarts)
@@ -50,7 +50,7 @@ class OwnJob:
         """Have the job queued again after a verdict that asks for it; return the exit code of this process."""
         if code != exits.REQUEUE:
             return code
-        count = fruitless(allocations(read_lines(self.run.events), self.job))
+        count = fruitless(allocations(typed_lines(self.run.events), self.job))
         if self.saves and count >= MAX_FRUITLESS:
             return self._hopeless(count).code
         return self._queue_again() if self.by_us else code

@@ -8,7 +8,6 @@ The run folder is read, a few times a second. Slurm is asked only while no super
 first and every 30 s in a long wait; after a request to stop, every second.
 """
 
-import json
 import math
 import os
 import signal
@@ -24,7 +23,8 @@ from jobs.files import write_json
 from jobs.rundir import RunDir
 from launch.console import Console
 from launch.look.event_texts import lines_of
-from launch.look.follow import LineFollower, as_shown, decoded
+from launch.look.fields import typed_line
+from launch.look.follow import LineFollower, as_shown
 from launch.look.runrows import number, read_json, real
 from launch.scheduler.held_signals import SIGNALS, noting
 from launch.scheduler.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
@@ -186,12 +186,7 @@ class Follower:
     def read_events(self) -> None:
         """Take in the rows that came since the last call, and say what is worth it."""
         for line in self._events.poll():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                self._on_event(row)
+            self._on_event(typed_line(line))
 
     def _on_event(self, row: dict[str, Any]) -> None:
         match row.get("event"):
@@ -221,8 +216,8 @@ class Follower:
 
     def _pass_on_lines(self, *, last: bool = False) -> None:
         for stream, output in self._outputs.items():
-            lines = [as_shown(decoded(line)) for line in output.poll()]
-            lines += [as_shown(decoded(line)) for line in output.flush()] if last else []
+            lines = [as_shown(line) for line in output.poll()]
+            lines += [as_shown(line) for line in output.flush()] if last else []
             self.console.lines(stream, lines)
 
     def _has_lease(self) -> bool:

@@ -8,9 +8,9 @@ after it has gone, squeue tells, then scontrol, then sacct.
 """
 
 import contextlib
-import json
 import math
 import os
+import re
 import socket
 import time
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,9 @@ from typing import Any, Final
 from jobs import exits
 from jobs.errors import MusterError, RunFolderError
 from jobs.files import write_json
+from jobs.reading import LONGEST_LINE_BYTES, open_file
 from jobs.rundir import RunDir
+from launch.look.fields import typed, typed_line
 from launch.look.follow import tail_lines
 from launch.look.runrows import Rows, number, read_json, read_rows
 from launch.supervision import lease
@@ -58,10 +60,20 @@ class SlurmJob:
         """
         if not run.slurm.exists():
             return None
-        try:
-            return cls(**read_json(run.slurm))
-        except TypeError as error:
-            raise RunFolderError(f"{run.slurm}: cannot be read ({error}); see squeue --name={run.run_id}") from error
+        record = read_json(run.slurm)
+        row, environment = typed(record), record.get("environment")
+        job_id, cluster = str(row.get("job_id")), row.get("cluster")
+        if not re.fullmatch(r"[0-9]+(_[0-9]+)?", job_id) or not re.fullmatch(r"[\w.,@-]+", str(cluster)):
+            raise RunFolderError(f"{run.slurm}: names no job of Slurm's; see squeue --name={run.run_id}")
+        return cls(
+            job_id,
+            str(row.get("name", "")),
+            None if cluster is None else str(cluster),
+            row.get("time", 0.0),
+            row.get("host", ""),
+            row.get("pid", 0),
+            kept_environment(environment if isinstance(environment, dict) else {}),
+        )
 
     def write(self, run: RunDir) -> None:
         """Write it; errors as `jobs.rundir.write_json`."""
@@ -70,7 +82,8 @@ class SlurmJob:
     def client(self) -> Client:
         """Return the commands of its cluster."""
         conf = self.environment.get("SLURM_CONF")
-        known = {} if conf and not Path(conf).exists() else self.environment  # of another machine
+        # Of another machine, or too long for a name, at which pathlib raises.
+        known = {} if conf and not os.path.exists(conf) else self.environment  # noqa: PTH110
         return Client({**os.environ, **known}, self.cluster)
 
     def ask(self) -> JobState | None:
@@ -103,7 +116,8 @@ class Seen:
 
 def kept_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the client commands of a run need later."""
-    return {name: environ[name] for name in KEPT if name in environ}
+    found = {name: environ.get(name) for name in KEPT}
+    return {name: value for name, value in found.items() if isinstance(value, str) and "\0" not in value}
 
 
 def this_process() -> dict[str, Any]:
@@ -237,14 +251,12 @@ def output_path(run: RunDir, job: SlurmJob) -> Path:
 
 def since_submission(run: RunDir, job: SlurmJob) -> int:
     """Return where in the events the row of the job's submission begins: a run that goes on has older ones."""
-    offset = found = 0
+    offset, found, submitted = 0, 0, ["submitted", job.host, job.pid]
     if not run.events.exists():
         return 0
-    with run.events.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                row = json.loads(line)
-                said = [row.get(key) for key in ("event", "host", "pid")] if isinstance(row, dict) else []
-                found = offset if said == ["submitted", job.host, job.pid] else found
+    with open_file(run.events) as file:
+        while line := file.readline(LONGEST_LINE_BYTES):
+            row = typed_line(line)
+            found = offset if [row.get(key) for key in ("event", "host", "pid")] == submitted else found
             offset += len(line)
     return found

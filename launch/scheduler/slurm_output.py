@@ -5,15 +5,18 @@ supervisor then sees agents go, or ranks die of SIGTERM, before it hears itself 
 written before any signal was sent.
 """
 
+import os
 from pathlib import Path
+from typing import Final
 
 from jobs import exits
+from jobs.reading import MOST_BYTES, open_file
 from jobs.rundir import RunDir
 from launch.supervision.verdict import Ending, Stop
 from slurm.complaints import Complaint, complaint
 from slurm.script import OUTPUT
 
-KILLED = ("SIGTERM", "SIGKILL")
+KILLED: Final = ("SIGTERM", "SIGKILL")
 
 
 class BatchOutput:
@@ -31,9 +34,9 @@ class BatchOutput:
     def _lines(self, offset: int) -> list[str]:
         if not self.path.is_file():
             return []
-        with self.path.open("rb") as file:
-            file.seek(offset)
-            lines = file.read().decode(errors="replace").splitlines()
+        with open_file(self.path) as file:
+            file.seek(max(offset, file.seek(0, os.SEEK_END) - MOST_BYTES))
+            lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()
             self.judged = file.tell()
         return lines
 

@@ -7,25 +7,25 @@ close    Slurm says that the job is over, and its supervisor left no last row
 import math
 import os
 import time
-from dataclasses import fields
 from typing import Any, Final
 
 from jobs import exits
 from jobs.boot import module_argv
 from jobs.errors import MusterError
-from jobs.files import append_line, read_lines, write_text
+from jobs.files import append_line, write_secret
 from jobs.rundir import RunDir
 from jobs.slurm_settings import SlurmSettings, merged, seconds_of
 from jobs.spec import Job
 from launch.console import Console
 from launch.look.advice import next_step
-from launch.look.runrows import number, read_rows, real
+from launch.look.fields import typed_lines
+from launch.look.runrows import number, read_ending, read_rows, real
 from launch.scheduler.slurm_job import SlurmJob, kept_environment, last_row, this_process
 from launch.submit.plan import Context
 from launch.submit.spares import crew_size
 from launch.submit.submission import Submission
 from launch.supervision.eventlog import EventLog
-from launch.supervision.verdict import Ending, Verdict
+from launch.supervision.verdict import Verdict
 from slurm.allocation import clean_environment
 from slurm.client import Client, SubmissionRefusedError, Submitted
 from slurm.refusals import refusal
@@ -64,7 +64,7 @@ def submit(submission: Submission) -> Submitted:
     """
     context, run = submission.context, submission.context.run
     settings, nodes = settings_of(context), crew_size(context.job)
-    write_text(run.sbatch, script(submission))
+    write_secret(run.sbatch, script(submission))
     # Before sbatch: once the job runs, its supervisor writes such a row of its own, and the last one counts.
     EventLog(run).submitted(context, TRANSPORT)
     base = {**os.environ, **submission.route.hosts.environment}
@@ -137,20 +137,12 @@ def stopped(by: str, what: str) -> Outcome:
 def show_end(run: RunDir, console: Console, ended: dict[str, Any]) -> None:
     """Show how a run ended, as its supervisor would."""
     attempt = ended.get("attempt")
-    row = next((row for row in read_lines(run.attempts) if row.get("attempt") == attempt and attempt is not None), {})
+    row = next((row for row in typed_lines(run.attempts) if row.get("attempt") == attempt and attempt is not None), {})
     code, message = number(ended.get("code")) or 0, str(ended.get("message") or "")
     verdict = Verdict(
-        code, message, _ending(row.get("first")), tuple(filter(None, map(_ending, row.get("victims") or ())))
+        code, message, read_ending(row.get("first")), tuple(filter(None, map(read_ending, row.get("victims") or ())))
     )
     began = real(row.get("started")) or real(read_rows(run).submitted.get("time"))
     until = real(ended.get("time")) or time.time()
     advice = str(row.get("next_step") or next_step(verdict.name, row.get("first"), message))
     console.end(verdict, until - (until if began is None else began), run.run_id, advice)
-
-
-def _ending(row: dict[str, Any] | None) -> Ending | None:
-    """Read how a rank ended from the row of an attempt, which a later version may have given more fields."""
-    if not row:
-        return None
-    names = {each.name for each in fields(Ending)}
-    return Ending(**{key: value for key, value in row.items() if key in names})

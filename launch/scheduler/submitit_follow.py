@@ -13,11 +13,12 @@ from typing import Final
 from jobs import exits
 from jobs.errors import MusterError
 from jobs.files import read_lines, write_json
+from jobs.reading import read_end
 from jobs.rundir import RunDir
 from launch import processes
 from launch.console import Console
 from launch.look.event_texts import lines_of
-from launch.look.follow import LineFollower, as_shown, decoded
+from launch.look.follow import CHUNK_BYTES, LineFollower, as_shown
 from launch.look.runrows import number, read_rows
 from launch.look.runstate import read_state
 from launch.scheduler.slurm_run import close, show_end
@@ -46,16 +47,15 @@ class RankZero:
 
     def _show(self, *, last: bool) -> None:
         for stream, output in self._outputs.items():
-            lines = [as_shown(decoded(line)) for line in output.poll()]
-            lines += [as_shown(decoded(line)) for line in output.flush()] if last else []
+            lines = [as_shown(line) for line in output.poll()]
+            lines += [as_shown(line) for line in output.flush()] if last else []
             self.console.lines(stream, lines)
 
 
 def ended_early(run: RunDir) -> MusterError:
     """Return the error of a job of submitit's that ended before its supervisor had begun, and write the last row."""
-    said = run.supervisor_log.read_text(errors="replace")
-    task = sorted(run.submitit.glob("*_0_log.err"))
-    said += task[-1].read_text(errors="replace") if task else ""
+    logs = [run.supervisor_log, *sorted(run.submitit.glob("*_0_log.err"))[-1:]]
+    said = "".join(read_end(log, CHUNK_BYTES).decode(errors="replace") for log in logs)
     error = failure(said, exits.REFUSED)
     close(run, Outcome(error.exit_code, str(error)))
     return error
@@ -77,7 +77,7 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
     Raises:
         UnreachableError: submitit ended before the run had begun.
     """
-    lines, asked, said = RankZero(run, console), 0, len(list(read_lines(run.events)))
+    lines, asked, said = RankZero(run, console), 0, sum(1 for _ in read_lines(run.events))
     before, controller = begun(run), start()
     with listening() as signals:
         while controller.poll() is None or _goes_on(run):
@@ -115,11 +115,11 @@ def _goes_on(run: RunDir) -> bool:
 
 def _tell(run: RunDir, console: Console, said: int) -> int:
     """Say what is new among the events; return how many there are."""
-    rows = list(read_lines(run.events))
-    for row in rows[said:]:
-        for line in lines_of(row):
+    count = 0
+    for count, row in enumerate(read_lines(run.events), 1):
+        for line in lines_of(row) if count > said else ():
             console.say(line)
-    return len(rows)
+    return count
 
 
 def _ask_to_stop(run: RunDir, console: Console, by: str, *, now: bool) -> None:

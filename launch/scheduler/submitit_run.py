@@ -20,7 +20,8 @@ from typing import Any, Final
 
 from jobs.boot import module_argv
 from jobs.errors import MusterError, RefusedError, StartTimeoutError, UsageError
-from jobs.files import folder_error
+from jobs.files import folder_error, open_log
+from jobs.reading import parse_json
 from jobs.slurm_settings import merged
 from launch.console import Console
 from launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
@@ -143,10 +144,10 @@ def start_local(submission: Submission) -> "subprocess.Popen[bytes]":
     run = submission.context.run
     wanted = order([submission], name=run.run_id, environ=os.environ)
     try:
-        run.submitit.mkdir(exist_ok=True)
+        run.submitit.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise folder_error(run.submitit, error) from error
-    with run.supervisor_log.open("ab") as log:
+    with os.fdopen(open_log(run.supervisor_log), "ab") as log:
         process = _start(_environment(submission), stdout=subprocess.PIPE, stderr=log)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -199,7 +200,7 @@ def _call(wanted: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str
         raise StartTimeoutError(f"submitit: has not submitted within {SUBMIT_S:g} s; see squeue") from error
     if process.returncode or not out:
         raise failure(said.decode(errors="replace"), process.returncode)
-    answer: dict[str, Any] = json.loads(out)
+    answer: dict[str, Any] = parse_json(out)
     return answer
 
 

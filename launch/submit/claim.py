@@ -8,7 +8,6 @@ only one can make the next. One that was killed leaves its claim behind: on the 
 another, what is old is not believed any more, for then the run's own lease says whether it is supervised.
 """
 
-import json
 import os
 import secrets
 import socket
@@ -39,8 +38,8 @@ def claimed(run: RunDir) -> Iterator[None]:
     mine["time"] = time.time()
     own = run.claims / f".{secrets.token_hex(8)}.tmp"
     try:
-        run.claims.mkdir(exist_ok=True)
-        own.write_text(json.dumps(mine), encoding="utf-8")
+        run.claims.mkdir(mode=0o700, exist_ok=True)
+        write_json(own, mine)
         path = _take(run, own)
     except OSError as error:
         raise folder_error(run.claims, error) from error

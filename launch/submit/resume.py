@@ -8,6 +8,7 @@ Whatever is refused is refused before anything of the run is changed.
 
 import argparse
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable
@@ -16,10 +17,11 @@ from typing import Any, Final
 
 from jobs.checkpoint.choose import has_commits, newest_good
 from jobs.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
-from jobs.files import write_text
+from jobs.files import write_secret
 from jobs.hosts import HostSet, choose
 from jobs.kept import KEPT, require_settings
 from jobs.placement import Placement
+from jobs.reading import read_bytes
 from jobs.rundir import RunDir
 from jobs.spec import Job
 from jobs.train_settings import TrainSettings
@@ -132,7 +134,9 @@ def check_kind(run: RunDir, job: Job, *, wanted: str | None) -> None:
         UsageError: a checkpoint is asked for, and there cannot be one.
     """
     if job.kind not in ("train", "command"):
-        raise RefusedError(f"{run.run_id}: a {job.kind}: job saves nothing; muster run {run.job} starts it anew")
+        raise RefusedError(
+            f"{run.run_id}: a {job.kind}: job saves nothing; muster run {shlex.quote(str(run.job))} starts it anew"
+        )
     if job.kind == "command" and wanted is not None:
         raise UsageError(
             f"--from {wanted}: Muster saves nothing of a command: job, whose program starts again; leave it out"
@@ -147,7 +151,7 @@ def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) ->
     """
     if wanted is not None:
         return
-    anew = f"muster run {run.job} starts it anew"
+    anew = f"muster run {shlex.quote(str(run.job))} starts it anew"
     if not isinstance(before.settings, TrainSettings) or not isinstance(after.settings, TrainSettings):
         raise RefusedError(f"{run.run_id}: is done; {anew}")
     key = "steps" if before.settings.steps is not None else "epochs"
@@ -169,7 +173,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
     if job.checkpoint is None:
         raise NoCheckpointError(
             f"{run.run_id}: the job has no checkpoint: section, so nothing of it was saved; start it anew, with one: "
-            f"muster run {run.job} --set checkpoint.every_s=auto"
+            f"muster run {shlex.quote(str(run.job))} --set checkpoint.every_s=auto"
         )
     asked: dict[str, Any] = _asked(wanted)
     chosen = newest_good(run, say=say, deep=False, mark=False, **asked)
@@ -177,7 +181,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
         if has_commits(run):
             raise NoCheckpointError(
                 f"{run.checkpoints}: nothing of what was saved is whole (muster checkpoint list {run.run_id}); "
-                f"start it anew: muster run {run.job}"
+                f"start it anew: muster run {shlex.quote(str(run.job))}"
             )
         say(f"{run.run_id}: nothing was saved before it ended: it starts again from step 0")
         return
@@ -254,25 +258,27 @@ def _meeting(before: Placement, now: Placement) -> Placement:
 
 
 def write(prepared: Prepared, changes: list[str]) -> Submission:
-    """Write the submission over the one before, and say in the events what was changed, with the job as it was.
+    """Write the submission over the one before. Keep the job as it was, and say in the events what was changed.
 
     Raises:
         RunFolderError, StorageError: the folder cannot be written.
     """
     submission, context = prepared.submission, prepared.context
-    run, earlier = context.run, context.run.job.read_text(encoding="utf-8")
+    run, earlier = context.run, read_bytes(context.run.job).decode()
     same = earlier == prepared.job_text
+    if not same:
+        write_secret(run.job_before(context.attempt), earlier)
     EventLog(run).event(
         "resumed",
         attempt=context.attempt,
         by=f"{socket.gethostname()}:{os.getpid()}",
-        changes=changes,
+        changes=[each.partition("=")[0] + "=..." if each.startswith("env.") else each for each in changes],
         **context.options,
-        **({} if same else {"job": earlier}),
+        **({} if same else {"job": run.job_before(context.attempt).name}),
     )
     if not same:
-        write_text(run.job, prepared.job_text)
-    write_text(run.site, prepared.site_text)
+        write_secret(run.job, prepared.job_text)
+    write_secret(run.site, prepared.site_text)
     submission.write()
     for old in (run.stop, run.slurm, run.sbatch):  # of attempts before: a request, and the job that they were
         old.unlink(missing_ok=True)

@@ -4,7 +4,8 @@
     <run>/code/work      of a `command:` job, the user's working folder, as far as it is code (worktree.py)
     <run>/code/code.json where both came from: commit, branch, what differs from the commit, the names of all files
 
-Files are copied, never hard-linked: an edit in place would reach both names.
+Files are copied, never hard-linked: an edit in place would reach both names. Only this user may enter the folders, and
+a file keeps the mode of its source.
 """
 
 import errno
@@ -22,7 +23,7 @@ from typing import Any, Final
 from jobs.boot import CODE_ROOT
 from jobs.errors import MusterError, RefusedError
 from jobs.files import folder_error, write_text
-from jobs.rundir import RunDir, list_runs
+from jobs.rundir import RunDir, all_runs
 from jobs.words import counted
 from launch.fingerprint import PACKAGES, fingerprint
 from launch.submit import gitfacts
@@ -60,6 +61,7 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
     work = survey(workdir, other_runs(run, workdir)) if program else None
     if work is not None:
         check_size(work)
+    usual = os.umask(0o077)  # the working folder may be closed to others, and so may a file in it
     try:
         run.code.mkdir()
         own = own_files(CODE_ROOT)
@@ -76,6 +78,8 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
     except (OSError, MusterError) as error:
         shutil.rmtree(run.code, ignore_errors=True)
         raise folder_error(run.code, error) if isinstance(error, OSError) else error from error
+    finally:
+        os.umask(usual)
     return Snapshot(run.code / MUSTER, workdir if work is None else run.code / WORK, tuple(notes))
 
 
@@ -84,7 +88,7 @@ def other_runs(run: RunDir, workdir: Path) -> list[Path]:
     root = run.path.parent
     if os.path.realpath(root) != os.path.realpath(workdir):
         return [root]
-    return [run.path, *(each.path for each in list_runs(root))]
+    return [run.path, *(each.path for each in all_runs(root))]
 
 
 def beside_the_copy(argv: Sequence[str], work: Survey) -> list[str]:

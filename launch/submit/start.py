@@ -14,7 +14,7 @@ from typing import Final
 
 from jobs.boot import module_argv
 from jobs.errors import MusterError, RefusedError, StartTimeoutError
-from jobs.files import read_lines, write_text
+from jobs.files import open_log, read_lines, write_secret
 from jobs.rundir import RunDir, make_run
 from launch.console import Console
 from launch.submit.plan import preload, shared_environment
@@ -59,9 +59,9 @@ def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
         RunFolderError, StorageError: it cannot be written.
     """
     submission, context = prepared.submission, prepared.context
-    make_run(context.run)
-    write_text(context.run.job, prepared.job_text)
-    write_text(context.run.site, prepared.site_text)
+    make_run(context.run, shared=context.site.share == "group")
+    write_secret(context.run.job, prepared.job_text)  # the values of env: and -x are in it
+    write_secret(context.run.site, prepared.site_text)
     if snapshot:
         from launch.submit.snapshot import take
 
@@ -109,7 +109,7 @@ def detach(run: RunDir, python: str, code: str | None) -> None:
         StartTimeoutError: it did not take over in time.
     """
     before = _supervisors(run)
-    with run.supervisor_log.open("ab") as log:
+    with os.fdopen(open_log(run.supervisor_log), "ab") as log:
         supervisor = subprocess.Popen(
             [*module_argv(python, "launch.supervise", code), str(run.path)],
             stdin=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
+from jobs import reading
 from jobs.errors import MusterError, RunFolderError
 from jobs.files import write_secret
 from jobs.hosts import HostSet
@@ -76,7 +77,7 @@ class Submission:
             RunFolderError: there is none, or it is not ours.
         """
         try:
-            record = json.loads(run.submission.read_text(encoding="utf-8"))
+            record = reading.read_json(run.submission)
             if record["version"] != VERSION:
                 raise RunFolderError(f"{run.submission}: version {record['version']}; this Muster reads {VERSION}")
             route = {**record["route"], "hosts": hosts_of(record["route"]["hosts"])}

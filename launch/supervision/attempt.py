@@ -8,7 +8,6 @@
 What happens comes in as messages from `supervisor.py`, which lives longer. Node ranks are this attempt's own.
 """
 
-import base64
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -35,7 +34,6 @@ MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to
 DRAIN_S: Final = 60.0
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 
-OF_RANKS: Final = (wire.Started, wire.Report, wire.Exited, wire.Log, wire.Held, wire.File)
 Send = Callable[[int, wire.ToAgent], None]
 
 
@@ -108,15 +106,11 @@ class Attempt:
         Raises:
             ProtocolError: if the node may not send it, or not now.
         """
-        if isinstance(message, OF_RANKS) and not self.startup.begun:
-            raise ProtocolError("no rank has been started")
+        self.startup.check_begun(message)
         match message:
-            case wire.Prepared():
+            case wire.Prepared() | wire.Reached():
                 self._begin_again()
-                self.advance(lambda: self.startup.prepared(node_rank, message))
-            case wire.Reached():
-                self._begin_again()
-                self.advance(lambda: self.startup.reached(node_rank, message))
+                self.advance(lambda: self.startup.step(node_rank, message))
             case wire.Started():
                 self.roster.check_own(node_rank, *(rank for rank, _, _ in message.ranks))
                 self._on_started(node_rank, message)
@@ -138,7 +132,9 @@ class Attempt:
             case wire.Swept():
                 self._on_swept(node_rank, message)
             case wire.File():
-                storage.keep(self.context.run, {**vars(message), "data": base64.b64encode(message.data)})
+                run, ranks = self.context.run, self.context.placement.nodes[node_rank].rank_range
+                allowed = storage.files_of(run, run.attempt(self.number), node_rank, ranks)
+                storage.keep(run, allowed, (message.name, message.offset, message.data))
             case wire.Terminated():
                 self._on_terminated(node_rank)
             case wire.Broken():
@@ -179,17 +175,11 @@ class Attempt:
     # Ends -----------------------------------------------------------------------------------------------------------
 
     def _on_exited(self, node_rank: int, message: wire.Exited) -> None:
-        """Take the end of a rank.
-
-        Raises:
-            ProtocolError: if it has ended before.
-        """
-        if message.rank not in self.roster.running:
-            raise ProtocolError(f"rank {message.rank} ends a second time")
+        """Take the end of a rank; one that was counted as lost with its node may still end."""
+        self.roster.end(message.rank)
         node = self.roster.nodes[node_rank]
         ahead_s, drained = node.clock.seconds, self.draining is not None
         ending = ending_of(message, node_rank, node.host, ahead_s=ahead_s, ours=self.ours, drained=drained)
-        self.roster.running.discard(message.rank)
         self._record(ending)
         over = self.draining is not None and not self.roster.running and not self.is_stopping
         if over and any(each.cause == "stopped" for each in self.endings):

@@ -10,7 +10,9 @@ from typing import Any, Final
 
 from jobs import exits
 from jobs.errors import MusterError, UnreachableError
-from launch.look.runrows import number, real
+from jobs.reading import UntrustedError
+from jobs.rundir import RunDir
+from launch.look.runrows import number, read_json, real
 from launch.wire.channel import Channel, ChannelClosed, NotAMessage
 from launch.wire.messages import Bye, FromAgent
 
@@ -173,3 +175,11 @@ class Inbox:
         while True:
             await asyncio.sleep(TICK_S)
             self.put(Tick())
+
+
+def requested(run: RunDir) -> dict[str, Any]:
+    """Return what stop.json says, {} without one. One that another user has put there is no request."""
+    try:
+        return read_json(run.stop)
+    except UntrustedError:
+        return {}

@@ -12,7 +12,8 @@ import time
 from typing import Final
 
 from jobs.errors import StorageError
-from jobs.files import folder_error
+from jobs.files import folder_error, mode_in
+from jobs.reading import read_json
 from jobs.rundir import RunDir
 
 RENEW_S: Final = 2.0
@@ -43,7 +44,8 @@ class Lease:
         try:
             if self._descriptor < 0:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._descriptor = os.open(self.run.lease, flags, 0o644)
+                self._descriptor = os.open(self.run.lease, flags, 0o600)
+                os.fchmod(self._descriptor, mode_in(self.run.path))
             # Always as long, and one write: a reader sees the old one or the new one.
             os.pwrite(self._descriptor, json.dumps(record).ljust(LEASE_BYTES).encode(), 0)
         except OSError as error:
@@ -62,7 +64,6 @@ class Lease:
 def age_s(run: RunDir) -> float | None:
     """Return how old a run's lease is, in seconds; None where there is none that can be read."""
     try:
-        written = json.loads(run.lease.read_text(encoding="utf-8"))["time"]
-        return time.time() - float(written)
-    except (OSError, ValueError, KeyError, TypeError):
+        return time.time() - float(read_json(run.lease)["time"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None

@@ -21,6 +21,7 @@ class Roster:
         self.swept: set[int] = set()  # node ranks on which nothing is left of the attempt
         self.node_of = {rank: node.node_rank for node in placement.nodes for rank in node.rank_range}
         self.running = set(self.node_of)
+        self.ended: set[int] = set()
         self.arrived: set[int] = set()
         self.joined: set[int] = set()
 
@@ -32,6 +33,17 @@ class Roster:
         """
         if foreign := [rank for rank in ranks if self.node_of.get(rank) != node_rank]:
             raise ProtocolError(f"it speaks of rank {foreign[0]}, which is not its own")
+
+    def end(self, rank: int) -> None:
+        """Note the end of a rank.
+
+        Raises:
+            ProtocolError: if it has ended before.
+        """
+        if rank in self.ended:
+            raise ProtocolError(f"rank {rank} ends a second time")
+        self.ended.add(rank)
+        self.running.discard(rank)
 
     def late(self, limit_s: float, *, patient: bool) -> str:
         """Say, after the deadline, who has not come; empty when everybody is where they should be.

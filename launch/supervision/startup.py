@@ -10,6 +10,7 @@ On one machine there is nothing to reach, and the second step is left out.
 """
 
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,11 +30,27 @@ from launch.supervision.master import own_address
 from launch.supervision.roster import Roster
 from launch.supervision.verdict import Stop
 from launch.wire.codec import ProtocolError
-from launch.wire.messages import Beat, Hello, Prepare, Prepared, Reach, Reached, ToAgent
+from launch.wire.messages import (
+    Beat,
+    Exited,
+    File,
+    FromAgent,
+    Held,
+    Hello,
+    Log,
+    Prepare,
+    Prepared,
+    Reach,
+    Reached,
+    Report,
+    Started,
+    ToAgent,
+)
 
 LOOPBACK: Final = "127.0.0.1"
 SKEW_WARN_S: Final = 2.0
 SKEW_BAD_S: Final = 60.0
+OF_RANKS: Final = (Started, Report, Exited, Log, Held, File)
 
 Send = Callable[[int, ToAgent], None]
 
@@ -69,6 +86,19 @@ class Startup:
             return self._report(failed)
         self.send(0, prepare_message(self.context, self.roster.nodes[0].hello))
         return None
+
+    def check_begun(self, message: FromAgent) -> None:
+        """Refuse what is about ranks before any has been started.
+
+        Raises:
+            ProtocolError: if `message` is.
+        """
+        if isinstance(message, OF_RANKS) and not self.begun:
+            raise ProtocolError("no rank has been started")
+
+    def step(self, number: int, message: Prepared | Reached) -> Stop | None:
+        """Go on with what a node answers; errors as `prepared` and `reached`."""
+        return self.prepared(number, message) if isinstance(message, Prepared) else self.reached(number, message)
 
     def prepared(self, number: int, message: Prepared) -> Stop | None:
         """Have every node reach the port that node 0 has bound.
@@ -178,7 +208,7 @@ class Startup:
         lines = [str(error) for error in failed.values()]
         names = nodelist.fold(self.roster.hosts[number] for number in failed)
         if len(failed) < len(self.roster.nodes) and self.context.remote:
-            lines.append(f"to go on without: --exclude {names}")
+            lines.append(f"to go on without: --exclude {shlex.quote(names)}")
         return Stop(code, "\n".join(lines))
 
     def warn(self, text: str) -> None:

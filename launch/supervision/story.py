@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jobs import exits
+from jobs.reading import UntrustedError
 from launch.console import Console
 from launch.look.advice import next_step
 from launch.look.runrows import last_metrics, number
@@ -78,7 +79,10 @@ class Story:
     def last_step(self, nodes: list[Node]) -> int:
         """Return how many steps were done when it ended: what the ranks said last, or what stands in the metrics."""
         said = max((node.progress["steps"] for node in nodes if node.progress), default=0)
-        row, _ = last_metrics(self.context.run)
+        try:
+            row, _ = last_metrics(self.context.run)
+        except UntrustedError:  # it was replaced by something else: the ranks' own word counts
+            row = {}
         logged = number(row.get("step")) or 0 if row.get("attempt") == self.number else 0
         return max(said, logged, self.failed_step or 0, self.saved_step or 0, self.origin_step)
 

@@ -18,13 +18,12 @@ from jobs.words import counted
 from launch import processes
 from launch.console import Console
 from launch.limits import raise_open_files
-from launch.look.runrows import read_json
 from launch.submit.plan import Context
 from launch.supervision import resumption
 from launch.supervision.attempt import Attempt, Send
 from launch.supervision.crew import REVIVE_S, SILENT_S, Crew
 from launch.supervision.eventlog import EventLog
-from launch.supervision.inbox import Event, Failed, Gone, Heard, Inbox, Loaded, Refused, StopRequest, Tick
+from launch.supervision.inbox import Event, Failed, Gone, Heard, Inbox, Loaded, Refused, StopRequest, Tick, requested
 from launch.supervision.lease import Lease
 from launch.supervision.recovery import Choice, Decision
 from launch.supervision.story import last_advice
@@ -293,7 +292,7 @@ class Supervisor:
             self.console.say(f"muster: warning: {text}")
         for lost in self.crew.silent(now):
             self._lost(lost, f"its agent was silent for {SILENT_S:g} s", now - self.crew.nodes[lost].heard)
-        request = read_json(self.run_dir.stop)
+        request = requested(self.run_dir)
         if request.get("time") != self.request:
             self.request = request.get("time")
             self._on_stop(StopRequest.of(request))

@@ -6,8 +6,8 @@ runs/sweep-<name>-<utc>/sweep.json      the points, their overrides and their ru
 """
 
 import itertools
-import json
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,9 @@ from typing import Any, Final
 
 from jobs.errors import JobFileError, MusterError, RunFolderError, UsageError
 from jobs.files import write_json
-from jobs.rundir import RunDir, run_path
+from jobs.ownership import check_folder
+from jobs.reading import read_json
+from jobs.rundir import RUN_ID, RunDir, open_run, run_path
 
 VERSION: Final = 1
 MOST_POINTS: Final = 1000  # Slurm's own limit for an array, unless the site raised it
@@ -75,19 +77,32 @@ class SweepRecord:
         """
         path = folder / RECORD
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            record = read_json(path)
             if record["version"] != VERSION:
                 raise RunFolderError(f"{path}: is version {record['version']}; this Muster reads version {VERSION}")
             rows = record["points"]
-            points = tuple(Point(row["index"], tuple(row["overrides"]), row["name"]) for row in rows)
+            points = tuple(
+                Point(int(row["index"]), tuple(map(str, row["overrides"])), str(row["name"])) for row in rows
+            )
             run_ids = tuple(str(row["run_id"]) for row in rows)
-            return cls(record["name"], record["job"], record["transport"], record["time"], points, run_ids)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not all(RUN_ID.fullmatch(each) for each in run_ids):
+                raise ValueError("not the name of a run")
+            name, job, transport = (str(record[key]) for key in ("name", "job", "transport"))
+            return cls(name, job, transport, float(record["time"]), points, run_ids)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             raise RunFolderError(f"{path}: cannot be read: {error!r}; start the sweep anew") from error
 
     def runs(self, folder: Path) -> list[RunDir]:
-        """Return the run folders, which lie beside the sweep's."""
-        return [RunDir(folder.parent / run_id) for run_id in self.run_ids]
+        """Return the run folders, which lie beside the sweep's, made or not.
+
+        Raises:
+            UntrustedError: one belongs to another user.
+        """
+        runs = [RunDir(folder.parent / run_id) for run_id in self.run_ids]
+        for run in runs:
+            if os.path.lexists(run.path):
+                check_folder(run.path)
+        return runs
 
 
 def read_grids(words: Sequence[str]) -> list[Grid]:
@@ -211,12 +226,12 @@ def find_sweep(root: Path, given: str) -> Path:
     Raises:
         RunFolderError: none or more than one fits.
     """
-    if (Path(given) / RECORD).is_file():
-        return Path(given).absolute()
+    if os.path.isfile(os.path.join(given, RECORD)):  # noqa: PTH113, PTH118 (False if it is closed)
+        return open_run(Path(given)).path
     sweeps = sorted(path.parent for path in root.glob(f"{PREFIX}*/{RECORD}"))
     found = [path for path in sweeps if path.name == given] or [path for path in sweeps if given in path.name]
     if len(found) == 1:
-        return found[0]
+        return open_run(found[0]).path
     names = ", ".join(path.name for path in (found or sweeps)[-4:]) or "none"
     if not found:
         raise RunFolderError(f"{root}: no sweep named {given!r}; there is: {names}")

@@ -16,7 +16,7 @@ from typing import Final
 from jobs import exits
 from jobs.boot import module_argv
 from jobs.errors import MusterError
-from jobs.files import write_text
+from jobs.files import write_secret
 from jobs.rundir import RunDir
 from launch.console import Console
 from launch.look.runrows import read_rows
@@ -143,8 +143,8 @@ def submit_array(members: Sequence[Submission], *, name: str, folder: Path, limi
     cores = cores_of(context.job)
     shape = {"name": name, "folder": folder, "nodes": nodes, "settings": settings, "cpus_per_task": cores}
     script = folder / f"{short}.sh"
-    write_text(points, "".join(f"{each.context.run.path}\n" for each in members))
-    write_text(script, sbatch_text(argv=argv, array=array, **shape))  # type: ignore[arg-type]
+    write_secret(points, "".join(f"{each.context.run.path}\n" for each in members))
+    write_secret(script, sbatch_text(argv=argv, array=array, **shape))  # type: ignore[arg-type]
     for each in members:
         EventLog(each.context.run).submitted(each.context, TRANSPORT)
     base = {**os.environ, **hosts.environment}

@@ -36,7 +36,11 @@ COMPLAINTS: Final = (
     Complaint(r"muster agent on \S+ (?P<what>no supervisor at .*)", "{what}"),
     Complaint(r"muster agent on \S+ (?P<what>.*)", "{what}", RefusedError),
     # Debian's ssh prints the very command.
-    Complaint(r"(?s)HOST IDENTIFICATION HAS CHANGED.*(?P<what>ssh-keygen -f [^\n]*)", CHANGED_KEY + "{what}"),
+    # A node can write this text, too: what does not look like it is not passed on as advice.
+    Complaint(
+        r"(?s)HOST IDENTIFICATION HAS CHANGED.*?(?P<what>ssh-keygen -f [\w./~'\"-]+ -R [\w.:%\[\]'\"-]+)",
+        CHANGED_KEY + "{what}",
+    ),
     Complaint(
         r"(?i)HOST IDENTIFICATION HAS CHANGED|Host key for .* has changed", CHANGED_KEY + "ssh-keygen -R {target}"
     ),
@@ -136,6 +140,6 @@ def explain(host: Host, code: int, errors: Sequence[str]) -> MusterError:
 def typed(host: Host) -> str:
     """Return what somebody types behind `ssh` to reach a host."""
     if host.login is None:
-        return host.name
+        return shlex.quote(host.name)
     port = f"-p {host.login.port} " if host.login.port else ""
-    return port + (f"{host.login.user}@{host.login.target}" if host.login.user else host.login.target)
+    return port + shlex.quote(f"{host.login.user}@{host.login.target}" if host.login.user else host.login.target)

@@ -3,7 +3,9 @@
     agent                                                        supervisor
       muster/1 agent NODE NONCE DIALLED              ──────→
                                                      ←──────     muster/1 supervisor RUN ATTEMPT NONCE PROOF
-      PROOF                                          ──────→     … and only now messages, both ways
+      PROOF                                          ──────→
+                                                     ←──────     muster/1 welcome          (or: refused WHY)
+      … and only now messages, both ways
 
 A proof is HMAC-SHA256 (RFC 2104) under the node's key over the role of the prover, run, attempt, node, both nonces and
 the address that the agent dialled. So the key never travels, a proof is good for one connection, one side's cannot be
@@ -23,6 +25,7 @@ LONGEST = 1024  # bytes of a line
 NONCE_BYTES = 16
 SECRET_BYTES = 32
 AGENT, SUPERVISOR = "agent", "supervisor"
+WELCOME, REFUSED = f"{VERSION} welcome\n".encode(), f"{VERSION} refused "
 
 
 class HandshakeError(Exception):
@@ -37,6 +40,10 @@ def new_secret() -> str:
 def node_key(secret: str, node: int) -> str:
     """Return the key of a node."""
     return hmac.digest(secret.encode(), f"{VERSION} node {node}".encode(), "sha256").hex()
+
+
+class TurnedAwayError(Exception):
+    """The supervisor has proved itself, and does not want this agent."""
 
 
 class AgentSide:
@@ -66,6 +73,16 @@ class AgentSide:
         if not hmac.compare_digest(theirs, proof(self.key, SUPERVISOR, about)):
             raise HandshakeError("does not hold this agent's key")
         return proof(self.key, AGENT, about).encode() + b"\n"
+
+    @staticmethod
+    def check_welcome(line: bytes) -> None:
+        """Read the supervisor's last line.
+
+        Raises:
+            TurnedAwayError: if it does not want this agent; its reason.
+        """
+        if line != WELCOME:
+            raise TurnedAwayError(" ".join(words_of(line)).removeprefix(REFUSED) or "no reason")
 
 
 class SupervisorSide:

@@ -18,9 +18,12 @@ from typing import Final
 
 from jobs import ports
 from jobs.errors import RefusedError
+from jobs.words import counted
 from launch.wire.channel import Channel, over_socket
 from launch.wire.handshake import (
     LONGEST,
+    REFUSED,
+    WELCOME,
     HandshakeError,
     SupervisorSide,
     new_secret,
@@ -29,7 +32,7 @@ from launch.wire.handshake import (
 )
 
 BACKLOG: Final = 4096  # all agents of a large run dial at once
-UNPROVED: Final = 256  # connections that are in their handshake at once; the oldest one goes first
+UNPROVED: Final = 256  # connections in their handshake at once; the oldest goes first, before it has greeted
 HANDSHAKE_S: Final = 10.0
 REPORT_S: Final = 1.0
 PAUSE_S: Final = 0.05  # after an error of accept(2), such as no free descriptor
@@ -52,6 +55,7 @@ class Listener:
         self._socket: socket.socket | None = None
         self._accepted: asyncio.Queue[Channel] = asyncio.Queue()
         self._handshakes: dict[socket.socket, asyncio.Task[None]] = {}
+        self._greeted: set[socket.socket] = set()  # of those, the ones that sent an agent's first line
         self._refused: Counter[str] = Counter()
         self._last_peer = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -107,8 +111,8 @@ class Listener:
                 connection.close()
                 continue
             if len(self._handshakes) >= UNPROVED + self._nodes:
-                oldest = next(iter(self._handshakes))
-                self._handshakes.pop(oldest).cancel()
+                oldest = next((each for each in self._handshakes if each not in self._greeted), None)
+                self._handshakes.pop(oldest or next(iter(self._handshakes))).cancel()
                 self._refuse("too many connections", peer[0])
             self._handshakes[connection] = asyncio.create_task(self._admit(connection, peer[0]))
             await asyncio.sleep(0)  # it takes its first step before anybody else comes
@@ -129,6 +133,7 @@ class Listener:
             self._refuse(error.strerror or str(error), peer)
         finally:
             self._handshakes.pop(connection, None)
+            self._greeted.discard(connection)
             if channel is None:
                 connection.close()
 
@@ -140,14 +145,22 @@ class Listener:
         node, _, dialled = greeting
         if dialled not in self.addresses:
             raise HandshakeError("dialled another address")
+        self._greeted.add(connection)
         end = SupervisorSide(node_key(self.secret, node), greeting, self._run, self._attempt)
         await loop.sock_sendall(connection, end.challenge())
         line, rest = await read_line(connection, rest)
         if not end.is_proved(line):
             raise HandshakeError("wrong key")
         if node not in self.expected:
+            why = f"node {node} is not expected now: it is there already, or not of this run"
+            await loop.sock_sendall(connection, f"{REFUSED}{why}\n".encode())
             raise HandshakeError(f"node {node} is not expected")
         self.expected.remove(node)
+        try:
+            await loop.sock_sendall(connection, WELCOME)
+        except BaseException:
+            self.expected.add(node)  # it may dial again
+            raise
         return node, rest
 
     def _refuse(self, why: str, peer: str) -> None:
@@ -160,7 +173,8 @@ class Listener:
             if self._refused:
                 reasons = ", ".join(f"{count} x {why}" for why, count in self._refused.most_common(3))
                 total, self._refused = self._refused.total(), Counter()
-                self._report(f"refused {total} connections to port {self.port}: {reasons}; last from {self._last_peer}")
+                what = f"{counted(total, 'connection')} to port {self.port}"
+                self._report(f"refused {what}: {reasons}; last from {self._last_peer}")
 
 
 async def read_line(connection: socket.socket, received: bytes) -> tuple[bytes, bytes]:

@@ -3,9 +3,12 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from support.users import AS_ATTACKER, ATTACKER, needs_root, public_folder
 
 SCRIPT = Path(__file__).resolve().parents[2] / "cloudlab" / "boot.sh"
 Ended = subprocess.CompletedProcess[str]
@@ -46,7 +49,8 @@ class Node:
         places = f"""
             source {SCRIPT}
             cd {self.folder}
-            homes=$PWD/users etc=$PWD/etc shared=$PWD/nfs log=$PWD/log repository=$PWD/repository mount_pause_s=0.01
+            homes=$PWD/users etc=$PWD/etc shared=$PWD/nfs log=$PWD/log lock=$PWD/lock
+            repository=$PWD/repository mount_pause_s=0.01
         """
         path = f"{self.bin}:{os.environ['PATH']}"
         environ = {**os.environ, "PATH": path, "GIT_CONFIG_SYSTEM": str(self.folder / "gitconfig")}
@@ -62,6 +66,16 @@ class Node:
 @pytest.fixture
 def boot(tmp_path: Path) -> Node:
     return Node(tmp_path)
+
+
+@pytest.fixture
+def public_boot() -> Iterator[Node]:
+    """A node whose homes belong to another user, who can enter them."""
+    with public_folder(0o755) as folder:
+        node = Node(folder)
+        for path in (folder / "users").rglob("*"):
+            os.chown(path, ATTACKER, ATTACKER)
+        yield node
 
 
 as_root = pytest.mark.cluster  # the whole script runs as root
@@ -89,6 +103,46 @@ def test_a_key_of_ones_own_is_left_alone(boot: Node) -> None:
     ended = boot.bash("node_keys")
     assert own.read_text() == "mine"
     assert "users/ada/.ssh/id_rsa is another key; left alone" in ended.stdout
+
+
+@needs_root
+@pytest.mark.parametrize("name", ["authorized_keys", "id_rsa", "id_rsa.pub"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_linked_file_in_a_users_home_does_not_make_root_write_elsewhere(
+    public_boot: Node, name: str, exists: bool
+) -> None:
+    victim = public_boot.folder / "etc/victim"
+    if exists:
+        victim.write_text("root's\n", encoding="utf-8")
+        victim.chmod(0o644)
+    subprocess.run([*AS_ATTACKER, "ln", "-s", victim, public_boot.folder / "users/ada/.ssh" / name], check=True)
+    public_boot.bash("set -e; (node_keys)")
+    assert victim.exists() == exists
+    if exists:
+        assert (victim.read_text(), victim.stat().st_uid, victim.stat().st_mode & 0o777) == ("root's\n", 0, 0o644)
+    # One user's link does not cost the others their key.
+    grace = public_boot.folder / "users/grace/.ssh"
+    assert {path.name: path.stat().st_uid for path in grace.iterdir()} == dict.fromkeys(
+        ("id_rsa", "id_rsa.pub", "authorized_keys"), ATTACKER
+    )
+
+
+@needs_root
+def test_a_user_can_hold_neither_the_lock_nor_the_log_of_the_boot_script(public_boot: Node) -> None:
+    seen = public_boot.folder / "seen"
+    seen.touch()
+    seen.chmod(0o666)
+    public_boot.calls.chmod(0o666)
+    note = f'if [[ $(id -u) == {ATTACKER} ]]; then readlink /proc/$$/fd/* >>"{seen}"; fi'
+    public_boot.program("mkdir", f'{note}; exec /bin/mkdir "$@"')
+    public_boot.program("exportfs")
+    assert public_boot.bash("main nfs-server 10.10.1.0/24").returncode == 0
+    lock, log = public_boot.folder / "lock", public_boot.folder / "log"
+    inherited = seen.read_text().splitlines()
+    assert inherited
+    assert not {str(lock), str(log)} & set(inherited)
+    held = subprocess.run([*AS_ATTACKER, "flock", "--nonblock", lock, "true"], capture_output=True, check=False)
+    assert b"Permission denied" in held.stderr
 
 
 @pytest.mark.parametrize("body", ["exit 1", "exit 0", "echo not a key"])

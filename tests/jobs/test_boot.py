@@ -92,7 +92,7 @@ def test_a_users_own_jobs_folder_does_not_shadow_ours(shadows: Path, tmp_path: P
     cwd = shadows if through == "cwd" else tmp_path
     done = run([*module_argv(sys.executable, "launch.agent"), "--node", "7"], cwd, **variables)
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout.splitlines()[0])["node"] == 7
+    assert json.loads(done.stdout.splitlines()[0])["message"] == "Hello"
 
 
 def test_a_snapshots_code_is_used_rather_than_the_installed_one(make_root: Callable[..., Path], shadows: Path) -> None:

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import JobFileError, UsageError
-from jobs.hosts import HostSet, choose, from_nodelist, hostfile_text, is_numeric, parse_hostfile, read_hostfile
+from jobs.hostnames import is_numeric
+from jobs.hosts import HostSet, choose, from_nodelist, hostfile_text, parse_hostfile, read_hostfile
 from jobs.placement import Host, Login
 
 
@@ -81,7 +82,7 @@ def test_hosts_files_of_every_form_are_read(text: str, hosts: list[Host]) -> Non
             ["hosts:1: address= belongs to one host, and n[1-2] names 2; give each its own line"],
         ),
         ("a@n0 user=b", ["hosts:1: the user is given twice: a@ and user=b; keep one"]),
-        ("@n0", ["hosts:1: '' is no user name; wanted one such as alice"]),
+        ("@n0", ["hosts:1: '' is no user name; wanted letters, digits, dots, - and _, such as alice"]),
         (
             "-oProxyCommand=x",
             ["hosts:1: '-oProxyCommand=x' is no host name; wanted letters, digits, dots, - and _, such as node0"],

@@ -95,6 +95,28 @@ def inside(node: str, expression: str) -> object:
     return json.loads(done.stdout)
 
 
+OWN = [("eth0", "10.1.0.2"), ("ib0", "10.10.1.2")]
+
+
+@pytest.mark.parametrize(
+    ("address", "wanted", "bound"),
+    [
+        ("10.10.1.2", "", "10.10.1.2"),
+        ("10.10.1.2", "eth0", "10.1.0.2"),  # the user's choice counts
+        ("", "10.10.1.0/24", "10.10.1.2"),
+        ("10.10.1.2", "ib7", "127.0.0.1"),  # nobody is let in by mistake: the supervisor refuses it
+        ("127.0.0.1", "", "127.0.0.1"),
+        ("127.0.1.1", "", "127.0.1.1"),
+        ("203.0.113.7", "", ""),  # translated on its way to us
+        ("localhost", "", ""),  # a name of loopback: the others would not reach it
+        ("no.such.name.invalid", "", ""),
+        ("", "", ""),
+    ],
+)
+def test_a_port_is_bound_to_the_address_by_which_others_reach_this_host(address: str, wanted: str, bound: str) -> None:
+    assert network.bindable(address, wanted, OWN) == bound
+
+
 @pytest.mark.cluster
 def test_on_a_node_with_several_networks_each_peer_has_its_interface(node: str) -> None:
     assert sorted(inside(node, "network.own_addresses()")) == [  # type: ignore[call-overload]

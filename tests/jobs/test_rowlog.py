@@ -19,10 +19,10 @@ class Disk:
         self.log = RowLog(path, patient=patient, say=self.said.append)
 
     def fill(self) -> None:
-        self.path.symlink_to("/dev/full")
+        self.log.path = Path("/dev/full")
 
     def free(self) -> None:
-        self.path.unlink()
+        self.log.path = self.path
 
     def rows(self) -> list[dict[str, Any]]:
         return list(read_lines(self.path))

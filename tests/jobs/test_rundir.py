@@ -73,6 +73,24 @@ def test_runs_are_found_by_id_by_part_by_path_and_the_newest_by_nothing(tmp_path
     assert rundir.find_run(tmp_path / "elsewhere", str(old.path)) == old
 
 
+@pytest.mark.parametrize("name", ["$(id)-20250102T000000Z-bbbbbb", "a b", "-x", "\x1b[2J", "j\uff11", "a;id", "j\n"])
+def test_a_folder_whose_name_no_run_can_have_is_no_run(tmp_path: Path, name: str) -> None:
+    """A run's id stands in commands that messages print for the user to paste."""
+    run = a_run(tmp_path, "j-20250101T000000Z-aaaaaa")
+    other = a_run(tmp_path, name)
+    assert rundir.list_runs(tmp_path) == [run]
+    assert rundir.find_run(tmp_path, None) == run
+    with pytest.raises(RunFolderError, match="a run is named with letters, digits, dots, - and _ only"):
+        rundir.find_run(tmp_path, str(other.path))
+
+
+def test_a_run_is_found_by_a_path_with_dots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = a_run(tmp_path, "j-20250101T000000Z-aaaaaa")
+    run.attempt(0).path.mkdir()
+    monkeypatch.chdir(run.attempt(0).path)
+    assert rundir.find_run(tmp_path, "..") == run
+
+
 def test_a_run_that_cannot_be_told_is_refused_with_the_choices(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no runs here"):
         rundir.find_run(tmp_path, None)

@@ -65,6 +65,15 @@ def test_its_mistakes_come_at_once_with_their_lines(tmp_path: Path, monkeypatch:
     ]
 
 
+def test_runs_are_shared_with_the_group_or_with_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text("share: group\n")
+    assert (load_site(str(path)).share, Site().share) == ("group", None)
+    path.write_text("share: everybody\n")
+    with pytest.raises(JobFileError, match="share"):
+        load_site(str(path))
+
+
 def test_a_file_of_comments_alone_is_a_site(tmp_path: Path) -> None:
     assert load_site(str(_write(tmp_path / "site.yaml", "# nothing yet\n")), {}) == Site()
 

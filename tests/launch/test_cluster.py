@@ -261,7 +261,7 @@ def test_all_bad_nodes_are_named_at_once(muster) -> None:
     assert code == 69
     assert "node1: " in err
     assert "node3: " in err
-    assert "--exclude node[1,3]" in err
+    assert "--exclude 'node[1,3]'" in err
     assert not of_run(muster.newest().run_id)
 
 

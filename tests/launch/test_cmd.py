@@ -272,7 +272,7 @@ def test_a_line_of_another_call_is_refused_in_one_sentence_on_both_ends(lines, s
     while "refused" not in line:
         line = first.stdout.readline()
         assert line, "node 0 has ended"
-    assert line == f"muster: refused 1 connections to port {free}: 1 x hung up; last from 127.0.0.1\n"
+    assert line == f"muster: refused 1 connection to port {free}: 1 x hung up; last from 127.0.0.1\n"
     shells.paste(found[1])
     codes, told = shells.end()
     assert codes == [0, 78, 0], told

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 
 from jobs.placement import NodePlacement
 from jobs.rundir import RunDir
+from jobs.terminal import guard
 from launch.console import Console
 from launch.submit.plan import NodePlan, RankPlan
 from launch.supervision.verdict import Ending, Verdict, judge
+from support.terminals import ATTACKS, HOSTILE, forbidden_in
 
 REPOSITORY = Path(__file__).parents[2]
 PROGRESS = {"report": "progress", "step": 20, "steps": 196, "loss": 2.1, "rate": 812.0, "unit": "samples/s"}
@@ -76,6 +79,28 @@ def test_on_a_terminal_the_progress_line_shows_step_loss_and_rate_and_output_to_
     assert shown.endswith("done in 1.0 s: 2 ranks ended with 0 · muster status demo-1\n")
     assert "a line" not in shown
     assert capsys.readouterr().out == "a line\n"
+
+
+def test_beside_the_progress_line_only_the_progress_line_moves_the_cursor(monkeypatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, terminal)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    guard()
+    console = Console()
+    console.progress({**PROGRESS, "unit": f"[link=http://evil.example]x[/link]{HOSTILE}"})
+    for line in ATTACKS.values():
+        console.lines("out", [line])
+        console.say(line)
+        print(line, file=sys.stderr)
+    console.lines("out", ["10%\r\x1b[32m100%\x1b[0m\x1b[K"])
+    console.end(DONE, 1.0, "demo-1", "")
+    shown = terminal.getvalue()
+    assert "\x1b[32m100%\x1b[0m" in shown
+    assert "20/196" in shown
+    assert forbidden_in(re.sub(r"\x1b\[(\?25[lh]|1A|2K)|\r", "", shown)) == []
 
 
 def test_a_failing_rank_is_shown_with_its_last_lines_its_victims_and_the_next_step(capsys) -> None:

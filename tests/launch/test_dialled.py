@@ -145,7 +145,7 @@ def test_one_without_the_secret_is_not_let_in(tmp_path: Path, capsys: pytest.Cap
             await asyncio.sleep(0.02)
             said += capsys.readouterr().err
         port = transport._listener.port
-        assert said == f"muster: refused 1 connections to port {port}: 1 x hung up; last from 127.0.0.1\n"
+        assert said == f"muster: refused 1 connection to port {port}: 1 x hung up; last from 127.0.0.1\n"
         await channel.send(Bye(0))
         await transport.close([1])
         channel.close()
@@ -213,7 +213,7 @@ def test_by_hand_nobody_can_be_node_0_over_the_port(tmp_path: Path) -> None:
         channel, _ = await hello_of(gate)
         other = await pasted(transport, 0, **{SECRET: "printed"})
         await other.communicate()
-        assert other.returncode == 69
+        assert other.returncode == 78
         assert gate.channels.empty()
         await channel.send(Bye(0))
         await transport.close([1])

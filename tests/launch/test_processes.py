@@ -50,12 +50,6 @@ def test_a_pid_with_another_start_is_another_process() -> None:
     assert not processes.is_same(os.getpid(), ticks + 1)
 
 
-def test_a_process_had_started_by_now_but_not_an_hour_before_it_did(start_process) -> None:
-    pid = start_process("r")
-    assert processes.started_by(pid, time.time())
-    assert not processes.started_by(pid, time.time() - 3600)
-
-
 def test_processes_of_a_run_are_found_by_run_id_wherever_they_went(start_process) -> None:
     run_id = f"find-{os.getpid()}"
     mine = {start_process(run_id, body) for body in ("plain", "called setsid", "forked twice")}
@@ -102,6 +96,15 @@ def test_send_refuses_a_reused_pid(start_process) -> None:
     ticks = processes.start_ticks(pid)
     assert ticks is not None
     assert not processes.send(pid, ticks - 1, signal.SIGKILL)
+    assert processes.is_same(pid, ticks)
+
+
+def test_end_signals_nobody_who_has_the_pid_by_now(start_process) -> None:
+    pid, other = start_process("kill"), start_process("kill")
+    ticks = processes.start_ticks(pid)
+    assert ticks is not None
+    assert processes.end({pid: ticks - 1, other: processes.start_ticks(other)}, term_s=0.3) == []
+    assert processes.start_ticks(other) is None
     assert processes.is_same(pid, ticks)
 
 

@@ -167,7 +167,8 @@ def test_a_direct_run_is_ended_by_the_pids_it_wrote_down(body: str, make_run, mu
     now = time.time() - T0
     fields = {"transport": "direct", "pid": rank_0, "pid_start": processes.start_ticks(rank_0)}
     folder.event("submitted", now, host=HERE, world_size=2, **fields)
-    folder.event("started", now, attempt=0, node=0, host=HERE, ranks=[[0, rank_0], [1, rank_1]])
+    ticks = [[rank, processes.start_ticks(pid)] for rank, pid in enumerate((rank_0, rank_1))]
+    folder.event("started", now, attempt=0, node=0, host=HERE, ranks=[[0, rank_0], [1, rank_1]], ticks=ticks)
     code, out, _ = muster("stop", "--grace", "0.3")
     assert (code, out) == (0, f"{ID} is closed: started directly; 2 leftover processes ended\n")
     assert processes.start_ticks(rank_0) is None
@@ -176,10 +177,25 @@ def test_a_direct_run_is_ended_by_the_pids_it_wrote_down(body: str, make_run, mu
 
 
 def test_a_pid_of_an_old_record_that_is_another_process_now_is_left_alone(make_run, muster, start_process) -> None:
-    """The record is of 2025; whoever has the pid now began later."""
     somebody = start_process(None)
     folder = make_run().event("submitted", transport="direct", host=HERE, pid=somebody, pid_start=1, world_size=1)
-    folder.event("started", attempt=0, node=0, host=HERE, ranks=[[0, somebody]])
+    folder.event("started", attempt=0, node=0, host=HERE, ranks=[[0, somebody]], ticks=[[0, 1]])
+    assert muster("stop")[0] == 0
+    assert processes.start_ticks(somebody) is not None
+
+
+NOBODY_BY = [None, [], [[0, None]], [[1, "TICKS"]], [[0, "TICKS", 0]], {"0": "TICKS"}, "TICKS"]
+
+
+@pytest.mark.parametrize("ticks", NOBODY_BY)
+def test_a_row_that_gives_a_pid_no_start_ticks_names_nobody(make_run, muster, start_process, ticks) -> None:
+    """As rows of older versions, or what somebody made up; the time of the row counts for nothing."""
+    somebody = start_process(None)
+    told = json.loads(json.dumps(ticks).replace('"TICKS"', str(processes.start_ticks(somebody))))
+    folder = make_run()
+    now = time.time() - T0
+    folder.event("submitted", now, transport="direct", host=HERE, pid=somebody, world_size=1)
+    folder.event("started", now, attempt=0, node=0, host=HERE, ranks=[[0, somebody]], ticks=told)
     assert muster("stop")[0] == 0
     assert processes.start_ticks(somebody) is not None
 

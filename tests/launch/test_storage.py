@@ -1,8 +1,8 @@
 """Run folders that a node cannot see: how it finds out, and how its files come home."""
 
+import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +21,11 @@ def made(path: Path, attempt: int = 0) -> RunDir:
     run = RunDir(path)
     run.attempt(attempt).path.mkdir()
     return run
+
+
+@pytest.fixture(autouse=True)
+def _nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jobs.ownership._warned", set())
 
 
 @pytest.fixture
@@ -75,7 +80,8 @@ def test_where_the_path_cannot_be_made_the_temporary_folder_is_used(tmp_path: Pa
 
 def test_a_node_with_nowhere_to_write_says_why(tmp_path: Path, temporary: Path) -> None:
     (tmp_path / "file").touch()
-    (temporary / f"muster-{os.getuid()}").touch()
+    temporary.rmdir()
+    temporary.touch()
     found = find(RunDir(tmp_path / "file" / "run-1"), "abc")
     assert (found["storage"], found["run"]) == ("none", "")
     assert found["storage_why"].startswith(f"{tmp_path}/file/run-1: cannot write here: Not a directory")
@@ -95,11 +101,16 @@ def test_a_folder_that_is_seen_but_cannot_be_written_is_said(home: RunDir, monke
 # Bringing home --------------------------------------------------------------------------------------------------------
 
 
+def take(home: RunDir, piece: tuple[str, int, bytes]) -> None:
+    """Keep a piece as the supervisor does, of a node with ranks 0 to 3."""
+    keep(home, storage.files_of(home, home.attempt(0), 0, range(4)), piece)
+
+
 def deliver(courier: Courier, home: RunDir) -> int:
     """Carry all news; return the number of messages."""
     messages = list(courier.news())
     for message in messages:
-        keep(home, message)
+        take(home, message)
     return len(messages)
 
 
@@ -145,8 +156,8 @@ def test_only_what_is_new_is_sent(away: RunDir, home: RunDir) -> None:
     with out.open("a") as file:
         file.write("two\n")
     (message,) = courier.news()
-    assert (message["offset"], message["name"]) == (4, "attempt-000/rank-00000.out")
-    keep(home, message)
+    assert message == ("attempt-000/rank-00000.out", 4, b"two\n")
+    take(home, message)
     assert home.attempt(0).out(0).read_text() == "one\ntwo\n"
 
 
@@ -178,25 +189,25 @@ def test_a_large_file_comes_in_pieces_that_a_message_can_hold(away: RunDir, home
     data = os.urandom(3 * storage.CHUNK_BYTES + 5)
     away.attempt(0).out(0).write_bytes(data)
     messages = list(courier_of(away).news())
-    assert [message["offset"] for message in messages] == [number * storage.CHUNK_BYTES for number in range(4)]
+    assert [offset for _, offset, _ in messages] == [number * storage.CHUNK_BYTES for number in range(4)]
     for message in messages:
-        keep(home, message)
+        take(home, message)
     assert home.attempt(0).out(0).read_bytes() == data
 
 
 def test_a_piece_that_comes_twice_is_no_harm(away: RunDir, home: RunDir) -> None:
     away.attempt(0).out(0).write_bytes(b"0123456789")
     (message,) = courier_of(away).news()
-    keep(home, message)
-    keep(home, message)
+    take(home, message)
+    take(home, message)
     assert home.attempt(0).out(0).read_bytes() == b"0123456789"
 
 
 # What a node must not write -------------------------------------------------------------------------------------------
 
 
-def piece(name: Any, data: str = "aGVsbG8=", offset: int = 0) -> dict[str, Any]:
-    return {"did": "file", "name": name, "offset": offset, "data": data}
+def piece(name: str, data: bytes = b"hello", offset: int = 0) -> tuple[str, int, bytes]:
+    return name, offset, data
 
 
 @pytest.mark.parametrize(
@@ -219,6 +230,8 @@ def piece(name: Any, data: str = "aGVsbG8=", offset: int = 0) -> dict[str, Any]:
         "attempt-000/rank-00000.out\n",
         "attempt-000/rank-00000.out.bak",
         "attempt-000/rank-0.out",
+        "attempt-000/rank-00004.out",  # of another node
+        "attempt-001/rank-00000.out",  # of another attempt
         "xmetrics.jsonl",
         "metrics_jsonl",
         "code/jobs/exits.py",
@@ -227,18 +240,80 @@ def piece(name: Any, data: str = "aGVsbG8=", offset: int = 0) -> dict[str, Any]:
     ],
 )
 def test_a_name_that_is_not_a_nodes_to_write_is_refused(home: RunDir, name: str) -> None:
-    with pytest.raises(UnreachableError, match="its agent sent a file of another name"):
-        keep(home, piece(name))
+    with pytest.raises(UnreachableError, match="its agent sent a file that is not its own"):
+        take(home, piece(name))
     assert files(home) == {}
+
+
+@pytest.mark.parametrize("offset", [6, 2**40, -1])
+def test_no_piece_begins_beyond_the_end_of_a_file(home: RunDir, offset: int) -> None:
+    name = "attempt-000/rank-00000.out"
+    take(home, piece(name))
+    with pytest.raises(UnreachableError, match=f"its agent sent {name} from byte {offset}, and the file has 5 bytes"):
+        take(home, piece(name, offset=offset))
+    assert home.attempt(0).out(0).read_bytes() == b"hello"
+
+
+@pytest.mark.parametrize(("folder", "mode"), [(0o700, 0o600), (0o755, 0o640), (0o750, 0o640)])
+def test_what_comes_home_is_read_by_the_group_if_the_folder_is_and_by_nobody_else(
+    home: RunDir, folder: int, mode: int
+) -> None:
+    home.attempt(0).path.chmod(folder)
+    take(home, piece("attempt-000/rank-00000.out"))
+    assert home.attempt(0).out(0).stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("at", ["file", "folder"])
+def test_no_link_is_followed_where_a_piece_is_kept(home: RunDir, tmp_path: Path, at: str) -> None:
+    (tmp_path / "outside").mkdir()
+    precious = tmp_path / "outside" / "rank-00000.out"
+    precious.write_text("precious")
+    if at == "file":
+        home.attempt(0).out(0).symlink_to(precious)
+    else:
+        home.attempt(0).path.rmdir()
+        home.attempt(0).path.symlink_to(precious.parent)
+    with pytest.raises(RunFolderError, match="cannot write here"):
+        take(home, piece("attempt-000/rank-00000.out"))
+    assert precious.read_text() == "precious"
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder", "folder of it", "other user"])
+def test_a_node_sends_nothing_but_regular_files_of_its_user(
+    away: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    secret, attempt = tmp_path / "rank-00000.out", away.attempt(0)
+    secret.write_text("secret")
+    if what == "folder of it":
+        attempt.path.rmdir()
+        attempt.path.symlink_to(tmp_path)
+    elif what == "link":
+        attempt.out(0).symlink_to(secret)
+    elif what == "pipe":
+        os.mkfifo(attempt.out(0))
+    elif what == "folder":
+        attempt.out(0).mkdir()
+    elif os.geteuid():
+        pytest.skip("needs root, to give a file to another user")
+    else:
+        attempt.out(0).write_text("secret")
+        os.chown(attempt.out(0), 12346, 12346)
+    courier = courier_of(away)
+    assert list(courier.news()) == []
+    assert list(courier.news()) == []
+    assert capsys.readouterr().err.count(f"{attempt.out(0)}: not sent") == 1
 
 
 def test_what_cannot_be_kept_is_said_with_the_folder(home: RunDir) -> None:
     home.attempt(0).out(0).mkdir()
     with pytest.raises(RunFolderError, match=r"rank-00000.out: cannot write here: Is a directory; choose another"):
-        keep(home, piece("attempt-000/rank-00000.out"))
+        take(home, piece("attempt-000/rank-00000.out"))
 
 
-def test_a_full_disk_is_a_matter_of_storage(home: RunDir) -> None:
-    home.metrics.symlink_to("/dev/full")
+def test_a_full_disk_is_a_matter_of_storage(home: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(StorageError, match="No space left on device; free some space"):
-        keep(home, piece("metrics.jsonl"))
+        take(home, piece("metrics.jsonl"))

@@ -107,6 +107,11 @@ def test_what_a_host_answers_becomes_one_clear_line(
     assert error is None or words in str(error)
 
 
+def test_the_command_to_paste_quotes_its_folder() -> None:
+    error = judge(N1, "brought", 127, [], [], to="/d $(id)", python="/py")
+    assert "run '/d $(id)/setup.sh' there" in str(error)
+
+
 def test_the_fingerprint_is_found_among_a_login_shell_s_chatter() -> None:
     assert found_code(["Welcome!", "{", '["a"]', FACTS, '{"x": 1}', ""]) == fingerprint()
     assert found_code(["Welcome!"]) is None

@@ -13,7 +13,7 @@ from jobs.rundir import AttemptDir, RunDir
 from launch import agent
 from launch.wire import messages as wire
 from launch.wire.codec import decode, encode
-from launch.wire.handshake import LONGEST, SupervisorSide, node_key, read_greeting
+from launch.wire.handshake import LONGEST, WELCOME, SupervisorSide, node_key, read_greeting
 from launch.wire.messages import FROM_AGENT, Broken, Hello, Start, StopRanks, Swept
 from support.live import wait_until
 
@@ -96,6 +96,7 @@ def prove_supervisor(stream: IO[bytes], secret: str) -> int:
     end = SupervisorSide(node_key(secret, node), (node, nonce, dialled), "run-1", 0)
     stream.write(end.challenge())
     assert end.is_proved(stream.readline(LONGEST))
+    stream.write(WELCOME)
     return node
 
 

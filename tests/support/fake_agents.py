@@ -76,6 +76,7 @@ class FakeAgent:
             end = AgentSide(key, self.node, address)
             writer.write(end.greeting())
             writer.write(end.answer(await reader.readline()))
+            end.check_welcome(await reader.readline())
             writer.write(self.first or encode(hello(host=f"n{self.node}", time=time.time())))
             writer.writelines(self.odd("greeted"))
             while line := await reader.readline():

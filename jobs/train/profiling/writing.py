@@ -1,12 +1,13 @@
 """Writes what a rank has recorded: the trace, and all that is read off it, in its folder of the attempt."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch.profiler import profile
 
-from jobs.files import folder_error, write_json, write_text
+from jobs.files import folder_error, make_folder, write_json, write_text
 from jobs.trace.chrome import read_document, with_phases, write_trace
 from jobs.trace.events import read_trace
 from jobs.trace.flame import device_flame, host_flame, render
@@ -25,7 +26,8 @@ def write_profile(
         RunFolderError, StorageError: the folder cannot be written.
     """
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            make_folder(folder.path)
     except OSError as error:
         raise folder_error(folder.path, error) from error
     files = [folder.trace, folder.operators, folder.operators_csv, folder.flame]

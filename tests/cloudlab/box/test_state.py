@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from cloudlab.box.paths import BoxPaths
 from cloudlab.box.spec import BoxSpec, Rates
 from cloudlab.box.state import BoxState, boot_id, box_names, locked_folder, read_state, root_lock, write_state
 from cloudlab.box.tools import Tools
-from jobs.errors import RefusedError, UsageError
+from jobs.errors import RefusedError, RunFolderError, UsageError
+from support.users import AS_ATTACKER, ATTACKER, needs_root, public_folder
 
 SPECS = st.builds(
     BoxSpec,
@@ -131,6 +133,47 @@ def test_a_held_lock_is_waited_for_and_then_named(root: Path, monkeypatch: pytes
         locked_folder(root),
     ):
         pass
+
+
+@needs_root
+def test_another_user_reads_a_box_and_holds_none_of_its_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with public_folder(0o755) as folder:
+        root = folder / "muster"
+        monkeypatch.setattr(paths, "ROOT", root)
+        written(BoxSpec(name="one", number=2))
+        (root / "box-one").chmod(0o755)  # as boxes were made before
+        umask = os.umask(0)
+        try:
+            with root_lock(), locked_folder(root / "box-one") as lock:
+                assert lock is not None
+                written(BoxSpec(name="one", number=2))
+        finally:
+            os.umask(umask)
+        for held in (root / "lock", root / "box-one"):
+            tried = subprocess.run(
+                [*AS_ATTACKER, "flock", "--nonblock", held, "true"], capture_output=True, check=False
+            )
+            assert b"Permission denied" in tried.stderr, held
+        state_file = root / "box-one/state.json"
+        subprocess.run([*AS_ATTACKER, "cat", state_file], check=True, capture_output=True)
+        assert state_file.stat().st_mode & 0o022 == 0
+
+
+@needs_root
+def test_a_state_that_another_user_wrote_is_not_used(root: Path) -> None:
+    written(BoxSpec(name="one", number=2))
+    os.chown(BoxPaths.of("one").state, ATTACKER, ATTACKER)
+    with pytest.raises(RunFolderError, match=f"state.json: belongs to user {ATTACKER}, expected 0"):
+        read_state("one")
+
+
+def test_a_linked_state_is_not_followed(root: Path) -> None:
+    written(BoxSpec(name="one", number=2))
+    state_file = BoxPaths.of("one").state
+    state_file.rename(state_file.with_name("elsewhere"))
+    state_file.symlink_to("elsewhere")
+    with pytest.raises(RunFolderError, match=r"state.json: is a link, expected a file; it was not used: remove it"):
+        read_state("one")
 
 
 def test_without_root_the_message_says_sudo_and_the_whole_command(monkeypatch: pytest.MonkeyPatch) -> None:

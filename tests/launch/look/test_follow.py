@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jobs.terminal import last_state
 from launch.look import follow
-from launch.look.follow import LineFollower, as_shown, decoded, offset_of_last, tail_lines
+from launch.look.follow import LineFollower, decoded, offset_of_last, tail_lines
 
 TEXT = st.binary(max_size=60) | st.text(alphabet="aé\u2028😀\n", max_size=30).map(str.encode)
 
@@ -132,7 +133,7 @@ def test_the_last_lines_are_those_of_the_whole_file(data: bytes, count: int, chu
             offset = offset_of_last(path, count)
         expected = reference(data)[-count:] if count else []
         assert reference(data[offset:]) == expected
-        assert tail_lines(path, count) == [as_shown(line) for line in expected]
+        assert tail_lines(path, count) == [last_state(line) for line in expected]
 
 
 def test_the_last_lines_of_a_missing_or_empty_file_are_none(tmp_path: Path) -> None:
@@ -146,4 +147,4 @@ def test_the_last_lines_of_a_missing_or_empty_file_are_none(tmp_path: Path) -> N
     [("plain", "plain"), ("10%\r50%\r99%", "99%"), ("10%\r", "10%"), ("windows\r", "windows"), ("\0\0hole", "hole")],
 )
 def test_a_redrawn_line_is_shown_in_its_last_state(line: str, shown: str) -> None:
-    assert as_shown(line) == shown
+    assert last_state(line) == shown

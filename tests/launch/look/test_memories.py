@@ -10,7 +10,7 @@ from jobs.memory_rows import KINDS
 from jobs.rundir import RunDir
 from launch import cli
 from launch.look.memories import read_memories
-from launch.storage import Courier, keep
+from launch.storage import Courier, files_of, keep
 
 MB = 2**20
 JOB = """
@@ -205,6 +205,6 @@ def test_a_node_with_a_folder_of_its_own_sends_it_home(run, tmp_path):
     say(run, 2)
     home = RunDir(tmp_path / "home")
     home.attempt(0).path.mkdir(parents=True)
-    for message in Courier(run, run.attempt(0), 1, [2, 3]).news():
-        keep(home, message)
+    for piece in Courier(run, run.attempt(0), 1, [2, 3]).news():
+        keep(home, files_of(home, home.attempt(0), 1, [2, 3]), piece)
     assert home.attempt(0).memory(2).read_bytes() == run.attempt(0).memory(2).read_bytes()

@@ -12,7 +12,7 @@ from jobs.trace.nesting import nest_trace
 from jobs.trace.record import record_of
 from launch import cli
 from launch.look.profiles import read_profiles
-from launch.storage import Courier, keep
+from launch.storage import Courier, files_of, keep
 from support.traces import kernels, lane, steps
 
 FACTS = {"world_size": 3, "attempt": 0, "host": "n1", "mode": "bucketed", "device": "cpu", "steps_of_job": 9}
@@ -146,10 +146,10 @@ def test_profiles_of_a_node_with_a_folder_of_its_own_come_home(run: RunDir, tmp_
     paths.trace.write_bytes(b"trace")
     paths.cuda_memory.write_bytes(b"large")
     sent = list(Courier(away, away.attempt(0), 1, [3]).news())
-    for message in sent:
-        keep(run, message)
+    for piece in sent:
+        keep(run, files_of(run, run.attempt(0), 1, [3]), piece)
     home = run.attempt(0).profile(3)
     assert home.trace.read_bytes() == b"trace"
     assert home.record.read_bytes() == paths.record.read_bytes()
     assert not home.cuda_memory.exists()
-    assert str(sent[-1]["name"]).endswith("profile.json")  # where it is, all is
+    assert sent[-1][0].endswith("profile.json")  # where it is, all is

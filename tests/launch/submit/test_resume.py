@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from jobs.errors import RefusedError
 from jobs.files import append_line, read_lines, write_json
 from jobs.kept import DATA, KEPT, kept_settings
 from jobs.rundir import RunDir
@@ -136,7 +137,9 @@ def test_what_is_to_be_different_is_written_back_and_the_job_before_is_kept(make
     assert folder.submission() == supervised[0]
     assert yaml.safe_load(folder.run.job.read_text())["train"]["log_every"] == 7
     row = last_row(folder, "resumed")
-    assert (row["changes"], row["job"]) == (["train.log_every=7"], earlier)
+    assert (row["changes"], row["job"]) == (["train.log_every=7"], "job-before-001.yaml")
+    kept = folder.run.path / row["job"]
+    assert (kept.read_text(), kept.stat().st_mode & 0o777) == (earlier, 0o600)
     assert supervised[0].context.workdir == str(Path.cwd())
 
 
@@ -342,3 +345,9 @@ def test_what_must_stay_equal_is_refused_before_anything_is_written(make, muster
     code, error = muster("--set", change)
     assert (code, f"step-00000010.a000: it was saved with {said}; give the value" in error) == (78, True), error
     assert (folder.run.job.read_text(), folder.run.submission.read_text(), folder.run.events.read_text()) == before
+
+
+def test_the_command_that_starts_anew_quotes_the_path_of_its_job() -> None:
+    run = RunDir(Path("/runs $(id)/vgg"))
+    with pytest.raises(RefusedError, match=r"muster run '/runs \$\(id\)/vgg/job.yaml' starts it anew"):
+        resume.check_kind(run, SimpleNamespace(kind="bench"), wanted=None)

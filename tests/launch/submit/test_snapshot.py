@@ -177,6 +177,25 @@ def test_names_of_any_bytes_modes_and_times_are_kept(run: RunDir, work: Path) ->
     assert {os.fsencode(name) for name in record(run)["work"]["files"]} == {*hostile, b"run.sh"}
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_others_can_enter_no_folder_of_the_copy_and_files_are_no_more_open_than_their_sources(
+    run: RunDir, work: Path, umask: int
+) -> None:
+    write(work, "a/b/c/deep.py", ".env")
+    (work / ".env").chmod(0o600)
+    (work / "a" / "b" / "c" / "deep.py").chmod(0o644)
+    usual = os.umask(umask)
+    try:
+        taken = take(run, workdir=work, program=True)
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(usual)
+    folders = [run.code, *(path for path in run.code.rglob("*") if path.is_dir() and not path.is_symlink())]
+    assert {path.stat().st_mode & 0o777 for path in folders} == {0o700}
+    modes = [(taken.workdir / name).stat().st_mode & 0o777 for name in (".env", "a/b/c/deep.py")]
+    assert modes == [0o600, 0o644]
+
+
 def test_a_file_that_only_others_may_write_can_be_taken_away_again(run: RunDir, work: Path) -> None:
     write(work, "closed.py")
     (work / "closed.py").chmod(0o444)

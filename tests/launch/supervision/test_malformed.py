@@ -162,8 +162,8 @@ ILL_TIMED: dict[str, tuple[tuple[bytes, ...], str]] = {
     "the way to the store, once more": ((encode(REACHED),), "Reached: nobody has asked for it"),
     "a rank waits that nobody asked to": ((encode(Held(0, 3)),), "Held: nobody has asked for it"),
     "a second greeting": ((encode(hello(host="n9")),), "Hello: it has greeted already"),
-    "a file elsewhere": ((encode(File(0, "../../passwd", 0, b"x")),), "a file of another name: '../../passwd'"),
-    "a file of the supervisor's": ((encode(File(0, "events.jsonl", 0, b"x")),), "a file of another name"),
+    "a file elsewhere": ((encode(File(0, "../../passwd", 0, b"x")),), "a file that is not its own: '../../passwd'"),
+    "a file of the supervisor's": ((encode(File(0, "events.jsonl", 0, b"x")),), "a file that is not its own"),
     "a file far beyond its end": ((encode(File(0, "metrics.jsonl", 1 << 40, b"x")),), "File: "),
 }
 
@@ -193,7 +193,8 @@ def test_one_that_misbehaves_while_it_is_stopped_is_not_used_again(tmp_path: Pat
 
 def test_a_node_that_is_lost_between_two_attempts_is_not_waited_for(tmp_path: Path) -> None:
     """It was chosen for the next attempt: what it sent was still to be read."""
-    lines = {"started": (encode(exited(2, 1)),), "stopping": (encode(Broken(0, "a disk", 1, gone=True)),)}
+    over = Broken(0, "a disk", 1, gone=True)
+    lines = {"started": (encode(exited(2, 1)),), "stopping": (encode(over), encode(hello()))}
     agents = [FakeAgent(0, ends=True), FakeAgent(1, lambda at: lines.get(at, ())), FakeAgent(2, ends=True)]
     verdict, supervised = live(tmp_path, *agents)
     assert [(row["class"], row["hosts"]) for row in rows(supervised)] == [

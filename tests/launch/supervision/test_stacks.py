@@ -1,12 +1,14 @@
 """Who did not come to where the others wait: from stacks as faulthandler writes them."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.node.dumping import bounded
-from launch.supervision.stacks import FRAME, Frame, absent, threads
+from launch.supervision.stacks import FRAME, Frame, absent, line_of, threads
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 ALL_REDUCE = [
@@ -192,3 +194,14 @@ def test_the_keeper_below_a_rank_is_left_out() -> None:
     keeper = ["/repo/jobs/rank_start.py:47 become", "/repo/jobs/keeper.py:141 _start"]
     lines = block(*QUEUE, "/repo/jobs/rank_start.py:61 _call", *keeper)
     assert bounded([*lines, *block(*SLEEPS)]) == [*lines[: -len(keeper)], *block(*SLEEPS)]
+
+
+def test_only_source_files_are_read_whatever_a_node_names(tmp_path: Path) -> None:
+    """A node writes the stacks: a pipe that it names would be waited for, and a device read for ever."""
+    source = tmp_path / "job.py"
+    source.write_text("loss.item()\n")
+    os.mkfifo(tmp_path / "pipe.py")
+    secret = tmp_path / "secret"
+    secret.write_text("x.wait(\n")
+    named = (source, tmp_path / "pipe.py", secret, Path("/dev/zero"), tmp_path / "gone.py")
+    assert [line_of(str(path), 1) for path in named] == ["loss.item()\n", "", "", "", ""]

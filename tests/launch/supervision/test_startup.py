@@ -207,7 +207,7 @@ def test_all_bad_nodes_stand_in_one_report_with_what_to_write_to_go_on(tmp_path:
         "n1: no answer; is it on?",
         "n2: it refused our key",
         "n4: its Python lacks yaml",
-        "to go on without: --exclude n[1-2,4]",
+        "to go on without: --exclude 'n[1-2,4]'",
     ]
     assert start.sent == []
 
@@ -328,7 +328,7 @@ def test_what_several_nodes_find_stands_in_one_report(tmp_path: Path) -> None:
     assert stop is not None
     lines = stop.message.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["n1", "n3", "to go on without"]
-    assert (stop.code, lines[-1]) == (69, "to go on without: --exclude n[1,3]")
+    assert (stop.code, lines[-1]) == (69, "to go on without: --exclude 'n[1,3]'")
 
 
 def test_loopback_is_welcome_where_all_nodes_are_on_one_host(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+r"""Text for a terminal: what others wrote may change how it looks, and not what the terminal does.
+
+    printable(text)    no control character but tab and newline, and none that hides or reorders text
+    shown(text)        also colours (SGR sequences), closed at the end of each line
+    rank_line(text)    also carriage return and erase-line, with which a rank redraws a progress bar
+    last_state(line)   what a terminal shows of such a line in the end
+
+All else is written as an escape: \x1b, \u202e. Above ASCII the escapes are those of JSON, so JSON stays JSON. Text that
+goes to a pipe or a file is treated alike, because a terminal often follows (`less -R`, `cat`).
+
+`guard()` sends everything that is printed through `shown`. `raw(stream)` goes past it, for our own cursor movements.
+"""
+
+import re
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, Final, TextIO, cast
+
+RESET: Final = "\x1b[0m"
+
+_HIDDEN: Final = (
+    "\x00-\x08\x0b-\x1f\x7f-\x9f"  # C0 but tab and newline, DEL, C1
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # bidirectional controls
+    "\xad\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200d\u2028\u2029\u2060-\u2065\u206a-\u206f"  # invisible
+    "\u3164\ufeff\uffa0\ufff0-\ufffb\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff\ud800-\udfff"  # tags; halves of characters
+)
+# One parameter of a colour: a number (but not 8, which hides text), or a colour after 38 or 48: 5;N or 2;R;G;B.
+_PARAMETER: Final = r"(?:[34]8;(?:5;\d{1,3}|2;\d{1,3};\d{1,3};\d{1,3})|0{0,2}|0?[1-79]|[1-9]\d|10\d)"
+_COLOUR: Final = rf"\x1b\[{_PARAMETER}(?:;{_PARAMETER}){{0,15}}m"
+_ERASE: Final = r"\x1b\[[0-2]?K"
+
+
+def printable(text: str) -> str:
+    """Escape every character that a terminal obeys, hides or reorders."""
+    return text if _is_plain(text) else _special().sub(lambda match: _escaped(match[0]), text)
+
+
+def shown(text: str) -> str:
+    """Escape all but colours, and close these at the end of each line."""
+    return text if _is_plain(text) else _lines(text, redrawn=False)
+
+
+def rank_line(text: str) -> str:
+    """Escape all but colours and what redraws a line: carriage return and erase-line."""
+    return text if _is_plain(text) else _lines(text, redrawn=True)
+
+
+def last_state(line: str) -> str:
+    r"""Return what a terminal shows of a line in the end: of a progress bar redrawn after `\r`, its last state."""
+    if _is_plain(line):
+        return line
+    return shown(re.sub(_ERASE, "", line.rstrip("\r").rpartition("\r")[2].replace("\0", "")))
+
+
+def guard() -> None:
+    """Let standard output and error print only what `shown` lets pass, until this process ends."""
+    sys.stdout, sys.stderr = _guarded(sys.stdout), _guarded(sys.stderr)
+
+
+def raw(stream: TextIO) -> TextIO:
+    """Return the stream behind a guarded one: what is written to it must be ours, or escaped already."""
+    return stream.stream if isinstance(stream, _Guarded) else stream
+
+
+class _Guarded:
+    """A text stream that writes what `shown` lets pass; the stream behind it does all else."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        self.stream.write(shown(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def _guarded(stream: TextIO) -> TextIO:
+    return cast(TextIO, _Guarded(raw(stream)))
+
+
+def _is_plain(text: str) -> bool:
+    return text.isascii() and text.isprintable()  # Python calls some characters printable that hide text
+
+
+@cache
+def _special() -> re.Pattern[str]:
+    """Match a colour, what redraws a line, or one character to escape; compiled for text that is not plain only."""
+    return re.compile(rf"({_COLOUR})|({_ERASE}|\r)|[{_HIDDEN}]", re.ASCII)
+
+
+def _lines(text: str, *, redrawn: bool) -> str:
+    def replaced(match: re.Match[str]) -> str:
+        return match[0] if match[1] or (match[2] and redrawn) else _escaped(match[0])
+
+    # A line may end in \r\n, as those of ssh do.
+    lines = [line.rstrip("\r") for line in text.split("\n")] if "\r" in text else [text]
+    safe = _special().sub(replaced, "\n".join(lines))
+    return "\n".join(map(_closed, safe.split("\n"))) if "\x1b" in safe else safe
+
+
+def _closed(line: str) -> str:
+    """Reset the colours at the end of a line that leaves them set."""
+    colours = re.findall(_COLOUR, line, re.ASCII)
+    return line + RESET if colours and not re.fullmatch(r"\x1b\[0*m", colours[-1]) else line
+
+
+def _escaped(text: str) -> str:
+    return "".join(map(_escape, text))
+
+
+@cache
+def _escape(character: str) -> str:
+    if " " <= character < "\x7f":
+        return character
+    if character < " ":
+        return f"\\x{ord(character):02x}"
+    units = character.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

@@ -1,0 +1,179 @@
+"""The values of a run's records, typed and bounded in one place: whoever reads a row sizes nothing by what it says.
+
+    {"rank": 3, "time": 1e400, "world_size": 3e9, "host": ["a"], "code": 1}      as it stands in the file
+    {"rank": 3, "code": 1}                                                       as its readers see it
+
+A value of another type, or out of bounds, is left out, as if the row did not have it: readers know missing ones.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from jobs.files import read_lines
+from jobs.linux import signal_number
+from jobs.reading import LATEST_S, parse_json
+
+MOST_RANKS: Final = 100_000  # the names of their files have five digits
+MOST_ATTEMPTS: Final = 10_000
+MOST_PIDS: Final = 1 << 22  # the kernel's own limit
+MOST: Final = 1 << 53  # beyond it, floats are no whole numbers
+LARGEST: Final = 1e100  # products and sums of what is smaller stay finite
+LONGEST_TEXT: Final = 1 << 13
+MOST_LINES: Final = 1000
+
+
+def number(value: Any, most: int = MOST, least: int = -MOST) -> int | None:
+    """Return a whole number of a record, None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most else None
+
+
+def real(value: Any) -> float | None:
+    """Return a finite number of a record as a float, None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if -LARGEST <= value <= LARGEST else None
+
+
+def below(most: int, least: int = 0) -> Callable[[Any], int | None]:
+    """Return a reader of whole numbers from `least` to below `most`."""
+    return lambda value: number(value, most - 1, least)
+
+
+def moment(value: Any) -> float | None:
+    """Return a time in unix seconds that a calendar has."""
+    seconds = real(value)
+    return seconds if seconds is not None and 0 <= seconds <= LATEST_S else None
+
+
+def text(value: Any) -> str | None:
+    """Return text, of very long one the beginning."""
+    return value[:LONGEST_TEXT] if isinstance(value, str) else None
+
+
+def texts(value: Any) -> list[str] | None:
+    """Return a list of texts."""
+    if not isinstance(value, list):
+        return None
+    return [each for item in value[:MOST_RANKS] if (each := text(item)) is not None]
+
+
+def plain(value: Any) -> Any:
+    """Return a value that holds no others."""
+    if isinstance(value, bool):
+        return value
+    return text(value) if isinstance(value, str) else number(value) if isinstance(value, int) else real(value)
+
+
+def reals(value: Any) -> dict[str, float] | None:
+    """Return a mapping to numbers; None where one is none."""
+    found = {name: real(each) for name, each in value.items()} if isinstance(value, dict) else {"": None}
+    return None if None in found.values() else found  # type: ignore[return-value]
+
+
+def _loss(value: Any) -> float | None:
+    return value if isinstance(value, float) and not math.isfinite(value) else real(value)
+
+
+def _signal(value: Any) -> str | None:
+    try:
+        return value if isinstance(value, str) and 0 < signal_number(value) <= 64 else None
+    except (KeyError, ValueError):
+        return None
+
+
+def _by_rank(reader: Callable[[Any], int | None]) -> Callable[[Any], list[list[int]] | None]:
+    """Return a reader of [[rank, number], ...]."""
+
+    def read(value: Any) -> list[list[int]] | None:
+        if not isinstance(value, list):
+            return None
+        items = (item for item in value[:MOST_RANKS] if isinstance(item, list) and len(item) == 2)
+        return [[one, other] for a, b in items if (one := _rank(a)) is not None and (other := reader(b)) is not None]
+
+    return read
+
+
+def _record(value: Any) -> dict[str, Any] | None:
+    return typed(value) if isinstance(value, dict) else None
+
+
+def _records(value: Any) -> list[dict[str, Any]] | None:
+    if not isinstance(value, list):
+        return None
+    return [typed(item) for item in value[:MOST_RANKS] if isinstance(item, dict)]
+
+
+def _lines(value: Any) -> list[str] | None:
+    return texts(value[-MOST_LINES:]) if isinstance(value, list) else None
+
+
+_rank, _pid, _whole = below(MOST_RANKS), below(MOST_PIDS, 1), below(MOST)
+
+_TEXTS: Final = (
+    "event run_id name kind transport host unit text message class cause reason by why next next_step mode from "
+    "checkpoint job master_addr phase device"
+)
+_WHOLE: Final = "pid_start step steps epoch from_step last_step saved_step lost_steps compared restarts master_port"
+_REALS: Final = "seconds delay_s deadline_s grace_s rate worst"
+FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    **dict.fromkeys(_TEXTS.split(), text),
+    **dict.fromkeys(_WHOLE.split(), _whole),
+    **dict.fromkeys(_REALS.split(), real),
+    **dict.fromkeys(("time", "started", "ended"), moment),
+    **dict.fromkeys(("rank", "node"), _rank),
+    **dict.fromkeys(("world_size", "nodes"), below(MOST_RANKS + 1)),
+    "attempt": below(MOST_ATTEMPTS),
+    "code": below(1 << 16, -(1 << 16)),
+    "pid": _pid,
+    "loss": _loss,
+    "signal": _signal,
+    "ranks": _by_rank(_pid),
+    "ticks": _by_rank(_whole),
+    "times": reals,
+    "hosts": texts,
+    "last_lines": _lines,
+    "first": _record,
+    "victims": _records,
+}
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Say whether a value has a shape: a reader that takes it, [shape] of a list's items, or {key: shape}.
+
+    A key that ends in a question mark may be missing.
+    """
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(item, shape[0]) for item in value)
+    if isinstance(shape, dict):
+        return isinstance(value, dict) and all(
+            fits(value[key], each) if (key := name.rstrip("?")) in value else key != name
+            for name, each in shape.items()
+        )
+    return shape(value) is not None
+
+
+def optional(reader: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a reader that takes null as well."""
+    return lambda value: value is None or reader(value)
+
+
+def typed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record with the values that are of the type and within the bounds of their names."""
+    found = ((key, FIELDS.get(key, plain)(value)) for key, value in row.items() if value is not None)
+    return {key: value for key, value in found if value is not None}
+
+
+def typed_line(line: bytes) -> dict[str, Any]:
+    """Return the record of one line of a log with typed values; {} for a line that is none."""
+    try:
+        row = parse_json(line)
+    except ValueError:  # torn by a full disk
+        return {}
+    return typed(row) if isinstance(row, dict) else {}
+
+
+def typed_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a log with typed values; errors as `jobs.files.read_lines`."""
+    return map(typed, read_lines(path))

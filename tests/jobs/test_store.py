@@ -1,0 +1,38 @@
+"""The store of an attempt: it is reached at the address that it was bound to, and at no other."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from torch.distributed import TCPStore
+
+from jobs import ports
+from jobs.boot import module_argv
+
+ELSEWHERE = "127.0.0.2"  # all of 127.0.0.0/8 is this host
+WAIT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The port of a store that listens at ELSEWHERE, in a process of its own."""
+    with ports.bind(ELSEWHERE, backlog=16) as listening:
+        number: int = listening.getsockname()[1]
+        descriptor = listening.fileno()
+        argv = [*module_argv(sys.executable, "jobs.store"), "--fd", str(descriptor), "--parent", str(os.getpid())]
+        store = subprocess.Popen(argv, pass_fds=[descriptor])
+    yield number
+    store.kill()
+    store.wait()
+
+
+def test_a_store_that_is_bound_to_one_address_serves_there_and_nowhere_else(port: int) -> None:
+    store = TCPStore(ELSEWHERE, port, is_master=False, timeout=WAIT)
+    store.set("key", "value")
+    assert TCPStore(ELSEWHERE, port, is_master=False, timeout=WAIT).get("key") == b"value"
+    with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=5.0):
+        pass
