@@ -191,6 +191,20 @@ def test_one_that_misbehaves_while_it_is_stopped_is_not_used_again(tmp_path: Pat
     assert (verdict.code, first["message"], last["hosts"]) == (exits.DONE, "node 1 (n1): a disk", ["n0", "n2"])
 
 
+def test_a_node_that_is_lost_between_two_attempts_is_not_waited_for(tmp_path: Path) -> None:
+    """It was chosen for the next attempt: what it sent was still to be read."""
+    over = Broken(0, "a disk", 1, gone=True)
+    lines = {"started": (encode(exited(2, 1)),), "stopping": (encode(over), encode(hello()))}
+    agents = [FakeAgent(0, ends=True), FakeAgent(1, lambda at: lines.get(at, ())), FakeAgent(2, ends=True)]
+    verdict, supervised = live(tmp_path, *agents)
+    assert [(row["class"], row["hosts"]) for row in rows(supervised)] == [
+        ("failed", ["n0", "n1"]),
+        ("unreachable", ["n0", "n1"]),
+        ("done", ["n0", "n2"]),
+    ]
+    assert verdict.code == exits.DONE
+
+
 def test_what_is_forged_of_other_nodes_leaves_no_trace(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     went_on(tmp_path, "started", encode(Log(0, 0, "out", ("forged",))))
     assert "forged" not in capfd.readouterr().out
