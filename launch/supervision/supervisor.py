@@ -49,8 +49,7 @@ class Supervisor:
         self.run_dir = context.run
         self.job = context.job
         self.log = EventLog(context.run, console.say)
-        self.lease = Lease(context.run)
-        self.inbox = Inbox()
+        self.lease, self.inbox = Lease(context.run), Inbox()
         self.crew = Crew(context.crew)
         self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))  # of the attempt, by node rank
         self.rank_of = {slot: slot for slot in self.slots}  # the node rank of each of them
@@ -91,9 +90,8 @@ class Supervisor:
                 assert self.stop is not None or refused is not None
                 return refused or Verdict(self.stop.code, self.stop.message)  # type: ignore[union-attr]
             self._new_attempt()
-            for slot in self.slots:
-                if self.crew.nodes[slot].gone:  # since it was chosen
-                    self._lost(slot, "its agent has gone")
+            for slot in filter(lambda each: self.crew.nodes[each].gone, self.slots):  # since it was chosen
+                self._lost(slot, "its agent has gone")
             self._current.advance(self._current.startup.begin)
 
     async def _start_agents(self) -> None:
