@@ -20,6 +20,7 @@ from ddp.norms import clip_by, plain_norm, reproducible_norm
 from zero import loading, states
 from zero.absent import as_it_is
 from zero.agreement import require_same, settings_in_words, together
+from zero.apart import require_apart
 from zero.elementwise import require_elementwise
 from zero.flat import FlatParameters, Held
 from zero.layout import Slice, runs
@@ -62,7 +63,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     In either case all ranks step, or none does.
 
     Raises:
-        ValueError: the optimizer needs whole tensors, this rank is not in the group, or the ranks' parameters differ.
+        ValueError: the optimizer needs whole tensors, two parameters share memory, this rank is not in the group, or
+            the ranks' parameters differ.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler calls `step` on every rank, and leaves the decision to it
@@ -114,6 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             _refuse_duplicates(param_group)
             with as_it_is():
                 super().add_param_group(param_group)
+                self._require_apart()
             return
         known = len(self.param_groups)
         try:
@@ -121,10 +124,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 _refuse_duplicates(param_group)
                 with as_it_is():
                     super().add_param_group(param_group)
+                    self._require_apart()
             self._shard(self.param_groups[known:])
         except Exception:
             del self.param_groups[known:]
             raise
+
+    def _require_apart(self) -> None:
+        require_apart(pair for number, group in enumerate(self.param_groups) for pair in _named(group, number))
 
     def _shard(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Share out new groups, once all ranks are known to have the same."""

@@ -64,7 +64,9 @@ def counted(world: World) -> list[Any]:
             step(model, optimizer)
         shown = optimizer.param_groups[0]
         saved = [optimizer.state_dict(), optimizer.full_state_dict()]
-        found.append([weights(model), shown["k"], shown["steps_begun"], [each["param_groups"][0]["k"] for each in saved]])
+        found.append(
+            [weights(model), shown["k"], shown["steps_begun"], [each["param_groups"][0]["k"] for each in saved]]
+        )
         for each in saved:
             other, loading = built(stage)
             step(other, loading)
