@@ -164,7 +164,7 @@ def _refuse_clipping(asks: FrameType) -> None:
     if asks.f_globals.get("__name__") == _CLIPPING:
         raise RuntimeError(
             f"{_CLIPPING}: parameters of a sharded module have no gradients to clip, each rank has a shard of them; "
-            "call optimizer.clip_grad_norm_(max_norm) of the wrapper's optimizer, or change optimizer.gradients() in place"
+            "call optimizer.clip_grad_norm_(max_norm) of the wrapper's optimizer, or change its gradients() in place"
         )
 
 

@@ -66,7 +66,7 @@ def without_a_wrapper(world: World) -> list[Any]:
     for how in ("deepcopy", "pickle", "unwrap", "deleted", "zero_grad", "alone"):
         module = net()
         if how == "alone":
-            optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=1.0)
+            ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=1.0)
             module(torch.ones(1, 4)).sum().backward()
         else:
             model = ShardedDataParallel(module, stage=2)
