@@ -148,7 +148,7 @@ def run_steps(
         if done == first + 1:
             screen.first_step(done)
         lost = soundness.is_lost()
-        if lost and trainer.world.size > 1 and trainer.world.device.type == "cuda":  # others may hear a step later
+        if lost and not soundness.is_known_to_all(trainer.world, engine.scaler):
             metrics.flush()
             soundness.end()
         if lost or done in (first + 1, steps) or done % settings.log_every == 0 or saving.is_due(done):

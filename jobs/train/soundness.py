@@ -8,6 +8,8 @@ twice ends the run. With `non_finite: skip` training goes on, until no loss has 
     the GPU       left out   begun
     the host                 ends it           CPUs: in step 3, after a log point
 
+Stages of a pipeline decide for themselves, unless they exchange a norm anyway: to agree, all would have to wait for the
+last in every step. One that has lost its numbers ends the attempt, and nothing more is saved.
 In fp16 a step that is left out is part of the search for a scale; a loss that is not finite ends it at a log point.
 """
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor
 
 from jobs.train.engine import Engine
+from jobs.train.numerics.scaling import Scaler
 from jobs.train.state import MODEL
 from jobs.train.world import World
 
@@ -49,6 +52,10 @@ class Soundness:
         if self._told is not self._first_lost:
             self._told.copy_(self._first_lost, non_blocking=True)
         return self.stops and bool(self._told)
+
+    def is_known_to_all(self, world: World, scaler: Scaler) -> bool:
+        """Say whether all ranks know of a lost step after the same step, so that they may meet once more."""
+        return world.size == 1 or (scaler.agrees and world.device.type == "cpu")
 
     def end(self, step: int = 0) -> NoReturn:
         """End the training because of a step that was left out, or of an earlier one that is given.

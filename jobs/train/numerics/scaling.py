@@ -40,6 +40,8 @@ class Scaler:
     device, as all that is decided here; on GPUs the host waits for none of it.
     """
 
+    agrees = True  # False: a rank leaves out a step for gradients of its own, for others would have to wait to hear
+
     def __init__(self, device: torch.device, *, shows_skipped: bool = False) -> None:
         self.shows_skipped = shows_skipped
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)  # 1.0: the last step was left out
