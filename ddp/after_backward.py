@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ddp.base import DataParallel
 from ddp.checks import require_used, used_by_any
+from ddp.gradients import refuse_sparse
 from ddp.stats import Stats, Wait
 from ddp.timeouts import Entered, waiting_for
 
@@ -45,13 +46,15 @@ class AfterBackward(DataParallel):
             if not used[index]:
                 parameter.grad = None
                 continue
-            own = [*(shard[index] for shard in shards), _gradient(parameter)]
-            if self.communication_dtype is not None:
+            own = [*(shard[index] for shard in shards), _gradient(name, parameter)]
+            if self.communication_dtype is not None and not parameter.is_complex():
                 own = [gradient.to(self.communication_dtype) for gradient in own]
             own_bytes = sum(gradient.numel() * gradient.element_size() for gradient in own)
             entered = Entered(self._synchronized + 1, index, len(trainable), index + 1, name, name, own_bytes)
             with waiting_for(entered, self.process_group):
                 mean = self._mean(own)
+            if parameter.is_complex():
+                mean = torch.view_as_complex(mean)
             parameter.grad = torch.empty_like(parameter).copy_(mean) if _differ(mean, parameter) else mean
             sent += own_bytes
         watch.stop()
@@ -68,7 +71,7 @@ class AfterBackward(DataParallel):
         """Return the mean over ranks and shards of one parameter, from this rank's gradients, one a shard."""
 
     def _close_shard(self) -> None:
-        self._shards.append([_gradient(parameter) for _, parameter in self.trainable()])
+        self._shards.append([_gradient(name, parameter) for name, parameter in self.trainable()])
         for name, parameter in self.trainable():
             self._earlier |= set() if parameter.grad is None else {name}
             parameter.grad = None
@@ -96,8 +99,15 @@ def _differ(mean: Tensor, parameter: Tensor) -> bool:
     return mean.dtype != parameter.dtype or mean.stride() != parameter.stride()
 
 
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """Return a parameter's gradient as one block of memory, zeros if it has none."""
-    if parameter.grad is None:
-        return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    return parameter.grad.contiguous()
+def _gradient(name: str, parameter: nn.Parameter) -> Tensor:
+    """Return a gradient as one block of memory, zeros if there is none; complex numbers as pairs of real ones.
+
+    Raises:
+        RuntimeError: it is sparse.
+    """
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+    refuse_sparse(name, gradient)
+    gradient = gradient.contiguous()
+    return torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient

@@ -34,7 +34,8 @@ class DataParallel(nn.Module, ABC):
     learn from all.
 
     `exact` adds in the order of ranks (and virtual shards), then divides: the bits of one process that accumulates over
-    the same shards, at the price of `shards` x the bytes. `communication_dtype` is what gradients are sent as.
+    the same shards, at the price of `shards` x the bytes. `communication_dtype` is what gradients are sent as, but for
+    complex ones.
 
     Which parameters nobody uses is judged at the first synchronization. Later a missing gradient counts as zeros, with
     which an optimizer with weight decay or momenta still moves the parameter; `find_unused_parameters` asks every time,

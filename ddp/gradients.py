@@ -77,7 +77,7 @@ class FlatGradients:
             self.slots.append(Slot(self, name, parameter, part if alone else _shaped_as(parameter, part)))
         self.closed: list[Tensor] = []  # the gradients of virtual shards before this one, as flat tensors
         self._cast = None
-        if message not in (None, like.dtype):
+        if message not in (None, like.dtype) and not like.is_complex():  # half of a complex number would be lost
             self._cast = torch.zeros(elements, dtype=message, device=like.device)
         self.message_bytes = elements * (like if self._cast is None else self._cast).element_size()
         self.waiting = len(self.slots)  # for as many gradients
@@ -242,7 +242,7 @@ def _own(slot: Slot) -> Tensor:
 def refuse_sparse(name: str, gradient: Tensor) -> None:
     if gradient.is_sparse:
         raise RuntimeError(
-            f"{name}: its gradient is sparse, a bucket holds dense ones; build the layer with sparse=False"
+            f"{name}: its gradient is sparse, only dense ones are averaged; build the layer with sparse=False"
         )
 
 

@@ -127,6 +127,11 @@ class TrainSettings(Strict):
         description="of pipelines: what stages have alike, or their first layers by name or number: [block3, norm]",
     )
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="what a loss or gradient that is not finite does: its step is left out in any case; stop: the "
+        "attempt ends there; skip: it goes on, and ends when all losses of three log points are none",
+    )
     precision: Precision = Field(
         "fp32", description="bf16, fp16: autocast, fp16 with loss scaling; pure_bf16: weights too, with fp32 masters"
     )

@@ -2,13 +2,17 @@
 
     Absent    its memory is given back (stage 3): to read it would end the process
     Coming    it is being gathered after a step (stages 1 and 2): to read it would bring half of it
+    Sent      it is there, its gradient is not: ranks have shared it out (stages 1 and 2)
 
 A parameter's class is another one meanwhile, which PyTorch asks before it does anything with the parameter. Nothing
-else changes: it is the same object, and what autograd keeps of it too.
+else changes: it is the same object, and what autograd keeps of it too. PyTorch's functions that clip gradients would
+find none and do nothing: Absent and Sent refuse them.
 """
 
 import copy
+import sys
 from collections.abc import Callable, MutableMapping, Sequence
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -32,6 +36,8 @@ _HARMLESS: Final = {
     *(getattr(Tensor, name) for name in _CALLED),
     vars(torch._C.TensorBase)["grad"].__set__,
 }
+_GRADIENT: Final = vars(torch._C.TensorBase)["grad"]
+_CLIPPING: Final = "torch.nn.utils.clip_grad"
 
 as_it_is = torch._C.DisableTorchFunctionSubclass  # within it nobody is asked: for those who know what they touch
 
@@ -43,6 +49,8 @@ class Absent(nn.Parameter):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), keywords: Any = None) -> Any:
         """Let it be asked what it is, and nothing else."""
         if function in _HARMLESS:
+            if function == _GRADIENT.__get__:
+                _refuse_clipping(sys._getframe(1))
             with as_it_is():
                 return function(*args, **(keywords or {}))
         raise RuntimeError(_refusal(args, keywords))
@@ -66,6 +74,40 @@ class Coming(nn.Parameter):
         """Wait, and copy what it is then: PyTorch would ask for the class first."""
         _wait_for(self)
         return copy.deepcopy(self, memo)
+
+
+class Sent(nn.Parameter):
+    """A parameter whose gradient the ranks have shared out."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Return the gradient of this rank alone, if a backward has made one since."""
+        _refuse_clipping(sys._getframe(1))
+        own: Tensor | None = _GRADIENT.__get__(self)
+        return own
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        _GRADIENT.__set__(self, gradient)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Copy what it is without a wrapper."""
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
+
+
+def send(parameters: Sequence[nn.Parameter]) -> None:
+    """Let those who clip gradients hear that parameters have none."""
+    for parameter in parameters:
+        if type(parameter) is nn.Parameter:
+            parameter.__class__ = Sent
+
+
+def unsend(parameters: Sequence[nn.Parameter]) -> None:
+    """Make parameters what they were before `send`."""
+    for parameter in parameters:
+        if type(parameter) is Sent:
+            parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _wait_for(parameter: Any) -> None:
@@ -115,6 +157,15 @@ class Leave:
         """Make them what they were."""
         for parameter, kind in self._kinds:
             parameter.__class__ = kind
+
+
+def _refuse_clipping(asks: FrameType) -> None:
+    """Raise if it is PyTorch that asks for a gradient to clip it, which would find none and do nothing."""
+    if asks.f_globals.get("__name__") == _CLIPPING:
+        raise RuntimeError(
+            f"{_CLIPPING}: parameters of a sharded module have no gradients to clip, each rank has a shard of them; "
+            "call optimizer.clip_grad_norm_(max_norm) of the wrapper's optimizer, or change its gradients() in place"
+        )
 
 
 def _refusal(args: Any, keywords: Any) -> str:

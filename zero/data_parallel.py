@@ -58,10 +58,11 @@ class ShardedDataParallel(Sharded, Reduced):
     synchronized, and no rank ever holds more than two buckets of whole gradients (stages 2 and 3).
 
     After a synchronization no parameter has a `.grad`: the optimizer has this rank's shard of the mean, and its
-    `clip_grad_norm_` is the one to call. `full_gradients()` shows them whole.
+    `clip_grad_norm_` is the one to call; PyTorch's raises. `full_gradients()` shows them whole.
 
     Raises:
-        ValueError: as `DataParallel`; or a stage, unit or setting cannot be.
+        ValueError: as `DataParallel`; a stage, unit or setting cannot be; or a parameter shares memory with another,
+            with a buffer, or with an attribute of a module.
     """
 
     def __init__(
@@ -217,6 +218,9 @@ class ShardedDataParallel(Sharded, Reduced):
         """Call the module; of a forward with gradients, the backward will be synchronized."""
         if torch.is_grad_enabled() and not in_backward():
             self._keep_up()
+            for home in self.homes:
+                if home.grad is not None:
+                    home.unsend()
             if self._reducer is not None:
                 self._reducer.forward_begins()
         with self.presence.forward():

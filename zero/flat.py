@@ -11,14 +11,14 @@ A parameter of 16 bits may have a *master*: the shard in float32, which is what 
 gathered anew each time (stage 3), the master is all that is kept: it is rounded into its place of the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from zero.absent import Leave, as_it_is
+from zero.absent import Leave, as_it_is, send, unsend
 from zero.layout import Layout, Slice
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -190,6 +190,18 @@ class FlatParameters:
     def add_gradient(self, gradient: Tensor) -> None:
         """Add to the shard's gradient, which takes the tensor over if there was none."""
         self.grad = gradient if self.grad is None else self.grad.add_(gradient)
+        if not self.is_split:
+            send(self.parameters)
+
+    def drop_gradient(self) -> None:
+        """Forget the shard's gradient."""
+        self.grad = None
+        self.unsend()
+
+    def unsend(self) -> None:
+        """Let parameters be what they were before their gradient was shared out."""
+        if not self.is_split:
+            unsend(self.parameters)
 
     def held(self) -> list[Held]:
         """List the ranges of parameters in this rank's shard."""
@@ -205,22 +217,23 @@ class FlatParameters:
         """Return a slice's part of a tensor that is laid out as the shard is."""
         return shard[at.offset : at.offset + at.elements]
 
-    def mend(self) -> None:
-        """Take parameters back whose data somebody has set, as loading by assignment does: their values count.
-
-        Raises:
-            RuntimeError: a parameter has another shape, type or device than when it was sharded.
-        """
+    def mend(self, storages: Container[int]) -> None:
+        """Take parameters back whose data somebody has set; `storages` are those of all flat tensors."""
         storage = self.full.untyped_storage()._cdata
         with as_it_is():
             for place, (parameter, offset) in enumerate(zip(self.parameters, self.layout.offsets, strict=True)):
                 at_home = parameter.untyped_storage()._cdata == storage and parameter.storage_offset() == offset
                 if not at_home or parameter.shape != self.shapes[place]:
-                    self._bring_home(place, parameter)
+                    self._bring_home(place, parameter, is_tied=parameter.untyped_storage()._cdata in storages)
 
     @torch.no_grad()
-    def _bring_home(self, place: int, parameter: nn.Parameter) -> None:
+    def _bring_home(self, place: int, parameter: nn.Parameter, *, is_tied: bool) -> None:
         self._require_same(place, parameter)
+        if is_tied:
+            raise RuntimeError(
+                f"{self.names[place]}: its data was set to the memory of a sharded parameter, and shards cannot share "
+                "it; copy values with copy_(), or make them one parameter before the module is wrapped"
+            )
         if not self.is_whole:
             raise RuntimeError(
                 f"{self.names[place]}: its data was set while it was sharded; set it within gather_full()"
@@ -243,6 +256,17 @@ class FlatParameters:
         """View a tensor of the whole's length as tensors of the parameters' shapes."""
         placed = zip(self.layout.offsets, self.layout.sizes, self.shapes, strict=True)
         return [flat[offset : offset + size].view(shape) for offset, size, shape in placed]
+
+
+def mend(homes: Sequence[FlatParameters]) -> None:
+    """Take parameters back whose data somebody has set, as loading by assignment does: their values count.
+
+    Raises:
+        RuntimeError: a parameter has another shape, type or device than when it was sharded, or another's memory.
+    """
+    storages = {home.full.untyped_storage()._cdata for home in homes}
+    for home in homes:
+        home.mend(storages)
 
 
 def by_kind(named: Named) -> list[Named]:

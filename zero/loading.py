@@ -44,10 +44,12 @@ def load(optimizer: "ShardedOptimizer", given: Mapping[str, Any]) -> None:
                 ]
                 plan.append((segment, _joined(segment, cut, kept), dict(fresh.state.get(segment.stepped, {}))))
     require_same([settings_in_words(group) for group in groups], optimizer.group, "states to load")
+    optimizer.share_settings()  # what the inner one has written is old now
     for each in plan:
         _fill(optimizer.inner, *each)
     for group, loaded in zip(optimizer.param_groups, groups, strict=True):
         group.update(deepcopy({key: value for key, value in loaded.items() if key not in NO_SETTINGS}))
+    optimizer.share_settings()
 
 
 class Kinds:

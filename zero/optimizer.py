@@ -20,6 +20,7 @@ from ddp.norms import clip_by, plain_norm, reproducible_norm
 from zero import loading, states
 from zero.absent import as_it_is
 from zero.agreement import require_same, settings_in_words, together
+from zero.apart import require_apart
 from zero.elementwise import require_elementwise
 from zero.flat import FlatParameters, Held
 from zero.layout import Slice, runs
@@ -30,6 +31,7 @@ Group = dist.ProcessGroup | None
 Parameters = Iterable[Any]
 PARAMS: Final = "params"
 NAMES: Final = "param_names"
+_UNSET: Final = object()
 
 
 class Segment:
@@ -54,13 +56,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     between steps counts, and is to be the same on all ranks.
 
     `inner` is the optimizer of this rank's shards, whose state is the only one that there is; `state` shows it by
-    parameter. The inner step knows nothing of hooks: those registered here run once a step.
+    parameter. What it writes into its groups, as a counter of steps, is in `param_groups` after the step and is saved;
+    it must be the same on all ranks. The inner step knows nothing of hooks: those registered here run once a step.
 
     `torch.amp.GradScaler` works where parameters have gradients; a wrapper's need `zero.scaling.ShardedGradScaler`.
     In either case all ranks step, or none does.
 
     Raises:
-        ValueError: the optimizer needs whole tensors, this rank is not in the group, or the ranks' parameters differ.
+        ValueError: the optimizer needs whole tensors, two parameters share memory, this rank is not in the group, or
+            the ranks' parameters differ.
     """
 
     _step_supports_amp_scaling = True  # a GradScaler calls `step` on every rank, and leaves the decision to it
@@ -83,6 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.masters = masters
         self.segments: list[list[Segment]] = []  # of each group
+        self._agreed: list[dict[str, Any]] = []  # settings of each group that both optimizers had last
         self._kind, self._options = optimizer_cls, kwargs
         self._is_built = False
         with together(self.group):
@@ -111,6 +116,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             _refuse_duplicates(param_group)
             with as_it_is():
                 super().add_param_group(param_group)
+                self._require_apart()
             return
         known = len(self.param_groups)
         try:
@@ -118,10 +124,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 _refuse_duplicates(param_group)
                 with as_it_is():
                     super().add_param_group(param_group)
+                    self._require_apart()
             self._shard(self.param_groups[known:])
         except Exception:
             del self.param_groups[known:]
             raise
+
+    def _require_apart(self) -> None:
+        require_apart(pair for number, group in enumerate(self.param_groups) for pair in _named(group, number))
 
     def _shard(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Share out new groups, once all ranks are known to have the same."""
@@ -143,6 +153,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.segments.append(segments)
             self.inner.add_param_group(made.param_groups[0])
             self.inner.state.update(made.state)
+            self._agreed.append({})
+        self.share_settings()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **keywords: Any) -> Any:
@@ -156,12 +168,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.source.mend()
         self.source.collect()
-        self._take_settings()
+        self.share_settings()
         for segment in self._all():
             gradient = self.source.gradient(segment.home, segment.slices)
             segment.stepped.grad = None if gradient is None else gradient.to(segment.stepped.dtype)
         if not overflow(self, [segment.stepped for segment in self._all()]):
             self.inner.step(**keywords)
+        self.share_settings()
         for segment in self._all():
             segment.stepped.grad = None
         self.source.spread()
@@ -269,10 +282,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         raise TypeError("a ShardedOptimizer cannot be copied or pickled; save its state_dict() or full_state_dict()")
 
-    def _take_settings(self) -> None:
-        """Let the inner optimizer have the hyper-parameters as they are now."""
-        for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(_settings(outer))
+    def share_settings(self) -> None:
+        """Let both optimizers have what either has written into its groups; where both have, what is set here counts.
+
+        The caller sets learning rates; the inner optimizer may keep counters and estimates there, and change them in
+        its step or in a method of its own.
+        """
+        for outer, inner, agreed in zip(self.param_groups, self.inner.param_groups, self._agreed, strict=True):
+            own = _settings(outer)
+            for key, value in _settings(inner).items():
+                if value is not agreed.get(key, _UNSET) and own.get(key, _UNSET) is agreed.get(key, _UNSET):
+                    outer[key] = value
+            agreed.clear()
+            agreed.update(_settings(outer))
+            inner.update(agreed)
 
     def _segments(self, home: FlatParameters, wanted: set[int]) -> list[Segment]:
         if self.masters and home.dtype.itemsize == 2:

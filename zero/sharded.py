@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ddp.base import DataParallel, learning
-from ddp.checks import NAMED_AT_MOST, unmark_wrapped
+from ddp.checks import NAMED_AT_MOST, require_dense, unmark_wrapped
 from ddp.means import Wait
 from ddp.timeouts import Entered, waiting_for
 from zero.absent import as_it_is
-from zero.flat import FlatParameters, Held
+from zero.apart import require_own_memory
+from zero.flat import FlatParameters, Held, mend
 from zero.gather import Gather
 from zero.optimizer import ShardedOptimizer
 from zero.presence import Gone, Presence
@@ -52,6 +53,11 @@ class Sharded(DataParallel):
         given = [each for _, each in self.trainable()] if params_or_groups is None else params_or_groups
         return ShardedOptimizer(given, optimizer_cls, masters=masters, source=Joined(self), **kwargs)
 
+    def _welcome(self) -> None:
+        require_dense(self.module)
+        require_own_memory(self.module)
+        super()._welcome()
+
     def synchronize(self) -> None:
         """Wait for parameters that are being gathered after a step (stages 1 and 2)."""
         self.presence.synchronize()
@@ -65,8 +71,8 @@ class Sharded(DataParallel):
         with self.presence.all_open():
             yield self.module
             if writes:
+                mend(self.homes)
                 for home in self.homes:
-                    home.mend()
                     home.adopt()
                 self.gather.written()
 
@@ -136,7 +142,7 @@ class Sharded(DataParallel):
         self._forget_shards()
         with as_it_is():
             for home in self.homes:
-                home.grad = None
+                home.drop_gradient()
                 for each in home.parameters:
                     each.grad = None
 

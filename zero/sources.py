@@ -15,7 +15,7 @@ from ddp.buckets import Size, plan_buckets
 from ddp.gradients import refuse_sparse
 from ddp.timeouts import Entered, waiting_for
 from zero.absent import as_it_is
-from zero.flat import FlatParameters, Named
+from zero.flat import FlatParameters, Named, mend
 from zero.gather import Gather, gather_for
 from zero.layout import Slice
 
@@ -107,8 +107,8 @@ class Alone(Source):
 
     def mend(self) -> None:
         """Take what somebody has written to parameters, into masters too."""
+        mend(self.made)
         for home in self.made:
-            home.mend()
             home.follow_shard()
 
     def collect(self) -> None:
@@ -191,8 +191,7 @@ class Joined(Source):
     def mend(self) -> None:
         """Check that parameters are where they were."""
         self.wrapper.synchronize()
-        for home in self.wrapper.homes:
-            home.mend()
+        mend(self.wrapper.homes)
 
     def collect(self) -> None:
         """Check that shards have come with the backward, and nothing else.
@@ -235,7 +234,7 @@ class Joined(Source):
         """Drop the shards of this optimizer's gradients; another one of the same wrapper keeps its own."""
         for home in {id(home): home for home, _, _ in self._own()}.values():
             if all(id(each) in self._mine for each in home.parameters):
-                home.grad = None
+                home.drop_gradient()
             elif home.grad is not None:
                 for at in home.slices:
                     if id(home.parameters[at.tensor]) in self._mine:

@@ -75,6 +75,7 @@ def numbers_of(optimizer: torch.optim.Optimizer) -> dict[int, int]:
 
 
 def _groups(optimizer: "ShardedOptimizer") -> list[State]:
+    optimizer.share_settings()
     numbers = numbers_of(optimizer)
     return [
         {

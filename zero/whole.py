@@ -88,6 +88,8 @@ class AlwaysWhole(Presence):
             self.synchronize()
         for handle in self._handles:
             handle.remove()
+        for home in self.homes:
+            home.unsend()
 
     def _before(self, homes: Sequence[FlatParameters], *_: Any) -> None:
         """Wait for some, before a forward that needs them."""

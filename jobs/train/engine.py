@@ -21,6 +21,7 @@ from jobs.train.memory.held import Held, tensors_of
 from jobs.train.models.stack import Stack
 from jobs.train.modes import WRAP, broadcast_buffers
 from jobs.train.numerics import Numerics
+from jobs.train.numerics.scaling import Scaler
 from jobs.train.pipeline import PipelineEngine
 from jobs.train.replica import Replica
 from jobs.train.shards import Forms
@@ -36,6 +37,7 @@ class Engine(Protocol):
     module: nn.Module  # what this rank has of it
     optimizer: torch.optim.Optimizer
     forms: Forms  # of all of it
+    scaler: Scaler
 
     def train_step(self, step: int, shards: Sequence[ShardInput]) -> list[Tensor]:
         """Train on this rank's part of a global batch.

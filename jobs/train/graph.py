@@ -45,6 +45,7 @@ class GraphedEngine:
         self.module: nn.Module = engine.module
         self.optimizer: torch.optim.Optimizer = engine.optimizer
         self.forms = engine.forms
+        self.scaler = engine.scaler
         self._device = device
         # Steps before the recording run on its stream, too, so that what they make for a stream is made for this one.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

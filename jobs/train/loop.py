@@ -2,7 +2,8 @@
 
 before a step     stop here, if the keeper has said so (a drain)
 a step            data, forward, backward, communication, optimizer
-a log point       all ranks exchange the losses since the last one, and whether to save; no numbers any more: it fails
+a log point       all ranks exchange the losses since the last one, and whether to save
+no numbers        a log point at once where all ranks know, and the attempt fails
 the end           all is saved, where anything is
 """
 
@@ -129,7 +130,8 @@ def run_steps(
     """Run steps `first` to `steps` - 1, or until the keeper says stop; return how many are done in all."""
     settings, engine, clock = trainer.settings, trainer.engine, trainer.clock
     inputs = read_steps(trainer.own_steps(), first, steps, workers=settings.loader_workers)
-    pace, soundness, done = Pace(), Soundness(), first
+    pace, done = Pace(), first
+    soundness = Soundness(engine.scaler.first_lost, first, stops=settings.non_finite == "stop")
     while done < steps and not pace.stops(done):
         clock.start()
         work = move(next(inputs), trainer.world.device, trainer.dtype)
@@ -145,14 +147,18 @@ def run_steps(
         pace.step_done(done)
         if done == first + 1:
             screen.first_step(done)
-        if done in (first + 1, steps) or done % settings.log_every == 0 or saving.is_due(done):
+        lost = soundness.is_lost()
+        if lost and not soundness.is_known_to_all(trainer.world, engine.scaler):
+            metrics.flush()
+            soundness.end()
+        if lost or done in (first + 1, steps) or done % settings.log_every == 0 or saving.is_due(done):
             soundness.hear(report_steps(metrics, screen, saving, replay, done, trainer.timeline).losses)
         if settings.evaluate and (done == steps or work.batch.stop == trainer.plan.samples):
             report_evaluation(trainer, metrics, screen, done, work.batch.epoch + 1)
         saving.step_done(done, metrics.recent)
         profiling.step_done(done)
     if metrics.has_news:  # stopped between two log points
-        report_steps(metrics, screen, saving, replay, done, trainer.timeline)
+        soundness.hear(report_steps(metrics, screen, saving, replay, done, trainer.timeline).losses)
     engine.synchronize_buffers()
     return done
 

@@ -47,6 +47,10 @@ class PipelineEngine:
         self.clock = clock
         self.scaler = numerics.scaler()
         self.clip_norm = settings.clip_norm
+        # Stages that are done early go on to the next step, unless they exchange something anyway, or must agree.
+        self.scaler.agrees = (
+            settings.clip_norm is not None or settings.precision == "fp16" or settings.non_finite == "skip"
+        )
         self.same_norm = settings.same_norm
         groups = groups_of(world)
         self.group = None if groups is None else groups.pipe
@@ -114,7 +118,7 @@ class PipelineEngine:
     def _advance(self) -> None:
         """Clip by the norm over all stages, in which a weight that two of them share counts once, and step."""
         every, group = self.replica.gradients(), self.replica.norm_group
-        self.scaler.unscale(every, group)
+        self.scaler.unscale(every, group if self.scaler.agrees else None)
         if self.clip_norm is not None:
             norm_of = reproducible_norm if self.same_norm else plain_norm
             clip_by(every, norm_of(self.replica.counted(), group, reduce=group is not None), self.clip_norm)

@@ -116,7 +116,8 @@ TABLE: Final[tuple[Advice, ...]] = (
     ),
     Advice(
         "the loss is no number any more: lower train.optimizer.lr, set train.clip_norm, or warm up longer",
-        said=r"(?i)loss (?:is|became|went) (?:nan|inf|not finite)|non-finite loss|weights are not finite",
+        said=r"(?i)loss (?:is|became|went) (?:nan|inf|not finite)|non-finite loss|"
+        r"(?:weights|loss or gradients) are not finite",
     ),
     Advice(
         "make the file readable on every node: the path must be the same there", said=r"FileNotFoundError|No such file"

@@ -9,6 +9,7 @@ else                                                                 → again, 
                                                                        row without progress later and later
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -38,6 +39,7 @@ FINAL: Final = frozenset(
         exits.STOPPED,
     }
 )
+NAMES_STEP: Final = re.compile(r"\bnot finite at step \d")
 NO_PROGRAM: Final = frozenset({126, 127})
 
 
@@ -55,6 +57,11 @@ class Past:
         """What the failing rank of ours raised; "" for a signal, a lost node, a hang."""
         first = self.verdict.first
         return first.message if first is not None and first.rank is not None and first.signal is None else ""
+
+    @property
+    def failure(self) -> tuple[str, int]:
+        """What was raised and after how many steps; but 0 if it names its step itself, which a GPU may tell later."""
+        return self.exception, 0 if NAMES_STEP.search(self.exception) else self.step
 
     @property
     def last_word(self) -> str:
@@ -80,7 +87,7 @@ def decide(past: Sequence[Past], settings: RestartSettings | None, *, saves: boo
     verdict = last.verdict
     if settings is None or is_final(verdict):
         return Decision(verdict)
-    if len(past) > 1 and last.exception and (last.exception, last.step) == (past[-2].exception, past[-2].step):
+    if len(past) > 1 and last.exception and last.failure == past[-2].failure:
         return Decision(_hopeless(verdict, f"the same failure at the same step ({last.step}) twice"))
     words = [each.last_word for each in past[-IN_VAIN:]]
     if len(words) == IN_VAIN and words[0] and len(set(words)) == 1:

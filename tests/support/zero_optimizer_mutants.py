@@ -58,7 +58,7 @@ def state_of_another_shard() -> AbstractContextManager[Any]:
 
 def settings_kept() -> AbstractContextManager[Any]:
     """Hyper-parameters stay what they were when the optimizer was built."""
-    return mock.patch.object(optimizer.ShardedOptimizer, "_take_settings")
+    return mock.patch.object(optimizer.ShardedOptimizer, "share_settings")
 
 
 def zeros_for_none() -> AbstractContextManager[Any]:

@@ -152,7 +152,9 @@ def test_misuse_in_a_step_is_told(on_ranks):
     for found in on_ranks(2, misused):
         for stage in (1, 2):
             assert found[f"unused {stage}"].startswith("1 of 3 parameters got no gradient on any rank: sometimes; if ")
-            assert found[f"sparse {stage}"].startswith("0.weight: its gradient is sparse, a bucket holds dense ones;")
+            assert found[f"sparse {stage}"].startswith(
+                "0.weight: its gradient is sparse, only dense ones are averaged;"
+            )
             assert "modified by an inplace operation" in found[f"old graph {stage}"]  # as without a wrapper
 
 

@@ -58,6 +58,7 @@ class Numerics:
     cut_anywhere: bool = False  # the optimizer's bits do not depend on how parameters are dealt to tensors and ranks
     compile_mode: str | None = None  # torch.compile's
     whole: bool = False  # the body is compiled as one piece
+    shows_skipped: bool = False  # rows say which steps were left out
     chunked: bool = True  # where bfloat16 computes, the head of a GPT and its loss go by chunks of the batch
 
     @property
@@ -120,8 +121,9 @@ class Numerics:
         return MasterWeights(parameters, build) if self.weights.itemsize == 2 else build(parameters)
 
     def scaler(self) -> Scaler:
-        """Return what scales losses: for all but fp16 it leaves them alone."""
-        return LossScaler(self.device) if self.autocast == torch.float16 else Scaler()
+        """Return what scales losses, which for all but fp16 leaves them alone, and leaves steps out."""
+        fp16 = self.autocast == torch.float16
+        return LossScaler(self.device) if fp16 else Scaler(self.device, shows_skipped=self.shows_skipped)
 
     def _loss_of(self, model: Stack) -> Callable[[nn.Module, Tensor, Tensor], Tensor]:
         is_gpt = any(isinstance(module, Attention) for module in model.modules())
@@ -138,6 +140,7 @@ def numerics_of(settings: TrainSettings, device: torch.device) -> Numerics:
         settings.compile,
         settings.activation_checkpointing,
         cut_anywhere=settings.deterministic and not settings.exact,  # exact shards are cut where no vector ends
+        shows_skipped=settings.non_finite == "skip",
         # A pipeline's head and loss are two steps, a split head has a loss of its own.
         chunked=not settings.is_pipeline and not settings.splits_layers,
     )

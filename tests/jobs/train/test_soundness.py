@@ -29,7 +29,7 @@ VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 24, "steps": 8, "eva
 
 def heard(*points: list[float]) -> str:
     """Tell log points, whose steps are counted through from 1; return what was said of the last one."""
-    soundness, step = Soundness(), 0
+    soundness, step = Soundness(torch.zeros((), dtype=torch.int64), stops=False), 0
     for place, losses in enumerate(points):
         numbered = [(step + number, loss) for number, loss in enumerate(losses, 1)]
         step += len(losses)
@@ -115,9 +115,11 @@ def test_the_rank_ends_with_1_and_one_line_so_that_another_attempt_may_find_the_
 
 
 def test_what_it_says_is_known_to_the_advice():
-    said = heard([NAN], [NAN], [NAN])
-    failure = {"rank": 0, "code": 1, "signal": None, "message": f"NotFiniteError: {said}", "last_lines": []}
-    assert next_step("failed", failure).startswith("the loss is no number any more")
+    with pytest.raises(NotFiniteError) as caught:
+        Soundness(torch.tensor(3)).end()
+    for said in (heard([NAN], [NAN], [NAN]), caught.value):
+        failure = {"rank": 0, "code": 1, "signal": None, "message": f"NotFiniteError: {said}", "last_lines": []}
+        assert next_step("failed", failure).startswith("the loss is no number any more")
 
 
 def test_a_model_that_has_lost_its_numbers_has_no_perplexity_and_not_an_infinite_one():

@@ -180,8 +180,9 @@ def test_a_full_disk_is_a_storage_error_that_names_the_file(on_ranks):
     assert on_ranks(1, full_disk, group=False)[0].startswith("/dev/full: No space left on device; free some space")
 
 
-def test_a_loss_that_is_no_number_is_said_once_and_leaves_the_rows_json(on_ranks, tmp_path):
-    broken = {**VGG, "mode": "ddp", "log_every": 1, "optimizer": {"name": "sgd", "lr": 1e30}}
+@pytest.mark.parametrize(("non_finite", "points"), [("stop", 1), ("skip", LOG_POINTS)])
+def test_a_loss_that_is_no_number_is_said_once_and_leaves_the_rows_json(on_ranks, tmp_path, non_finite, points):
+    broken = {**VGG, "mode": "ddp", "log_every": 1, "optimizer": {"name": "sgd", "lr": 1e30}, "non_finite": non_finite}
     said = on_ranks(2, run_and_listen, folder=str(tmp_path), settings=broken)
 
     def refuse(constant: str) -> None:
@@ -191,7 +192,8 @@ def test_a_loss_that_is_no_number_is_said_once_and_leaves_the_rows_json(on_ranks
         read = [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
         steps = [row for row in read if not row.get("evaluation")]
         lost = [row["step"] for row in steps if row["loss"] is None]
-        assert lost == [first_lost(tmp_path) + more for more in range(LOG_POINTS)], "it ends then"
+        assert lost == [first_lost(tmp_path) + more for more in range(points)], "it ends then"
+        assert [row.get("skipped") for row in steps[-1:]] == [1.0 if non_finite == "skip" else None]
         assert [row["step"] for row in steps] == list(range(1, lost[-1] + 1))
         assert steps[0]["loss"] is not None
     warnings = [[line for line in text.splitlines() if "not a number" in line] for text in said]

@@ -81,6 +81,13 @@ def test_the_same_exception_at_the_same_step_twice_is_the_programs_fault() -> No
     assert decision.verdict.message.startswith("the same failure at the same step (7) twice: rank 0 on node 0 (n0)")
 
 
+def test_a_failure_that_names_its_own_step_is_the_same_when_it_was_heard_of_later() -> None:
+    lost = "NotFiniteError: loss or gradients are not finite at step 7: lower train.optimizer.lr"
+    assert not decide([past(step=7, message=lost), past(step=9, message=lost)], ALWAYS, saves=True).again
+    other = lost.replace("7", "8")
+    assert decide([past(step=9, message=lost), past(step=9, message=other)], ALWAYS, saves=True).again
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -1,0 +1,116 @@
+"""torch.nn.utils.clip_grad_norm_ finds no gradient of a sharded module: it says which call clips, and clips nothing."""
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from jobs.train.world import World
+from zero import ShardedDataParallel, ShardedOptimizer
+from zero.layerwise import Layerwise
+
+pytestmark = pytest.mark.ranks
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+
+
+def said(call: Any, parameters: Any, most: float) -> str:
+    try:
+        return f"norm {float(call(parameters, most)):.4f}"
+    except RuntimeError as error:
+        return str(error)
+
+
+def step_length(module: nn.Module, before: list[torch.Tensor]) -> float:
+    pairs = zip(module.parameters(), before, strict=True)
+    return round(float(sum((a.detach() - b).pow(2).sum() for a, b in pairs) ** 0.5), 4)
+
+
+def habit(world: World, stage: int) -> dict[str, Any]:
+    module = net()
+    before = [each.detach().clone() for each in module.parameters()]
+    model = Layerwise(module) if stage == 0 else ShardedDataParallel(module, stage=stage)
+    optimizer = model.optimizer(torch.optim.SGD, lr=1.0)
+    loss = model(torch.full((2, 4), 10.0)).sum()
+    model.backward(loss) if stage == 0 else loss.backward()
+    tools = {"norm": clip_grad_norm_, "value": clip_grad_value_}
+    found = {name: said(tool, model.parameters(), 0.1) for name, tool in tools.items()}
+    found["own norm is large"] = float(optimizer.clip_grad_norm_(0.1)) > 10.0
+    found["none"] = all(each.grad is None for each in module.parameters())
+    optimizer.step()
+    with model.gather_full():
+        found["step"] = step_length(module, before)
+    optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_by_habit_fails_on_first_use_and_names_the_call_that_clips(on_ranks, stage):
+    first, second = on_ranks(2, habit, stage=stage)
+    assert first == second
+    for tool in ("norm", "value"):
+        assert "call optimizer.clip_grad_norm_(max_norm) of the wrapper's optimizer" in first[tool]
+    assert (first["step"], first["own norm is large"], first["none"]) == (0.1, True, True)
+
+
+def without_a_wrapper(world: World) -> list[Any]:
+    """Clip copies, what was unwrapped or whose wrapper is gone, and parameters of an optimizer that stands alone."""
+    found = []
+    for how in ("deepcopy", "pickle", "unwrap", "deleted", "zero_grad", "alone"):
+        module = net()
+        if how == "alone":
+            ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=1.0)
+            module(torch.ones(1, 4)).sum().backward()
+        else:
+            model = ShardedDataParallel(module, stage=2)
+            model(torch.ones(1, 4)).sum().backward()
+            if how == "deepcopy":
+                module = copy.deepcopy(module)
+            elif how == "pickle":
+                torch.save(module, file := io.BytesIO())
+                file.seek(0)
+                module = torch.load(file, weights_only=False)
+            elif how == "unwrap":
+                model.unwrap()
+            elif how == "zero_grad":
+                model.zero_grad()
+            elif how == "deleted":
+                del model
+            if how != "zero_grad":
+                module.zero_grad()
+                module(torch.ones(1, 4)).sum().backward()
+        found.append(said(clip_grad_norm_, module.parameters(), 0.1))
+        found.append(all(type(each) is nn.Parameter for each in module.parameters()))
+    return found
+
+
+def test_a_module_without_a_wrapper_is_clipped_as_ever(on_ranks):
+    module = net()
+    module(torch.ones(1, 4)).sum().backward()
+    norm = said(clip_grad_norm_, module.parameters(), 0.1)
+    wanted = [norm, True] * 4 + ["norm 0.0000", True] + [norm, True]
+    assert on_ranks(2, without_a_wrapper) == [wanted] * 2
+
+
+def classes(world: World) -> list[Any]:
+    """List what parameters are in forwards of several synchronizations before a step, which a compiler would watch."""
+    module, seen = net(), []
+    module.register_forward_pre_hook(lambda *_: seen.append({type(each).__name__ for each in module.parameters()}))
+    model = ShardedDataParallel(module, stage=2, accumulate="sharded")
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        for _ in range(2):
+            model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return [sorted(each) for each in seen]
+
+
+def test_forwards_see_plain_parameters(on_ranks):
+    assert on_ranks(2, classes) == [[["Parameter"]] * 4] * 2

@@ -1,0 +1,101 @@
+"""Parameters that share memory with something else: sharding would move them, and leave the other with old values.
+
+    head.weight = embed.weight             one parameter with two names: fine
+    head.weight.data = embed.weight.data   two parameters in one memory: each would get memory of its own
+    self.rows = self.weight.data[:4]       a view, kept as an attribute or buffer: would never see a step
+
+Views of one tensor that have no element in common, as cuDNN's weights, share nothing.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+def require_own_memory(module: nn.Module) -> None:
+    """Check that no parameter of a module shares memory with another, with a buffer, or with a plain attribute.
+
+    Raises:
+        ValueError: one does, which the message names.
+    """
+    parameters = list(module.named_parameters())
+    known = {id(each) for _, each in parameters}
+    require_apart(parameters, ((name, each) for name, each in _kept_by(module) if id(each) not in known))
+
+
+def require_apart(parameters: Named, others: Named = ()) -> None:
+    """Check that parameters share no element with each other, nor with other tensors.
+
+    Raises:
+        ValueError: one does, which the message names.
+    """
+    of_storage: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, each in parameters:
+        if _is_somewhere(each):
+            of_storage.setdefault(each.untyped_storage().data_ptr(), []).append((name, each))
+    for of_one in of_storage.values():
+        of_one.sort(key=lambda pair: _bounds(pair[1]))
+        for place, (name, each) in enumerate(of_one):
+            for other, tensor in of_one[place + 1 :]:
+                if _bounds(tensor)[0] >= _bounds(each)[1]:
+                    break  # so do all that follow
+                if _overlap(each, tensor):
+                    raise ValueError(
+                        f"parameters {name} and {other} share memory, and sharding would give each its own; make them "
+                        f"one parameter ({other} = {name}), or clone() one"
+                    )
+    for other, tensor in others:
+        for name, each in of_storage.get(tensor.untyped_storage().data_ptr(), ()) if _is_somewhere(tensor) else ():
+            if _overlap(each, tensor):
+                raise ValueError(
+                    f"{other} is a view of parameter {name}, which sharding would move to other memory; make it anew "
+                    "in each forward, or clone() it"
+                )
+
+
+def _kept_by(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers, and tensors that are plain attributes of modules, also in lists and dictionaries."""
+    yield from ((f"buffer {name}", each) for name, each in module.named_buffers())
+    for prefix, part in module.named_modules():
+        for name, kept in vars(part).items():
+            if name in ("_parameters", "_buffers", "_modules") or f"{name}_orig" in part._parameters:
+                continue  # what spectral_norm and prune make of NAME_orig, they make anew in each forward
+            yield from (
+                (f"attribute {prefix}{'.' if prefix else ''}{name}", each)
+                for each in tree_leaves(kept)
+                if isinstance(each, Tensor)
+            )
+
+
+def _is_somewhere(tensor: Tensor) -> bool:
+    """True for a tensor that has elements in memory."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() > 0
+
+
+def _bounds(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of its storage that a tensor has, and that after the last."""
+    first = int(tensor.storage_offset())
+    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def _overlap(parameter: Tensor, other: Tensor) -> bool:
+    """True if a parameter and another tensor of its storage have a byte in common."""
+    (start, stop), (other_start, other_stop) = _bounds(parameter), _bounds(other)
+    if stop <= other_start or other_stop <= start:
+        return False
+    marks = torch.zeros(parameter.untyped_storage().nbytes(), dtype=torch.bool)
+    _bytes_of(parameter, marks).fill_(True)
+    return bool(_bytes_of(other, marks).any())
+
+
+def _bytes_of(tensor: Tensor, marks: Tensor) -> Tensor:
+    size, offset = tensor.itemsize, tensor.storage_offset()
+    return marks.as_strided((*tensor.shape, size), (*(each * size for each in tensor.stride()), 1), offset * size)
