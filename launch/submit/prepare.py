@@ -28,7 +28,7 @@ from jobs.slurm_settings import merged
 from jobs.spec import Job
 from jobs.train_settings import TrainSettings
 from launch.kinds import BY_KEY, KINDS
-from launch.submit.hostsource import SOURCES, host_set, ssh_settings
+from launch.submit.hostsource import QUEUED, SOURCES, check_options, host_set, ssh_settings
 from launch.submit.plan import Context, Machine, shared_environment
 from launch.submit.spares import crew_size, place_crew
 from launch.submit.submission import Route, Submission
@@ -75,6 +75,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None 
     job = loaded.job
     site = site_of(args)
     route = route or route_of(args, site)
+    check_options(args, route.transport)
     local = route.is_here
     try:
         if here and local:
@@ -156,15 +157,15 @@ def route_of(args: argparse.Namespace, site: Site) -> Route:
     Raises:
         UsageError: the transport needs hosts, and nobody names any.
     """
-    wanted = getattr(args, "on", None)
+    wanted = getattr(args, "on", "local")  # a command without --on is for this machine alone
     named = any(getattr(args, name, None) for name in SOURCES)
-    transport = wanted or ("ssh" if named else "local")
+    transport = wanted or ("ssh" if named or site.hosts else "local")
     executor = executor_of(args, transport)
     if transport == "local":
         if named:
             raise UsageError("--on local: hosts are given, and local uses none; use --on ssh, or leave them out")
         return Route("local", HostSet((), "this machine"))
-    queued = transport in ("slurm", "submitit")
+    queued = transport in QUEUED
     if queued:  # Slurm takes the choice (slurm_choice); a box only tells where Slurm is
         args = argparse.Namespace(**{**vars(args), "nodelist": None, "exclude": None})
         named = any(getattr(args, name) for name in SOURCES)

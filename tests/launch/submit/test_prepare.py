@@ -146,11 +146,21 @@ def test_a_hosts_file_gives_slots_addresses_and_logins(job: Path) -> None:
     assert (placement.world_size, placement.master_addr) == (4, "10.10.1.1")
 
 
-def test_the_site_files_hosts_are_used_where_a_transport_asks_for_hosts(job: Path) -> None:
+@pytest.mark.parametrize("words", [[], ["--on", "ssh"]])
+def test_the_site_files_hosts_are_used_by_default(job: Path, words: list[str]) -> None:
     (job.parent / "hosts").write_text("n0\nn1\n")
-    made = with_site(job, "hosts: hosts\n", "--on", "ssh")
-    assert [host.name for host in made.submission.route.hosts.hosts] == ["n0", "n1"]
-    assert with_site(job, "hosts: hosts\n").submission.route.transport == "local"
+    route = with_site(job, "hosts: hosts\n", *words).submission.route
+    assert (route.transport, [host.name for host in route.hosts.hosts]) == ("ssh", ["n0", "n1"])
+
+
+def test_a_site_file_whose_hosts_file_is_missing_is_refused_instead_of_running_here(job: Path) -> None:
+    with pytest.raises(JobFileError, match="nowhere: no such file; wanted a hosts file"):
+        with_site(job, "hosts: nowhere\n")
+
+
+def test_the_site_files_hosts_give_way_to_local_and_to_hosts_of_the_command_line(job: Path) -> None:
+    (job.parent / "hosts").write_text("n0\nn1\n")
+    assert with_site(job, "hosts: hosts\n", "--on", "local").submission.route.transport == "local"
     assert with_site(job, "hosts: hosts\n", "-w", "m0").submission.route.hosts.hosts == (Host("m0", ""),)
 
 
@@ -180,6 +190,26 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (["-x", "NO_SUCH_VARIABLE"], UsageError, "-x NO_SUCH_VARIABLE: is not set here; write -x NO_SUCH_VARIABLE="),
         (["-x", "BYTES=a\udcffb"], UsageError, "-x BYTES: its value is not UTF-8, which job files are; leave it out"),
         (["-n", "many"], JobFileError, "ranks_per_node"),
+        (["--login", "eve"], UsageError, "--login: has no effect, because no hosts are named and the job would run on"),
+        (["--jump", "gate"], UsageError, "--jump: has no effect, because no hosts are named"),
+        (["--ssh-opt", "Port=1"], UsageError, "--ssh-opt: has no effect, because no hosts are named"),
+        (["--cheap-kex"], UsageError, "--cheap-kex: has no effect, because no hosts are named"),
+        (["--fanout", "2"], UsageError, "--fanout: has no effect, because no hosts are named"),
+        (["--exclude", "n1"], UsageError, "--exclude: has no effect, because no hosts are named"),
+        (["--iface", "eth77"], UsageError, "--iface: has no effect, because no hosts are named"),
+        (
+            ["--on", "local", "--iface", "lo"],
+            UsageError,
+            "--iface: has no effect with --on local; it is for ssh, pdsh,",
+        ),
+        (["--port", "9000"], UsageError, "--port: has no effect with --on local; it is for hand; remove it"),
+        (["-w", "n1", "--port", "9000"], UsageError, "--port: has no effect with --on ssh; it is for hand"),
+        (["--on", "slurm", "--jump", "gate"], UsageError, "--jump: has no effect with --on slurm; it is for ssh, pdsh"),
+        (["-w", "n1", "--lan", "lan0"], UsageError, "--lan lan0: names a network of a manifest; add --manifest FILE"),
+        (["-w", "n1", "--iface", "10.0.0.0/99"], UsageError, "--iface: '10.0.0.0/99' is no interface and no network"),
+        (["-w", "n1", "--iface", "10.0.0.1"], UsageError, "--iface: '10.0.0.1' is no interface and no network"),
+        (["--on", "hand", "--port", "99999"], UsageError, "--port: must be a number from 1 to 65535, got '99999'"),
+        (["--on", "hand", "--port", "-1"], UsageError, "--port: must be a number from 1 to 65535, got '-1'"),
     ],
 )
 def test_what_contradicts_itself_or_is_missing_is_said_in_one_line(
