@@ -6,8 +6,8 @@ are absolute in the Job. Without `name`, the file's name is the job's.
 
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +16,7 @@ from jobs.errors import JobFileError
 from jobs.files import expanded
 from jobs.overrides import apply_override
 from jobs.spec import CommandSettings, Job, JobKind
-from jobs.yamlfile import Document, KeyPath
+from jobs.yamlfile import Document, KeyPath, Mistake
 
 EXAMPLES: Final = Path(__file__).parent / "examples"
 
@@ -27,18 +27,34 @@ PATHS: Final[tuple[KeyPath, ...]] = (("workdir",), ("train", "data", "text"))
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job, and the YAML that stands for it: the file with overrides, name and absolute paths written in."""
+    """A job, and the YAML that stands for it: the file with overrides, name and absolute paths written in.
+
+    `unread` maps every key that has no effect to its mistake; those whose value is the default one are in `idle`, too.
+    """
 
     job: Job
     text: str
+    unread: Mapping[KeyPath, Mistake] = field(default_factory=dict)
+    idle: Set[KeyPath] = frozenset()
+
+    @property
+    def dropped(self) -> list[Mistake]:
+        """The keys that would have changed something if they had been read."""
+        return [mistake for key, mistake in self.unread.items() if key not in self.idle]
 
 
 def load_job(
-    path: Path, kinds: Sequence[JobKind], overrides: Sequence[str] = (), *, text: str | None = None
+    path: Path,
+    kinds: Sequence[JobKind],
+    overrides: Sequence[str] = (),
+    *,
+    text: str | None = None,
+    allow_unread: bool = False,
 ) -> LoadedJob:
     """Load a job file, with `--set` overrides (`a.b=c`, `c` read as YAML) written over it.
 
-    `text` is what it holds where there is no such file: then `path` is what its mistakes are said of.
+    `text` is what it holds where there is no such file: then `path` is what its mistakes are said of. `allow_unread`
+    accepts keys without effect, for the caller to report.
 
     Raises:
         JobFileError: the file is missing or wrong; one line per mistake.
@@ -56,7 +72,22 @@ def load_job(
     job = _build(document, raw, kinds)
     document.raise_mistakes()
     assert job is not None, "a job that could not be built left no mistake"
-    return LoadedJob(job, yamlfile.dump(raw))
+    loaded = LoadedJob(job, yamlfile.dump(raw), *_unread(document, job, kinds))
+    if not allow_unread:
+        document.mistakes += [replace(each, text=f"{each.text}; remove it") for each in loaded.dropped]
+        document.raise_mistakes()
+    return loaded
+
+
+def _unread(document: Document, job: Job, kinds: Sequence[JobKind]) -> tuple[dict[KeyPath, Mistake], set[KeyPath]]:
+    """Return the keys without effect, each with its mistake, and those of them that have the default value."""
+    found: dict[KeyPath, Mistake] = {}
+    idle = set[KeyPath]()
+    for each in next(kind.unread for kind in kinds if kind.key == job.kind)(job.settings):
+        key = (job.kind, *each.key)
+        found[key] = Mistake(document.place(key), key, each.text)
+        idle |= {key} if each.is_default else set()
+    return found, idle
 
 
 def job_keys(kinds: Sequence[JobKind]) -> list[str]:

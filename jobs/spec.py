@@ -4,7 +4,7 @@ Every model refuses unknown keys and wrong types. What one model cannot know (li
 kinds of job) is checked by its callers: `jobs/load.py` and `jobs/placement.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -92,14 +92,25 @@ class Job(Strict):
 
 
 @dataclass(frozen=True)
+class Unread:
+    """A key of a section that was given and has no effect; `is_default`: its value is the default one."""
+
+    key: tuple[str, ...]
+    text: str
+    is_default: bool
+
+
+@dataclass(frozen=True)
 class JobKind:
     """One kind of job: the key in the file, the type of its section, and what a rank runs.
 
     `entry` is "module:function" called with the payload of the start message in a process forked from the warm
-    one, or None for a program started fresh. `check(settings, world_size)` raises RefusedError.
+    one, or None for a program started fresh. `check(settings, world_size)` raises RefusedError. `unread(settings)`
+    lists the keys that have no effect.
     """
 
     key: str
     settings: type[BaseModel]
     entry: str | None
     check: Callable[[Any, int], None]
+    unread: Callable[[Any], Sequence[Unread]] = lambda settings: ()

@@ -42,8 +42,13 @@ class Mistake:
     path: KeyPath
     text: str
 
+    @property
+    def key(self) -> str:
+        """The key as the user would write it."""
+        return spell(self.path)
+
     def __str__(self) -> str:
-        return f"{self.place}: {spell(self.path)}: {self.text}" if self.path else f"{self.place}: {self.text}"
+        return f"{self.place}: {self.key}: {self.text}" if self.path else f"{self.place}: {self.text}"
 
 
 @dataclass

@@ -19,7 +19,7 @@ import yaml
 from jobs.datafiles import cifar10_files, data_root, text_file
 from jobs.errors import RefusedError, UsageError
 from jobs.hosts import HostSet
-from jobs.load import load_job
+from jobs.load import LoadedJob, load_job
 from jobs.nodelist import expand
 from jobs.placement import Host, divide
 from jobs.rundir import RunDir, run_path, runs_root
@@ -44,8 +44,13 @@ class Prepared:
     """What a run is made of, and the texts that its folder keeps."""
 
     submission: Submission
-    job_text: str
+    loaded: LoadedJob
     site_text: str
+
+    @property
+    def job_text(self) -> str:
+        """The job file with what the command line changed."""
+        return self.loaded.text
 
     @property
     def context(self) -> Context:
@@ -59,10 +64,12 @@ class Prepared:
         return transport == "submitit" or (transport == "slurm" and not inside_allocation(os.environ))
 
 
-def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None = None) -> Prepared:
+def prepare(
+    args: argparse.Namespace, *, here: bool = True, route: Route | None = None, allow_unread: bool = False
+) -> Prepared:
     """Load, place and check a job. `here`: pretend nodes are on this very machine, which then has limits.
 
-    `route` is that of a run that goes on; otherwise the options tell it.
+    `route` is that of a run that goes on; otherwise the options tell it. `allow_unread` is that of `load_job`.
 
     Raises:
         UsageError: no job file is named, or options contradict one another.
@@ -71,7 +78,8 @@ def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None 
     """
     if not args.job:
         raise UsageError("JOB: is empty; name a job file, such as jobs/examples/hello.yaml")
-    loaded = load_job(Path(args.job), KINDS, overrides(args), text=getattr(args, "job_text", None))
+    text = getattr(args, "job_text", None)
+    loaded = load_job(Path(args.job), KINDS, overrides(args), text=text, allow_unread=allow_unread)
     job = loaded.job
     site = site_of(args)
     route = route or route_of(args, site)
@@ -106,7 +114,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None 
     )
     shared_environment(context, this_machine(), 1)  # refuses variables that are not a job's to set
     site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
-    return Prepared(Submission(route, context), loaded.text, site_text)
+    return Prepared(Submission(route, context), loaded, site_text)
 
 
 def overrides(args: argparse.Namespace) -> list[str]:
