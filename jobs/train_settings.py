@@ -8,7 +8,7 @@ from typing_extensions import Self
 from jobs.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
 from jobs.profile_settings import OFF, ProfileSettings
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from jobs.strict import NonNegative, Positive, Strict
+from jobs.strict import NonNegative, Positive, Seed, Strict
 from jobs.train_graph import why_not_recorded
 from jobs.train_parallel import ParallelSettings, check_batch, check_pipeline, split_of, why_not_pipelined
 from jobs.train_sharding import why_not_sharded
@@ -115,7 +115,7 @@ class TrainSettings(Strict):
     epochs: Positive | None = None
     steps: Positive | None = None
     log_every: Positive = 20
-    seed: NonNegative = 0
+    seed: Seed = 0
     deterministic: bool = False
     exact: bool = Field(False, description="the same bits on any number of ranks that divides virtual_ranks")
     virtual_ranks: Positive | None = None

@@ -10,13 +10,11 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from jobs.datafiles import cifar10_files, data_root, text_file
 from jobs.errors import RefusedError, UsageError
 from jobs.hosts import HostSet
 from jobs.load import LoadedJob, load_job
@@ -25,9 +23,9 @@ from jobs.placement import Host, divide
 from jobs.rundir import RunDir, run_path, runs_root
 from jobs.site import Site, load_site
 from jobs.slurm_settings import merged
-from jobs.spec import Job
-from jobs.train_settings import TrainSettings
+from jobs.spec import VARIABLE, Job
 from launch.kinds import BY_KEY, KINDS
+from launch.submit.here import check_files, check_size
 from launch.submit.hostsource import QUEUED, SOURCES, check_options, host_set, ssh_settings
 from launch.submit.plan import Context, Machine, shared_environment
 from launch.submit.spares import crew_size, place_crew
@@ -35,8 +33,6 @@ from launch.submit.submission import Route, Submission
 from slurm.allocation import inside_allocation, read_allocation
 
 LOCAL_ADDRESS = "127.0.0.1"
-LOCAL_NODES = 256  # each is an agent and a warm process
-LOCAL_RANKS = 1024
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ def prepare(
     local = route.is_here
     try:
         if here and local:
-            check_size(job)
+            check_size(job, len(this_machine().cores))
         hosts = pretend_nodes(job, this_machine()) if local else nodes_of(job, site, route)
         placement, spares = place_crew(job, hosts)
         BY_KEY[job.kind].check(job.settings, placement.world_size)
@@ -130,6 +126,8 @@ def overrides(args: argparse.Namespace) -> list[str]:
         given += slurm_choice(args)
     for word in args.exported:
         name, is_given, value = word.partition("=")
+        if not VARIABLE.fullmatch(name):
+            raise UsageError(f"-x {word}: a variable's name has letters, digits and _, and begins with no digit")
         if not is_given and name not in os.environ:
             raise UsageError(f"-x {name}: is not set here; write -x {name}=VALUE")
         value = value if is_given else os.environ[name]
@@ -267,43 +265,6 @@ def interpreter_of(site: Site, *, here: bool = True) -> str:
     if here and not os.access(site.interpreter, os.X_OK):
         raise RefusedError(f"site file: interpreter: {site.interpreter}: cannot be run here; correct it, or remove it")
     return site.interpreter
-
-
-def check_size(job: Job) -> None:
-    """Refuse what would only bring this machine to its knees.
-
-    Raises:
-        RefusedError: more pretend nodes or ranks than one machine is for.
-    """
-    nodes = crew_size(job)
-    ranks = nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
-    if nodes > LOCAL_NODES:
-        raise RefusedError(f"nodes: must be at most {LOCAL_NODES} on one machine, got {nodes}; lower nodes")
-    if ranks > LOCAL_RANKS:
-        raise RefusedError(
-            f"ranks_per_node: must be such that one machine has at most {LOCAL_RANKS} ranks, got {nodes} nodes x "
-            f"{job.ranks_per_node}; lower nodes or ranks_per_node"
-        )
-
-
-def check_files(job: Job, environ: Mapping[str, str]) -> None:
-    """Check that what the ranks will read is on this machine, before any of them is started.
-
-    Raises:
-        RefusedError: the working folder, the text or the prepared data set is not there.
-    """
-    if job.workdir is not None and not Path(job.workdir).is_dir():
-        found = "is not a folder" if Path(job.workdir).exists() else "no such folder"
-        raise RefusedError(f"workdir: {job.workdir}: {found}; make it, or correct workdir")
-    if not isinstance(job.settings, TrainSettings):
-        return
-    if job.settings.data.text is not None:
-        text_file(job.settings.data.text)
-    elif job.settings.data.name == "cifar10":
-        try:
-            cifar10_files(data_root(environ))
-        except RefusedError as error:
-            raise RefusedError(f"train.data: {error}") from error
 
 
 def this_machine() -> Machine:

@@ -328,7 +328,7 @@ around = st.fixed_dictionaries(
         "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"),
         "nodes": st.integers(1, 100),
         "ranks_per_node": st.integers(1, 8) | st.just("slots"),
-        "env": st.dictionaries(names.filter(lambda name: name != "<<" and "=" not in name), names, max_size=3),
+        "env": st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]*", fullmatch=True), names, max_size=3),
         "setup": st.lists(names, max_size=3),
         "workdir": st.sampled_from(["w", "/w", "."]),
         "grace_s": st.floats(0.0, 1e6),

@@ -13,6 +13,7 @@ from jobs.errors import JobFileError, RefusedError, UsageError
 from jobs.placement import Host, Login
 from launch.commands import run as command
 from launch.submit import prepare as module
+from launch.submit.here import warn
 from launch.submit.plan import Machine, shared_environment
 from launch.submit.prepare import Prepared, prepare
 
@@ -90,6 +91,26 @@ def test_pretend_nodes_share_the_slots_of_their_machine(
     monkeypatch.setattr(module, "this_machine", lambda: machine)
     placement = prepared(job, f"nodes: {nodes}\nranks_per_node: slots\n" + COMMAND).context.placement
     assert [node.ranks for node in placement.nodes] == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nodes: 4\nranks_per_node: 100\n", "400 ranks, and this machine has 2 cores: every rank will be slow"),
+        ("threads_per_rank: 500\n", "threads_per_rank: 500, and this machine has 2 cores: the threads will wait"),
+        ("ranks_per_node: 32\nthreads_per_rank: 2\n", ""),
+    ],
+)
+def test_too_much_for_this_machine_is_worth_a_warning(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    monkeypatch.setattr(module, "this_machine", lambda: Machine("box", (0, 1)))
+    warn.cache_clear()
+    for _ in range(2):
+        prepared(job, text + COMMAND)
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"muster: warning: {said}" if said else "")
+    assert printed.count("\n") == bool(said)
 
 
 def with_site(job: Path, site_text: str, *words: str) -> Prepared:
@@ -189,6 +210,11 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (["-w", "n1", "--ssh-opt", "Port"], UsageError, "--ssh-opt: must be NAME=VALUE, as for ssh -o, got 'Port'"),
         (["-x", "NO_SUCH_VARIABLE"], UsageError, "-x NO_SUCH_VARIABLE: is not set here; write -x NO_SUCH_VARIABLE="),
         (["-x", "BYTES=a\udcffb"], UsageError, "-x BYTES: its value is not UTF-8, which job files are; leave it out"),
+        (
+            ["-x", "A B=1"],
+            UsageError,
+            "-x A B=1: a variable's name has letters, digits and _, and begins",
+        ),
         (["-n", "many"], JobFileError, "ranks_per_node"),
         (["--login", "eve"], UsageError, "--login: has no effect, because no hosts are named and the job would run on"),
         (["--jump", "gate"], UsageError, "--jump: has no effect, because no hosts are named"),
