@@ -1,7 +1,8 @@
 """`muster memory JOB.yaml`: what the fullest rank of a job would hold in every mode, as records and as a table."""
 
 import argparse
-from contextlib import nullcontext, suppress
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from jobs.errors import RefusedError, UsageError
@@ -40,7 +41,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     from collectives_bench.cost.steps import USABLE
     from jobs.train_parallel import split_text
     from jobs.train_settings import TrainSettings
-    from launch.bench.own_split import own_split
+    from launch.bench.own_split import at_world, own_split
 
     job = loads.train_job(args.target, args.overrides)
     settings = job.settings
@@ -53,11 +54,21 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     limit = loads.memory_limit(args.memory)
     chosen = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])
     wanted = [(way.name, way, load, way.name == settings.mode_name and not settings.is_product) for way in chosen]
-    if args.world is None and args.microbatches is None:
-        with suppress(RefusedError) if not settings.is_product else nullcontext():  # a mode's own line says why
+    unfit = ""
+    if settings.is_product and args.modes is None:
+        try:
+            scaled = settings if args.world is None else at_world(settings, ranks)
+            way, of = own_split(scaled, load)
+            of = of if args.microbatches is None else replace(of, microbatches=load.microbatches)
+            wanted.append((split_text(scaled), way, of, True))
+        except RefusedError as error:
+            if args.world is None:
+                raise
+            unfit = str(error)
+    elif args.world is None and args.microbatches is None:
+        with suppress(RefusedError):  # a mode's own line says why
             own = (split_text(settings), *own_split(settings, load), True)  # cut as the job says
             wanted = [own if each[-1] else each for each in wanted]
-            wanted += [own] if settings.is_product and args.modes is None else []
     rows = []
     for name, way, of, is_jobs in wanted:
         memory = memory_of(way, of)
@@ -70,6 +81,9 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
                 "fits": None if memory is None or limit is None else memory.total <= USABLE * limit,
             }
         )
+    if unfit:
+        nothing = {"built": True, "memory": None, "fits": None, "note": unfit}
+        rows.append({"mode": split_text(settings), "is_jobs": True, **nothing})
     return {
         "job": job.name,
         "model": load.model.name,
@@ -107,7 +121,8 @@ def _row(row: dict[str, Any], record: dict[str, Any]) -> list[str | None]:
     mark = "*" if row["is_jobs"] else ""
     if row["memory"] is None:
         what = "has no width to cut" if row["mode"] == "tensor" else "has too few layers"
-        return [mark, row["mode"], *[None] * 7, "; ".join([*notes, f"{record['model']} {what}"])]
+        note = row.get("note") or f"{record['model']} {what}"
+        return [mark, row["mode"], *[None] * 7, "; ".join([*notes, note])]
     if row["fits"] is False:
         notes.append(f"does not fit into {size_text(record['memory_limit'])}, of which nine tenths are used")
     sizes = [size_text(row["memory"][kind]) if row["memory"][kind] else "0" for kind in (*KINDS, "total")]

@@ -188,6 +188,12 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
         say(f"{run.run_id}: nothing was saved before it ended: it starts again from step 0")
         return
     if isinstance(job.settings, TrainSettings):
+        saved, steps = chosen.manifest.step, job.settings.steps
+        if steps is not None and steps < saved:
+            raise RefusedError(
+                f"{run.run_id}: train.steps: {steps} is less than the {saved} steps of {chosen.folder.name}; "
+                f"give more steps, or go back with --from STEP (muster checkpoint list {run.run_id})"
+            )
         require_settings(chosen.manifest.meta.get(KEPT), job.settings, chosen.folder.name)
 
 

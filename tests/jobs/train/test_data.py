@@ -225,7 +225,7 @@ def test_python_source_is_text_of_this_python(tmp_path: Path, monkeypatch: pytes
 def test_a_batch_that_was_given_is_no_larger_than_the_data():
     few = open_data(settings("vgg11", "digits"))
     require_batch(settings("vgg11", "digits", batch_size=1437), few)
-    with pytest.raises(RefusedError, match="batch_size: 1438 is more than data digits has .*; use at most 1437"):
+    with pytest.raises(RefusedError, match=r"batch_size: 1438 is more than data digits has .*; use at most 1437"):
         require_batch(settings("vgg11", "digits", batch_size=1438), few)
 
 

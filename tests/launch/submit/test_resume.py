@@ -155,6 +155,16 @@ def test_in_another_mode_it_names_the_settings_that_it_no_longer_uses_and_goes_o
     )
 
 
+def test_fewer_steps_than_were_saved_are_refused(make, muster, supervised) -> None:
+    folder = make({**JOB, "train": {key: TRAIN[key] for key in TRAIN if key != "epochs"} | {"steps": 600}}).ended()
+    folder.saved.save(100)
+    folder.saved.save(239)
+    code, err = muster("--set", "train.steps=40")
+    assert (code, supervised) == (78, [])
+    assert "train.steps: 40 is less than the 239 steps of step-00000239.a000; give more steps, or go back" in err
+    assert muster("--set", "train.steps=140", "--from", "100")[0] == 42
+
+
 @pytest.mark.parametrize("words", [("--jump", "gate"), ("--iface", "eth1"), ("-e", "n1")])
 def test_options_of_hosts_are_refused_for_a_run_without_hosts(make, muster, supervised, words) -> None:
     make().ended().saved.save(10)
