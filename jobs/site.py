@@ -131,6 +131,11 @@ def load_site(given: str | None, environ: Mapping[str, str] = os.environ) -> Sit
     return site
 
 
+def placed(given: str | None, message: str) -> str:
+    """Put before a message the place in the site file of the key that it begins with."""
+    return yamlfile.read(site_path(given).path).placed(message)
+
+
 def _absolute(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Expand paths; a relative interpreter or code folder stays, to be refused."""
     for key in PATHS:

@@ -18,10 +18,11 @@ import yaml
 from jobs.errors import RefusedError, UsageError
 from jobs.hosts import HostSet
 from jobs.load import LoadedJob, load_job
+from jobs.network import is_own
 from jobs.nodelist import expand
 from jobs.placement import Host, divide
 from jobs.rundir import RunDir, run_path, runs_root
-from jobs.site import Site, load_site
+from jobs.site import Site, load_site, placed
 from jobs.slurm_settings import merged
 from jobs.spec import VARIABLE, Job
 from launch.kinds import BY_KEY, KINDS
@@ -33,6 +34,7 @@ from launch.submit.submission import Route, Submission
 from slurm.allocation import inside_allocation, read_allocation
 
 LOCAL_ADDRESS = "127.0.0.1"
+OF_SITE = "site file: "  # begins a message about the site file
 
 
 @dataclass(frozen=True)
@@ -76,23 +78,35 @@ def prepare(
         raise UsageError("JOB: is empty; name a job file, such as jobs/examples/hello.yaml")
     text = getattr(args, "job_text", None)
     loaded = load_job(Path(args.job), KINDS, overrides(args), text=text, allow_unread=allow_unread)
-    job = loaded.job
     site = site_of(args)
     route = route or route_of(args, site)
     check_options(args, route.transport)
-    local = route.is_here
     try:
-        if here and local:
-            check_size(job, len(this_machine().cores))
-        hosts = pretend_nodes(job, this_machine()) if local else nodes_of(job, site, route)
-        placement, spares = place_crew(job, hosts)
-        BY_KEY[job.kind].check(job.settings, placement.world_size)
-        if here and local:
-            check_files(job, {**os.environ, **data_of(site), **site.env, **job.env})
+        context = _context(args, loaded.job, site, route, here=here and route.is_here)
     except RefusedError as error:
-        raise RefusedError(f"{args.job}: {error}") from error
+        message = str(error)
+        if message.startswith(OF_SITE):
+            raise RefusedError(placed(args.site, message.removeprefix(OF_SITE))) from error
+        raise RefusedError(loaded.document.placed(message.removeprefix("job file: "))) from error
+    site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
+    return Prepared(Submission(route, context), loaded, site_text)
+
+
+def _context(args: argparse.Namespace, job: Job, site: Site, route: Route, *, here: bool) -> Context:
+    """Place a job, and check that it can be there. `here`: on this very machine."""
+    if here:
+        check_size(job, len(this_machine().cores))
+    hosts = pretend_nodes(job, this_machine()) if route.is_here else nodes_of(job, site, route)
+    placement, spares = place_crew(job, hosts)
+    BY_KEY[job.kind].check(job.settings, placement.world_size)
+    if here:
+        check_files(job, {**os.environ, **data_of(site), **site.env, **job.env})
     if address := getattr(args, "master_addr", None):
         placement = placement.meeting_at(numeric(address))
+        if route.is_here and not is_own(address):
+            raise UsageError(
+                f"--master-addr: {address} is no address of this machine, where the job runs; leave it out"
+            )
         if placement.one_host and len(placement.nodes) > 1 and route.transport not in ("local", "hand"):
             raise UsageError(f"--master-addr: {address} is each node's own; give an address of node 0 that all reach")
     context = Context(
@@ -101,7 +115,7 @@ def prepare(
         placement=placement,
         run=RunDir(run_path(runs_root(args.runs or site.runs), job.name)),
         workdir=job.workdir or str(Path.cwd()),
-        python=interpreter_of(site, here=local),
+        python=interpreter_of(site, here=route.is_here),
         entry=BY_KEY[job.kind].entry,
         code=site.code,
         remote=route.transport != "local",
@@ -109,8 +123,7 @@ def prepare(
         spares=spares,
     )
     shared_environment(context, this_machine(), 1)  # refuses variables that are not a job's to set
-    site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
-    return Prepared(Submission(route, context), loaded, site_text)
+    return context
 
 
 def overrides(args: argparse.Namespace) -> list[str]:

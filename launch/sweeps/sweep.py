@@ -201,7 +201,9 @@ def complaint(bad: Sequence[tuple[Point, MusterError]], grids: Sequence[Grid], a
     of_points: dict[str, list[Point]] = {}
     for point, error in bad:
         for line in str(error).splitlines():
-            override = next((each for each in point.overrides if line.startswith(f"--set {each}: ")), None)
+            # A value that only does not fit the others is refused in some of its points.
+            alone = point.overrides if isinstance(error, JobFileError) else ()
+            override = next((each for each in alone if line.startswith(f"--set {each}: ")), None)
             if override is None:
                 of_points.setdefault(line, []).append(point)
                 continue

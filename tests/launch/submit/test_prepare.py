@@ -46,23 +46,23 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nodes: 257\n" + COMMAND, "nodes: must be at most 256 on one machine, got 257"),
+        ("nodes: 257\n" + COMMAND, "1: nodes: must be at most 256 on one machine, got 257"),
         (
             "nodes: 2\nranks_per_node: 513\n" + COMMAND,
-            "ranks_per_node: must be such that one machine has at most 1024 ranks, got 2 nodes x 513",
+            "2: ranks_per_node: must be such that one machine has at most 1024 ranks, got 2 nodes x 513",
         ),
-        ("workdir: nowhere\n" + COMMAND, "workdir: {folder}/nowhere: no such folder"),
-        ("workdir: job.yaml\n" + COMMAND, "workdir: {folder}/job.yaml: is not a folder"),
-        (IMAGES, "train.data: {folder}/data/cifar10: cifar10 is not on this machine; run: muster data cifar10"),
-        ("env: {MUSTER_DATA: /empty}\n" + IMAGES, "train.data: /empty/cifar10: cifar10 is not on this machine"),
-        ("train: {model: gpt-nano, data: {text: no.txt}}\n", "train.data.text: {folder}/no.txt: no such file"),
-        ("nodes: 2\ntrain: {model: vgg11, data: digits, batch_size: 1}\n", "train.batch_size: 1 is less than"),
+        ("workdir: nowhere\n" + COMMAND, "1: workdir: {folder}/nowhere: no such folder"),
+        ("workdir: job.yaml\n" + COMMAND, "1: workdir: {folder}/job.yaml: is not a folder"),
+        (IMAGES, "1: train.data: {folder}/data/cifar10: cifar10 is not on this machine; run: muster data cifar10"),
+        ("env: {MUSTER_DATA: /empty}\n" + IMAGES, "2: train.data: /empty/cifar10: cifar10 is not on this machine"),
+        ("train: {model: gpt-nano, data: {text: no.txt}}\n", "1: train.data.text: {folder}/no.txt: no such file"),
+        ("nodes: 2\ntrain: {model: vgg11, data: digits, batch_size: 1}\n", "2: train.batch_size: 1 is less than"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_with_file_and_key(job: Path, text: str, message: str) -> None:
     with pytest.raises(RefusedError) as caught:
         prepared(job, text)
-    assert str(caught.value).startswith(f"{job}: {message.format(folder=job.parent)}")
+    assert str(caught.value).startswith(f"{job}:{message.format(folder=job.parent)}")
     assert "\n" not in str(caught.value)
 
 
@@ -127,8 +127,22 @@ def test_the_site_files_interpreter_and_data_folder_are_those_of_the_ranks(job: 
 
 
 def test_a_site_interpreter_that_cannot_be_run_is_refused(job: Path) -> None:
-    with pytest.raises(RefusedError, match=r"site file: interpreter: .*no-python: cannot be run here"):
+    with pytest.raises(RefusedError, match=r"site.yaml:1: interpreter: .*no-python: cannot be run here"):
         with_site(job, f"interpreter: {job.parent}/no-python\n")
+
+
+def test_what_the_command_line_gave_is_not_blamed_on_the_file(job: Path) -> None:
+    with pytest.raises(RefusedError, match=r"^--set train.batch_size=1: train.batch_size: 1 is less than one sample"):
+        prepared(job, "nodes: 2\n" + IMAGES_FOR_ALL, "--set", "train.batch_size=1", "--set", "train.data=digits")
+    with pytest.raises(RefusedError, match=r"^--set nodes=257: nodes: must be at most 256"):
+        prepared(job, COMMAND, "-N", "257")
+
+
+def test_a_rank_variable_is_refused_with_file_and_line(job: Path) -> None:
+    with pytest.raises(RefusedError, match=r"job.yaml:2: env.RANK: this is Muster's to set"):
+        prepared(job, "env:\n  RANK: '1'\n" + COMMAND)
+    with pytest.raises(RefusedError, match=r"site.yaml:1: env.RANK: this is Muster's to set"):
+        with_site(job, "env: {RANK: '1'}\n")
 
 
 def test_on_other_machines_the_interpreter_is_for_them_to_judge(job: Path) -> None:
@@ -216,6 +230,11 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
             "-x A B=1: a variable's name has letters, digits and _, and begins",
         ),
         (["-n", "many"], JobFileError, "ranks_per_node"),
+        (
+            ["--master-addr", "203.0.113.7"],
+            UsageError,
+            "--master-addr: 203.0.113.7 is no address of this machine, where",
+        ),
         (["--login", "eve"], UsageError, "--login: has no effect, because no hosts are named and the job would run on"),
         (["--jump", "gate"], UsageError, "--jump: has no effect, because no hosts are named"),
         (["--ssh-opt", "Port=1"], UsageError, "--ssh-opt: has no effect, because no hosts are named"),
