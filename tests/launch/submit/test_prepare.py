@@ -233,7 +233,7 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (
             ["--master-addr", "203.0.113.7"],
             UsageError,
-            "--master-addr: 203.0.113.7 is no address of this machine, where",
+            "--master-addr: 203.0.113.7 is no address of this machine",
         ),
         (["--login", "eve"], UsageError, "--login: has no effect, because no hosts are named and the job would run on"),
         (["--jump", "gate"], UsageError, "--jump: has no effect, because no hosts are named"),
