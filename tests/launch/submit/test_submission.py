@@ -62,7 +62,7 @@ def run(tmp_path: Path) -> RunDir:
 
 @pytest.mark.parametrize("kind", ["command", "train"])
 def test_a_supervisor_reads_what_was_submitted(run: RunDir, kind: str) -> None:
-    made = submission(run, kind=kind, env={"A": "b\nc", "Ü": "🚀 $(no)"}, grace_s=7.5, setup=["module load 'x'"])
+    made = submission(run, kind=kind, env={"A": "b\nc", "U": "🚀 $(no)"}, grace_s=7.5, setup=["module load 'x'"])
     made.write()
     read = Submission.read(run)
     assert read == made
