@@ -15,6 +15,7 @@ MAX_PORT: Final = 65535
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 _NUMBERS: Final = re.compile(r"[0-9]+(\.[0-9]+)+")
 _ZONE: Final = re.compile(r"[A-Za-z0-9_.-]{1,15}")  # an interface: fe80::1%eth0
+_INTERFACE: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")  # Linux allows 15 bytes
 _USER: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 # The user; a host in brackets, one without colons, or an IPv6 address; the port.
 _HOP: Final = re.compile(r"(?:ssh://)?(?:([^@]*)@)?(?:\[([^][]*)\]|([^][:]*)|([^][]*))(?::([0-9]{1,5}))?")
@@ -70,3 +71,20 @@ def check_jump(jump: str) -> str:
             check_user(match[1])
         check_name(next(name for name in match.groups()[1:4] if name is not None))
     return jump
+
+
+def check_network(given: str) -> str:
+    """Return the name of an interface, or a network as a CIDR.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    try:
+        if "/" in given:
+            ipaddress.ip_network(given, strict=False)
+            return given
+    except ValueError:
+        pass
+    if is_numeric(given) or not _INTERFACE.fullmatch(given):
+        raise UsageError(f"{given!r} is no interface and no network; wanted a name such as eth1, or 10.10.1.0/24")
+    return given

@@ -1,13 +1,14 @@
 """Read a job file into a typed Job: all that is wrong with it at once, each with file, line, key and nearest name.
 
-A relative `workdir` or `{text: PATH}` is taken from the job file's own folder, and so is one given by `--set`; both
-are absolute in the Job. Without `name`, the file's name is the job's.
+A relative `workdir` or `{text: PATH}` is taken from the job file's own folder, or from the working folder if `--set`
+gave it; both are absolute in the Job. Without `name`, the file's name is the job's.
 """
 
+import json
 import re
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,9 +17,12 @@ from jobs.errors import JobFileError
 from jobs.files import expanded
 from jobs.overrides import apply_override
 from jobs.spec import CommandSettings, Job, JobKind
-from jobs.yamlfile import Document, KeyPath
+from jobs.yamlfile import Document, KeyPath, Mistake
 
 EXAMPLES: Final = Path(__file__).parent / "examples"
+
+COMMAND: Final = EXAMPLES / "command.yaml"
+PROGRAMS: Final = {".py": "python", ".sh": "bash"}
 
 # Filled in from the section that the file gives, never keys of the file.
 DERIVED: Final = ("kind", "settings")
@@ -27,23 +31,52 @@ PATHS: Final[tuple[KeyPath, ...]] = (("workdir",), ("train", "data", "text"))
 
 @dataclass(frozen=True)
 class LoadedJob:
-    """A job, and the YAML that stands for it: the file with overrides, name and absolute paths written in."""
+    """A job, and the YAML that stands for it: the file with overrides, name and absolute paths written in.
+
+    `unread` maps every key that has no effect to its mistake; those whose value is the default one are in `idle`, too.
+    """
 
     job: Job
     text: str
+    document: Document = field(compare=False)
+    unread: Mapping[KeyPath, Mistake] = field(default_factory=dict)
+    idle: Set[KeyPath] = frozenset()
+
+    @property
+    def typed_paths(self) -> list[str]:
+        """Overrides that repeat the paths which were given by --set, absolute: for a command in another folder."""
+        given = [key for key in PATHS if not self.document.place(key).line]
+        values = {key: value for key in given if isinstance(value := _value(self.document, key), str)}
+        return [f"{yamlfile.spell(key)}={json.dumps(value)}" for key, value in values.items()]
+
+    @property
+    def dropped(self) -> list[Mistake]:
+        """The keys that would have changed something if they had been read."""
+        return [mistake for key, mistake in self.unread.items() if key not in self.idle]
 
 
 def load_job(
-    path: Path, kinds: Sequence[JobKind], overrides: Sequence[str] = (), *, text: str | None = None
+    path: Path,
+    kinds: Sequence[JobKind],
+    overrides: Sequence[str] = (),
+    *,
+    text: str | None = None,
+    allow_unread: bool = False,
 ) -> LoadedJob:
     """Load a job file, with `--set` overrides (`a.b=c`, `c` read as YAML) written over it.
 
-    `text` is what it holds where there is no such file: then `path` is what its mistakes are said of.
+    `text` is what it holds where there is no such file: then `path` is what its mistakes are said of. `allow_unread`
+    accepts keys without effect, for the caller to report.
 
     Raises:
         JobFileError: the file is missing or wrong; one line per mistake.
         UsageError: an override is not of the form `a.b=c`.
     """
+    if text is None and path.suffix in PROGRAMS:
+        program = yamlfile.flow([PROGRAMS[path.suffix], str(path)])
+        raise JobFileError(
+            f"{path}: is a program, wanted a job file; write one with command: {program}, as in {_short(COMMAND)}"
+        )
     try:
         document = yamlfile.read(path) if text is None else yamlfile.parse(text, str(path))
     except FileNotFoundError as error:
@@ -56,7 +89,22 @@ def load_job(
     job = _build(document, raw, kinds)
     document.raise_mistakes()
     assert job is not None, "a job that could not be built left no mistake"
-    return LoadedJob(job, yamlfile.dump(raw))
+    loaded = LoadedJob(job, yamlfile.dump(raw), document, *_unread(document, job, kinds))
+    if not allow_unread:
+        document.mistakes += [replace(each, text=f"{each.text}; remove it") for each in loaded.dropped]
+        document.raise_mistakes()
+    return loaded
+
+
+def _unread(document: Document, job: Job, kinds: Sequence[JobKind]) -> tuple[dict[KeyPath, Mistake], set[KeyPath]]:
+    """Return the keys without effect, each with its mistake, and those of them that have the default value."""
+    found: dict[KeyPath, Mistake] = {}
+    idle = set[KeyPath]()
+    for each in next(kind.unread for kind in kinds if kind.key == job.kind)(job.settings):
+        key = (job.kind, *each.key)
+        found[key] = Mistake(document.place(key), key, each.text)
+        idle |= {key} if each.is_default else set()
+    return found, idle
 
 
 def job_keys(kinds: Sequence[JobKind]) -> list[str]:
@@ -117,12 +165,18 @@ def _named(raw: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _make_absolute(document: Document, folder: Path) -> None:
     for path in PATHS:
-        parent = document.value
-        for part in path[:-1]:
-            parent = parent.get(part) if isinstance(parent, dict) else None
-        value = parent.get(path[-1]) if isinstance(parent, dict) else None
+        parent, value = _value(document, path[:-1]), _value(document, path)
         if isinstance(parent, dict) and isinstance(value, str) and value:
-            parent[path[-1]] = str(folder / expanded(value))
+            typed = document.place(path).line == 0
+            parent[path[-1]] = str((Path.cwd() if typed else folder) / expanded(value))
+
+
+def _value(document: Document, path: KeyPath) -> Any:
+    """Return the value at a path, or None."""
+    value = document.value
+    for part in path:
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 def _examples_hint(path: Path) -> str:

@@ -28,6 +28,16 @@ def own_addresses() -> list[Route]:
     return [(name, address) for name, address in _ipv4() if not address.startswith("127.")]
 
 
+def is_own(address: str) -> bool:
+    """True for an IPv4 address that a port of this host can be bound to."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return address != "0.0.0.0"
+
+
 def route_to(address: str) -> Route | None:
     """Return the interface and own address that packets to `address` leave by; None where there is no way.
 

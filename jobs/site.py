@@ -12,7 +12,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from jobs import mistakes, yamlfile
 from jobs.errors import JobFileError, UsageError
 from jobs.files import expanded
-from jobs.hostnames import check_jump, check_user
+from jobs.hostnames import check_jump, check_network, check_user
 from jobs.slurm_settings import SlurmSettings
 from jobs.spec import Passable, Variable
 from jobs.strict import Strict
@@ -58,7 +58,9 @@ class Site(Strict):
     code: str | None = Field(None, description="Muster's folder on the nodes (default: the same path as here)")
     runs: str | None = None
     data: str | None = None
-    hosts: str | None = Field(None, description="a hosts file, box, or box:NAME; for the transports that need hosts")
+    hosts: str | None = Field(
+        None, description="a hosts file, box, or box:NAME; jobs run there over ssh unless --on says otherwise"
+    )
     iface: str | None = Field(None, description="the network of the ranks: an interface, or a CIDR (10.10.1.0/24)")
     ssh: SshSettings = SshSettings()
     slurm: SlurmSettings = SlurmSettings()
@@ -67,6 +69,14 @@ class Site(Strict):
     share: Literal["group"] | None = Field(
         None, description="group: colleagues of the same Unix group may look at runs (default: only you may)"
     )
+
+    @field_validator("iface")
+    @classmethod
+    def _is_a_network(cls, iface: str | None) -> str | None:
+        try:
+            return iface and check_network(iface)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
 
     @field_validator("interpreter", "code")
     @classmethod
@@ -119,6 +129,11 @@ def load_site(given: str | None, environ: Mapping[str, str] = os.environ) -> Sit
     document.raise_mistakes()
     assert site is not None, "a site that could not be built left no mistake"
     return site
+
+
+def placed(given: str | None, message: str) -> str:
+    """Put before a message the place in the site file of the key that it begins with."""
+    return yamlfile.read(site_path(given).path).placed(message)
 
 
 def _absolute(raw: dict[str, Any], folder: Path) -> dict[str, Any]:

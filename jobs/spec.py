@@ -4,7 +4,8 @@ Every model refuses unknown keys and wrong types. What one model cannot know (li
 kinds of job) is checked by its callers: `jobs/load.py` and `jobs/placement.py`.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
@@ -13,10 +14,13 @@ from typing_extensions import Self
 
 from jobs.failover_settings import CheckpointSettings, RestartSettings
 from jobs.slurm_settings import SlurmSettings
-from jobs.strict import Positive, Strict
+from jobs.strict import Strict
 
 MAX_NODES: Final = 100_000
 MAX_RANKS_PER_NODE: Final = 1024
+
+MAX_THREADS: Final = 1024
+VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 MAX_STRING_BYTES: Final = 131_072  # MAX_ARG_STRLEN of Linux: one argument, or NAME=value, with the zero at its end
 
@@ -31,9 +35,11 @@ def _passable(text: str) -> str:
 
 
 def _is_variable(name: str) -> str:
-    """Return a name that an environment variable can have."""
-    if not name or "=" in name or "\0" in name:
-        raise ValueError(f"a variable's name must be text without = and zero bytes, got {name!r}; correct the name")
+    """Return a name that an environment variable can have in any shell, as POSIX says."""
+    if not VARIABLE.fullmatch(name):
+        raise ValueError(
+            f"a variable's name has letters, digits and _, and begins with no digit, got {name!r}; correct it"
+        )
     return name
 
 
@@ -60,7 +66,7 @@ class Job(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "job"
     nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
     ranks_per_node: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_NODE)] | Literal["slots"] = 1
-    threads_per_rank: Positive | Literal["auto"] = 1
+    threads_per_rank: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = 1
     env: dict[Variable, Passable] = Field(default_factory=dict)
     workdir: str | None = None
     setup: list[str] = Field(default_factory=list)
@@ -92,14 +98,25 @@ class Job(Strict):
 
 
 @dataclass(frozen=True)
+class Unread:
+    """A key of a section that was given and has no effect; `is_default`: its value is the default one."""
+
+    key: tuple[str, ...]
+    text: str
+    is_default: bool
+
+
+@dataclass(frozen=True)
 class JobKind:
     """One kind of job: the key in the file, the type of its section, and what a rank runs.
 
     `entry` is "module:function" called with the payload of the start message in a process forked from the warm
-    one, or None for a program started fresh. `check(settings, world_size)` raises RefusedError.
+    one, or None for a program started fresh. `check(settings, world_size)` raises RefusedError. `unread(settings)`
+    lists the keys that have no effect.
     """
 
     key: str
     settings: type[BaseModel]
     entry: str | None
     check: Callable[[Any, int], None]
+    unread: Callable[[Any], Sequence[Unread]] = lambda settings: ()

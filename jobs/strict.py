@@ -1,13 +1,15 @@
 """What every section of a job file or a site file is made of."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from jobs.reading import LATEST_S
 
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+MOST: Final = 10**12  # steps, samples, sizes: more is a slip of the keyboard
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+NonNegative = Annotated[int, Field(ge=0, le=MOST)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
 UnixTime = Annotated[float, Field(ge=0, le=LATEST_S)]
 
 

@@ -8,7 +8,7 @@ from typing_extensions import Self
 from jobs.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
 from jobs.profile_settings import OFF, ProfileSettings
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from jobs.strict import NonNegative, Positive, Strict
+from jobs.strict import NonNegative, Positive, Seed, Strict
 from jobs.train_graph import why_not_recorded
 from jobs.train_parallel import ParallelSettings, check_batch, check_pipeline, split_of, why_not_pipelined
 from jobs.train_sharding import why_not_sharded
@@ -91,6 +91,8 @@ class OptimizerSettings(Strict):
         foreign = {"sgd": {"betas", "eps"}, "adamw": {"momentum", "nesterov"}}[self.name]
         if wrong := sorted(foreign & self.model_fields_set):
             raise ValueError(f"{self.name} has no {' or '.join(wrong)}")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov: true needs a momentum; add momentum: 0.9, or remove nesterov")
         return self
 
 
@@ -113,7 +115,7 @@ class TrainSettings(Strict):
     epochs: Positive | None = None
     steps: Positive | None = None
     log_every: Positive = 20
-    seed: NonNegative = 0
+    seed: Seed = 0
     deterministic: bool = False
     exact: bool = Field(False, description="the same bits on any number of ranks that divides virtual_ranks")
     virtual_ranks: Positive | None = None
@@ -145,28 +147,28 @@ class TrainSettings(Strict):
     bucket_size_mb: Annotated[float, Field(gt=0.0)] | None = Field(
         25.0,
         description="of modes bucketed, zero1 and zero2, at most; null: all gradients in one bucket; "
-        "other modes do not read it",
+        "other modes refuse it",
     )
     accumulate: Literal["local", "sharded"] = Field(
         "local",
         description="of modes zero1, zero2, zero3 and fsdp: what micro-batches add to; local: whole gradients, which "
         "are shared out once a step; sharded: each rank's share, after every micro-batch, for less memory and more "
-        "communication; other modes do not read it",
+        "communication; other modes refuse it",
     )
     reshard_after_forward: bool = Field(
         True,
         description="of modes zero3 and fsdp: give gathered parameters back after the forward, and gather them again "
-        "in the backward; other modes do not read it",
+        "in the backward; other modes refuse it",
     )
     layerwise: bool = Field(
         False,
         description="of mode zero3 and of pipelines, to learn from: gradients taken with one torch.autograd.grad a "
-        "layer, and in zero3 parameters gathered layer by layer; other modes do not read it",
+        "layer, and in zero3 parameters gathered layer by layer; other modes refuse it",
     )
     sequence_parallel: bool = Field(
         False,
         description="where layers are split: norms and dropout between them have a part of the tokens on each rank, "
-        "for less memory; other modes do not read it",
+        "for less memory; other modes refuse it",
     )
     communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         None, description="what gradients are sent as; default: as they are. For the modes with our own wrappers"

@@ -42,8 +42,13 @@ class Mistake:
     path: KeyPath
     text: str
 
+    @property
+    def key(self) -> str:
+        """The key as the user would write it."""
+        return spell(self.path)
+
     def __str__(self) -> str:
-        return f"{self.place}: {spell(self.path)}: {self.text}" if self.path else f"{self.place}: {self.text}"
+        return f"{self.place}: {self.key}: {self.text}" if self.path else f"{self.place}: {self.text}"
 
 
 @dataclass
@@ -62,6 +67,13 @@ class Document:
             if path[:length] in self.places:
                 return self.places[path[:length]]
         return Place(self.name, 1, 1)
+
+    def placed(self, message: str) -> str:
+        """Put before a message the place of the key that it begins with, or the file where no such key was given."""
+        path = tuple(message.partition(": ")[0].split("."))
+        given = (path[:length] for length in range(len(path), 0, -1) if path[:length] in self.places)
+        key = next(given, ())
+        return f"{self.places.get(key, self.name)}: {message}"
 
     def complain(self, path: KeyPath, text: str) -> None:
         """Add a mistake at a key; what could not even be read has been told, and has no value to judge."""
@@ -142,7 +154,7 @@ def parse(text: str, name: str) -> Document:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
         column = f" (column {mark.column + 1})" if mark else ""
-        raise JobFileError(f"{where}: not YAML: {_problem(error)}{column}") from error
+        raise JobFileError(f"{where}: not YAML: {_problem(error, text)}{column}") from error
     except yaml.YAMLError as error:
         raise JobFileError(f"{name}: not YAML: {' '.join(str(error).split())}") from error
     document = Document(name, None)
@@ -176,14 +188,21 @@ def flow(value: Any) -> str:
     return yaml.dump(value, Dumper=CoreDumper, default_flow_style=True, width=10**6, allow_unicode=True).strip()
 
 
-def _problem(error: yaml.MarkedYAMLError) -> str:
+def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
     problem = error.problem or "unreadable"
     if problem.startswith("but "):
         problem = f"{error.context} {problem}"
     if "\\t" in problem:
         return "a tab; YAML indents with spaces"
-    if "mapping values are not allowed" in problem:
-        return "a second `: ` on one line; put text that holds one in quotes"
+    if "mapping values are not allowed" in problem and error.problem_mark is not None:
+        line = text.splitlines()[error.problem_mark.line]
+        if ": " in line[: error.problem_mark.column]:
+            return "a second `: ` on one line; put text that holds one in quotes"
+        return (
+            "this key is indented further than the line above allows; begin it where the other keys of its section do"
+        )
+    if "expected <block end>" in problem:
+        return "this line begins in a column where no section begins; begin it where the other keys of its section do"
     return problem
 
 
@@ -276,6 +295,8 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the nearest valid name, whatever its capitals, or nothing."""
     import difflib
 
+    if "," in name:
+        return ""  # several names at once: to propose one of them would be a guess
     plain, by_plain = name.lower(), {each.lower(): each for each in valid}
     near = difflib.get_close_matches(plain, by_plain, n=3, cutoff=0.6)
     # Two letters swapped are the commonest slip, and difflib counts them as two: modle is model, not mode.

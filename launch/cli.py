@@ -182,9 +182,11 @@ def _version() -> str:
 def _unknown(name: str) -> int:
     from difflib import get_close_matches
 
-    what = "option" if name.startswith("-") else "command"
-    near = get_close_matches(name, PHRASES, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else "muster --help lists them"
+    what, known = "command", {**{each: each for each in PHRASES}, "version": "--version"}
+    if name.startswith("-"):
+        what, known = "option", {each: each for each in ("--help", "--version")}
+    near = get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {known[near[0]]!r}?" if near else "muster --help lists them"
     print(f"muster: unknown {what} {name!r}; {hint}", file=sys.stderr)
     return 2
 

@@ -9,6 +9,7 @@ from collectives_bench.settings import BenchSettings
 from jobs.model_shape import resolve_shape
 from jobs.spec import CommandSettings, JobKind
 from jobs.timing.settings import TimingSettings
+from jobs.train_effects import unread
 from jobs.train_settings import TrainSettings
 
 
@@ -32,7 +33,7 @@ def _anything(settings: Any, world_size: int) -> None:
 
 
 KINDS: Final[tuple[JobKind, ...]] = (
-    JobKind("train", TrainSettings, "jobs.train.main:run_rank", _check_train),
+    JobKind("train", TrainSettings, "jobs.train.main:run_rank", _check_train, unread),
     JobKind("command", CommandSettings, None, _anything),
     JobKind("timing", TimingSettings, "jobs.train.timing.run:run_rank", _check_timing),
     JobKind("bench", BenchSettings, "collectives_bench.ranks.run:run_rank", _check_bench),

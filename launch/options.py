@@ -66,7 +66,7 @@ def add_overrides(parser: argparse._ActionsContainer) -> None:
 
 def add_transport(parser: argparse.ArgumentParser) -> None:
     """Add where the nodes are and how they are reached."""
-    parser.add_argument("--on", choices=TRANSPORTS, help="transport (default: ssh where hosts are given, else local)")
+    parser.add_argument("--on", choices=TRANSPORTS, help="transport (default: ssh if hosts are named, else local)")
     parser.add_argument(
         "--executor", choices=EXECUTORS, help="of --on submitit (default: slurm where sbatch is found, else local)"
     )
@@ -78,8 +78,10 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     """Add where the ranks meet."""
     network = parser.add_argument_group("network")
     network.add_argument("--master-addr", metavar="ADDRESS", help="where the ranks meet: an address of node 0")
-    network.add_argument("--iface", metavar="IF|CIDR", help="the network of the ranks: an interface, or 10.10.1.0/24")
-    network.add_argument("--port", metavar="P", type=int, default=0, help="by hand: where the supervisor listens")
+    network.add_argument(
+        "--iface", metavar="IF|CIDR", type=_iface, help="the network of the ranks: an interface, or 10.10.1.0/24"
+    )
+    network.add_argument("--port", metavar="P", type=_port, default=0, help="by hand: where the supervisor listens")
 
 
 def add_hosts(parser: argparse.ArgumentParser) -> None:
@@ -119,6 +121,21 @@ def _jump(given: str) -> str:
     from jobs.hostnames import check_jump
 
     return _checked("--jump", check_jump, given)
+
+
+def _iface(given: str) -> str:
+    from jobs.hostnames import check_network
+
+    return _checked("--iface", check_network, given)
+
+
+def _port(given: str) -> int:
+    from jobs.errors import UsageError
+    from jobs.hostnames import MAX_PORT
+
+    if not (given.isdecimal() and 1 <= int(given[:6]) <= MAX_PORT):
+        raise UsageError(f"--port: must be a number from 1 to {MAX_PORT}, got {given!r}")
+    return int(given)
 
 
 def _checked(option: str, check: Callable[[str], str], given: str) -> str:

@@ -29,7 +29,7 @@ from jobs.site import SshSettings
 from launch.fingerprint import PACKAGES, fingerprint
 from launch.submit.snapshot import own_files
 from launch.submit.worktree import survey
-from launch.transports.ssh_command import NOT_EXECUTABLE, NOT_FOUND, explain, ssh_argv
+from launch.transports.ssh_command import NO_SETTINGS, NOT_EXECUTABLE, NOT_FOUND, explain, ssh_argv
 
 FANOUT: Final = 32
 DEADLINE_S: Final = 300.0
@@ -84,7 +84,7 @@ def sync(hosts: HostSet, ssh: SshSettings, *, to: str, python: str, fanout: int 
 
     with shared_mark(CODE_ROOT, Path(to)) as mark, ThreadPoolExecutor(fanout or FANOUT) as pool:
         words = ("sh", "-c", SCRIPT, "muster-sync", to, mark, python, *PACKAGES)
-        outcomes = list(pool.map(lambda host: bring(host, argv(host, *words), archive, to, python), hosts.hosts))
+        outcomes = list(pool.map(lambda host: bring(host, argv(host, *words), archive, to, python, ssh), hosts.hosts))
         brought = [host for host, outcome in zip(hosts.hosts, outcomes, strict=True) if outcome.state == "brought"]
         list(pool.map(lambda host: tidy(argv(host, "rm", "-rf", f"{to}/{mark}", f"{to}/{mark}.lock")), brought))
     return outcomes
@@ -96,7 +96,7 @@ def tidy(argv: Sequence[str]) -> None:
         subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=TIDY_S)
 
 
-def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str) -> Outcome:
+def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str, ssh: SshSettings) -> Outcome:
     """Bring the code to one host."""
     try:
         done = subprocess.run(argv, input=archive, capture_output=True, timeout=DEADLINE_S)
@@ -105,12 +105,20 @@ def bring(host: Host, argv: Sequence[str], archive: bytes, to: str, python: str)
     said = done.stdout.decode(errors="replace").splitlines()
     errors = done.stderr.decode(errors="replace").splitlines()
     state = next((each for each in ("shared", "brought") if each in said), "failed")
-    error = judge(host, state, done.returncode, said, errors, to=to, python=python)
+    error = judge(host, state, done.returncode, said, errors, to=to, python=python, ssh=ssh)
     return Outcome(host.name, "failed" if error else state, error)
 
 
 def judge(
-    host: Host, state: str, code: int, said: Sequence[str], errors: Sequence[str], *, to: str, python: str
+    host: Host,
+    state: str,
+    code: int,
+    said: Sequence[str],
+    errors: Sequence[str],
+    *,
+    to: str,
+    python: str,
+    ssh: SshSettings = NO_SETTINGS,
 ) -> MusterError | None:
     """Tell what went wrong on a host, if anything did. Pure but for our own fingerprint."""
     last = next((line for line in reversed(errors) if line.strip()), "it said nothing")
@@ -125,7 +133,7 @@ def judge(
             return RefusedError(
                 f"{host.name}: {to}: holds a folder {last!r} that is not Muster's; choose another folder with --to DIR"
             )
-        return explain(host, code, errors)
+        return explain(host, code, errors, ssh)
     if code in (NOT_FOUND, NOT_EXECUTABLE):
         setup = shlex.quote(f"{to}/{SETUP}")
         return RefusedError(
@@ -133,7 +141,7 @@ def judge(
             "interpreter in the site file"
         )
     if code != 0:
-        return explain(host, code, errors)
+        return explain(host, code, errors, ssh)
     found = found_code(said)
     if found != fingerprint():
         return RefusedError(

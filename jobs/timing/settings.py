@@ -9,7 +9,7 @@ from typing_extensions import Self
 from jobs.errors import RefusedError
 from jobs.model_shape import resolve_shape
 from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
-from jobs.strict import NonNegative, Positive, Strict, as_list, one_or_many
+from jobs.strict import NonNegative, Positive, Seed, Strict, as_list, one_or_many
 from jobs.train_settings import Precision, TrainSettings
 from jobs.words import unknown
 
@@ -66,7 +66,7 @@ class TimingSettings(Strict):
     timeout_s: Annotated[float, Field(gt=0.0)] = Field(300.0, description="for one row, its model's making included")
     matmul: bool = Field(True, description="also time a large matrix product, to hold the rows against")
     memory_share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(0.9, description="of a host's free memory")
-    seed: NonNegative = 0
+    seed: Seed = 0
 
     @field_validator("model", "passes", "precision", mode="before")
     @classmethod

@@ -25,9 +25,10 @@ from jobs.train.main import complain, guarded, join_group, make_deterministic, s
 from jobs.train.meeting import connect, meet
 from jobs.train.modes import needs_group
 from jobs.train.world import GLOO_INTERFACES, World, choose_device
+from jobs.train_effects import unread
 from jobs.train_settings import TrainSettings
 
-KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainSettings.check)
+KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainSettings.check, unread)
 RUN_FOLDER_KEY: Final = "run-folder"
 LAST_WORD_S: Final = 5.0
 START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
@@ -52,7 +53,7 @@ def main(args: argparse.Namespace) -> NoReturn:
 
 def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
     """Find out which rank this is, meet the others, train."""
-    loaded = load_job(Path(args.job), [KIND], args.overrides)
+    loaded = load_job(Path(args.job), [KIND], args.overrides, allow_unread=args.resume is not None)
     job, settings = loaded.job, settings_of(loaded.job)
     detected = detect(os.environ, flags_of(args))
     env = detected.env
@@ -61,6 +62,8 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
     except RefusedError as error:
         raise RefusedError(f"{args.job}: {error}") from error
     warn_of_one_rank(job, detected)
+    for mistake in loaded.dropped if env.rank == 0 else ():
+        complain(f"muster: warning: {mistake}")
     os.environ.update(job.env)
     torch.set_num_threads(threads_of(job, env))
     make_deterministic(settings)

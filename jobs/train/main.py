@@ -31,7 +31,7 @@ from jobs.ranks import RankEnv
 from jobs.reports import Reporter
 from jobs.rundir import RunDir
 from jobs.spec import Job
-from jobs.train.data import Data, open_data
+from jobs.train.data import Data, open_data, require_batch
 from jobs.train.failures import is_lost_connection
 from jobs.train.identity import kept_of, meta_of
 from jobs.train.loading import move
@@ -160,12 +160,13 @@ def open_same_data(job: Job, world: World) -> Data:
     """Open the job's data.
 
     Raises:
-        RefusedError: another rank reads another job or other data.
+        RefusedError: another rank reads another job or other data, or a batch is larger than the data set.
     """
     settings = settings_of(job)
     spelt = settings.model_dump_json(exclude={"data"})  # a text may lie elsewhere on another node
     require_equal(world, "the job file", hashlib.sha256(spelt.encode()).hexdigest(), "give every rank the same one")
     data = open_data(settings)
+    require_batch(settings, data)
     require_equal(world, f"data {data.name}", data.fingerprint, "copy rank 0's files to those nodes")
     return data
 

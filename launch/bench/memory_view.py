@@ -1,12 +1,18 @@
 """`muster memory JOB.yaml`: what the fullest rank of a job would hold in every mode, as records and as a table."""
 
 import argparse
-from contextlib import nullcontext, suppress
-from typing import Any, Final
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
 
 from jobs.errors import RefusedError, UsageError
 from jobs.words import counted
 from launch.bench import loads
+
+if TYPE_CHECKING:
+    from collectives_bench.cost.load import Load
+    from collectives_bench.cost.modes import Way
+    from jobs.train_settings import TrainSettings
 
 COLUMNS: Final = (
     "",
@@ -35,12 +41,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         UsageError, JobFileError: options or files are wrong.
         RefusedError: the job does not train.
     """
-    from collectives_bench.cost import modes
-    from collectives_bench.cost.memory import memory_of
-    from collectives_bench.cost.steps import USABLE
-    from jobs.train_parallel import split_text
     from jobs.train_settings import TrainSettings
-    from launch.bench.own_split import own_split
 
     job = loads.train_job(args.target, args.overrides)
     settings = job.settings
@@ -51,25 +52,6 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     backend = args.backend or ("nccl" if settings.device == "cuda" else "gloo")
     load = loads.load_of(job, ranks=ranks, backend=backend, microbatches=args.microbatches)
     limit = loads.memory_limit(args.memory)
-    chosen = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])
-    wanted = [(way.name, way, load, way.name == settings.mode_name and not settings.is_product) for way in chosen]
-    if args.world is None and args.microbatches is None:
-        with suppress(RefusedError) if not settings.is_product else nullcontext():  # a mode's own line says why
-            own = (split_text(settings), *own_split(settings, load), True)  # cut as the job says
-            wanted = [own if each[-1] else each for each in wanted]
-            wanted += [own] if settings.is_product and args.modes is None else []
-    rows = []
-    for name, way, of, is_jobs in wanted:
-        memory = memory_of(way, of)
-        rows.append(
-            {
-                "mode": name,
-                "is_jobs": is_jobs,
-                "built": way.is_built,
-                "memory": memory and {**vars(memory), "total": memory.total},
-                "fits": None if memory is None or limit is None else memory.total <= USABLE * limit,
-            }
-        )
     return {
         "job": job.name,
         "model": load.model.name,
@@ -80,7 +62,51 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         "ranks": ranks,
         "backend": backend,
         "memory_limit": limit,
-        "modes": rows,
+        "modes": _modes(args, settings, load, limit),
+    }
+
+
+def _modes(
+    args: argparse.Namespace, settings: "TrainSettings", load: "Load", limit: float | None
+) -> list[dict[str, Any]]:
+    """Return a row for every mode that is asked for, and one for the job's own product."""
+    from collectives_bench.cost import modes
+    from jobs.train_parallel import split_text
+    from launch.bench.own_split import at_world, own_split
+
+    chosen = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])
+    rows = {way.name: _of_way(way.name, way, load, limit) for way in chosen}
+    if not settings.is_product and settings.mode_name in rows:
+        if args.world is None and args.microbatches is None:
+            with suppress(RefusedError):  # a mode's own line says why
+                way, of = own_split(settings, load)  # cut as the job says
+                rows[settings.mode_name] = _of_way(split_text(settings), way, of, limit)
+        rows[settings.mode_name]["is_jobs"] = True
+    if settings.is_product and args.modes is None:
+        try:
+            scaled = settings if args.world is None else at_world(settings, load.ranks)
+            way, of = own_split(scaled, load)
+            of = of if args.microbatches is None else replace(of, microbatches=load.microbatches)
+            own = _of_way(split_text(scaled), way, of, limit)
+        except RefusedError as error:
+            if args.world is None:
+                raise
+            own = {"mode": split_text(settings), "built": True, "memory": None, "fits": None, "note": str(error)}
+        rows[""] = {**own, "is_jobs": True}
+    return list(rows.values())
+
+
+def _of_way(name: str, way: "Way", load: "Load", limit: float | None) -> dict[str, Any]:
+    from collectives_bench.cost.memory import memory_of
+    from collectives_bench.cost.steps import USABLE
+
+    memory = memory_of(way, load)
+    return {
+        "mode": name,
+        "is_jobs": False,
+        "built": way.is_built,
+        "memory": memory and {**vars(memory), "total": memory.total},
+        "fits": None if memory is None or limit is None else memory.total <= USABLE * limit,
     }
 
 
@@ -107,7 +133,8 @@ def _row(row: dict[str, Any], record: dict[str, Any]) -> list[str | None]:
     mark = "*" if row["is_jobs"] else ""
     if row["memory"] is None:
         what = "has no width to cut" if row["mode"] == "tensor" else "has too few layers"
-        return [mark, row["mode"], *[None] * 7, "; ".join([*notes, f"{record['model']} {what}"])]
+        note = row.get("note") or f"{record['model']} {what}"
+        return [mark, row["mode"], *[None] * 7, "; ".join([*notes, note])]
     if row["fits"] is False:
         notes.append(f"does not fit into {size_text(record['memory_limit'])}, of which nine tenths are used")
     sizes = [size_text(row["memory"][kind]) if row["memory"][kind] else "0" for kind in (*KINDS, "total")]

@@ -39,6 +39,23 @@ def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
     return way, replace(load, split=split, microbatches=count, layerwise=settings.layerwise)
 
 
+def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
+    """Return the settings of a product with its data degree scaled to another number of ranks.
+
+    Raises:
+        RefusedError: the other degrees do not divide the ranks.
+    """
+    from jobs.train_parallel import ParallelSettings
+
+    given = settings.parallel
+    assert given is not None
+    if ranks % (given.pipe * given.tensor):
+        raise RefusedError(f"pipe {given.pipe} x tensor {given.tensor} do not divide {ranks} ranks")
+    degrees = given.model_dump(exclude={"sync"} if given.sync == "none" else None)
+    scaled = ParallelSettings.model_validate({**degrees, "data": ranks // (given.pipe * given.tensor)})
+    return settings.model_copy(update={"parallel": scaled})
+
+
 def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -> list[list[str]]:
     """Return the names of every stage's layers, as `jobs/train/stages.py` cuts them."""
     from jobs.train_parallel import first_layers, layer_names

@@ -49,7 +49,7 @@ def _must_be_alike(run: RunDir, job: "Job") -> None:
     from jobs.load import load_job
     from launch.kinds import KINDS
 
-    other = load_job(run.job, KINDS).job
+    other = load_job(run.job, KINDS, allow_unread=True).job
     if other.kind != "train":
         raise RefusedError(f"--run {run.run_id}: is a {other.kind}: job; name a run that trained")
     for key in ("model", "precision"):

@@ -19,6 +19,10 @@ def render(record: dict[str, Any]) -> str:
     rows = [_full(row) if known else _network(row) for row in record["steps"]]
     lines.append(screen.table(COLUMNS if known else ONLY_NETWORK, rows))
     lines += ["", *_verdict(record)]
+    if record["not_predicted"]:
+        lines.append(
+            f"the job's own split, {record['not_predicted']}, was not compared: steps of products are not predicted"
+        )
     if buckets := record.get("buckets"):
         lines += ["", *_buckets(buckets, known)]
     return "\n".join(line for line in lines)

@@ -83,6 +83,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
     wanted = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])
     limit = loads.memory_limit(args.memory)
     rows = [steps.with_limit(row, limit) for row in steps.predict(wanted, load, compute, profile, job.nodes)]
+    own = [] if args.modes is not None else _own_product(job, load, limit)
     record: dict[str, Any] = {
         "job": job.name,
         "model": load.model.name,
@@ -93,13 +94,30 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         "profile": profile.name,
         "compute": compute and {**vars(compute), "source": source},
         "memory_limit": limit,
-        "steps": [_row(row) for row in rows],
+        "steps": [*(_row(row) for row in rows), *own],
+        "not_predicted": own[0]["mode"] if own else None,
         "ranking": _ranking(steps.rank(rows)),
         "ranking_built": _ranking(steps.rank(rows, built=True)),
     }
     if args.buckets is not None:
         record["buckets"] = _buckets(args, load, compute, profile, job.nodes)
     return record
+
+
+def _own_product(job: "Job", load: "Load", limit: float | None) -> list[dict[str, Any]]:
+    """Return the row of a job that is split in more ways than one, of which memory alone is predicted."""
+    from collectives_bench.cost import steps
+    from collectives_bench.cost.memory import memory_of
+    from jobs.train_parallel import split_text
+    from jobs.train_settings import TrainSettings
+    from launch.bench.own_split import own_split
+
+    assert isinstance(job.settings, TrainSettings)
+    if not job.settings.is_product:
+        return []
+    way, of = own_split(job.settings, load)
+    row = steps.Row(way, None, None, memory_of(way, of), True, ("the job's own; its step is not predicted",))
+    return [{**_row(steps.with_limit(row, limit)), "mode": split_text(job.settings)}]
 
 
 def job_of(args: argparse.Namespace) -> "Job":

@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
 
     prepared = prepare(args, here=False)  # the lines are for other machines
     words = [str(Path(args.job).absolute())]
-    words += [word for override in overrides(args) for word in ("--set", override)]
+    words += [word for override in [*overrides(args), *prepared.loaded.typed_paths] for word in ("--set", override)]
     words += ["--site", str(Path(args.site).absolute())] if args.site else []
     found = lines(prepared, words, new_secret())
     if args.json:

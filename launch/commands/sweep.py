@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
+    from jobs.errors import MusterError
     from launch.submit.prepare import Prepared
     from launch.sweeps.sweep import Grid, Point, SweepRecord
 
@@ -97,12 +98,12 @@ def prepare_points(args: argparse.Namespace, grids: "list[Grid]") -> "tuple[str,
         changed = copy.copy(args)
         changed.overrides, changed.name = [*args.overrides, *point.overrides], name
         try:
-            return prepare(changed)
+            return prepare(changed, allow_unread=True)
         except MusterError as error:
             return error
 
     nameless = points_of(grids, "point")
-    tried = [attempt(point, args.name) for point in nameless]
+    tried = refuse_unread([attempt(point, args.name) for point in nameless])
     bad = [(point, each) for point, each in zip(nameless, tried, strict=True) if isinstance(each, MusterError)]
     if bad:
         raise complaint(bad, grids, len(nameless))
@@ -114,6 +115,21 @@ def prepare_points(args: argparse.Namespace, grids: "list[Grid]") -> "tuple[str,
     points = points_of(grids, name)
     prepared = [attempt(point, point.name) for point in points]
     return name, points, [each for each in prepared if not isinstance(each, MusterError)]
+
+
+def refuse_unread(tried: "list[Prepared | MusterError]") -> "list[Prepared | MusterError]":
+    """Put an error in the place of each point with a key that no point reads, if the key has values that matter."""
+    from jobs.errors import JobFileError, MusterError
+
+    loaded = [each.loaded for each in tried if not isinstance(each, MusterError)]
+    common = set.intersection(*(set(each.unread) for each in loaded)) if loaded else set()
+    refused = [key for key in common if any(key not in each.idle for each in loaded)]
+    return [
+        each
+        if isinstance(each, MusterError) or not refused
+        else JobFileError("\n".join(f"{each.loaded.unread[key]}; remove it" for key in refused))
+        for each in tried
+    ]
 
 
 def make_sweep(job: str, name: str, points: "list[Point]", prepared: "list[Prepared]") -> "tuple[SweepRecord, Path]":

@@ -46,6 +46,7 @@ def lines(prepared: Prepared, job_words: list[str], secret: str) -> list[str]:
     port = route.port or any_port()
     words = [*module_argv(context.python, "launch.cli", context.code), "run", *job_words]
     words += ["--on", "hand", "--port", str(port), "--master-addr", address, "--runs", str(context.run.path.parent)]
+    words += ["--iface", route.iface] if route.iface else []
     if route.hosts.hosts:
         words += ["--nodelist", nodelist.fold(node.host for node in context.crew)]
     found = [f"{shlex.join(['cd', context.workdir])} && {SECRET}={secret} {shlex.join(words)}"]

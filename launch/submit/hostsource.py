@@ -14,6 +14,38 @@ from jobs.site import BOX, Site, SshSettings
 
 SOURCES: Final = ("hosts", "nodelist", "manifest")
 SSH_OPTION: Final = re.compile(r"[A-Za-z]+[ =].+")
+OVER_SSH: Final = ("ssh", "pdsh")
+QUEUED: Final = ("slurm", "submitit")
+# The options that only some transports read.
+READ_BY: Final = {
+    "login": OVER_SSH,
+    "jump": OVER_SSH,
+    "cheap_kex": OVER_SSH,
+    "ssh_opt": OVER_SSH,
+    "fanout": OVER_SSH,
+    "include": (*OVER_SSH, "hand", *QUEUED),
+    "exclude": (*OVER_SSH, "hand", *QUEUED),
+    "iface": (*OVER_SSH, "hand", *QUEUED),
+    "port": ("hand",),
+}
+
+
+def check_options(args: argparse.Namespace, transport: str) -> None:
+    """Refuse the options that a transport does not read.
+
+    Raises:
+        UsageError: an option would have no effect.
+    """
+    for name, transports in READ_BY.items():
+        if not getattr(args, name, None) or transport in transports:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if transport == "local" and args.on is None and "ssh" in transports:
+            raise UsageError(
+                f"{option}: has no effect, because no hosts are named and the job would run on this machine; "
+                "add -H, -w, --manifest, or hosts: in the site file, or leave it out"
+            )
+        raise UsageError(f"{option}: has no effect with --on {transport}; it is for {', '.join(transports)}; remove it")
 
 
 def host_set(args: argparse.Namespace, site: Site) -> HostSet | None:
@@ -23,6 +55,8 @@ def host_set(args: argparse.Namespace, site: Site) -> HostSet | None:
         UsageError, JobFileError, RefusedError: they are named twice, or cannot be read.
     """
     given = [name for name in SOURCES if getattr(args, name, None)]
+    if args.lan and "manifest" not in given:
+        raise UsageError(f"--lan {args.lan}: names a network of a manifest; add --manifest FILE, or remove it")
     if len(given) > 1:
         raise UsageError(f"--{given[0]} and --{given[1]} both name the hosts; keep one of them")
     found = _read(args, given[0] if given else "", site)

@@ -10,33 +10,31 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
 
-from jobs.datafiles import cifar10_files, data_root, text_file
 from jobs.errors import RefusedError, UsageError
 from jobs.hosts import HostSet
-from jobs.load import load_job
+from jobs.load import LoadedJob, load_job
+from jobs.network import is_own
 from jobs.nodelist import expand
 from jobs.placement import Host, divide
 from jobs.rundir import RunDir, run_path, runs_root
-from jobs.site import Site, load_site
+from jobs.site import Site, load_site, placed
 from jobs.slurm_settings import merged
-from jobs.spec import Job
-from jobs.train_settings import TrainSettings
+from jobs.spec import VARIABLE, Job
 from launch.kinds import BY_KEY, KINDS
-from launch.submit.hostsource import SOURCES, host_set, ssh_settings
+from launch.submit.here import check_files, check_size
+from launch.submit.hostsource import QUEUED, SOURCES, check_options, host_set, ssh_settings
 from launch.submit.plan import Context, Machine, shared_environment
 from launch.submit.spares import crew_size, place_crew
 from launch.submit.submission import Route, Submission
 from slurm.allocation import inside_allocation, read_allocation
 
 LOCAL_ADDRESS = "127.0.0.1"
-LOCAL_NODES = 256  # each is an agent and a warm process
-LOCAL_RANKS = 1024
+OF_SITE = "site file: "  # begins a message about the site file
 
 
 @dataclass(frozen=True)
@@ -44,8 +42,13 @@ class Prepared:
     """What a run is made of, and the texts that its folder keeps."""
 
     submission: Submission
-    job_text: str
+    loaded: LoadedJob
     site_text: str
+
+    @property
+    def job_text(self) -> str:
+        """The job file with what the command line changed."""
+        return self.loaded.text
 
     @property
     def context(self) -> Context:
@@ -59,10 +62,12 @@ class Prepared:
         return transport == "submitit" or (transport == "slurm" and not inside_allocation(os.environ))
 
 
-def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None = None) -> Prepared:
+def prepare(
+    args: argparse.Namespace, *, here: bool = True, route: Route | None = None, allow_unread: bool = False
+) -> Prepared:
     """Load, place and check a job. `here`: pretend nodes are on this very machine, which then has limits.
 
-    `route` is that of a run that goes on; otherwise the options tell it.
+    `route` is that of a run that goes on; otherwise the options tell it. `allow_unread` is that of `load_job`.
 
     Raises:
         UsageError: no job file is named, or options contradict one another.
@@ -71,23 +76,37 @@ def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None 
     """
     if not args.job:
         raise UsageError("JOB: is empty; name a job file, such as jobs/examples/hello.yaml")
-    loaded = load_job(Path(args.job), KINDS, overrides(args), text=getattr(args, "job_text", None))
-    job = loaded.job
+    text = getattr(args, "job_text", None)
+    loaded = load_job(Path(args.job), KINDS, overrides(args), text=text, allow_unread=allow_unread)
     site = site_of(args)
     route = route or route_of(args, site)
-    local = route.is_here
+    check_options(args, route.transport)
     try:
-        if here and local:
-            check_size(job)
-        hosts = pretend_nodes(job, this_machine()) if local else nodes_of(job, site, route)
-        placement, spares = place_crew(job, hosts)
-        BY_KEY[job.kind].check(job.settings, placement.world_size)
-        if here and local:
-            check_files(job, {**os.environ, **data_of(site), **site.env, **job.env})
+        context = _context(args, loaded.job, site, route, here=here and route.is_here)
     except RefusedError as error:
-        raise RefusedError(f"{args.job}: {error}") from error
+        message = str(error)
+        if message.startswith(OF_SITE):
+            raise RefusedError(placed(args.site, message.removeprefix(OF_SITE))) from error
+        raise RefusedError(loaded.document.placed(message.removeprefix("job file: "))) from error
+    site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
+    return Prepared(Submission(route, context), loaded, site_text)
+
+
+def _context(args: argparse.Namespace, job: Job, site: Site, route: Route, *, here: bool) -> Context:
+    """Place a job, and check that it can be there. `here`: on this very machine."""
+    if here:
+        check_size(job, len(this_machine().cores))
+    hosts = pretend_nodes(job, this_machine()) if route.is_here else nodes_of(job, site, route)
+    placement, spares = place_crew(job, hosts)
+    BY_KEY[job.kind].check(job.settings, placement.world_size)
+    if here:
+        check_files(job, {**os.environ, **data_of(site), **site.env, **job.env})
     if address := getattr(args, "master_addr", None):
         placement = placement.meeting_at(numeric(address))
+        if route.is_here and not is_own(address):
+            raise UsageError(
+                f"--master-addr: {address} is no address of this machine, where the job runs; leave it out"
+            )
         if placement.one_host and len(placement.nodes) > 1 and route.transport not in ("local", "hand"):
             raise UsageError(f"--master-addr: {address} is each node's own; give an address of node 0 that all reach")
     context = Context(
@@ -96,7 +115,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None 
         placement=placement,
         run=RunDir(run_path(runs_root(args.runs or site.runs), job.name)),
         workdir=job.workdir or str(Path.cwd()),
-        python=interpreter_of(site, here=local),
+        python=interpreter_of(site, here=route.is_here),
         entry=BY_KEY[job.kind].entry,
         code=site.code,
         remote=route.transport != "local",
@@ -104,8 +123,7 @@ def prepare(args: argparse.Namespace, *, here: bool = True, route: Route | None 
         spares=spares,
     )
     shared_environment(context, this_machine(), 1)  # refuses variables that are not a job's to set
-    site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
-    return Prepared(Submission(route, context), loaded.text, site_text)
+    return context
 
 
 def overrides(args: argparse.Namespace) -> list[str]:
@@ -121,6 +139,8 @@ def overrides(args: argparse.Namespace) -> list[str]:
         given += slurm_choice(args)
     for word in args.exported:
         name, is_given, value = word.partition("=")
+        if not VARIABLE.fullmatch(name):
+            raise UsageError(f"-x {word}: a variable's name has letters, digits and _, and begins with no digit")
         if not is_given and name not in os.environ:
             raise UsageError(f"-x {name}: is not set here; write -x {name}=VALUE")
         value = value if is_given else os.environ[name]
@@ -156,15 +176,15 @@ def route_of(args: argparse.Namespace, site: Site) -> Route:
     Raises:
         UsageError: the transport needs hosts, and nobody names any.
     """
-    wanted = getattr(args, "on", None)
+    wanted = getattr(args, "on", "local")  # a command without --on is for this machine alone
     named = any(getattr(args, name, None) for name in SOURCES)
-    transport = wanted or ("ssh" if named else "local")
+    transport = wanted or ("ssh" if named or site.hosts else "local")
     executor = executor_of(args, transport)
     if transport == "local":
         if named:
             raise UsageError("--on local: hosts are given, and local uses none; use --on ssh, or leave them out")
         return Route("local", HostSet((), "this machine"))
-    queued = transport in ("slurm", "submitit")
+    queued = transport in QUEUED
     if queued:  # Slurm takes the choice (slurm_choice); a box only tells where Slurm is
         args = argparse.Namespace(**{**vars(args), "nodelist": None, "exclude": None})
         named = any(getattr(args, name) for name in SOURCES)
@@ -258,43 +278,6 @@ def interpreter_of(site: Site, *, here: bool = True) -> str:
     if here and not os.access(site.interpreter, os.X_OK):
         raise RefusedError(f"site file: interpreter: {site.interpreter}: cannot be run here; correct it, or remove it")
     return site.interpreter
-
-
-def check_size(job: Job) -> None:
-    """Refuse what would only bring this machine to its knees.
-
-    Raises:
-        RefusedError: more pretend nodes or ranks than one machine is for.
-    """
-    nodes = crew_size(job)
-    ranks = nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
-    if nodes > LOCAL_NODES:
-        raise RefusedError(f"nodes: must be at most {LOCAL_NODES} on one machine, got {nodes}; lower nodes")
-    if ranks > LOCAL_RANKS:
-        raise RefusedError(
-            f"ranks_per_node: must be such that one machine has at most {LOCAL_RANKS} ranks, got {nodes} nodes x "
-            f"{job.ranks_per_node}; lower nodes or ranks_per_node"
-        )
-
-
-def check_files(job: Job, environ: Mapping[str, str]) -> None:
-    """Check that what the ranks will read is on this machine, before any of them is started.
-
-    Raises:
-        RefusedError: the working folder, the text or the prepared data set is not there.
-    """
-    if job.workdir is not None and not Path(job.workdir).is_dir():
-        found = "is not a folder" if Path(job.workdir).exists() else "no such folder"
-        raise RefusedError(f"workdir: {job.workdir}: {found}; make it, or correct workdir")
-    if not isinstance(job.settings, TrainSettings):
-        return
-    if job.settings.data.text is not None:
-        text_file(job.settings.data.text)
-    elif job.settings.data.name == "cifar10":
-        try:
-            cifar10_files(data_root(environ))
-        except RefusedError as error:
-            raise RefusedError(f"train.data: {error}") from error
 
 
 def this_machine() -> Machine:

@@ -59,6 +59,8 @@ def again(run: RunDir, args: argparse.Namespace, say: Say) -> Prepared:
     before = Submission.read(run)
     prepared = changed(run, before, args)
     job = prepared.context.job
+    for mistake in prepared.loaded.dropped:
+        say(f"{mistake.key}: {mistake.text}; the run goes on without it")
     check_kind(run, job, wanted=args.origin)
     if state.state == "done":
         check_longer(run, before.context.job, job, wanted=args.origin)
@@ -186,6 +188,12 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
         say(f"{run.run_id}: nothing was saved before it ended: it starts again from step 0")
         return
     if isinstance(job.settings, TrainSettings):
+        saved, steps = chosen.manifest.step, job.settings.steps
+        if steps is not None and steps < saved:
+            raise RefusedError(
+                f"{run.run_id}: train.steps: {steps} is less than the {saved} steps of {chosen.folder.name}; "
+                f"give more steps, or go back with --from STEP (muster checkpoint list {run.run_id})"
+            )
         require_settings(chosen.manifest.meta.get(KEPT), job.settings, chosen.folder.name)
 
 
@@ -205,7 +213,7 @@ def changed(run: RunDir, before: Submission, args: argparse.Namespace) -> Prepar
         raise RunFolderError(f"{run.path}: has no job.yaml; submit the job anew")
     args.site, other_site = args.site or str(run.site), args.site is not None
     route = _route(before.route, args)
-    prepared = prepare(args, route=route)
+    prepared = prepare(args, route=route, allow_unread=True)
     was, now = before.context, prepared.context
     moved = any(each.partition("=")[0] == "workdir" for each in args.overrides)
     context = replace(

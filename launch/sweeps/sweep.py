@@ -187,8 +187,11 @@ def point_name(base: str, pairs: Iterable[tuple[str, str]], index: int, taken: s
     name = re.sub(r"[^A-Za-z0-9._]+", "-", "-".join([base, *words])).strip("-._")
     if len(name) <= LONGEST_NAME and name not in taken:
         return name
-    ending = f"-{index}"
-    return name[: LONGEST_NAME - len(ending)].rstrip("-._") + ending
+    for ending in (f"-{number}" for number in itertools.chain([index], itertools.count(MOST_POINTS))):
+        numbered = name[: LONGEST_NAME - len(ending)].rstrip("-._") + ending
+        if numbered not in taken:
+            break
+    return numbered
 
 
 def complaint(bad: Sequence[tuple[Point, MusterError]], grids: Sequence[Grid], all_points: int) -> MusterError:
@@ -198,7 +201,9 @@ def complaint(bad: Sequence[tuple[Point, MusterError]], grids: Sequence[Grid], a
     of_points: dict[str, list[Point]] = {}
     for point, error in bad:
         for line in str(error).splitlines():
-            override = next((each for each in point.overrides if line.startswith(f"--set {each}: ")), None)
+            # A value that only does not fit the others is refused in some of its points.
+            alone = point.overrides if isinstance(error, JobFileError) else ()
+            override = next((each for each in alone if line.startswith(f"--set {each}: ")), None)
             if override is None:
                 of_points.setdefault(line, []).append(point)
                 continue

@@ -49,7 +49,9 @@ def pdsh_transport(
 
     def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
         host = by_name.get(name)
-        return explain(host, code, errors) if host else RefusedError(f"pdsh ended with code {code}: {_last(errors)}")
+        return (
+            explain(host, code, errors, ssh) if host else RefusedError(f"pdsh ended with code {code}: {_last(errors)}")
+        )
 
     by_name = {pdsh_name(target): host for target, host in zip(targets, nodes, strict=True)}
     numbers = {name: number for number, name in enumerate(by_name)}

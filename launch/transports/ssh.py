@@ -68,7 +68,7 @@ class Ssh:
             self._turns.release()
         code = await asyncio.shield(child.ended)
         await asyncio.wait([errors], timeout=READING_S)  # a child of ssh's own may hold it open
-        gate.failed(node, explain(self.nodes[node], code, child.errors))
+        gate.failed(node, explain(self.nodes[node], code, child.errors, self.ssh))
 
     async def close(self, lost: Collection[int]) -> None:
         """Wait for every ssh to end with its agent; one whose node is lost would wait for its own time-out."""

@@ -12,9 +12,10 @@ from typing import Final
 
 from jobs.errors import MusterError, RefusedError, UnreachableError
 from jobs.hosts import HostSet
-from jobs.placement import Host
+from jobs.placement import Host, Login
 from jobs.site import SshSettings
 
+NO_SETTINGS: Final = SshSettings()
 SSH_FAILED: Final = 255  # ssh's own failures, and a remote shell that was killed
 NOT_FOUND: Final = 127
 NOT_EXECUTABLE: Final = 126
@@ -52,9 +53,7 @@ COMPLAINTS: Final = (
         r"(?i)Permission denied \(|Too many authentication failures",
         "it refused our key; try: ssh {target} true, and copy a key with ssh-copy-id {target}",
     ),
-    Complaint(
-        r"(?i)Could not resolve hostname|Name or service not known", "no such host name; correct it in the hosts"
-    ),
+    Complaint(r"(?i)Could not resolve hostname|Name or service not known", "no such host name; correct it in {where}"),
     Complaint(r"(?i)Connection refused", "nothing listens on its ssh port; is sshd running there, and the port right?"),
     Complaint(
         r"(?i)timed out|banner exchange|Operation timed out",
@@ -66,8 +65,13 @@ COMPLAINTS: Final = (
         "it closed the connection at once; its sshd may refuse so many (MaxStartups): try --fanout 8",
     ),
     Complaint(
+        r"(?i)Bad configuration option: (?P<what>\w+)",
+        "ssh does not know the option {what}; correct --ssh-opt, or ssh.options in the site file",
+        RefusedError,
+    ),
+    Complaint(
         r"(?i)Bad configuration option|Unsupported KEX|command-line:? line",
-        "ssh does not know an option or its value; correct ssh.options in the site file",
+        "ssh does not know an option or its value; correct --ssh-opt, or ssh.options in the site file",
         RefusedError,
     ),
     Complaint(
@@ -119,10 +123,13 @@ def base_options(ssh: SshSettings, *, port: int | None) -> list[str]:
     return options
 
 
-def explain(host: Host, code: int, errors: Sequence[str]) -> MusterError:
+def explain(host: Host, code: int, errors: Sequence[str], ssh: SshSettings = NO_SETTINGS) -> MusterError:
     """Turn the end of an ssh that brought no agent into one message; `errors` is its standard error."""
     text = "\n".join(errors)
-    target = typed(host)
+    who, target, where = host.name, typed(host, ssh), "the hosts"
+    if hop := _blamed_hop(text, ssh.jump):
+        who, target, where = f"{host.name}: its jump host {hop}", hop, "--jump, or ssh.jump in the site file"
+        target = f"ssh://{hop}" if ":" in hop else hop
     if code in (NOT_FOUND, NOT_EXECUTABLE):
         what = "is not there" if code == NOT_FOUND else "cannot be run"
         last = errors[-1] if errors else ""
@@ -130,16 +137,29 @@ def explain(host: Host, code: int, errors: Sequence[str]) -> MusterError:
     for row in COMPLAINTS:
         if found := re.search(row.said, text):
             what = found.groupdict().get("what") or ""
-            return row.error(f"{host.name}: " + row.means.format(target=target, what=what))
+            return row.error(f"{who}: " + row.means.format(target=target, what=what, where=where))
     last = next((line for line in reversed(errors) if line.strip()), "it said nothing")
     if code == SSH_FAILED:
-        return UnreachableError(f"{host.name}: ssh failed: {last}; try: ssh {target} true")
+        return UnreachableError(f"{who}: ssh failed: {last}; try: ssh {target} true")
     return UnreachableError(f"{host.name}: the agent ended with code {code}: {last}")
 
 
-def typed(host: Host) -> str:
+def _blamed_hop(text: str, jump: str | None) -> str | None:
+    """Return the jump host that ssh complains of; a hop that could not reach the next host says so itself."""
+    if "forwarding failed" in text:
+        return None
+    hops = [hop.removeprefix("ssh://") for hop in (jump or "").split(",") if hop]
+    names = {hop: re.sub(r":\d+\Z", "", hop.rpartition("@")[2]).strip("[]") for hop in hops}
+    return next(
+        (hop for hop, name in names.items() if re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", text)), None
+    )
+
+
+def typed(host: Host, ssh: SshSettings = NO_SETTINGS) -> str:
     """Return what somebody types behind `ssh` to reach a host."""
-    if host.login is None:
-        return shlex.quote(host.name)
-    port = f"-p {host.login.port} " if host.login.port else ""
-    return port + shlex.quote(f"{host.login.user}@{host.login.target}" if host.login.user else host.login.target)
+    login = host.login or Login(host.name)
+    options = [word for option in ssh.options for word in ("-o", option)]
+    options += ["-o", f"ProxyJump={ssh.jump}"] if ssh.jump else []  # ssh-copy-id has no -J
+    port, user = login.port or ssh.port, login.user or ssh.user
+    options += ["-p", str(port)] if port else []
+    return shlex.join([*options, f"{user}@{login.target}" if user else login.target])

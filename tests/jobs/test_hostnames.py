@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.errors import JobFileError, UsageError
-from jobs.hostnames import check_jump, check_name, check_user, is_numeric
+from jobs.hostnames import check_jump, check_name, check_network, check_user, is_numeric
 from jobs.hosts import from_nodelist, parse_hostfile
 from jobs.placement import Login
 from jobs.site import SshSettings
@@ -102,3 +102,16 @@ def test_a_node_list_with_shell_text_is_refused() -> None:
 def test_a_site_file_with_shell_text_is_refused(settings: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="wanted"):
         SshSettings(**settings)
+
+
+@pytest.mark.parametrize("given", ["eth1", "ib0.8001", "eth0:1", "10.10.1.0/24", "10.10.1.7/24", "fd00::/64"])
+def test_interfaces_and_cidrs_are_networks(given: str) -> None:
+    assert check_network(given) == given
+
+
+@pytest.mark.parametrize("given", ["10.0.0.0/99", "10.10.1.1", "a/b", "", "eth 1", "an-interface-of-more-than-15"])
+def test_anything_else_is_no_network(given: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"is no interface and no network; wanted a name such as eth1, or 10\.10\.1\.0"
+    ):
+        check_network(given)

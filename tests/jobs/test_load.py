@@ -249,6 +249,35 @@ def test_paths_are_taken_from_the_folder_of_the_job_file(tmp_path: Path, monkeyp
     assert job.settings.data.text == str(tmp_path / "jobs" / "book.txt")
 
 
+def test_a_path_that_was_typed_is_taken_from_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    path = tmp_path / "jobs" / "job.yaml"
+    path.write_text("workdir: work\ntrain: {model: gpt-nano, data: synthetic}\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    loaded = load_job(path, KINDS, ["train.data={text: some text.txt}"])
+    assert isinstance(loaded.job.settings, TrainSettings)
+    assert loaded.job.settings.data.text == str(tmp_path / "some text.txt")
+    assert loaded.job.workdir == str(tmp_path / "jobs" / "work")
+    assert loaded.typed_paths == [f'train.data.text="{tmp_path}/some text.txt"']
+    monkeypatch.chdir("/")
+    again = load_job(path, KINDS, ["train.data={text: some text.txt}", *loaded.typed_paths])
+    assert again.job == loaded.job
+
+
+@pytest.mark.parametrize(("name", "command"), [("train.py", "[python, train.py]"), ("go.sh", "[bash, go.sh]")])
+def test_a_program_in_the_place_of_a_job_file_is_told_how_to_run_it(write: Write, name: str, command: str) -> None:
+    write("").rename(name)
+    (complaint,) = complaints(Path(name))
+    assert complaint.startswith(f"{name}: is a program, wanted a job file; write one with command: {command}, as in ")
+
+
+def test_of_several_names_in_one_value_none_is_guessed(write: Write) -> None:
+    (complaint,) = complaints(write(TRAIN), "train.device=cpu,cuda")
+    assert complaint.endswith("train.device: must be 'auto', 'cpu' or 'cuda', got 'cpu,cuda'")
+
+
 def test_overrides_are_yaml_values_and_make_what_is_missing(write: Write) -> None:
     overrides = (
         "train.optimizer.lr=1e-3",
@@ -328,7 +357,7 @@ around = st.fixed_dictionaries(
         "name": st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"),
         "nodes": st.integers(1, 100),
         "ranks_per_node": st.integers(1, 8) | st.just("slots"),
-        "env": st.dictionaries(names.filter(lambda name: name != "<<" and "=" not in name), names, max_size=3),
+        "env": st.dictionaries(st.from_regex(r"[A-Za-z_][A-Za-z0-9_]*", fullmatch=True), names, max_size=3),
         "setup": st.lists(names, max_size=3),
         "workdir": st.sampled_from(["w", "/w", "."]),
         "grace_s": st.floats(0.0, 1e6),

@@ -37,6 +37,8 @@ GPT: Any = {"model": SPLIT, "data": "synthetic"}
         ({"data": "digts"}, "unknown data 'digts'; did you mean 'digits'"),
         ({"data": {"name": "digits", "text": "x"}}, "data is either a name or"),
         ({"data": {}}, "data is either a name or"),
+        ({"steps": 10**25}, "less than or equal to 1000000000000"),
+        ({"seed": 2**64}, "less than 18446744073709551616"),
         ({"mode": "dpp"}, "unknown mode 'dpp'; did you mean 'ddp'"),
         ({"epochs": 1, "steps": 1}, "give epochs or steps, not both"),
         ({"mode": "ddp", "parallel": {"data": 2}}, "give mode or parallel, not both; null takes one out"),
@@ -341,9 +343,12 @@ def test_a_command_that_the_kernel_would_not_start_is_refused(argv: list[str], m
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"env": {"": "a"}}, "a variable's name must be text without = and zero bytes, got ''"),
+        ({"env": {"": "a"}}, "a variable's name has letters, digits and _, and begins with no digit, got ''"),
+        ({"env": {"BAD NAME": "a"}}, "a variable's name has letters, .*, got 'BAD NAME'; correct it"),
+        ({"env": {"1ST": "a"}}, "a variable's name has letters, .*, got '1ST'"),
+        ({"threads_per_rank": 1025}, "less than or equal to 1024"),
         ({"env": {"A=B": "a"}}, "got 'A=B'"),
-        ({"env": {"A\0": "a"}}, "without = and zero bytes"),
+        ({"env": {"A\0": "a"}}, "letters, digits and _"),
         ({"env": {"A": "a\0"}}, "must not hold a zero byte"),
         ({"env": {"A": "x" * (MAX_STRING_BYTES - 2)}}, f"A: .* shorter than {MAX_STRING_BYTES} bytes"),
         ({"nodes": 100_001}, "less than or equal to 100000"),

@@ -96,6 +96,16 @@ def test_all_mistakes_of_the_text_are_told_at_once() -> None:
     ("text", "message"),
     [
         ("a: b: c", "f:1: not YAML: a second `: ` on one line; put text that holds one in quotes (column 5)"),
+        (
+            "nodes: 2\n  name: a",
+            "f:2: not YAML: this key is indented further than the line above allows; begin "
+            "it where the other keys of its section do (column 7)",
+        ),
+        (
+            "a:\n  b: 1\n c: 2",
+            "f:3: not YAML: this line begins in a column where no section begins; begin "
+            "it where the other keys of its section do (column 2)",
+        ),
         ("a:\n\tb: 1", "f:2: not YAML: a tab; YAML indents with spaces (column 1)"),
         ("a: *x", "f:1: not YAML: found undefined alias 'x' (column 4)"),
         (

@@ -59,6 +59,8 @@ def test_a_command_of_the_table_has_a_module_with_both_functions(name: str) -> N
     ("argument", "message"),
     [
         ("sttaus", "unknown command 'sttaus'; did you mean 'status'?"),
+        ("--verison", "unknown option '--verison'; did you mean '--version'?"),
+        ("verison", "unknown command 'verison'; did you mean '--version'?"),
         ("xyzzy", "unknown command 'xyzzy'; muster --help lists them"),
         ("--quiet", "unknown option '--quiet'; muster --help lists them"),
     ],

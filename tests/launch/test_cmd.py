@@ -111,6 +111,17 @@ def test_all_lines_of_a_call_agree_on_the_port_and_the_keys_follow_from_the_secr
     assert 61_000 <= int(after("--port", found[0])) <= 65_535
 
 
+def test_node_0_finds_a_text_that_was_typed_relative_to_the_working_folder(lines, tmp_path) -> None:
+    made = lines("workdir: /\n" + TRAIN, *HERE, "--set", "train.data={text: some.txt}")
+    assert f'train.data.text="{Path.cwd() / "some.txt"}"' in words(made[0])
+
+
+def test_node_0_is_told_the_network_of_the_ranks(lines) -> None:
+    made = lines(TRAIN, *HERE, "--iface", "10.10.1.0/24")
+    assert after("--iface", made[0]) == "10.10.1.0/24"
+    assert "--iface" not in made[1]
+
+
 def test_every_call_draws_a_fresh_secret_and_a_port(lines) -> None:
     calls = [lines(TRAIN, *HERE) for _ in range(4)]
     assert len({words(found[0])[0] for found in calls}) == 4

@@ -5,6 +5,7 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
+from jobs.errors import RefusedError
 from jobs.train.data import image_sets, token_sets
 from jobs.train_settings import TrainSettings
 
@@ -71,3 +72,16 @@ def open_data(settings: TrainSettings) -> Data:
         StorageError: python-source cannot be prepared.
     """
     return OPENERS[settings.data.name or "text"](settings)
+
+
+def require_batch(settings: TrainSettings, data: Data) -> None:
+    """Refuse a batch size that was given and that the data cannot fill; the default one shrinks to a small text.
+
+    Raises:
+        RefusedError: it is larger than the data set.
+    """
+    if "batch_size" in settings.model_fields_set and settings.batch_size > data.train_samples:
+        raise RefusedError(
+            f"train.batch_size: {settings.batch_size} is more than data {data.name} has training samples; "
+            f"use at most {data.train_samples}"
+        )

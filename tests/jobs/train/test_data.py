@@ -13,7 +13,7 @@ from torch.nn import functional
 from jobs import datafiles
 from jobs.cifar10 import prepare_cifar10
 from jobs.errors import RefusedError
-from jobs.train.data import OPENERS, open_data
+from jobs.train.data import OPENERS, open_data, require_batch
 from jobs.train.keyed import AUGMENT, key, permutation
 from jobs.train_settings import DATA_NAMES, TrainSettings
 
@@ -220,6 +220,13 @@ def test_python_source_is_text_of_this_python(tmp_path: Path, monkeypatch: pytes
     inputs, _ = data.train_batch(torch.tensor([0]), 0)
     assert bytes(inputs[0].tolist()) == prepared.path.read_bytes()[:64]
     assert (data.vocabulary, data.units_per_sample, data.fingerprint) == (256, 64, prepared.sha256)
+
+
+def test_a_batch_that_was_given_is_no_larger_than_the_data():
+    few = open_data(settings("vgg11", "digits"))
+    require_batch(settings("vgg11", "digits", batch_size=1437), few)
+    with pytest.raises(RefusedError, match=r"batch_size: 1438 is more than data digits has .*; use at most 1437"):
+        require_batch(settings("vgg11", "digits", batch_size=1438), few)
 
 
 def test_tokens_cannot_be_augmented():

@@ -125,6 +125,19 @@ def test_a_product_has_a_line_of_its_own(capsys, job):
     assert found["all"]["ranks"] == 4
 
 
+def test_a_product_keeps_its_line_on_another_number_of_ranks_and_of_micro_batches(capsys, job):
+    Path(job).write_text(JOB.replace("  mode: zero2\n", ""))
+    split = ("--set", "train.parallel={data: 2, pipe: 2, zero: 1, schedule: 1f1b, microbatches: 4}")
+    four = record(capsys, job, *split)["data 2, zero 1 x pipe 2 by 1f1b"]["memory"]
+    eight = record(capsys, job, *split, "--world", "8")["data 4, zero 1 x pipe 2 by 1f1b"]
+    assert eight["is_jobs"]
+    assert eight["memory"]["optimizer"] == four["optimizer"] / 2
+    fewer = record(capsys, job, *split, "--microbatches", "2")["data 2, zero 1 x pipe 2 by 1f1b"]["memory"]
+    assert fewer["activations"] > four["activations"], "of larger micro-batches"
+    assert main(["memory", job, *split, "--world", "7"]) == 0
+    assert "pipe 2 x tensor 1 do not divide 7 ranks" in capsys.readouterr().out
+
+
 def test_a_pipeline_that_cannot_be_cut_is_told_in_its_line_and_a_product_is_refused(capsys, job):
     nano = ("--set", "train.model=gpt-nano", "--set", "train.mode=zbv")
     assert record(capsys, job, *nano)["zbv"]["memory"] is None

@@ -48,6 +48,16 @@ def test_every_mode_has_a_line_with_its_step_and_memory(capsys, job):
     assert "best: " in out
 
 
+def test_a_product_is_named_beside_the_modes_that_are_compared(capsys, job):
+    Path(job).write_text(JOB.replace("  mode: ddp\n", "  parallel: {data: 2, pipe: 2, microbatches: 4}\n"))
+    times = ("--forward-ms", "100", "--backward-ms", "300")
+    assert predict(*FAST, job, *times) == 0
+    out = capsys.readouterr().out
+    assert "the job's own split, data 2 x pipe 2 by 1f1b, was not compared" in out
+    own = record(capsys, *FAST, job, *times)["steps"][-1]
+    assert (own["mode"], own["step"], own["memory"]["total"] > 0) == ("data 2 x pipe 2 by 1f1b", None, True)
+
+
 def test_without_compute_times_it_says_what_it_predicts(capsys, job):
     assert predict(*FAST, job) == 0
     out = capsys.readouterr().out

@@ -13,6 +13,7 @@ from jobs.errors import JobFileError, RefusedError, UsageError
 from jobs.placement import Host, Login
 from launch.commands import run as command
 from launch.submit import prepare as module
+from launch.submit.here import warn
 from launch.submit.plan import Machine, shared_environment
 from launch.submit.prepare import Prepared, prepare
 
@@ -45,23 +46,23 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nodes: 257\n" + COMMAND, "nodes: must be at most 256 on one machine, got 257"),
+        ("nodes: 257\n" + COMMAND, "1: nodes: must be at most 256 on one machine, got 257"),
         (
             "nodes: 2\nranks_per_node: 513\n" + COMMAND,
-            "ranks_per_node: must be such that one machine has at most 1024 ranks, got 2 nodes x 513",
+            "2: ranks_per_node: must be such that one machine has at most 1024 ranks, got 2 nodes x 513",
         ),
-        ("workdir: nowhere\n" + COMMAND, "workdir: {folder}/nowhere: no such folder"),
-        ("workdir: job.yaml\n" + COMMAND, "workdir: {folder}/job.yaml: is not a folder"),
-        (IMAGES, "train.data: {folder}/data/cifar10: cifar10 is not on this machine; run: muster data cifar10"),
-        ("env: {MUSTER_DATA: /empty}\n" + IMAGES, "train.data: /empty/cifar10: cifar10 is not on this machine"),
-        ("train: {model: gpt-nano, data: {text: no.txt}}\n", "train.data.text: {folder}/no.txt: no such file"),
-        ("nodes: 2\ntrain: {model: vgg11, data: digits, batch_size: 1}\n", "train.batch_size: 1 is less than"),
+        ("workdir: nowhere\n" + COMMAND, "1: workdir: {folder}/nowhere: no such folder"),
+        ("workdir: job.yaml\n" + COMMAND, "1: workdir: {folder}/job.yaml: is not a folder"),
+        (IMAGES, "1: train.data: {folder}/data/cifar10: cifar10 is not on this machine; run: muster data cifar10"),
+        ("env: {MUSTER_DATA: /empty}\n" + IMAGES, "2: train.data: /empty/cifar10: cifar10 is not on this machine"),
+        ("train: {model: gpt-nano, data: {text: no.txt}}\n", "1: train.data.text: {folder}/no.txt: no such file"),
+        ("nodes: 2\ntrain: {model: vgg11, data: digits, batch_size: 1}\n", "2: train.batch_size: 1 is less than"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_with_file_and_key(job: Path, text: str, message: str) -> None:
     with pytest.raises(RefusedError) as caught:
         prepared(job, text)
-    assert str(caught.value).startswith(f"{job}: {message.format(folder=job.parent)}")
+    assert str(caught.value).startswith(f"{job}:{message.format(folder=job.parent)}")
     assert "\n" not in str(caught.value)
 
 
@@ -92,6 +93,26 @@ def test_pretend_nodes_share_the_slots_of_their_machine(
     assert [node.ranks for node in placement.nodes] == ranks
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nodes: 4\nranks_per_node: 100\n", "400 ranks, and this machine has 2 cores: every rank will be slow"),
+        ("threads_per_rank: 500\n", "threads_per_rank: 500, and this machine has 2 cores: the threads will wait"),
+        ("ranks_per_node: 32\nthreads_per_rank: 2\n", ""),
+    ],
+)
+def test_too_much_for_this_machine_is_worth_a_warning(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    monkeypatch.setattr(module, "this_machine", lambda: Machine("box", (0, 1)))
+    warn.cache_clear()
+    for _ in range(2):
+        prepared(job, text + COMMAND)
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"muster: warning: {said}" if said else "")
+    assert printed.count("\n") == bool(said)
+
+
 def with_site(job: Path, site_text: str, *words: str) -> Prepared:
     site = job.parent / "site.yaml"
     site.write_text(site_text)
@@ -106,8 +127,22 @@ def test_the_site_files_interpreter_and_data_folder_are_those_of_the_ranks(job: 
 
 
 def test_a_site_interpreter_that_cannot_be_run_is_refused(job: Path) -> None:
-    with pytest.raises(RefusedError, match=r"site file: interpreter: .*no-python: cannot be run here"):
+    with pytest.raises(RefusedError, match=r"site.yaml:1: interpreter: .*no-python: cannot be run here"):
         with_site(job, f"interpreter: {job.parent}/no-python\n")
+
+
+def test_what_the_command_line_gave_is_not_blamed_on_the_file(job: Path) -> None:
+    with pytest.raises(RefusedError, match=r"^--set train.batch_size=1: train.batch_size: 1 is less than one sample"):
+        prepared(job, "nodes: 2\n" + IMAGES_FOR_ALL, "--set", "train.batch_size=1", "--set", "train.data=digits")
+    with pytest.raises(RefusedError, match=r"^--set nodes=257: nodes: must be at most 256"):
+        prepared(job, COMMAND, "-N", "257")
+
+
+def test_a_rank_variable_is_refused_with_file_and_line(job: Path) -> None:
+    with pytest.raises(RefusedError, match=r"job.yaml:2: env.RANK: this is Muster's to set"):
+        prepared(job, "env:\n  RANK: '1'\n" + COMMAND)
+    with pytest.raises(RefusedError, match=r"site.yaml:1: env.RANK: this is Muster's to set"):
+        with_site(job, "env: {RANK: '1'}\n")
 
 
 def test_on_other_machines_the_interpreter_is_for_them_to_judge(job: Path) -> None:
@@ -146,11 +181,21 @@ def test_a_hosts_file_gives_slots_addresses_and_logins(job: Path) -> None:
     assert (placement.world_size, placement.master_addr) == (4, "10.10.1.1")
 
 
-def test_the_site_files_hosts_are_used_where_a_transport_asks_for_hosts(job: Path) -> None:
+@pytest.mark.parametrize("words", [[], ["--on", "ssh"]])
+def test_the_site_files_hosts_are_used_by_default(job: Path, words: list[str]) -> None:
     (job.parent / "hosts").write_text("n0\nn1\n")
-    made = with_site(job, "hosts: hosts\n", "--on", "ssh")
-    assert [host.name for host in made.submission.route.hosts.hosts] == ["n0", "n1"]
-    assert with_site(job, "hosts: hosts\n").submission.route.transport == "local"
+    route = with_site(job, "hosts: hosts\n", *words).submission.route
+    assert (route.transport, [host.name for host in route.hosts.hosts]) == ("ssh", ["n0", "n1"])
+
+
+def test_a_site_file_whose_hosts_file_is_missing_is_refused_instead_of_running_here(job: Path) -> None:
+    with pytest.raises(JobFileError, match="nowhere: no such file; wanted a hosts file"):
+        with_site(job, "hosts: nowhere\n")
+
+
+def test_the_site_files_hosts_give_way_to_local_and_to_hosts_of_the_command_line(job: Path) -> None:
+    (job.parent / "hosts").write_text("n0\nn1\n")
+    assert with_site(job, "hosts: hosts\n", "--on", "local").submission.route.transport == "local"
     assert with_site(job, "hosts: hosts\n", "-w", "m0").submission.route.hosts.hosts == (Host("m0", ""),)
 
 
@@ -179,7 +224,37 @@ def test_hosts_are_included_then_excluded(job: Path) -> None:
         (["-w", "n1", "--ssh-opt", "Port"], UsageError, "--ssh-opt: must be NAME=VALUE, as for ssh -o, got 'Port'"),
         (["-x", "NO_SUCH_VARIABLE"], UsageError, "-x NO_SUCH_VARIABLE: is not set here; write -x NO_SUCH_VARIABLE="),
         (["-x", "BYTES=a\udcffb"], UsageError, "-x BYTES: its value is not UTF-8, which job files are; leave it out"),
+        (
+            ["-x", "A B=1"],
+            UsageError,
+            "-x A B=1: a variable's name has letters, digits and _, and begins",
+        ),
         (["-n", "many"], JobFileError, "ranks_per_node"),
+        (
+            ["--master-addr", "203.0.113.7"],
+            UsageError,
+            "--master-addr: 203.0.113.7 is no address of this machine",
+        ),
+        (["--login", "eve"], UsageError, "--login: has no effect, because no hosts are named and the job would run on"),
+        (["--jump", "gate"], UsageError, "--jump: has no effect, because no hosts are named"),
+        (["--ssh-opt", "Port=1"], UsageError, "--ssh-opt: has no effect, because no hosts are named"),
+        (["--cheap-kex"], UsageError, "--cheap-kex: has no effect, because no hosts are named"),
+        (["--fanout", "2"], UsageError, "--fanout: has no effect, because no hosts are named"),
+        (["--exclude", "n1"], UsageError, "--exclude: has no effect, because no hosts are named"),
+        (["--iface", "eth77"], UsageError, "--iface: has no effect, because no hosts are named"),
+        (
+            ["--on", "local", "--iface", "lo"],
+            UsageError,
+            "--iface: has no effect with --on local; it is for ssh, pdsh,",
+        ),
+        (["--port", "9000"], UsageError, "--port: has no effect with --on local; it is for hand; remove it"),
+        (["-w", "n1", "--port", "9000"], UsageError, "--port: has no effect with --on ssh; it is for hand"),
+        (["--on", "slurm", "--jump", "gate"], UsageError, "--jump: has no effect with --on slurm; it is for ssh, pdsh"),
+        (["-w", "n1", "--lan", "lan0"], UsageError, "--lan lan0: names a network of a manifest; add --manifest FILE"),
+        (["-w", "n1", "--iface", "10.0.0.0/99"], UsageError, "--iface: '10.0.0.0/99' is no interface and no network"),
+        (["-w", "n1", "--iface", "10.0.0.1"], UsageError, "--iface: '10.0.0.1' is no interface and no network"),
+        (["--on", "hand", "--port", "99999"], UsageError, "--port: must be a number from 1 to 65535, got '99999'"),
+        (["--on", "hand", "--port", "-1"], UsageError, "--port: must be a number from 1 to 65535, got '-1'"),
     ],
 )
 def test_what_contradicts_itself_or_is_missing_is_said_in_one_line(

@@ -143,6 +143,36 @@ def test_what_is_to_be_different_is_written_back_and_the_job_before_is_kept(make
     assert supervised[0].context.workdir == str(Path.cwd())
 
 
+def test_in_another_mode_it_names_the_settings_that_it_no_longer_uses_and_goes_on(make, muster, supervised) -> None:
+    train = {**TRAIN, "mode": "zero2", "accumulate": "sharded", "bucket_size_mb": 1.0}
+    folder = make({**JOB, "train": train}).ended()
+    folder.saved.save(10)
+    code, err = muster("--set", "train.mode=bucketed")
+    assert (code, supervised[0].context.job.settings.mode) == (42, "bucketed")
+    assert err == (
+        "muster: train.accumulate: has no effect in mode bucketed; it is for modes zero1, zero2, zero3 without "
+        "layerwise, and fsdp; the run goes on without it\n"
+    )
+
+
+def test_fewer_steps_than_were_saved_are_refused(make, muster, supervised) -> None:
+    folder = make({**JOB, "train": {key: TRAIN[key] for key in TRAIN if key != "epochs"} | {"steps": 600}}).ended()
+    folder.saved.save(100)
+    folder.saved.save(239)
+    code, err = muster("--set", "train.steps=40")
+    assert (code, supervised) == (78, [])
+    assert "train.steps: 40 is less than the 239 steps of step-00000239.a000; give more steps, or go back" in err
+    assert muster("--set", "train.steps=140", "--from", "100")[0] == 42
+
+
+@pytest.mark.parametrize("words", [("--jump", "gate"), ("--iface", "eth1"), ("-e", "n1")])
+def test_options_of_hosts_are_refused_for_a_run_without_hosts(make, muster, supervised, words) -> None:
+    make().ended().saved.save(10)
+    code, err = muster(*words)
+    assert (code, supervised) == (2, [])
+    assert "has no effect with --on local; it is for ssh, pdsh" in err
+
+
 @pytest.mark.parametrize(("wanted", "told"), [("10", 10), ("step-00000010.a000", "step-00000010.a000")])
 def test_an_older_checkpoint_is_for_the_next_attempt_alone(make, muster, supervised, wanted: str, told) -> None:
     folder = make().ended()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jobs import exits
@@ -91,6 +91,7 @@ def test_any_text_is_split_without_losing_a_letter(text: str) -> None:
     ),
     st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True),
 )
+@example([("a", ["0", "0"]), ("a", [":", "2"])], "0")  # a number at the end that is another point's value
 def test_names_are_names_of_runs_and_differ(grids: list[tuple[str, list[str]]], base: str) -> None:
     points = points_of([Grid(key, tuple(values)) for key, values in grids], base)
     names = [point.name for point in points]
@@ -255,6 +256,25 @@ def test_every_bad_point_is_told_before_anything_starts(sweep: Sweep, tmp_path: 
         "point train.batch_size=1 nodes=3",
     ]
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("values", ["false,true", "true"])
+def test_a_sweep_over_a_key_that_no_point_reads_is_refused(sweep: Sweep, tmp_path: Path, values: str) -> None:
+    code, _, err = sweep(NANO, "--grid", f"train.layerwise={values}")
+    assert (code, err) == (
+        exits.BAD_JOB,
+        f"muster: --grid train.layerwise={values}: train.layerwise: has no effect in mode ddp; it is for mode zero3 "
+        "and pipelines; remove it\n",
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.ranks
+@patient
+def test_a_sweep_over_modes_may_have_a_key_that_one_of_them_reads(sweep: Sweep) -> None:
+    code, out, err = sweep(NANO, "--grid", "train.mode=bucketed,flat", "--set", "train.bucket_size_mb=1", "--json")
+    assert code == 0, err
+    assert [row["code"] for row in rows(out)] == [0, 0]
 
 
 @pytest.mark.parametrize(

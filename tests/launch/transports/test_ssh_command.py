@@ -214,6 +214,40 @@ def test_a_recorded_complaint_becomes_one_line_with_the_node_and_what_to_do(
     assert all(part in str(found) for part in end.split(".*"))
 
 
+def test_the_suggested_command_has_the_login_port_jump_and_options_of_the_command_line() -> None:
+    ssh = SshSettings(user="eve", port=2200, jump="gate", options=["IdentityFile=~/my key"])
+    found = explain(Host("n1", ""), 255, ["eve@n1: Permission denied (publickey)."], ssh)
+    command = "-o 'IdentityFile=~/my key' -o ProxyJump=gate -p 2200 eve@n1"
+    assert str(found).endswith(f"try: ssh {command} true, and copy a key with ssh-copy-id {command}")
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (
+            "ssh: Could not resolve hostname gate: Name or service not known",
+            "n1: its jump host al@gate:22: no such host name; correct it in --jump, or ssh.jump in the site file",
+        ),
+        (
+            "ssh: connect to host gate port 22: Connection refused\nkex_exchange_identification: Connection closed by",
+            "n1: its jump host al@gate:22: nothing listens on its ssh port",
+        ),
+        (
+            "al@gate: Permission denied (publickey).\nConnection closed by UNKNOWN port 65535",
+            "n1: its jump host al@gate:22: it refused our key; try: ssh ssh://al@gate:22 true",
+        ),
+        (
+            "channel 0: open failed: connect failed: Connection refused\nstdio forwarding failed\nhost gate",
+            "n1: nothing listens on its ssh port",
+        ),
+        ("n1-gateway: Permission denied (publickey).", "n1: it refused our key"),
+    ],
+)
+def test_a_jump_host_is_blamed_for_what_it_refuses_and_for_nothing_else(said: str, message: str) -> None:
+    found = explain(Host("n1", ""), 255, said.splitlines(), SshSettings(jump="al@gate:22"))
+    assert str(found).startswith(message)
+
+
 @given(code=st.integers(0, 255), said=st.text(max_size=200))
 def test_whatever_is_said_becomes_one_error_that_names_the_node(code: int, said: str) -> None:
     found = explain(PLACED, code, said.split("\n"))
@@ -242,7 +276,7 @@ class Client:
         settings = {"options": self.sshd.options() if options is None else options, "connect_timeout_s": 1, **ssh}
         words = ssh_argv(host, HostSet((host,), ""), SshSettings.model_validate(settings), command or ("true",))
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30, check=False)
-        return explain(host, done.returncode, done.stderr.splitlines())
+        return explain(host, done.returncode, done.stderr.splitlines(), SshSettings.model_validate(ssh))
 
 
 @pytest.fixture
@@ -326,11 +360,13 @@ def test_a_python_that_lacks_a_library(client: Client) -> None:
 @pytest.mark.parametrize("option", ["NoSuchOption=1", "Port=abc", "KexAlgorithms=foo"])
 def test_an_option_that_ssh_does_not_know(client: Client, sshd: Sshd, option: str) -> None:
     found = client(options=[*sshd.options(), option])
-    said(found, RefusedError, "ssh does not know an option or its value; correct ssh.options in the site file")
+    what = "the option nosuchoption" if "No" in option else "an option or its value"
+    said(found, RefusedError, f"ssh does not know {what}; correct --ssh-opt, or ssh.options in the site file")
 
 
 def test_a_jump_host_that_does_not_answer(client: Client) -> None:
-    said(client(jump=f"127.0.0.1:{closed_port()}"), UnreachableError, "nothing listens on its ssh port")
+    gate = f"localhost:{closed_port()}"
+    said(client(jump=gate), UnreachableError, f"its jump host {gate}: nothing listens on its ssh port")
 
 
 @pytest.fixture

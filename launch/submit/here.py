@@ -1,0 +1,66 @@
+"""Whether this machine can run a job: its size, and the files that it reads."""
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from jobs.datafiles import cifar10_files, data_root, text_file
+from jobs.errors import RefusedError
+from jobs.spec import Job
+from jobs.train_settings import TrainSettings
+from jobs.words import counted
+from launch.submit.spares import crew_size
+
+LOCAL_NODES: Final = 256  # each is an agent and a warm process
+LOCAL_RANKS: Final = 1024
+CROWD: Final = 16  # ranks for each core: more are worth a warning
+
+
+def check_size(job: Job, cores: int) -> None:
+    """Refuse a job that would only bring this machine to its knees, and warn of one that may.
+
+    Raises:
+        RefusedError: more pretend nodes or ranks than one machine is for.
+    """
+    nodes = crew_size(job)
+    ranks = nodes * (1 if job.ranks_per_node == "slots" else job.ranks_per_node)
+    if nodes > LOCAL_NODES:
+        raise RefusedError(f"nodes: must be at most {LOCAL_NODES} on one machine, got {nodes}; lower nodes")
+    if ranks > LOCAL_RANKS:
+        raise RefusedError(
+            f"ranks_per_node: must be such that one machine has at most {LOCAL_RANKS} ranks, got {nodes} nodes x "
+            f"{job.ranks_per_node}; lower nodes or ranks_per_node"
+        )
+    have = f"this machine has {counted(cores, 'core')}"
+    if ranks > CROWD * cores:
+        warn(f"{ranks} ranks, and {have}: every rank will be slow, and memory may run out")
+    if job.threads_per_rank != "auto" and job.threads_per_rank > cores:
+        warn(f"threads_per_rank: {job.threads_per_rank}, and {have}: the threads will wait for one another")
+
+
+@cache
+def warn(text: str) -> None:
+    """Print a warning, once for all the jobs of a command."""
+    print(f"muster: warning: {text}", file=sys.stderr)
+
+
+def check_files(job: Job, environ: Mapping[str, str]) -> None:
+    """Check that what the ranks will read is on this machine, before any of them is started.
+
+    Raises:
+        RefusedError: the working folder, the text or the prepared data set is not there.
+    """
+    if job.workdir is not None and not Path(job.workdir).is_dir():
+        found = "is not a folder" if Path(job.workdir).exists() else "no such folder"
+        raise RefusedError(f"workdir: {job.workdir}: {found}; make it, or correct workdir")
+    if not isinstance(job.settings, TrainSettings):
+        return
+    if job.settings.data.text is not None:
+        text_file(job.settings.data.text)
+    elif job.settings.data.name == "cifar10":
+        try:
+            cifar10_files(data_root(environ))
+        except RefusedError as error:
+            raise RefusedError(f"train.data: {error}") from error
