@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from jobs import exits
+from jobs.linux import signal_name
 
 
 @dataclass(frozen=True)
@@ -242,5 +243,5 @@ def _as_signal(failure: Mapping[str, Any]) -> str | None:
     """Name the signal in a shell's exit code 128+n: `sh -c` returns it so."""
     code = failure.get("code")
     if isinstance(code, int) and code - exits.SIGNAL_BASE in signals.valid_signals():
-        return signals.Signals(code - exits.SIGNAL_BASE).name
+        return signal_name(code - exits.SIGNAL_BASE)
     return None

@@ -81,7 +81,11 @@ class Startup:
             node.heard = time.monotonic()
             if node.channel is not None:  # its clock is to be known before it is judged
                 self.send(number, Beat(time.time()))
-        failed = {number: node.failure for number, node in enumerate(self.roster.nodes) if node.failure is not None}
+        failed = {
+            number: node.failure or UnreachableError(f"{self.roster.hosts[number]}: its agent has gone")
+            for number, node in enumerate(self.roster.nodes)
+            if node.failure is not None or node.gone  # since it was chosen for this attempt
+        }
         if failed:
             return self._report(failed)
         self.send(0, prepare_message(self.context, self.roster.nodes[0].hello))

@@ -90,8 +90,6 @@ class Supervisor:
                 assert self.stop is not None or refused is not None
                 return refused or Verdict(self.stop.code, self.stop.message)  # type: ignore[union-attr]
             self._new_attempt()
-            for slot in filter(lambda each: self.crew.nodes[each].gone, self.slots):  # since it was chosen
-                self._lost(slot, "its agent has gone")
             self._current.advance(self._current.startup.begin)
 
     async def _start_agents(self) -> None:

@@ -145,8 +145,8 @@ time.sleep(1000)
 def test_what_a_node_sends_home_is_the_attempts_own(node: Supervised) -> None:
     for attempt in (0, 1):
         said = f"print('of attempt {attempt}'); raise SystemExit"
-        node.start(attempt, rank(0, said), apart=True, console=(0,), node=3)
-        seen = []
+        node.order_start(attempt, rank(0, said), apart=True, console=(0,), node=3)
+        seen = []  # all of it: what the rank writes may come before it is known to have started
         while not isinstance(message := node.receive(), Exited):
             seen.append(message)
         names = {each.name for each in seen if isinstance(each, File)}

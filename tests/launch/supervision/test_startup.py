@@ -219,6 +219,14 @@ def test_a_report_of_refusals_alone_is_a_refusal(tmp_path: Path) -> None:
     assert stop == Stop(78, "n1: its Python lacks yaml\nto go on without: --exclude n1")
 
 
+def test_a_node_that_was_lost_since_it_was_chosen_is_not_waited_for(tmp_path: Path) -> None:
+    start = Start(tmp_path)
+    start.roster.nodes[1].gone = True
+    start.hello(1)
+    assert start.hello(0) == Stop(69, "n1: its agent has gone\nto go on without: --exclude n1")
+    assert start.orders(wire.Prepare) == []
+
+
 def test_where_every_node_is_bad_none_is_left_to_go_on_with(tmp_path: Path) -> None:
     start = Start(tmp_path)
     start.fail(1, RefusedError("n1: a"))
