@@ -38,7 +38,6 @@ CHUNK_BYTES: Final = 1 << 20
 
 LATEST_S: Final = 253_402_300_799  # 9999-12-31, the last day that `datetime` knows
 LARGEST: Final = 1e60  # of what is measured: a sum of squares stays finite
-_LONG_NUMBER: Final = re.compile(r"[0-9]{60}|[0-9][eE]\+?[0-9]{2}")
 _STRINGS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 _BRACKETS: Final = re.compile(r"[\[\]{}]")
 _STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
@@ -157,7 +156,7 @@ def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VA
         raise ValueError(f"more than {most} values")
     if brackets > deepest and _is_deeper(text, deepest):
         raise ValueError(f"nested deeper than {deepest} levels")
-    if _LONG_NUMBER.search(text):
+    if largest < math.inf or _has_long_number(text):
         return json.loads(text, parse_int=partial(_number, int, largest), parse_float=partial(_number, float, largest))
     return json.loads(text)
 
@@ -198,6 +197,12 @@ def _number(kind: type[int] | type[float], largest: float, digits: str) -> int |
     if not -largest <= (value := kind(digits)) <= largest:
         raise ValueError(f"{digits:.20} is beyond {largest:g}")
     return value
+
+
+def _has_long_number(text: str) -> bool:
+    """Return whether a number may have over MOST_DIGITS digits: it then fills a block of half as many."""
+    block = MOST_DIGITS // 2
+    return any(text[begin : begin + block].isdigit() for begin in range(0, len(text), block))
 
 
 def _is_deeper(text: str, deepest: int) -> bool:
