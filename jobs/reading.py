@@ -1,6 +1,7 @@
 """Read files that somebody else may have written: only files of a trusted owner, and never more than a bound.
 
     open_file     a regular file of a trusted owner; a link as the last part of the path is not followed
+    target_of     where a link of a trusted owner points
     read_bytes    a whole file of at most `most` bytes
     read_rest     the rest of an open file
     read_end      the last bytes of a file of any size
@@ -105,6 +106,26 @@ def open_file(path: Path, *, owned: bool = True) -> IO[bytes]:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def target_of(path: Path) -> Path:
+    """Return where a link that a trusted owner has made points, or `path` itself if it is no link.
+
+    Raises:
+        UntrustedError: if the link belongs to another user.
+    """
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return path
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISLNK(status.st_mode):
+            return path
+        check_owner(path, status)
+        return path.parent / os.readlink("", dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> bytes:

@@ -21,7 +21,7 @@ from typing import Any, Final
 from jobs import exits
 from jobs.errors import MusterError, RunFolderError
 from jobs.files import write_json
-from jobs.reading import LONGEST_LINE_BYTES, open_file
+from jobs.reading import LONGEST_LINE_BYTES, open_file, target_of
 from jobs.rundir import RunDir
 from launch.look.fields import typed, typed_line
 from launch.look.follow import tail_lines
@@ -241,7 +241,7 @@ def last_row(result: Outcome, time_s: float | None, attempt: int | None) -> dict
 
 def last_words(run: RunDir, job: SlurmJob) -> str:
     """Return the end of what the batch script printed: what Slurm, the shell or the supervisor said last."""
-    return "\n".join(tail_lines(output_path(run, job), LAST_LINES))
+    return "\n".join(tail_lines(target_of(output_path(run, job)), LAST_LINES))
 
 
 def output_path(run: RunDir, job: SlurmJob) -> Path:

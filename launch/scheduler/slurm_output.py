@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from jobs import exits
-from jobs.reading import MOST_BYTES, open_file
+from jobs.reading import MOST_BYTES, open_file, target_of
 from jobs.rundir import RunDir
 from launch.supervision.verdict import Ending, Stop
 from slurm.complaints import Complaint, complaint
@@ -34,7 +34,7 @@ class BatchOutput:
     def _lines(self, offset: int) -> list[str]:
         if not self.path.is_file():
             return []
-        with open_file(self.path) as file:
+        with open_file(target_of(self.path)) as file:
             file.seek(max(offset, file.seek(0, os.SEEK_END) - MOST_BYTES))
             lines = file.read(MOST_BYTES).decode(errors="replace").splitlines()
             self.judged = file.tell()

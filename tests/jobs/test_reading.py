@@ -12,8 +12,9 @@ from jobs import yamlfile
 from jobs.errors import JobFileError, RunFolderError
 from jobs.files import read_lines
 from jobs.hosts import read_hostfile
-from jobs.reading import MOST_VALUES, SETTINGS_BYTES, UntrustedError, parse_json, read_bytes, read_end
+from jobs.reading import MOST_VALUES, SETTINGS_BYTES, UntrustedError, parse_json, read_bytes, read_end, target_of
 from support.memory import little_memory
+from support.users import ATTACKER, needs_root
 
 
 def test_a_log_of_1_gb_in_one_line_takes_little_memory_and_hides_no_record(tmp_path: Path) -> None:
@@ -115,3 +116,22 @@ def test_yaml_out_of_bounds_is_one_line_with_its_place(text: str, message: str) 
         yamlfile.parse(text, "f")
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_link_of_ones_own_is_followed_by_its_target_and_a_strangers_is_not(tmp_path: Path) -> None:
+    """A run's slurm-JOB.out is such a link in arrays, and under submitit."""
+    own = tmp_path / "own"
+    own.symlink_to("elsewhere/log")
+    assert target_of(own) == tmp_path / "elsewhere" / "log"
+    assert target_of(tmp_path / "gone") == tmp_path / "gone"
+    (tmp_path / "file").touch()
+    assert target_of(tmp_path / "file") == tmp_path / "file"
+
+
+@needs_root
+def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("/etc/passwd")
+    os.lchown(link, ATTACKER, ATTACKER)
+    with pytest.raises(UntrustedError, match=f"belongs to user {ATTACKER}"):
+        target_of(link)
