@@ -207,7 +207,7 @@ def test_all_bad_nodes_are_named_in_one_report_and_nothing_is_left(
     assert "no such host name" in message[1]
     assert "the interpreter is not there" in message[2]
     assert "/no/such/python" in message[2]
-    assert message[3] == "to go on without: --exclude n[1-3]"
+    assert message[3] == "to go on without: --exclude 'n[1-3]'"
     for line in message:
         assert line in live.err
     assert live.verdict()["class"] == "unreachable"
