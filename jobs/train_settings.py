@@ -130,9 +130,7 @@ class TrainSettings(Strict):
     )
     clip_norm: Annotated[float, Field(gt=0.0)] | None = None
     non_finite: Literal["stop", "skip"] = Field(
-        "stop",
-        description="what a loss or gradient that is not finite does: its step is left out in any case; stop: the "
-        "attempt ends there; skip: it goes on, and ends when all losses of three log points are none",
+        "stop", description="after a step whose loss or gradients are not finite, and which is left out; skip: go on"
     )
     precision: Precision = Field(
         "fp32", description="bf16, fp16: autocast, fp16 with loss scaling; pure_bf16: weights too, with fp32 masters"
@@ -145,9 +143,7 @@ class TrainSettings(Strict):
         "for the host",
     )
     bucket_size_mb: Annotated[float, Field(gt=0.0)] | None = Field(
-        25.0,
-        description="of modes bucketed, zero1 and zero2, at most; null: all gradients in one bucket; "
-        "other modes refuse it",
+        25.0, description="of modes bucketed, zero1 and zero2 alone, at most; null: all gradients in one bucket"
     )
     accumulate: Literal["local", "sharded"] = Field(
         "local",

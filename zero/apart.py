@@ -8,6 +8,7 @@ Views of one tensor that have no element in common, as cuDNN's weights, share no
 """
 
 from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 Named = Iterable[tuple[str, Tensor]]
+PARAMS: Final = "params"
 
 
 def require_own_memory(module: nn.Module) -> None:
@@ -99,3 +101,16 @@ def _overlap(parameter: Tensor, other: Tensor) -> bool:
 def _bytes_of(tensor: Tensor, marks: Tensor) -> Tensor:
     size, offset = tensor.itemsize, tensor.storage_offset()
     return marks.as_strided((*tensor.shape, size), (*(each * size for each in tensor.stride()), 1), offset * size)
+
+
+def refuse_duplicates(group: dict[str, Any]) -> None:
+    """Check that a group, as a caller gives it, has each parameter once: torch.optim only warns."""
+    given = group[PARAMS]
+    if isinstance(given, (Tensor, set)):
+        return
+    group[PARAMS] = list(given)
+    tensors = [each[1] if isinstance(each, tuple) else each for each in group[PARAMS]]
+    places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
+    for place, each in enumerate(tensors):
+        if places[id(each)] != place:
+            raise ValueError(f"parameters {places[id(each)]} and {place} of a group are one; list each parameter once")

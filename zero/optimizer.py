@@ -20,7 +20,7 @@ from ddp.norms import clip_by, plain_norm, reproducible_norm
 from zero import loading, states
 from zero.absent import as_it_is
 from zero.agreement import require_same, settings_in_words, together
-from zero.apart import require_apart
+from zero.apart import PARAMS, refuse_duplicates, require_apart
 from zero.elementwise import require_elementwise
 from zero.flat import FlatParameters, Held
 from zero.layout import Slice, runs
@@ -29,7 +29,6 @@ from zero.sources import Alone, Source
 
 Group = dist.ProcessGroup | None
 Parameters = Iterable[Any]
-PARAMS: Final = "params"
 NAMES: Final = "param_names"
 _UNSET: Final = object()
 
@@ -113,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ValueError: on every rank, if a parameter cannot be added on one, or the ranks' groups differ.
         """
         if not self._is_built:  # its checks of all groups come first, then they are compared
-            _refuse_duplicates(param_group)
+            refuse_duplicates(param_group)
             with as_it_is():
                 super().add_param_group(param_group)
                 self._require_apart()
@@ -121,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         known = len(self.param_groups)
         try:
             with together(self.group):
-                _refuse_duplicates(param_group)
+                refuse_duplicates(param_group)
                 with as_it_is():
                     super().add_param_group(param_group)
                     self._require_apart()
@@ -312,19 +311,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
-
-
-def _refuse_duplicates(group: dict[str, Any]) -> None:
-    """Check that a group, as a caller gives it, has each parameter once: torch.optim only warns."""
-    given = group[PARAMS]
-    if isinstance(given, (Tensor, set)):
-        return
-    group[PARAMS] = list(given)
-    tensors = [each[1] if isinstance(each, tuple) else each for each in group[PARAMS]]
-    places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
-    for place, each in enumerate(tensors):
-        if places[id(each)] != place:
-            raise ValueError(f"parameters {places[id(each)]} and {place} of a group are one; list each parameter once")
 
 
 def _named(group: Mapping[str, Any], number: int) -> list[tuple[str, nn.Parameter]]:
