@@ -65,7 +65,7 @@ class AttemptDir:
         return self.path / f"metrics-{rank:05d}.jsonl"
 
     def memory(self, rank: int) -> Path:
-        """What a rank's memory was for, around its first steps."""
+        """The memory of a rank around its first steps, by purpose."""
         return self.path / f"memory-{rank:05d}.jsonl"
 
     def memory_ranks(self) -> list[int]:

@@ -69,7 +69,7 @@ class RunDir:
         return self.path / "job.yaml"
 
     def job_before(self, attempt: int) -> Path:
-        """The job file as it was before `muster resume` changed it for an attempt."""
+        """The job file before `muster resume` changed it for an attempt."""
         return self.path / f"job-before-{attempt:03d}.yaml"
 
     @property

@@ -99,7 +99,7 @@ class Job(Strict):
 
 @dataclass(frozen=True)
 class Unread:
-    """A key of a section that was given and has no effect; `is_default`: its value is the default one."""
+    """A key that was given but has no effect. `is_default`: its value is the default."""
 
     key: tuple[str, ...]
     text: str

@@ -61,7 +61,7 @@ READERS: Final = (
 
 
 def unread(settings: "TrainSettings") -> list[Unread]:
-    """List the keys that were given and have no effect."""
+    """List the keys that were given but have no effect."""
     found = []
     for row in READERS:
         *above, name = row.key

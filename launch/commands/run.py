@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def by_hand(prepared: "Prepared", args: argparse.Namespace) -> "Prepared":
-    """Fix port and secret as the pasted line has them; started without a line, print those for the other nodes."""
+    """Take port and secret from the pasted line. Without one, draw them and print the lines of the other nodes."""
     from launch.agent import SECRET
     from launch.submit.byhand import any_port, lines
     from launch.wire.handshake import new_secret

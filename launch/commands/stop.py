@@ -179,7 +179,7 @@ def _leftovers(run: RunDir) -> dict[int, int]:
 
 
 def _by_rank(pids: Any, ticks: Any) -> dict[int, int]:
-    """Join [[rank, pid], ...] and [[rank, ticks], ...] to {pid: ticks}; whatever is not complete is left out."""
+    """Join [[rank, pid], ...] and [[rank, ticks], ...] to {pid: ticks}. Incomplete pairs are skipped."""
     of_rank = dict(_pairs(ticks))
     return {pid: of_rank[rank] for rank, pid in _pairs(pids) if rank in of_rank}
 

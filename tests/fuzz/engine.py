@@ -98,7 +98,7 @@ class TooSlowError(BaseException):
 
 
 def mutants(seeds: Sequence[bytes], random: Random) -> Iterator[bytes]:
-    """Yield mutations of inputs without an end."""
+    """Yield mutated inputs endlessly."""
     while True:
         data = random.choice(seeds)
         for _ in range(random.choice((1, 1, 1, 2, 3, 5, 9))):

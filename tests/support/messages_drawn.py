@@ -12,7 +12,7 @@ SMALL = 3  # elements of what a test draws
 
 
 def drawn(hint: Any, bound: Bound | None = None) -> st.SearchStrategy[Any]:
-    """Values of a declared type, up to its bounds: read from the declaration, as the codec reads it."""
+    """Draw values of a declared type within its bounds, which come from the declaration as in the codec."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return drawn(arguments[0], arguments[1])
