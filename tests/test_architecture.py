@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(init.parent.name for init in REPOSITORY.glob("*/__init__.py"))
-FILE_LINES = 320  # DESIGN aims at 250
+FILE_LINES = 500  # one thought may need that many; the median is what matters
+MEDIAN_LINES = 130
 FUNCTION_LINES = 60  # DESIGN aims at 40
 
 # What a row of DESIGN may ask of PyPI: the dependencies that pyproject.toml gives reasons for, by import name.
@@ -250,8 +252,10 @@ sys.exit(f"asked for {asked}" if asked else 0)
 
 def test_files_and_functions_stay_small() -> None:
     wrong = []
+    sizes = []
     for module in modules().values():
         lines = len(module.path.read_text(encoding="utf-8").splitlines())
+        sizes.append(lines)
         if lines > FILE_LINES:
             wrong.append(f"{module.path.relative_to(REPOSITORY)}: {lines} lines")
         for node in ast.walk(module.tree):
@@ -259,6 +263,7 @@ def test_files_and_functions_stay_small() -> None:
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > FUNCTION_LINES:
                     wrong.append(f"{module.name}.{node.name}: {length} lines")
+    assert statistics.median(sizes) <= MEDIAN_LINES
     assert wrong == []
 
 
