@@ -9,7 +9,7 @@ set -euo pipefail
 
 readonly USAGE=2 UNREACHABLE=69 FOLDER=73 STORAGE=74 REFUSED=78 STOPPED=130
 readonly CPU_INDEX=https://download.pytorch.org/whl/cpu
-readonly LAYOUT=1 # raise it when install_muster writes something new: every .venv then gets that group again
+readonly LAYOUT=2 # raise it when install_muster writes something new: every .venv then gets that group again
 
 repository=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 readonly repository venv=$repository/.venv
@@ -339,14 +339,15 @@ can_reach_cpu_index() {
 
 site_packages() { "$venv/bin/python" -I -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
-# A .pth file and a four-line script instead of an editable install: that one's import hook costs every start 5 ms,
-# and it needs setuptools on machines that need no torch. -I: a user's own jobs/ folder must not stand before ours.
+# A link and a four-line script instead of an editable install: that one's import hook costs every start 5 ms, and it
+# needs setuptools on machines that need no torch. The link shows the one name muster, where a .pth file with the folder
+# of the checkout would show all that lies there. -I: a user's own muster/ folder must not stand before ours.
 install_muster() {
-  local packages=() init site info
-  for init in "$repository"/*/__init__.py; do packages+=("${init%/*}"); done
+  local site info
   site=$(site_packages) info=$site/muster.dist-info
   {
-    printf '%s\n' "$repository" >"$site/muster.pth"
+    rm -f "$site/muster.pth" # of an older layout
+    ln -sfn "$repository/muster" "$site/muster"
     mkdir -p "$info" # so that pip and importlib.metadata know muster and its version
     printf 'Metadata-Version: 2.1\nName: muster\nVersion: %s\n' "$(own_version)" >"$info/METADATA"
     printf 'setup.sh\n' >"$info/INSTALLER"
@@ -354,13 +355,13 @@ install_muster() {
     cat >"$venv/bin/muster" <<TEXT
 #!/bin/sh
 '''exec' "$venv/bin/python" -I "\$0" "\$@" #'''
-from launch.cli import main
+from muster.launch.cli import main
 
 raise SystemExit(main())
 TEXT
     chmod +x "$venv/bin/muster"
   } 2>>"$log" || explain "cannot write the muster command"
-  "$venv/bin/python" -I -m compileall -q "${packages[@]}" >>"$log" 2>&1 || true
+  "$venv/bin/python" -I -m compileall -q "$repository/muster" >>"$log" 2>&1 || true
 }
 
 # Install a file of requirements/. With hashes pip takes the listed wheels and nothing else. It resolves nothing, so that

@@ -37,12 +37,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from collectives_bench.records import Block, Result  # noqa: E402
-from collectives_bench.results.compare import Comparison, comparison  # noqa: E402
-from collectives_bench.results.files import read_result  # noqa: E402
-from collectives_bench.results.rows import rows_of  # noqa: E402
-from collectives_bench.settings import BenchSettings  # noqa: E402
-from jobs.ranks import RankEnv  # noqa: E402
+from muster.collectives_bench.records import Block, Result  # noqa: E402
+from muster.collectives_bench.results.compare import Comparison, comparison  # noqa: E402
+from muster.collectives_bench.results.files import read_result  # noqa: E402
+from muster.collectives_bench.results.rows import rows_of  # noqa: E402
+from muster.collectives_bench.settings import BenchSettings  # noqa: E402
+from muster.jobs.ranks import RankEnv  # noqa: E402
 
 ARMS = {"A": 1.0, "A'": 1.0, "+10": 1.10, "+25": 1.25}
 FALSE_REACH, FOUND_REACH = 0.05, {"+10": 0.95, "+25": 1.0}
@@ -76,7 +76,7 @@ def arm_of(launch: int, seed: int) -> str:
 
 def slow_down(inject: str) -> None:
     """Make the players of this process slower by the factor of their launch's arm."""
-    from collectives_bench.ranks import conductor, operations, sampling
+    from muster.collectives_bench.ranks import conductor, operations, sampling
 
     play, prepare, loop = conductor.play, operations.prepare, sampling.HostClock.loop
 
@@ -114,7 +114,7 @@ def rank_main(rank: int, port: int, path: Path, settings: BenchSettings, inject:
     """Be one rank of the job: conduct every launch."""
     import torch
 
-    from collectives_bench.ranks.run import Task, conduct
+    from muster.collectives_bench.ranks.run import Task, conduct
 
     torch.set_num_threads(1)
     slow_down(inject)

@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jobs import linux
-from jobs.files import read_lines
-from jobs.rundir import list_runs
+from muster.jobs import linux
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import list_runs
 
 TIMEOUT_S = 2.0
 REACH_S = 2.0
@@ -57,7 +57,7 @@ def once(number: signal.Signals, rank: int, folder: Path) -> Outcome:
     """Run the benchmark, hit a rank's player once some blocks stand, and read what came of it."""
     (folder / "job.yaml").write_text(JOB)
     runs = folder / f"runs-{number.name}-{rank}"
-    argv = [sys.executable, "-m", "launch", "run", str(folder / "job.yaml"), "--runs", str(runs)]
+    argv = [sys.executable, "-m", "muster", "run", str(folder / "job.yaml"), "--runs", str(runs)]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: list_runs(runs))
         run = list_runs(runs)[0]

@@ -62,8 +62,8 @@ def rank_main(repeats: int) -> None:
 
 def measure(nodes: int, rate: int, repeats: int) -> Any:
     """Boot a box, start a rank in each node, and return the times of both collectives."""
-    from cloudlab.box.control import box_up
-    from cloudlab.box.spec import BoxSpec
+    from muster.cloudlab.box.control import box_up
+    from muster.cloudlab.box.spec import BoxSpec
 
     with box_up(BoxSpec(name=f"links{os.getpid()}", nodes=nodes, rate=rate)) as box:
         return in_nodes(box, __file__, ["--repeats", str(repeats)], LIMIT_S)
@@ -71,7 +71,7 @@ def measure(nodes: int, rate: int, repeats: int) -> Any:
 
 def main() -> int:
     """Measure, compare with the bounds, report."""
-    from cloudlab.box.spec import parse_rate
+    from muster.cloudlab.box.spec import parse_rate
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)

@@ -24,8 +24,8 @@ from typing import Any
 
 from rank_processes import in_nodes, on_loopback
 
-from collectives_bench.cost import buckets, pieces
-from collectives_bench.cost.buckets import MB, Lanes
+from muster.collectives_bench.cost import buckets, pieces
+from muster.collectives_bench.cost.buckets import MB, Lanes
 
 TOTAL, PARTS = 64 * MB, 64
 SINGLES = 20
@@ -123,8 +123,8 @@ def launch(args: argparse.Namespace) -> Any:
     arguments = ["--rounds", str(args.rounds)]
     if args.box is None:
         return on_loopback(__file__, arguments, 2, LIMIT_S)
-    from cloudlab.box.control import box_up
-    from cloudlab.box.spec import BoxSpec, parse_rate
+    from muster.cloudlab.box.control import box_up
+    from muster.cloudlab.box.spec import BoxSpec, parse_rate
 
     with box_up(BoxSpec(name=f"buckets{os.getpid()}", nodes=4, rate=parse_rate(args.box))) as box:
         return in_nodes(box, __file__, [*arguments, "--box", args.box], LIMIT_S)

@@ -36,7 +36,7 @@ def main() -> int:
     theirs = [python, "-m", "torch.distributed.run", "--help"]
     well = True
     for words in (["--help"], ["plan", str(EXAMPLE)]):
-        ours = [python, "-m", "launch", *words]
+        ours = [python, "-m", "muster", *words]
         torch = imports_torch(ours)
         mine, others = interleaved(lambda argv=ours: seconds(argv), lambda: seconds(theirs), args.repeats)
         well &= report(f"muster {words[0]} / torchrun --help", mine, others, reach=0.25, imports_torch=torch)

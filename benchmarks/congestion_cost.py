@@ -19,11 +19,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from collectives_bench.results.causes import findings  # noqa: E402
-from collectives_bench.results.compare import comparison  # noqa: E402
-from collectives_bench.results.files import read_result  # noqa: E402
-from collectives_bench.results.rows import rows_of  # noqa: E402
-from collectives_bench.sizes import size_text  # noqa: E402
+from muster.collectives_bench.results.causes import findings  # noqa: E402
+from muster.collectives_bench.results.compare import comparison  # noqa: E402
+from muster.collectives_bench.results.files import read_result  # noqa: E402
+from muster.collectives_bench.results.rows import rows_of  # noqa: E402
+from muster.collectives_bench.sizes import size_text  # noqa: E402
 
 AVAILABLE = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 RANKS = 2
@@ -34,8 +34,8 @@ OTHERS = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns of addresses without a nam
 SCRIPT = """
 ip link set lo up && sysctl -qw net.ipv4.tcp_congestion_control="$1" || exit 1
 out=$2 python=$3; shift 3
-RANK=1 LOCAL_RANK=1 "$python" -m collectives_bench "$@" --out "$out" & other=$!
-RANK=0 LOCAL_RANK=0 "$python" -m collectives_bench "$@" --out "$out" >/dev/null || exit 1
+RANK=1 LOCAL_RANK=1 "$python" -m muster.collectives_bench "$@" --out "$out" & other=$!
+RANK=0 LOCAL_RANK=0 "$python" -m muster.collectives_bench "$@" --out "$out" >/dev/null || exit 1
 wait $other
 """
 

@@ -25,14 +25,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from jobs.checkpoint import commit
-from jobs.checkpoint.choose import newest_good
-from jobs.checkpoint.paths import CheckpointDir
-from jobs.checkpoint.pieces import Piece, whole
-from jobs.checkpoint.read import Reader
-from jobs.checkpoint.shard import write_shard
-from jobs.checkpoint.verify import mark_verified
-from jobs.rundir import RunDir
+from muster.jobs.checkpoint import commit
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.checkpoint.pieces import Piece, whole
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.shard import write_shard
+from muster.jobs.checkpoint.verify import mark_verified
+from muster.jobs.rundir import RunDir
 
 OLD, NEW = 5, 6
 ELEMENTS: Final = 1 << 15

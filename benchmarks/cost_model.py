@@ -31,13 +31,13 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from collectives_bench.cost.curves import Errors  # noqa: E402
-from collectives_bench.cost.fit import curves_of, series_of  # noqa: E402
-from collectives_bench.cost.heldout import Pair, errors_of  # noqa: E402
-from collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of  # noqa: E402
-from collectives_bench.records import Result  # noqa: E402
-from collectives_bench.results.files import read_result  # noqa: E402
-from collectives_bench.results.rows import rows_of  # noqa: E402
+from muster.collectives_bench.cost.curves import Errors  # noqa: E402
+from muster.collectives_bench.cost.fit import curves_of, series_of  # noqa: E402
+from muster.collectives_bench.cost.heldout import Pair, errors_of  # noqa: E402
+from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of  # noqa: E402
+from muster.collectives_bench.records import Result  # noqa: E402
+from muster.collectives_bench.results.files import read_result  # noqa: E402
+from muster.collectives_bench.results.rows import rows_of  # noqa: E402
 
 OPERATIONS: Final = "all_reduce,all_gather,reduce_scatter,broadcast,reduce,gather,scatter,all_to_all,send_recv"
 GPU_OPERATIONS: Final = "all_reduce,all_gather,reduce_scatter,broadcast,reduce,all_to_all,send_recv"
@@ -82,7 +82,7 @@ def measured(where: str, args: argparse.Namespace) -> Result:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cost-model-")))
         out = Path(args.keep).resolve() if args.keep else folder / "result.json"
-        argv = [sys.executable, "-m", "launch", "bench", operations, "--sizes", sizes, "--launches", launches]
+        argv = [sys.executable, "-m", "muster", "bench", operations, "--sizes", sizes, "--launches", launches]
         argv += ["--block-s", str(BLOCK_S[where]), "--runs", str(folder), "--out", str(out)]
         argv += stack.enter_context(place(where, args.worlds))
         # 1 is the verdict on a bad row; the rest has been measured all the same.
@@ -100,8 +100,8 @@ def place(where: str, worlds: str) -> Iterator[list[str]]:
     elif where == "gpu":
         yield ["--backend", "nccl", "--device", "cuda", "-n", fitting(worlds, visible_gpus())]
     else:
-        from cloudlab.box.control import box_up
-        from cloudlab.box.spec import BoxSpec
+        from muster.cloudlab.box.control import box_up
+        from muster.cloudlab.box.spec import BoxSpec
 
         with box_up(BoxSpec(name=f"cost{os.getpid()}", nodes=4, rate=10**9)) as box:
             yield ["--backend", "gloo", "-N", worlds, "-n", "1", "--hosts", f"box:{box.state.spec.name}"]

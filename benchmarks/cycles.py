@@ -18,9 +18,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jobs.files import read_lines
-from jobs.rundir import RunDir
-from launch.processes import of_run
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir
+from muster.launch.processes import of_run
 
 LANES = 4
 MEET_S = 60.0
@@ -47,7 +47,7 @@ def cycle(lane: int, number: int, folder: Path, box: str, wait_s: float) -> dict
     with (folder / f"{number}.err").open("w") as errors:
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "launch", "run", str(folder / "job.yaml"), "--runs", str(runs)),
+                *(sys.executable, "-m", "muster", "run", str(folder / "job.yaml"), "--runs", str(runs)),
                 *("--hosts", f"box:{box}", "--on", "ssh"),
             ],
             stdout=subprocess.DEVNULL,

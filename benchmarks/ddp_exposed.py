@@ -50,7 +50,7 @@ class Probe:
         import torch.distributed as dist
         from ddp_models import TASKS, TINY
 
-        from ddp import BucketedDDP
+        from muster.ddp import BucketedDDP
 
         self.task = (TINY if tiny else TASKS)["vgg11"]
         module = self.task.build()
@@ -167,8 +167,8 @@ def launch(args: argparse.Namespace) -> Any:
     arguments += ["--samples", str(args.samples)] if args.samples else []
     if args.ranks:
         return on_loopback(__file__, arguments, args.ranks, LIMIT_S)
-    from cloudlab.box.control import box_up
-    from cloudlab.box.spec import BoxSpec, parse_rate
+    from muster.cloudlab.box.control import box_up
+    from muster.cloudlab.box.spec import BoxSpec, parse_rate
 
     with box_up(BoxSpec(name=f"exposed{os.getpid()}", nodes=args.nodes, rate=parse_rate(args.rate))) as box:
         return in_nodes(box, __file__, arguments, LIMIT_S)

@@ -30,19 +30,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cloudlab.box.control import box_up
-from cloudlab.box.spec import BoxSpec, parse_rate
-from collectives_bench.cost.exposed import Compute
-from collectives_bench.cost.fit import fit
-from collectives_bench.cost.load import Load, Recipe
-from collectives_bench.cost.modes import ways
-from collectives_bench.cost.profile import Profile
-from collectives_bench.cost.steps import predict
-from collectives_bench.results.files import read_result
-from jobs.anatomy import anatomy
-from jobs.files import read_lines
-from jobs.rundir import RunDir, list_runs
-from jobs.shapes import VGG_SHAPES
+from muster.cloudlab.box.control import box_up
+from muster.cloudlab.box.spec import BoxSpec, parse_rate
+from muster.collectives_bench.cost.exposed import Compute
+from muster.collectives_bench.cost.fit import fit
+from muster.collectives_bench.cost.load import Load, Recipe
+from muster.collectives_bench.cost.modes import ways
+from muster.collectives_bench.cost.profile import Profile
+from muster.collectives_bench.cost.steps import predict
+from muster.collectives_bench.results.files import read_result
+from muster.jobs.anatomy import anatomy
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir, list_runs
+from muster.jobs.shapes import VGG_SHAPES
 
 REACH = 0.10
 NODES, BATCH, ITEMSIZE = 4, 4, 4
@@ -74,7 +74,7 @@ class Bench:
         job = self.folder / f"{name}.yaml"
         job.write_text(json.dumps({"name": name, "nodes": NODES, "ranks_per_node": 1, **section}))
         runs = self.folder / name
-        argv = [sys.executable, "-m", "launch", "run", str(job), "--hosts", f"box:{self.box}", "--runs", str(runs)]
+        argv = [sys.executable, "-m", "muster", "run", str(job), "--hosts", f"box:{self.box}", "--runs", str(runs)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
         if done.returncode:
             raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp import BucketedDDP
-from jobs.shapes import VGG_SHAPES, GptShape, VggShape
-from jobs.train.models.gpt import build_gpt
-from jobs.train.models.vgg import build_vgg
+from muster.ddp import BucketedDDP
+from muster.jobs.shapes import VGG_SHAPES, GptShape, VggShape
+from muster.jobs.train.models.gpt import build_gpt
+from muster.jobs.train.models.vgg import build_vgg
 
 GPT_5M = GptShape("gpt-5m", 256, 1024, 6, 4, vocabulary=1024)
 

@@ -69,8 +69,8 @@ def launch(args: argparse.Namespace, rate: str) -> dict[str, Any]:
     arguments = ["--repeats", str(args.repeats), "--steps", str(args.steps), "--models", *args.models]
     if args.ranks:
         return dict(on_loopback(__file__, arguments, args.ranks, LIMIT_S))
-    from cloudlab.box.control import box_up
-    from cloudlab.box.spec import BoxSpec, parse_rate
+    from muster.cloudlab.box.control import box_up
+    from muster.cloudlab.box.spec import BoxSpec, parse_rate
 
     with box_up(BoxSpec(name=f"ddpstep{os.getpid()}", nodes=NODES, rate=parse_rate(rate))) as box:
         return dict(in_nodes(box, __file__, arguments, LIMIT_S))

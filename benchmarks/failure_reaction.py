@@ -44,7 +44,7 @@ def once(folder: Path, box: str, transport: str) -> float:
     )
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "launch", "run", str(folder / "job.yaml"), "--runs", str(folder / "runs")),
+            *(sys.executable, "-m", "muster", "run", str(folder / "job.yaml"), "--runs", str(folder / "runs")),
             *("--hosts", f"box:{box}", "--on", transport),
         ],
         capture_output=True,

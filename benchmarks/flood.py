@@ -24,9 +24,9 @@ from pathlib import Path
 
 from pairs import interleaved, report
 
-from jobs.boot import module_argv
-from jobs.files import read_lines
-from jobs.rundir import list_runs
+from muster.jobs.boot import module_argv
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import list_runs
 
 NODES, REACH, REACH_MIB, REACH_LINES = 4, 1.5, 100, 60
 LOOPBACK = "127.0.0.1"
@@ -89,7 +89,7 @@ def run(folder: Path, *, connections: int) -> Outcome:
     signal.alarm(int(2 * LIMIT_S))  # nothing here may wait for ever
     job, runs = folder / "job.yaml", folder / "runs"
     job.write_text(JOB)
-    muster = module_argv(sys.executable, "launch.cli")
+    muster = module_argv(sys.executable, "muster.launch.cli")
     options = ["--master-addr", LOOPBACK, "--runs", str(runs), "--json"]
     printed = subprocess.run([*muster, "cmd", str(job), *options], check=True, capture_output=True, text=True)
     lines = [each["line"] for each in json.loads(printed.stdout)]

@@ -53,11 +53,11 @@ def rank_main(sizes: list[int], repeats: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from collectives_bench.catalog import OPERATIONS as CATALOG
-    from collectives_bench.catalog import actual_bytes
-    from collectives_bench.ranks.operations import prepare
-    from collectives_bench.records import Cell
-    from ddp.primitives import exchange
+    from muster.collectives_bench.catalog import OPERATIONS as CATALOG
+    from muster.collectives_bench.catalog import actual_bytes
+    from muster.collectives_bench.ranks.operations import prepare
+    from muster.collectives_bench.records import Cell
+    from muster.ddp.primitives import exchange
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -91,8 +91,8 @@ def rank_main(sizes: list[int], repeats: int) -> None:
 
 def measure(args: argparse.Namespace, rate: int) -> list[dict[str, Any]]:
     """Boot a box; return what its ranks have seen, by this script's own loop and by `muster bench`."""
-    from cloudlab.box.control import box_up
-    from cloudlab.box.spec import BoxSpec
+    from muster.cloudlab.box.control import box_up
+    from muster.cloudlab.box.spec import BoxSpec
 
     with box_up(BoxSpec(name=f"ring{os.getpid()}", nodes=args.nodes, rate=rate)) as box:
         own: list[dict[str, Any]] = in_nodes(
@@ -103,11 +103,11 @@ def measure(args: argparse.Namespace, rate: int) -> list[dict[str, Any]]:
 
 def by_bench(box: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure what is held to reach once more, as a user does."""
-    from collectives_bench.results.files import read_result
+    from muster.collectives_bench.results.files import read_result
 
     with tempfile.TemporaryDirectory(prefix="ring-bound-") as folder:
         out = Path(folder) / "result.json"
-        argv = [sys.executable, "-m", "launch", "bench", ",".join(HELD), "--sizes", ",".join(args.sizes)]
+        argv = [sys.executable, "-m", "muster", "bench", ",".join(HELD), "--sizes", ",".join(args.sizes)]
         argv += ["--launches", str(args.launches), "--block-s", "2", "-N", str(args.nodes), "-n", "1"]
         argv += ["--backend", "gloo", "--hosts", f"box:{box}", "--runs", folder, "--out", str(out)]
         # 1 is the verdict on a bad row; its numbers are there all the same.
@@ -126,7 +126,7 @@ def by_bench(box: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def shares(rows: list[dict[str, Any]], nodes: int, rate: int) -> list[dict[str, Any]]:
     """Add to every row its median time and its share of the line rate; faster than the wire would be no honest box."""
-    from collectives_bench.catalog import OPERATIONS as CATALOG
+    from muster.collectives_bench.catalog import OPERATIONS as CATALOG
 
     for row in rows:
         bound_s = (
@@ -141,8 +141,8 @@ def shares(rows: list[dict[str, Any]], nodes: int, rate: int) -> list[dict[str, 
 
 def main() -> int:
     """Measure, compare with the bounds, report."""
-    from cloudlab.box.spec import parse_rate
-    from collectives_bench.sizes import parse_size, size_text
+    from muster.cloudlab.box.spec import parse_rate
+    from muster.collectives_bench.sizes import parse_size, size_text
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)

@@ -74,7 +74,7 @@ class Rank:
         """Measure a schedule with so many micro-batches; rank 0 tells the row and keeps the records."""
         from pipe_sides import OurSide
 
-        from pipe.timeline import clock_offsets, gather
+        from muster.pipe.timeline import clock_offsets, gather
 
         began_s = time.monotonic()
         context, vocabulary = self.scene.shape["context"], self.scene.shape["vocabulary"]

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from pipe_sides import parameters_of, side_of, zero_grad
 from torch import Tensor, nn
 
-import pipe.wires.meeting
-import pipe.wires.nccl
+from muster.pipe.wires import meeting, nccl
 
 if TYPE_CHECKING:
     from gpu_sides import Scene, Spec
@@ -53,8 +52,8 @@ class PipeRunner:
         elif cut == "work":
             options["sized"] = (scene.batch, scene.shape["context"])
         with (
-            patch.object(pipe.wires.nccl, "CTAS", ctas),
-            patch.object(pipe.wires.meeting, "peers_of", _none) if ctas else nothing(),
+            patch.object(nccl, "CTAS", ctas),
+            patch.object(meeting, "peers_of", _none) if ctas else nothing(),
         ):
             self.side = side_of(kind, layers, scene.microbatches, **options)
         self.last: Tensor | None = None

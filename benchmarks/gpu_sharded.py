@@ -38,7 +38,7 @@ def wrap_sharded(
     if side == "torch fsdp":
         sharded = _fully_sharded(module, bf16=bf16, **options)
         return sharded, kind(sharded.parameters(), **settings)
-    from zero import ShardedDataParallel
+    from muster.zero import ShardedDataParallel
 
     model = ShardedDataParallel(module, stage=OURS[side], units=blocks_of(module), **options)  # type: ignore[arg-type]
     return model, model.optimizer(kind, **settings)

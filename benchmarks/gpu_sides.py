@@ -89,10 +89,10 @@ class Scene:
 
 def build_model(scene: Scene) -> nn.Sequential:
     """Build the model on the device, the same weights every time."""
-    from jobs.model_shape import resolve_shape
-    from jobs.train.models.gpt import assemble_gpt
-    from jobs.train.models.vgg import assemble_vgg
-    from jobs.train_settings import ModelSettings
+    from muster.jobs.model_shape import resolve_shape
+    from muster.jobs.train.models.gpt import assemble_gpt
+    from muster.jobs.train.models.vgg import assemble_vgg
+    from muster.jobs.train_settings import ModelSettings
 
     settings = ModelSettings(name=None if "layers" in scene.shape else scene.model, **scene.shape)
     shape = resolve_shape(settings, scene.shape["vocabulary"] if scene.is_gpt else 10)
@@ -234,7 +234,7 @@ def optimizer_of(scene: Scene) -> tuple[gpu_sharded.Kind, dict[str, Any]]:
 def wrap(spec: Spec, module: nn.Module, scene: Scene) -> nn.Module:
     """Put a module into PyTorch's wrapper or ours."""
     if spec.kind == "bucketed":
-        from ddp import BucketedDDP
+        from muster.ddp import BucketedDDP
 
         ours: dict[str, Any] = dict(spec.options)
         return BucketedDDP(module, dist.group.WORLD, **ours)
@@ -250,11 +250,11 @@ class EngineSide(Side):
     """Our engine, set up as the job file's `train:` would be."""
 
     def __init__(self, spec: Spec, scene: Scene) -> None:
-        from jobs.train.clock import clock_for
-        from jobs.train.engine import build_engine
-        from jobs.train.numerics import numerics_of
-        from jobs.train.world import World
-        from jobs.train_settings import TrainSettings
+        from muster.jobs.train.clock import clock_for
+        from muster.jobs.train.engine import build_engine
+        from muster.jobs.train.numerics import numerics_of
+        from muster.jobs.train.world import World
+        from muster.jobs.train_settings import TrainSettings
 
         world = World(
             scene.rank if scene.ranks > 1 else 0,
@@ -271,7 +271,7 @@ class EngineSide(Side):
 
     def step(self, index: int, inputs: Tensor, targets: Tensor) -> Tensor:
         """Train once."""
-        from jobs.train.loading import MicroInput, ShardInput
+        from muster.jobs.train.loading import MicroInput, ShardInput
 
         if inputs.is_floating_point():
             inputs = inputs.to(self.dtype)

@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
     parallelize_module,
 )
 
-from jobs.shapes import GptShape  # noqa: E402
-from jobs.train.models.gpt import Block, assemble_gpt  # noqa: E402
-from jobs.train.models.tensor_plan import GPT_PLAN  # noqa: E402
-from pipe.tensor import parallelize  # noqa: E402
+from muster.jobs.shapes import GptShape  # noqa: E402
+from muster.jobs.train.models.gpt import Block, assemble_gpt  # noqa: E402
+from muster.jobs.train.models.tensor_plan import GPT_PLAN  # noqa: E402
+from muster.pipe.tensor import parallelize  # noqa: E402
 
 SEQUENCE_OF = {"ours sequence": 1, "ours batch": 0}
 

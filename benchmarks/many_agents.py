@@ -16,15 +16,15 @@ from collections.abc import Callable
 
 from pairs import interleaved, report
 
-from cloudlab.box.hosts import box_hosts
-from jobs.errors import MusterError
-from jobs.hosts import HostSet
-from jobs.site import SshSettings
-from launch.transports.child import Child
-from launch.transports.ssh import Ssh
-from launch.transports.ssh_command import base_options
-from launch.wire.channel import Channel
-from launch.wire.messages import Bye
+from muster.cloudlab.box.hosts import box_hosts
+from muster.jobs.errors import MusterError
+from muster.jobs.hosts import HostSet
+from muster.jobs.site import SshSettings
+from muster.launch.transports.child import Child
+from muster.launch.transports.ssh import Ssh
+from muster.launch.transports.ssh_command import base_options
+from muster.launch.wire.channel import Channel
+from muster.launch.wire.messages import Bye
 
 REACH_S, REACH_RATIO, REACH_CPU_MS = 3.0, 2.5, 15.0
 NAME = "agents"

@@ -70,14 +70,14 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from collectives_bench.catalog import OPERATIONS as CATALOG
-    from collectives_bench.catalog import actual_bytes
-    from collectives_bench.ranks.nccl import StreamClock
-    from collectives_bench.ranks.operations import prepare
-    from collectives_bench.ranks.sampling import Sampler, Voices
-    from collectives_bench.records import Cell
-    from collectives_bench.results import stats
-    from collectives_bench.settings import BenchSettings
+    from muster.collectives_bench.catalog import OPERATIONS as CATALOG
+    from muster.collectives_bench.catalog import actual_bytes
+    from muster.collectives_bench.ranks.nccl import StreamClock
+    from muster.collectives_bench.ranks.operations import prepare
+    from muster.collectives_bench.ranks.sampling import Sampler, Voices
+    from muster.collectives_bench.records import Cell
+    from muster.collectives_bench.results import stats
+    from muster.collectives_bench.settings import BenchSettings
 
     group = dist.group.WORLD
     assert group is not None
@@ -253,7 +253,7 @@ def end(ranks: "list[subprocess.Popen[bytes]]") -> list[int]:
 
 def show(row: dict[str, Any]) -> None:
     """Print one row, and write into it what follows from it: bandwidths and ratios."""
-    from collectives_bench.sizes import size_text
+    from muster.collectives_bench.sizes import size_text
 
     bare, loop = statistics.median(row["bare_us"]), statistics.median(row["loop_us"])
     gb_s = row["nbytes"] * row["factor"] / 1e3  # / microseconds
@@ -272,7 +272,7 @@ def show(row: dict[str, Any]) -> None:
 
 def main() -> int:
     """Measure on 2 GPUs, on 4, report."""
-    from collectives_bench.sizes import parse_sizes
+    from muster.collectives_bench.sizes import parse_sizes
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)

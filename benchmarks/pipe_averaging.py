@@ -44,9 +44,9 @@ def measure(schedules: list[str], repeats: int, microbatches: int, *, tiny: bool
 
 
 def _measure(schedule: str, repeats: int, microbatches: int, job: dict[str, Any]) -> dict[str, Any]:
-    from jobs.train.data import open_data
-    from jobs.train.loading import move
-    from jobs.train_settings import TrainSettings
+    from muster.jobs.train.data import open_data
+    from muster.jobs.train.loading import move
+    from muster.jobs.train_settings import TrainSettings
 
     split = {"data": 2, "pipe": 2, "schedule": schedule, "microbatches": microbatches}
     sides = {name: TrainSettings.model_validate({**job, "parallel": {**split, **more}}) for name, more in SIDES.items()}
@@ -70,7 +70,7 @@ def _step(trainer: Any, shards: Any) -> tuple[float, float]:
     import torch
     import torch.distributed as dist
 
-    from pipe.schedules.actions import Action
+    from muster.pipe.schedules.actions import Action
 
     engine, ended = trainer.engine, []
     engine._advance = lambda: ended.append(monotonic())
@@ -87,8 +87,8 @@ def _trainer(settings: Any, data: Any) -> Any:
     import torch
     import torch.distributed as dist
 
-    from jobs.train.loop import build_trainer
-    from jobs.train.world import World
+    from muster.jobs.train.loop import build_trainer
+    from muster.jobs.train.world import World
 
     return build_trainer(
         settings, data, World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
@@ -100,7 +100,7 @@ def rank_main(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from ddp.malloc import keep_freed_memory
+    from muster.ddp.malloc import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()
@@ -117,8 +117,8 @@ def launch(args: argparse.Namespace) -> Any:
     arguments += ["--schedules", ",".join(args.schedules)]
     if args.ranks:
         return on_loopback(__file__, arguments, args.ranks, LIMIT_S)
-    from cloudlab.box.control import box_up
-    from cloudlab.box.spec import BoxSpec, parse_rate
+    from muster.cloudlab.box.control import box_up
+    from muster.cloudlab.box.spec import BoxSpec, parse_rate
 
     with box_up(BoxSpec(name=f"averaging{os.getpid()}", nodes=NODES, rate=parse_rate(args.rate))) as box:
         return in_nodes(box, __file__, arguments, LIMIT_S)

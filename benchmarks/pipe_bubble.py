@@ -92,8 +92,8 @@ def pipeline_of(work: str, name: str, microbatches: int, scale: float = 1.0) -> 
     """Build a pipeline over the default group, and a batch for it; `scale` shortens what sleeps."""
     from pipe_sides import CHUNKS, TASKS, OurSide
 
-    from pipe.pipeline import Pipeline
-    from pipe.schedules.tables import schedule
+    from muster.pipe.pipeline import Pipeline
+    from muster.pipe.schedules.tables import schedule
 
     if work == "real":
         task = replace(TASKS["d256"], samples=SAMPLES)
@@ -115,7 +115,7 @@ def measure(work: str, name: str, microbatches: int, steps: int, scale: float = 
 
     Steps go on until so many were quiet, but not for ever; the quietest ones are returned, in their order.
     """
-    from pipe.timeline import clock_offsets, gather
+    from muster.pipe.timeline import clock_offsets, gather
 
     pipeline, batch = pipeline_of(work, name, microbatches, scale)
     if os.sched_getscheduler(0) == os.SCHED_RR:
@@ -186,8 +186,8 @@ def rank_main(args: argparse.Namespace) -> None:
 
 def row_of(work: str, table: Any, found: dict[str, Any], steps: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """Set what was measured in steps of a schedule's table, as records, beside the simulation."""
-    from pipe.schedules.measured import compare
-    from pipe.schedules.simulate import bubble_formula
+    from muster.pipe.schedules.measured import compare
+    from muster.pipe.schedules.simulate import bubble_formula
 
     each = [compare([step], table) for step in steps]
     points = [100 * (both.measured - both.simulated) for both in each]
@@ -216,8 +216,8 @@ def row_from(work: str, ranks: int, found: dict[str, Any], folder: Path | None =
     """Make a row of what rank 0 printed of a cell; leave a drawing of its last step in a folder."""
     from pipe_sides import CHUNKS
 
-    from pipe.schedules.measured import Record
-    from pipe.schedules.tables import schedule
+    from muster.pipe.schedules.measured import Record
+    from muster.pipe.schedules.tables import schedule
 
     name, microbatches = found["schedule"], found["microbatches"]
     table = schedule(name, ranks, microbatches, chunks=CHUNKS[name])
@@ -229,8 +229,8 @@ def row_from(work: str, ranks: int, found: dict[str, Any], folder: Path | None =
 
 def draw(path: Path, title: str, records: Sequence[Any], rank_of: Sequence[int]) -> None:
     """Leave a drawing of a measured step."""
-    from pipe.schedules.measured import bars
-    from pipe.schedules.svg import svg
+    from muster.pipe.schedules.measured import bars
+    from muster.pipe.schedules.svg import svg
 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(svg(bars(records, rank_of), title=title, unit="ms"), encoding="utf-8")
@@ -243,8 +243,8 @@ def launch(work: str, args: argparse.Namespace) -> tuple[int, list[dict[str, Any
     if args.ranks or work == "real":
         ranks = args.ranks or WORKS[work]
         return ranks, list(on_loopback(__file__, arguments, ranks, LIMIT_S))
-    from cloudlab.box.control import box_up
-    from cloudlab.box.spec import BoxSpec, parse_rate
+    from muster.cloudlab.box.control import box_up
+    from muster.cloudlab.box.spec import BoxSpec, parse_rate
 
     spec = BoxSpec(name=f"pipebubble{os.getpid()}", nodes=WORKS[work], rate=parse_rate(args.rate))
     with box_up(spec) as box:

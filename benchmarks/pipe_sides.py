@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jobs.shapes import GptShape
-from jobs.train.models.gpt import build_gpt
+from muster.jobs.shapes import GptShape
+from muster.jobs.train.models.gpt import build_gpt
 
 TORCH_KINDS = {  # PyTorch's class and its stages a rank
     "torch gpipe": ("ScheduleGPipe", 1),
@@ -92,9 +92,9 @@ def cut_evenly(layers: nn.Sequential, stages: int) -> tuple[int, ...]:
 
 def cut_by_work(layers: nn.Sequential, size: Sequence[int], rank_of: Sequence[int]) -> tuple[tuple[int, ...], Any]:
     """Return the first layer of every stage so that ranks have as much to compute, and what stages then cost."""
-    from pipe.boundaries import weights_of
-    from pipe.schedules.costs import Costs
-    from pipe.schedules.cuts import balanced_ranks
+    from muster.pipe.boundaries import weights_of
+    from muster.pipe.schedules.costs import Costs
+    from muster.pipe.schedules.cuts import balanced_ranks
 
     weights = weights_of(layers, "flops", size)
     cuts = balanced_ranks(weights, rank_of)
@@ -147,7 +147,7 @@ class OurSide:
     def __init__(
         self, kind: str, layers: nn.Sequential, microbatches: int, sized: Sequence[int] | None = None, **settings: Any
     ) -> None:
-        from pipe.schedules.tables import schedule
+        from muster.pipe.schedules.tables import schedule
 
         self.kind, self.microbatches, self.settings = kind, microbatches, settings
         rank_of = schedule(kind, dist.get_world_size(), microbatches, chunks=CHUNKS[kind]).rank_of
@@ -158,8 +158,8 @@ class OurSide:
 
     def build(self, layers: nn.Sequential, costs: Any) -> Any:
         """Build the pipeline, its table for what stages cost; of the layers it keeps this rank's."""
-        from pipe.pipeline import Pipeline
-        from pipe.schedules.tables import schedule
+        from muster.pipe.pipeline import Pipeline
+        from muster.pipe.schedules.tables import schedule
 
         chunks = CHUNKS[self.kind]
         table = schedule(self.kind, dist.get_world_size(), self.microbatches, chunks=chunks, costs=costs)
@@ -171,8 +171,8 @@ class OurSide:
         Afterwards these layers are trained. Returns the costs, the same on all ranks; None, and nothing is done, where
         no table depends on them.
         """
-        from pipe.schedules.measured import mean_costs
-        from pipe.timeline import clock_offsets, gather
+        from muster.pipe.schedules.measured import mean_costs
+        from muster.pipe.timeline import clock_offsets, gather
 
         if self.pipeline.queue is None:
             return None

@@ -26,9 +26,9 @@ from pairs import interleaved, report
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from jobs.shapes import GptShape
-from jobs.train.models.gpt import Block
-from pipe.splitting.halves import WeightQueue
+from muster.jobs.shapes import GptShape
+from muster.jobs.train.models.gpt import Block
+from muster.pipe.splitting.halves import WeightQueue
 
 REACH = 1.05
 BLOCKS = 4

@@ -128,7 +128,7 @@ def rank_main(args: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from ddp.malloc import keep_freed_memory
+    from muster.ddp.malloc import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()  # for all sides, as ranks of jobs do

@@ -15,7 +15,7 @@ from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cloudlab.box.control import Box
+    from muster.cloudlab.box.control import Box
 
 LIMIT_S = 900.0
 BOX_PORT = 29411  # of the master: a fresh box has no other

@@ -30,13 +30,13 @@ import torch.distributed.checkpoint as dcp
 from pairs import report
 from torch import nn
 
-from jobs.failover_settings import CheckpointSettings
-from jobs.reports import Reporter
-from jobs.rundir import RunDir
-from jobs.train.saving import Saver, Target
-from jobs.train.schedule import Schedule
-from jobs.train.state import DealtState, Part
-from jobs.train.world import World
+from muster.jobs.failover_settings import CheckpointSettings
+from muster.jobs.reports import Reporter
+from muster.jobs.rundir import RunDir
+from muster.jobs.train.saving import Saver, Target
+from muster.jobs.train.schedule import Schedule
+from muster.jobs.train.state import DealtState, Part
+from muster.jobs.train.world import World
 
 GOAL_S, GOAL_RATIO = 0.060, 1.5
 WIDTH = 1024

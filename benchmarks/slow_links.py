@@ -24,10 +24,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloudlab.box.control import Box, box_up
-from cloudlab.box.spec import BoxSpec, parse_rate, rate_text
-from collectives_bench.results.files import read_result
-from collectives_bench.results.slow import Findings, slow
+from muster.cloudlab.box.control import Box, box_up
+from muster.cloudlab.box.spec import BoxSpec, parse_rate, rate_text
+from muster.collectives_bench.results.files import read_result
+from muster.collectives_bench.results.slow import Findings, slow
 
 NODES = 4
 LIMIT_S = 120
@@ -71,7 +71,7 @@ def shape(box: Box, case: Case, rates: tuple[int, int]) -> None:
 def measure(box: Box, launches: int, seed: int, folder: Path) -> Findings:
     """Run the command in a box and judge its pairs."""
     before = set(folder.iterdir()) if folder.is_dir() else set()
-    argv = [sys.executable, "-m", "launch", "bench", "--pairs", "--hosts", f"box:{box.name}", "-N", str(NODES)]
+    argv = [sys.executable, "-m", "muster", "bench", "--pairs", "--hosts", f"box:{box.name}", "-N", str(NODES)]
     argv += ["--launches", str(launches), "--seed", str(seed), "--runs", str(folder)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     runs = set(folder.iterdir()) - before if folder.is_dir() else set()

@@ -42,9 +42,9 @@ def main() -> int:
         job = Path(folder) / "start.yaml"
         job.write_text(JOB.format(ranks=args.ranks))
         python = sys.executable
-        ours = [python, "-m", "launch", "run", str(job), "--runs", folder]
+        ours = [python, "-m", "muster", "run", str(job), "--runs", folder]
         theirs = [python, "-m", "torch.distributed.run", "--nproc_per_node", str(args.ranks), "--standalone"]
-        theirs += ["-m", "collectives_bench"]
+        theirs += ["-m", "muster.collectives_bench"]
         mine, others = interleaved(lambda: first_all_reduce(ours), lambda: first_all_reduce(theirs), args.repeats)
     return 0 if report(f"start of {args.ranks} ranks / torchrun", mine, others, reach=0.35) else 1
 

@@ -28,15 +28,15 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from jobs.reports import Reporter
-from jobs.train.data import Data, open_data
-from jobs.train.loop import Trainer, build_trainer, run_steps
-from jobs.train.metrics import Files, Metrics, Summary, Units
-from jobs.train.models import build_model
-from jobs.train.optim import build_optimizer
-from jobs.train.screen import Screen
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs.reports import Reporter
+from muster.jobs.train.data import Data, open_data
+from muster.jobs.train.loop import Trainer, build_trainer, run_steps
+from muster.jobs.train.metrics import Files, Metrics, Summary, Units
+from muster.jobs.train.models import build_model
+from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.screen import Screen
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 GOAL = 1.02
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pairs import interleaved
 
-from cloudlab.box.hosts import box_hosts
+from muster.cloudlab.box.hosts import box_hosts
 
 REACH_S = 1.0
 JOB = "nodes: 4\nbench: {operation: hello}\n"
@@ -35,7 +35,7 @@ def main() -> int:
         job, script = Path(text, "job.yaml"), Path(text, "empty.sh")
         job.write_text(JOB)
         script.write_text(EMPTY)
-        ours = [sys.executable, "-m", "launch", "submit", str(job), "--runs", f"{text}/runs", "--parsable"]
+        ours = [sys.executable, "-m", "muster", "submit", str(job), "--runs", f"{text}/runs", "--parsable"]
         ours += ["--hosts", f"box:{args.box}", "--on", "slurm"]
 
         def timed(argv: list[str]) -> float:

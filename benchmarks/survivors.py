@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from launch.processes import of_run
+from muster.launch.processes import of_run
 
 JOBS = {
     "training": """
@@ -38,7 +38,7 @@ def kill_once(job: Path, folder: Path, wait_s: float) -> tuple[int, int, float]:
     """Start a job, kill its supervisor after a while; return processes before, left after 5 s, seconds to none."""
     runs = folder / f"runs-{time.monotonic_ns()}"
     process = subprocess.Popen(
-        [sys.executable, "-m", "launch", "run", str(job), "--runs", str(runs)],
+        [sys.executable, "-m", "muster", "run", str(job), "--runs", str(runs)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

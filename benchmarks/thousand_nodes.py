@@ -25,13 +25,13 @@ STUB = Path(__file__).with_name("thousand_stub.py")
 
 def supervise(job: str, runs: str, nodes: int, ranks: int) -> int:
     """Run the job against the stub, in this process."""
-    from launch.commands import run
-    from launch.console import Console
-    from launch.fingerprint import fingerprint
-    from launch.submit.prepare import prepare
-    from launch.submit.start import write_run
-    from launch.supervision.supervisor import Supervisor
-    from launch.transports.dialled import Dialled, Starter
+    from muster.launch.commands import run
+    from muster.launch.console import Console
+    from muster.launch.fingerprint import fingerprint
+    from muster.launch.submit.prepare import prepare
+    from muster.launch.submit.start import write_run
+    from muster.launch.supervision.supervisor import Supervisor
+    from muster.launch.transports.dialled import Dialled, Starter
 
     parser = argparse.ArgumentParser()
     run.configure(parser)

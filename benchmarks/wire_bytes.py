@@ -16,9 +16,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from collectives_bench.known import LEAST_JUDGED, deviation
-from collectives_bench.records import Block
-from collectives_bench.results.files import read_result
+from muster.collectives_bench.known import LEAST_JUDGED, deviation
+from muster.collectives_bench.records import Block
+from muster.collectives_bench.results.files import read_result
 
 REACH = 0.01
 LIMIT_S = 300
@@ -28,7 +28,7 @@ ALONE = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
 
 def measure(size: str, ranks: str, folder: Path) -> list[Block]:
     """Run the command in a network namespace of its own; return its blocks."""
-    argv = [*ALONE, sys.executable, "-m", "launch", "bench", "all,ours", "--wire", "-N", "1", "-n", ranks]
+    argv = [*ALONE, sys.executable, "-m", "muster", "bench", "all,ours", "--wire", "-N", "1", "-n", ranks]
     argv += ["--sizes", size, "--launches", "1", "--block-s", "0.02", "--runs", str(folder)]
     argv += ["--out", str(folder / "wire.json")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)

@@ -25,11 +25,11 @@ from typing import Any
 
 from rank_processes import on_loopback
 
-from collectives_bench.cost.load import Load, Recipe
-from collectives_bench.cost.memory import memory_of
-from collectives_bench.cost.modes import WAYS
-from jobs.anatomy import anatomy
-from jobs.shapes import VGG_SHAPES, GptShape, VggShape
+from muster.collectives_bench.cost.load import Load, Recipe
+from muster.collectives_bench.cost.memory import memory_of
+from muster.collectives_bench.cost.modes import WAYS
+from muster.jobs.anatomy import anatomy
+from muster.jobs.shapes import VGG_SHAPES, GptShape, VggShape
 
 REACH = 1.05
 STEPS = 3
@@ -59,7 +59,7 @@ def rank_main(model: str, mode: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from jobs import resident
+    from muster.jobs import resident
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -81,11 +81,11 @@ def train(shape: VggShape | GptShape, mode: str) -> tuple[dict[str, int], Any]:
     """Train some steps; return the bytes of storages by kind, and what holds them."""
     import torch
 
-    from jobs.train.memory.held import bytes_by_kind, tensors_of
-    from jobs.train.models.gpt import build_gpt
-    from jobs.train.models.units import units_of
-    from jobs.train.models.vgg import build_vgg
-    from zero import ShardedDataParallel
+    from muster.jobs.train.memory.held import bytes_by_kind, tensors_of
+    from muster.jobs.train.models.gpt import build_gpt
+    from muster.jobs.train.models.units import units_of
+    from muster.jobs.train.models.vgg import build_vgg
+    from muster.zero import ShardedDataParallel
 
     module = build_vgg(shape, 0) if isinstance(shape, VggShape) else build_gpt(shape, 0)
     model = ShardedDataParallel(module, stage=WAYS[mode].zero, units=units_of(module))  # type: ignore[arg-type]

@@ -135,7 +135,7 @@ class Sharded(Loop):
 
     def wrap(self) -> tuple[nn.Module, Any]:
         """Wrap in this stage."""
-        from zero import ShardedDataParallel
+        from muster.zero import ShardedDataParallel
 
         model = ShardedDataParallel(self.module, **self.settings)
         return model, model.optimizer(self.kind, fused=True, **self.options)

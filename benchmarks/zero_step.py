@@ -100,7 +100,7 @@ def _block(loop: Any, steps: int) -> None:
 
 def rank_main(args: argparse.Namespace) -> None:
     """Be one rank; rank 0 prints."""
-    from ddp.malloc import keep_freed_memory
+    from muster.ddp.malloc import keep_freed_memory
 
     def measure_all() -> dict[str, list[dict[str, Any]]]:
         more = {"optimizer": args.optimizer, "light": args.light}
@@ -119,8 +119,8 @@ def launch(args: argparse.Namespace, where: int | str) -> dict[str, Any]:
     arguments += ["--models", *args.models, "--families", *args.families, *(["--light"] if args.light else [])]
     if isinstance(where, int):
         return dict(on_loopback(__file__, arguments, where, LIMIT_S))
-    from cloudlab.box.control import box_up
-    from cloudlab.box.spec import BoxSpec, parse_rate
+    from muster.cloudlab.box.control import box_up
+    from muster.cloudlab.box.spec import BoxSpec, parse_rate
 
     with box_up(BoxSpec(name=f"zerostep{os.getpid()}", nodes=NODES, rate=parse_rate(where))) as box:
         return dict(in_nodes(box, __file__, arguments, LIMIT_S))

@@ -78,7 +78,7 @@ def _block(loop: Any, steps: int) -> tuple[float, float]:
     """Train a block of steps; return a step's wall seconds and bytes, each of the rank that has most."""
     import torch.distributed as dist
 
-    from collectives_bench.ranks.wire import WireCounter
+    from muster.collectives_bench.ranks.wire import WireCounter
 
     counter = WireCounter(INTERFACES)
     dist.barrier()
@@ -149,8 +149,8 @@ def launch(args: argparse.Namespace) -> dict[str, Any]:
     ]
     if args.ranks:
         return dict(on_loopback(__file__, arguments, args.ranks, LIMIT_S))
-    from cloudlab.box.control import box_up
-    from cloudlab.box.spec import BoxSpec, parse_rate
+    from muster.cloudlab.box.control import box_up
+    from muster.cloudlab.box.spec import BoxSpec, parse_rate
 
     with box_up(BoxSpec(name=f"zerowire{os.getpid()}", nodes=args.nodes, rate=parse_rate(args.rate))) as box:
         return dict(in_nodes(box, __file__, arguments, LIMIT_S))
@@ -206,7 +206,7 @@ def main() -> int:
     if args.rank:
         rank_main(args)
         return 0
-    from cloudlab.box.spec import parse_rate
+    from muster.cloudlab.box.spec import parse_rate
 
     bits_s = None if args.ranks else parse_rate(args.rate)
     found = launch(args)

@@ -14,14 +14,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from cloudlab import manifest_xml
-from cloudlab.manifest_xml import Interface, Lan, Node
-from jobs.errors import JobFileError, UsageError
-from jobs.hostnames import check_user
-from jobs.hosts import read_text
-from jobs.placement import Host, Login
-from jobs.reading import MOST_BYTES
-from jobs.words import counted
+from muster.cloudlab import manifest_xml
+from muster.cloudlab.manifest_xml import Interface, Lan, Node
+from muster.jobs.errors import JobFileError, UsageError
+from muster.jobs.hostnames import check_user
+from muster.jobs.hosts import read_text
+from muster.jobs.placement import Host, Login
+from muster.jobs.reading import MOST_BYTES
+from muster.jobs.words import counted
 
 # Nodes that are there for the others: a remote data set, and what shapes or joins links.
 HELPERS: Final = {"emulab-blockstore": "holds a data set", "delay": "shapes a link"}

@@ -1,8 +1,8 @@
-"""`python -m collectives_bench`: run one rank whose variables (RANK, WORLD_SIZE, ...) somebody else set."""
+"""`python -m muster.collectives_bench`: run one rank whose variables (RANK, WORLD_SIZE, ...) somebody else set."""
 
 import sys
 
-from collectives_bench.ranks.direct import main
+from muster.collectives_bench.ranks.direct import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from collectives_bench.catalog import DTYPES, OPERATIONS
-from collectives_bench.records import Cell, Wire
+from muster.collectives_bench.catalog import DTYPES, OPERATIONS
+from muster.collectives_bench.records import Cell, Wire
 
 SEGMENT: Final = 2**20  # gloo/reduce.h, gloo/allreduce.h: kMaxSegmentSize
 LEAST_JUDGED: Final = 2**20  # bytes of a call

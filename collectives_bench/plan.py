@@ -2,9 +2,9 @@
 
 import random
 
-from collectives_bench.catalog import OPERATIONS, Operation, Place, actual_bytes
-from collectives_bench.records import Cell
-from collectives_bench.settings import BenchSettings
+from muster.collectives_bench.catalog import OPERATIONS, Operation, Place, actual_bytes
+from muster.collectives_bench.records import Cell
+from muster.collectives_bench.settings import BenchSettings
 
 
 def cells_of(settings: BenchSettings, ranks: int) -> list[Cell]:

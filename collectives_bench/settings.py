@@ -5,11 +5,11 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from collectives_bench.catalog import DTYPES, OPERATIONS
-from collectives_bench.sizes import parse_sizes
-from jobs.errors import RefusedError
-from jobs.strict import Positive, Strict, as_list, one_or_many
-from jobs.words import unknown
+from muster.collectives_bench.catalog import DTYPES, OPERATIONS
+from muster.collectives_bench.sizes import parse_sizes
+from muster.jobs.errors import RefusedError
+from muster.jobs.strict import Positive, Strict, as_list, one_or_many
+from muster.jobs.words import unknown
 
 HELLO: Final = "hello"
 ALL: Final = "all"  # every operation of the library's; ours: every one of our own building blocks

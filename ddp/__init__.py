@@ -3,18 +3,18 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddp.all_reduce import AllReduce as AllReduce
-    from ddp.bucketed import BucketedDDP as BucketedDDP
-    from ddp.bucketed import FlatAllReduce as FlatAllReduce
-    from ddp.bucketed import OverlappedDDP as OverlappedDDP
-    from ddp.gather_scatter import GatherScatter as GatherScatter
+    from muster.ddp.all_reduce import AllReduce as AllReduce
+    from muster.ddp.bucketed import BucketedDDP as BucketedDDP
+    from muster.ddp.bucketed import FlatAllReduce as FlatAllReduce
+    from muster.ddp.bucketed import OverlappedDDP as OverlappedDDP
+    from muster.ddp.gather_scatter import GatherScatter as GatherScatter
 
 _HOME = {
-    "AllReduce": "ddp.all_reduce",
-    "BucketedDDP": "ddp.bucketed",
-    "FlatAllReduce": "ddp.bucketed",
-    "GatherScatter": "ddp.gather_scatter",
-    "OverlappedDDP": "ddp.bucketed",
+    "AllReduce": "muster.ddp.all_reduce",
+    "BucketedDDP": "muster.ddp.bucketed",
+    "FlatAllReduce": "muster.ddp.bucketed",
+    "GatherScatter": "muster.ddp.gather_scatter",
+    "OverlappedDDP": "muster.ddp.bucketed",
 }
 
 __all__ = ["AllReduce", "BucketedDDP", "FlatAllReduce", "GatherScatter", "OverlappedDDP"]

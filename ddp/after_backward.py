@@ -5,11 +5,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from ddp.base import DataParallel
-from ddp.checks import require_used, used_by_any
-from ddp.gradients import refuse_sparse
-from ddp.stats import Stats, Wait
-from ddp.timeouts import Entered, waiting_for
+from muster.ddp.base import DataParallel
+from muster.ddp.checks import require_used, used_by_any
+from muster.ddp.gradients import refuse_sparse
+from muster.ddp.stats import Stats, Wait
+from muster.ddp.timeouts import Entered, waiting_for
 
 
 class AfterBackward(DataParallel):

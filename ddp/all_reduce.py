@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.after_backward import AfterBackward
-from ddp.means import ordered_mean
+from muster.ddp.after_backward import AfterBackward
+from muster.ddp.means import ordered_mean
 
 
 class AllReduce(AfterBackward):

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.checks import mark_wrapped, require_dense, require_member, require_same_parameters, require_unwrapped
-from ddp.stats import Stats
+from muster.ddp.checks import mark_wrapped, require_dense, require_member, require_same_parameters, require_unwrapped
+from muster.ddp.stats import Stats
 
 
 class DataParallel(nn.Module, ABC):

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
-from ddp.means import mean_for
-from ddp.reduced import Reduced
-from ddp.reducer import Reducer
+from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
+from muster.ddp.means import mean_for
+from muster.ddp.reduced import Reduced
+from muster.ddp.reducer import Reducer
 
 
 class _Buckets(Reduced):

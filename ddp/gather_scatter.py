@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.after_backward import AfterBackward
-from ddp.base import mean_in_order
+from muster.ddp.after_backward import AfterBackward
+from muster.ddp.base import mean_in_order
 
 
 class GatherScatter(AfterBackward):

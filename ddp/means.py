@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceCoalescedOptions
 
-from ddp.gradients import FlatGradients, LooseGradients
-from ddp.primitives import chunks_of, exchange, ordered_reduce_scatter, ring_all_gather
+from muster.ddp.gradients import FlatGradients, LooseGradients
+from muster.ddp.primitives import chunks_of, exchange, ordered_reduce_scatter, ring_all_gather
 
 Wait = Callable[[], None]  # raises what the communication raised
 Group = dist.ProcessGroup | None

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.gradients import is_dense
+from muster.ddp.gradients import is_dense
 
 SUM_AT_MOST: Final = 2**20  # whole numbers below 2^32 that float64 adds exactly
 IN_CACHE: Final = 2**15  # elements of a block on a CPU; and so few float32 squares can be added in float32

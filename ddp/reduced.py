@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from ddp.base import DataParallel
-from ddp.reducer import Reducer
-from ddp.stats import Stats
+from muster.ddp.base import DataParallel
+from muster.ddp.reducer import Reducer
+from muster.ddp.stats import Stats
 
 
 class Reduced(DataParallel):

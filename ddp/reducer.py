@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from ddp.buckets import ALONE_BYTES
-from ddp.checks import require_used, used_by_any
-from ddp.gradients import Bucket, FlatGradients, LooseGradients, Slot, is_dense
-from ddp.means import Mean, Wait
-from ddp.stats import Stats
-from ddp.stats import Wait as Watch
-from ddp.timeouts import Entered, waiting_for
+from muster.ddp.buckets import ALONE_BYTES
+from muster.ddp.checks import require_used, used_by_any
+from muster.ddp.gradients import Bucket, FlatGradients, LooseGradients, Slot, is_dense
+from muster.ddp.means import Mean, Wait
+from muster.ddp.stats import Stats
+from muster.ddp.stats import Wait as Watch
+from muster.ddp.timeouts import Entered, waiting_for
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

@@ -26,7 +26,7 @@ from typing import Final, NoReturn
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from ddp.checks import ranks_in_words
+from muster.ddp.checks import ranks_in_words
 
 LATER_S: Final = 5.0  # how long a rank that timed out listens for others, which may time out that much later
 LOST_S: Final = 1.0  # the same after a lost connection: whoever closed it by timing out has said so by then

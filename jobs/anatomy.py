@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 from math import prod
 from typing import Final
 
-from jobs.shapes import IMAGE_CHANNELS, KERNEL_AREA, POOL, GptShape, VggShape
+from muster.jobs.shapes import IMAGE_CHANNELS, KERNEL_AREA, POOL, GptShape, VggShape
 
 IMAGE_SIDE: Final = 32
 INDEX_BYTES: Final = 8  # what a pool remembers of each maximum, and what a token is

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from jobs.files import folder_error, make_folder
-from jobs.trace.paths import PROFILE, ProfileDir
+from muster.jobs.files import folder_error, make_folder
+from muster.jobs.trace.paths import PROFILE, ProfileDir
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ import os
 from pathlib import Path
 from typing import Final
 
-# As it is written, links not followed: nodes may share the path, and not what lies behind it.
-CODE_ROOT: Final = Path(os.path.abspath(__file__)).parent.parent  # noqa: PTH100 (Path.absolute keeps "..")
+# The folder that holds the package `muster`, as it is written: nodes may share the path, and not what a link on it
+# leads to.
+CODE_ROOT: Final = Path(os.path.abspath(__file__)).parents[2]  # noqa: PTH100 (Path.absolute keeps "..")
 
 
 def module_argv(python: str, module: str, root: str | None = None) -> list[str]:
     """Return the argv that runs a module of ours, from this code or from the code at `root` (see launch/boot.py)."""
-    return [python, "-I", f"{root or CODE_ROOT}/launch/boot.py", module]
+    return [python, "-I", f"{root or CODE_ROOT}/muster/launch/boot.py", module]

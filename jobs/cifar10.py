@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from jobs.datafiles import (
+from muster.jobs.datafiles import (
     CIFAR10_MD5,
     CIFAR10_URL,
     Cifar10Files,
@@ -25,8 +25,8 @@ from jobs.datafiles import (
     write_facts,
     written,
 )
-from jobs.download import Progress, download, md5_of
-from jobs.errors import RefusedError
+from muster.jobs.download import Progress, download, md5_of
+from muster.jobs.errors import RefusedError
 
 PIXELS: Final = 3072
 CLASSES: Final = 10

@@ -22,9 +22,9 @@ from pathlib import Path
 from platform import python_version
 from typing import Any, Final
 
-from jobs.errors import RefusedError, StorageError
-from jobs.files import expanded
-from jobs.reading import read_json
+from muster.jobs.errors import RefusedError, StorageError
+from muster.jobs.files import expanded
+from muster.jobs.reading import read_json
 
 DATA_VARIABLE: Final = "MUSTER_DATA"
 DIGITS: Final = Path(__file__).parent / "train" / "data" / "digits" / "digits.u8"

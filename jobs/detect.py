@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from jobs import ranks
-from jobs.errors import RefusedError, UsageError
-from jobs.launchers import MPI_HINTS, MPI_ROWS, SLURM_VARIABLES, Found, number, rank_env, read_mpi, read_step
-from jobs.ranks import DEFAULT_MASTER_PORT, RankEnv
-from jobs.words import counted
+from muster.jobs import ranks
+from muster.jobs.errors import RefusedError, UsageError
+from muster.jobs.launchers import MPI_HINTS, MPI_ROWS, SLURM_VARIABLES, Found, number, rank_env, read_mpi, read_step
+from muster.jobs.ranks import DEFAULT_MASTER_PORT, RankEnv
+from muster.jobs.words import counted
 
 LOOPBACK: Final = "127.0.0.1"
 LOCAL: Final = "local"

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.datafiles import CHUNK_BYTES, storage_error
-from jobs.errors import RefusedError, UnreachableError, UsageError
+from muster.jobs.datafiles import CHUNK_BYTES, storage_error
+from muster.jobs.errors import RefusedError, UnreachableError, UsageError
 
 TIMEOUT_S: Final = 30.0
 TRIES_WITHOUT_PROGRESS: Final = 3

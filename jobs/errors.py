@@ -14,7 +14,7 @@ A message is one line that says where, what was found, what was wanted and what 
 prints it, without a traceback. `assert` is for our own bugs.
 """
 
-from jobs import exits
+from muster.jobs import exits
 
 
 class MusterError(Exception):

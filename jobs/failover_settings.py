@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from jobs.strict import NonNegative, Positive, Strict
+from muster.jobs.strict import NonNegative, Positive, Strict
 
 
 class CheckpointSettings(Strict):

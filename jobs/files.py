@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.errors import MusterError, RunFolderError, StorageError
-from jobs.reading import json_lines
+from muster.jobs.errors import MusterError, RunFolderError, StorageError
+from muster.jobs.reading import json_lines
 
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

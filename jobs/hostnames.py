@@ -8,7 +8,7 @@ import ipaddress
 import re
 from typing import Final
 
-from jobs.errors import UsageError
+from muster.jobs.errors import UsageError
 
 MAX_PORT: Final = 65535
 

@@ -20,11 +20,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from jobs.errors import JobFileError, UsageError
-from jobs.hostnames import MAX_PORT, check_name, check_user, is_numeric
-from jobs.nodelist import MAX_NAMES, expand, fold
-from jobs.placement import Host, Login
-from jobs.reading import SETTINGS_BYTES, read_bytes
+from muster.jobs.errors import JobFileError, UsageError
+from muster.jobs.hostnames import MAX_PORT, check_name, check_user, is_numeric
+from muster.jobs.nodelist import MAX_NAMES, expand, fold
+from muster.jobs.placement import Host, Login
+from muster.jobs.reading import SETTINGS_BYTES, read_bytes
 
 KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
 MAX_BARE_SLOTS: Final = 1024  # behind a colon more than that is somebody's ssh port

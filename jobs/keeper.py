@@ -27,9 +27,9 @@ import sys
 import time
 from typing import Any, Final, NoReturn
 
-from jobs import exits, leftovers, linux
-from jobs.boot import module_argv
-from jobs.rank_process import RankProcess
+from muster.jobs import exits, leftovers, linux
+from muster.jobs.boot import module_argv
+from muster.jobs.rank_process import RankProcess
 
 ORPHAN_GRACE_S: Final = 1.0
 KILL_S: Final = 2.0  # for a killed rank to be dead; one that is not by then is told, and waited for no longer
@@ -111,7 +111,13 @@ class Keeper:
         listening = socket.socket(fileno=self.passed.pop(0))
         if "torch" not in sys.modules:
             descriptor = listening.fileno()
-            argv = [*module_argv(sys.executable, "jobs.store"), "--fd", str(descriptor), "--parent", str(os.getpid())]
+            argv = [
+                *module_argv(sys.executable, "muster.jobs.store"),
+                "--fd",
+                str(descriptor),
+                "--parent",
+                str(os.getpid()),
+            ]
             self.store = subprocess.Popen(argv, pass_fds=[descriptor], stdin=subprocess.DEVNULL).pid
             listening.close()
             return
@@ -121,7 +127,7 @@ class Keeper:
             deaf = signal.getsignal(signal.SIGTERM)
             self._forget_parent(keeper)
             signal.signal(signal.SIGTERM, deaf)
-            from jobs.store import serve
+            from muster.jobs.store import serve
 
             serve(listening)
             os._exit(0)

@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from jobs.errors import RefusedError
-from jobs.train_settings import TrainSettings
+from muster.jobs.errors import RefusedError
+from muster.jobs.train_settings import TrainSettings
 
 RANDOMNESS: Final = "keyed-1"  # of jobs/train/keyed.py: another way to draw needs another name
 KEPT: Final = "kept"

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from jobs.errors import RefusedError
-from jobs.nodelist import expand
-from jobs.ranks import RankEnv
+from muster.jobs.errors import RefusedError
+from muster.jobs.nodelist import expand
+from muster.jobs.ranks import RankEnv
 
 PASS_FLAGS: Final = "pass --rank, --num-nodes and --master-ip"
 

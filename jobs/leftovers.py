@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from jobs import linux
+from muster.jobs import linux
 
 LIMIT_S: Final = 0.8  # after 2 s for the ranks; the supervisor waits 3 s beyond the grace for the word that all is gone
 LOOK_S: Final = 0.05  # a process may begin while others are being killed

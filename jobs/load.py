@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from jobs import mistakes, yamlfile
-from jobs.errors import JobFileError
-from jobs.files import expanded
-from jobs.overrides import apply_override
-from jobs.spec import CommandSettings, Job, JobKind
-from jobs.yamlfile import Document, KeyPath, Mistake
+from muster.jobs import mistakes, yamlfile
+from muster.jobs.errors import JobFileError
+from muster.jobs.files import expanded
+from muster.jobs.overrides import apply_override
+from muster.jobs.spec import CommandSettings, Job, JobKind
+from muster.jobs.yamlfile import Document, KeyPath, Mistake
 
 EXAMPLES: Final = Path(__file__).parent / "examples"
 

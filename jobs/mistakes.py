@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from jobs.yamlfile import Document, KeyPath, nearest, show, spell
+from muster.jobs.yamlfile import Document, KeyPath, nearest, show, spell
 
 Model = TypeVar("Model", bound=BaseModel)
 

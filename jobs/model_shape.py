@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jobs.errors import RefusedError
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.errors import RefusedError
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
 
 if TYPE_CHECKING:
-    from jobs.train_settings import ModelSettings
+    from muster.jobs.train_settings import ModelSettings
 
 
 def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptShape:

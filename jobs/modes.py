@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from jobs.errors import RefusedError
+from muster.jobs.errors import RefusedError
 
 Sync = Literal["none", "gather_scatter", "allreduce", "flat", "overlap", "bucketed", "ddp", "sharded", "fsdp"]
 Zero = Literal[0, 1, 2, 3]

@@ -12,7 +12,7 @@ from itertools import groupby, product
 from math import prod
 from typing import Final
 
-from jobs.errors import UsageError
+from muster.jobs.errors import UsageError
 
 MAX_NAMES: Final = 100_000
 MAX_DIGITS: Final = 18  # longer runs of digits are text: nobody counts hosts that far

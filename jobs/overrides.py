@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jobs import mistakes, yamlfile
-from jobs.errors import JobFileError, UsageError
-from jobs.reading import DEEPEST, MOST_DIGITS
-from jobs.spec import JobKind
-from jobs.yamlfile import Document, KeyPath, Mistake, Place
+from muster.jobs import mistakes, yamlfile
+from muster.jobs.errors import JobFileError, UsageError
+from muster.jobs.reading import DEEPEST, MOST_DIGITS
+from muster.jobs.spec import JobKind
+from muster.jobs.yamlfile import Document, KeyPath, Mistake, Place
 
 
 def apply_override(document: Document, override: str, kinds: Sequence[JobKind]) -> None:

@@ -17,8 +17,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Final
 
-from jobs.errors import RunFolderError
-from jobs.reading import UntrustedError, check_owner, is_trusted, trust, trusting
+from muster.jobs.errors import RunFolderError
+from muster.jobs.reading import UntrustedError, check_owner, is_trusted, trust, trusting
 
 ALONE: Final = 0o700
 SHARED: Final = 0o750

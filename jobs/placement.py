@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, TypeVar
 
-from jobs.errors import RefusedError, RunFolderError
-from jobs.hostnames import check_name, check_user
-from jobs.ranks import RankEnv
-from jobs.spec import Job
-from jobs.words import counted
+from muster.jobs.errors import RefusedError, RunFolderError
+from muster.jobs.hostnames import check_name, check_user
+from muster.jobs.ranks import RankEnv
+from muster.jobs.spec import Job
+from muster.jobs.words import counted
 
 VERSION: Final = 1
 LOOPBACK: Final = "127.0.0.1"

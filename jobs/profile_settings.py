@@ -4,7 +4,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field, model_validator
 
-from jobs.strict import Positive, Strict
+from muster.jobs.strict import Positive, Strict
 
 MOST_STEPS: Final = 100  # a trace grows by megabytes with every step
 

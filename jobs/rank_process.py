@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
-from jobs import leftovers, linux, page, rank_start
-from jobs.page import Page
+from muster.jobs import leftovers, linux, page, rank_start
+from muster.jobs.page import Page
 
 CHUNK: Final = 1 << 16  # the capacity of a pipe: one read empties it
 

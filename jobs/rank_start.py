@@ -21,9 +21,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from jobs import exits, ranks
-from jobs.files import open_log
-from jobs.reports import Reporter
+from muster.jobs import exits, ranks
+from muster.jobs.files import open_log
+from muster.jobs.reports import Reporter
 
 NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from jobs.errors import RefusedError
+from muster.jobs.errors import RefusedError
 
 DEFAULT_MASTER_PORT: Final = 29500
 

@@ -27,7 +27,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Final
 
-from jobs.errors import RunFolderError
+from muster.jobs.errors import RunFolderError
 
 MOST_BYTES: Final = 1 << 24  # a record of 100,000 ranks fits
 SETTINGS_BYTES: Final = 1 << 20  # job, site and hosts files are written by hand, and YAML takes a second a megabyte

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jobs import ranks
+from muster.jobs import ranks
 
 
 class Reporter:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.errors import StorageError
-from jobs.files import append_lines
+from muster.jobs.errors import StorageError
+from muster.jobs.files import append_lines
 
 MOST_KEPT: Final = 10_000  # rows; of more the oldest are given up
 

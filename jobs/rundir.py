@@ -39,13 +39,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
-from jobs.attemptdir import AttemptDir as AttemptDir
-from jobs.checkpoint.paths import CheckpointDir
-from jobs.errors import RunFolderError
-from jobs.files import folder_error
-from jobs.ownership import check_folder, check_parents, made_by_us, warn_once
-from jobs.reading import UntrustedError
-from jobs.words import counted
+from muster.jobs.attemptdir import AttemptDir as AttemptDir
+from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.errors import RunFolderError
+from muster.jobs.files import folder_error
+from muster.jobs.ownership import check_folder, check_parents, made_by_us, warn_once
+from muster.jobs.reading import UntrustedError
+from muster.jobs.words import counted
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"

@@ -6,11 +6,11 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from jobs.load import DERIVED
-from jobs.modes import MODES
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from jobs.spec import CommandSettings, Job, JobKind
-from jobs.train_settings import DATA_NAMES
+from muster.jobs.load import DERIVED
+from muster.jobs.modes import MODES
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.spec import CommandSettings, Job, JobKind
+from muster.jobs.train_settings import DATA_NAMES
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 

@@ -9,13 +9,13 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from jobs import mistakes, yamlfile
-from jobs.errors import JobFileError, UsageError
-from jobs.files import expanded
-from jobs.hostnames import check_jump, check_network, check_user
-from jobs.slurm_settings import SlurmSettings
-from jobs.spec import Passable, Variable
-from jobs.strict import Strict
+from muster.jobs import mistakes, yamlfile
+from muster.jobs.errors import JobFileError, UsageError
+from muster.jobs.files import expanded
+from muster.jobs.hostnames import check_jump, check_network, check_user
+from muster.jobs.slurm_settings import SlurmSettings
+from muster.jobs.spec import Passable, Variable
+from muster.jobs.strict import Strict
 
 SITE_VARIABLE: Final = "MUSTER_SITE"
 PATHS: Final = ("interpreter", "code", "runs", "data")

@@ -5,8 +5,8 @@ from typing import Annotated, Final
 
 from pydantic import AfterValidator, Field, field_validator
 
-from jobs.errors import RefusedError
-from jobs.strict import Strict
+from muster.jobs.errors import RefusedError
+from muster.jobs.strict import Strict
 
 SIGNAL_S: Final = 60
 LONGEST_SIGNAL_S: Final = 65_535  # sbatch's own limit

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, field_validator, model_validator
 from typing_extensions import Self
 
-from jobs.failover_settings import CheckpointSettings, RestartSettings
-from jobs.slurm_settings import SlurmSettings
-from jobs.strict import Strict
+from muster.jobs.failover_settings import CheckpointSettings, RestartSettings
+from muster.jobs.slurm_settings import SlurmSettings
+from muster.jobs.strict import Strict
 
 MAX_NODES: Final = 100_000
 MAX_RANKS_PER_NODE: Final = 1024

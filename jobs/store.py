@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args()
-    from jobs import linux
+    from muster.jobs import linux
 
     linux.die_with_parent(args.parent)
     os.set_inheritable(args.fd, False)

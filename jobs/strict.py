@@ -4,7 +4,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from jobs.reading import LATEST_S
+from muster.jobs.reading import LATEST_S
 
 MOST: Final = 10**12  # steps, samples, sizes: more is a slip of the keyboard
 Positive = Annotated[int, Field(ge=1, le=MOST)]

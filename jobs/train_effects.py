@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.spec import Unread
-from jobs.train_parallel import split_text
+from muster.jobs.spec import Unread
+from muster.jobs.train_parallel import split_text
 
 if TYPE_CHECKING:
-    from jobs.train_settings import TrainSettings
+    from muster.jobs.train_settings import TrainSettings
 
 
 @dataclass(frozen=True)

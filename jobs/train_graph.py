@@ -5,10 +5,10 @@ Data-parallel modes record a whole step, pipelines each forward and backward of 
 
 from typing import TYPE_CHECKING, Final
 
-from jobs.modes import PIPELINES
+from muster.jobs.modes import PIPELINES
 
 if TYPE_CHECKING:
-    from jobs.train_settings import TrainSettings
+    from muster.jobs.train_settings import TrainSettings
 
 THROUGH_THE_HOST: Final = {
     "gather_scatter": "rank 0 gathers by messages that the host starts",

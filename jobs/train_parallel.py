@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from jobs.errors import RefusedError
-from jobs.modes import MODES, Parallel, PipelineName, Sync, Zero
-from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES
-from jobs.strict import Positive, Strict
-from jobs.words import counted
-from jobs.yamlfile import show
-from pipe.schedules.cuts import by_hand
-from pipe.schedules.tables import SCHEDULES
+from muster.jobs.errors import RefusedError
+from muster.jobs.modes import MODES, Parallel, PipelineName, Sync, Zero
+from muster.jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES
+from muster.jobs.strict import Positive, Strict
+from muster.jobs.words import counted
+from muster.jobs.yamlfile import show
+from muster.pipe.schedules.cuts import by_hand
+from muster.pipe.schedules.tables import SCHEDULES
 
 if TYPE_CHECKING:
-    from jobs.train_settings import ModelSettings, TrainSettings
+    from muster.jobs.train_settings import ModelSettings, TrainSettings
 
 FILL: Final = 4  # micro-batches for each rank of a pipeline, where nobody says how many: 1f1b is idle 3 / 19 of 4 ranks
 UNDER_A_PIPELINE: Final = ("flat", "bucketed", "sharded")  # ways to average a pipeline's gradients

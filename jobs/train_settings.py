@@ -5,15 +5,15 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from jobs.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
-from jobs.profile_settings import OFF, ProfileSettings
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from jobs.strict import NonNegative, Positive, Seed, Strict
-from jobs.train_graph import why_not_recorded
-from jobs.train_parallel import ParallelSettings, check_batch, check_pipeline, split_of, why_not_pipelined
-from jobs.train_sharding import why_not_sharded
-from jobs.train_tensor import check_tensor, why_not_split
-from jobs.words import unknown
+from muster.jobs.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
+from muster.jobs.profile_settings import OFF, ProfileSettings
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.strict import NonNegative, Positive, Seed, Strict
+from muster.jobs.train_graph import why_not_recorded
+from muster.jobs.train_parallel import ParallelSettings, check_batch, check_pipeline, split_of, why_not_pipelined
+from muster.jobs.train_sharding import why_not_sharded
+from muster.jobs.train_tensor import check_tensor, why_not_split
+from muster.jobs.words import unknown
 
 DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
 OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)  # the modes whose sums are ours

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from jobs.modes import SHARDED
+from muster.jobs.modes import SHARDED
 
 if TYPE_CHECKING:
-    from jobs.train_settings import TrainSettings
+    from muster.jobs.train_settings import TrainSettings
 
 
 def why_not_sharded(settings: "TrainSettings") -> str | None:

@@ -7,13 +7,13 @@ context                     too, where sequences are split between the layers (`
 import math
 from typing import TYPE_CHECKING
 
-from jobs.errors import RefusedError
-from jobs.model_shape import resolve_shape
-from jobs.modes import Parallel
-from jobs.shapes import GptShape
+from muster.jobs.errors import RefusedError
+from muster.jobs.model_shape import resolve_shape
+from muster.jobs.modes import Parallel
+from muster.jobs.shapes import GptShape
 
 if TYPE_CHECKING:
-    from jobs.train_settings import TrainSettings
+    from muster.jobs.train_settings import TrainSettings
 
 
 def why_not_split(settings: "TrainSettings") -> str | None:

@@ -19,8 +19,8 @@ import socket
 import sys
 from typing import Final
 
-from jobs import exits, linux
-from jobs.keeper import Keeper
+from muster.jobs import exits, linux
+from muster.jobs.keeper import Keeper
 
 HEARD_S: Final = 1.0  # that an agent is given to read why there will be no keeper
 

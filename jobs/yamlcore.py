@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import yaml
 
-from jobs.reading import DEEPEST
+from muster.jobs.reading import DEEPEST
 
 TAG: Final = "tag:yaml.org,2002:"
 MOST_VALUES: Final = 20_000  # PyYAML takes a second for 30,000

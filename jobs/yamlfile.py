@@ -13,9 +13,9 @@ from typing import Any, Final
 
 import yaml
 
-from jobs.errors import JobFileError
-from jobs.reading import DEEPEST, SETTINGS_BYTES, read_bytes
-from jobs.yamlcore import CONVERT, MOST_VALUES, TAG, CoreDumper, CoreLoader
+from muster.jobs.errors import JobFileError
+from muster.jobs.reading import DEEPEST, SETTINGS_BYTES, read_bytes
+from muster.jobs.yamlcore import CONVERT, MOST_VALUES, TAG, CoreDumper, CoreLoader
 
 KeyPath = tuple[str | int, ...]
 

@@ -44,7 +44,7 @@ def main() -> None:
     except ConnectionError:
         sys.exit(UNREACHABLE)  # the supervisor has gone meanwhile, and nobody is left to hear of it
     select.select([max(carrier, 0)], [], [], WORD_S)
-    from launch.node.serve import serve
+    from muster.launch.node.serve import serve
 
     keeper = int(options["keeper-fd"]) if "keeper-fd" in options else None
     lease_s = float(options.get("lease-s", 0))
@@ -76,7 +76,7 @@ def key_of(node: int, options: Options) -> str:
         secret = read_secret(options["secret-file"])
     if not key and not secret:
         raise gave_up(REFUSED, f"{os.uname().nodename}: has neither {KEY} nor {SECRET}; paste the whole line")
-    from launch.wire.handshake import node_key
+    from muster.launch.wire.handshake import node_key
 
     return key or node_key(secret, node)
 
@@ -129,7 +129,7 @@ def read_secret(path: str) -> str:
 
 def dial(addresses: list[str], node: int, key: str, timeout_s: float) -> "socket.socket":
     """Dial until the supervisor answers at one of its addresses and proves that it is; or end, and say why."""
-    from launch.wire.handshake import HandshakeError, TurnedAwayError
+    from muster.launch.wire.handshake import HandshakeError, TurnedAwayError
 
     deadline = time.monotonic() + timeout_s
     why, where = "", " or ".join(addresses)
@@ -168,7 +168,7 @@ def meet(address: str, node: int, key: str, timeout_s: float) -> "socket.socket"
     """
     import socket
 
-    from launch.wire.handshake import AgentSide
+    from muster.launch.wire.handshake import AgentSide
 
     host, _, port = address.rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=timeout_s)
@@ -193,7 +193,7 @@ def read_line(connection: "socket.socket") -> bytes:
     Raises:
         OSError: if the connection ends: it expects nobody now, or is no supervisor.
     """
-    from launch.wire.handshake import LONGEST
+    from muster.launch.wire.handshake import LONGEST
 
     line = b""
     while not line.endswith(b"\n") and len(line) < LONGEST:

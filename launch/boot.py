@@ -1,12 +1,14 @@
-"""How every process of ours starts: `python -I ROOT/launch/boot.py MODULE arguments...`.
+"""Start a process of Muster's: `python -I ROOT/muster/launch/boot.py muster.MODULE arguments...`.
 
--I keeps the user's own `jobs/` folder and PYTHON variables out; this file puts the code root that it lies in first, so
-that a node runs the code it was told to (a checkout, a copy, a snapshot in the run folder), whatever its Python has
-installed. Then MODULE is `__main__`, as after `python -m`. It imports nothing new: `runpy` would cost 4 ms more.
+-I keeps the user's own packages and PYTHON variables out. This file registers the package `muster` of the root that it
+lies in, so that a node runs the code it was told to (a checkout, a copy, a snapshot in the run folder), whatever its
+Python has installed. The root itself is never on `sys.path`: what else lies there cannot be imported. Then MODULE is
+`__main__`, as after `python -m`. Nothing new is imported: `runpy` and `importlib.util` would cost 4 ms more.
 """
 
 import os
 import sys
+from _frozen_importlib_external import spec_from_file_location
 
 OLDEST = (3, 10)
 REFUSED = 78  # of jobs/exits.py
@@ -21,11 +23,25 @@ def main() -> None:
         )
     if len(sys.argv) < 2:
         raise refusal("boot.py starts Muster's own processes and was given no module; users run muster")
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
-    run(sys.argv[1])
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120
+    register(here)
+    run(sys.argv[1], here)
 
 
-def run(name: str) -> None:
+def register(folder: str) -> None:
+    """Make the package in `folder` importable as `muster`."""
+    init = f"{folder}/__init__.py"
+    spec = spec_from_file_location("muster", init, submodule_search_locations=[folder])
+    if spec is None or spec.loader is None or not os.path.exists(init):  # noqa: PTH110
+        raise refusal(f"{folder} lacks __init__.py; run muster sync, or correct code in the site file")
+    package = type(sys)("muster")
+    package.__file__, package.__path__, package.__package__ = init, [folder], "muster"
+    package.__spec__, package.__loader__ = spec, spec.loader
+    sys.modules["muster"] = package
+    spec.loader.exec_module(package)
+
+
+def run(name: str, folder: str) -> None:
     """Run a module, or a package's `__main__`, under the name `__main__`."""
     parent = name.rpartition(".")[0]
     try:
@@ -37,9 +53,9 @@ def run(name: str) -> None:
     found = (finder.find_spec(name, path) for finder in sys.meta_path)
     spec = next((each for each in found if each is not None), None)
     if spec is None or spec.loader is None or spec.origin is None:
-        raise refusal(f"there is no {name} in {sys.path[0]}; run muster sync, or correct code in the site file")
+        raise refusal(f"there is no {name} in {folder}; run muster sync, or correct code in the site file")
     if spec.submodule_search_locations is not None:
-        return run(f"{name}.__main__")
+        return run(f"{name}.__main__", folder)
     code = spec.loader.get_code(name)  # type: ignore[attr-defined]  # reads and writes the .pyc as an import would
     module = type(sys)("__main__")
     module.__file__ = spec.origin

@@ -125,10 +125,10 @@ def _dispatch(arguments: list[str]) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     from importlib import import_module
 
-    from jobs import terminal
-    from jobs.errors import MusterError
+    from muster.jobs import terminal
+    from muster.jobs.errors import MusterError
 
-    command, phrase = import_module(f"launch.commands.{name}"), PHRASES[name]
+    command, phrase = import_module(f"muster.launch.commands.{name}"), PHRASES[name]
     if arguments[:1] and arguments[0] in (within := getattr(command, "WITHIN", {})):
         module, phrase = within[arguments[0]]
         command, name, arguments = import_module(module), f"{name} {arguments[0]}", arguments[1:]
@@ -149,10 +149,10 @@ def _run(name: str, arguments: list[str]) -> int:
 
 def _looking() -> AbstractContextManager[None]:
     """Let a command that only shows runs show those of colleagues, if both they and this user share theirs."""
-    from jobs.ownership import looking
+    from muster.jobs.ownership import looking
 
     def shares() -> bool:
-        from jobs.site import load_site
+        from muster.jobs.site import load_site
 
         return load_site(None).share is not None
 

@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from jobs.terminal import rank_line, raw
-from launch.look import screen
-from launch.submit.plan import NodePlan
-from launch.supervision.verdict import Verdict
+from muster.jobs.terminal import rank_line, raw
+from muster.launch.look import screen
+from muster.launch.submit.plan import NodePlan
+from muster.launch.supervision.verdict import Verdict
 
 
 class Console:

@@ -5,12 +5,12 @@
 
 from typing import Any, Final
 
-from collectives_bench.settings import BenchSettings
-from jobs.model_shape import resolve_shape
-from jobs.spec import CommandSettings, JobKind
-from jobs.timing.settings import TimingSettings
-from jobs.train_effects import unread
-from jobs.train_settings import TrainSettings
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.model_shape import resolve_shape
+from muster.jobs.spec import CommandSettings, JobKind
+from muster.jobs.timing.settings import TimingSettings
+from muster.jobs.train_effects import unread
+from muster.jobs.train_settings import TrainSettings
 
 
 def _check_train(settings: TrainSettings, world_size: int) -> None:
@@ -33,9 +33,9 @@ def _anything(settings: Any, world_size: int) -> None:
 
 
 KINDS: Final[tuple[JobKind, ...]] = (
-    JobKind("train", TrainSettings, "jobs.train.main:run_rank", _check_train, unread),
+    JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank", _check_train, unread),
     JobKind("command", CommandSettings, None, _anything),
-    JobKind("timing", TimingSettings, "jobs.train.timing.run:run_rank", _check_timing),
-    JobKind("bench", BenchSettings, "collectives_bench.ranks.run:run_rank", _check_bench),
+    JobKind("timing", TimingSettings, "muster.jobs.train.timing.run:run_rank", _check_timing),
+    JobKind("bench", BenchSettings, "muster.collectives_bench.ranks.run:run_rank", _check_bench),
 )
 BY_KEY: Final = {kind.key: kind for kind in KINDS}

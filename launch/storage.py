@@ -18,12 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from jobs.errors import RunFolderError, UnreachableError
-from jobs.files import folder_error, make_folder
-from jobs.ownership import check_folder, private_folder, warn_once
-from jobs.reading import UntrustedError, read_bytes
-from jobs.rundir import AttemptDir, RunDir
-from jobs.trace.paths import PROFILE
+from muster.jobs.errors import RunFolderError, UnreachableError
+from muster.jobs.files import folder_error, make_folder
+from muster.jobs.ownership import check_folder, private_folder, warn_once
+from muster.jobs.reading import UntrustedError, read_bytes
+from muster.jobs.rundir import AttemptDir, RunDir
+from muster.jobs.trace.paths import PROFILE
 
 CHUNK_BYTES: Final = 1 << 18
 LONGEST_NONCE: Final = 1 << 10

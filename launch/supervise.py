@@ -8,15 +8,15 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from jobs import terminal
-from jobs.errors import MusterError, RunFolderError
-from jobs.rundir import open_run
-from launch.console import Console
-from launch.scheduler.requeue import own_job
-from launch.submit.prepare import allocated
-from launch.submit.spares import place_crew
-from launch.submit.start import supervise
-from launch.submit.submission import Submission
+from muster.jobs import terminal
+from muster.jobs.errors import MusterError, RunFolderError
+from muster.jobs.rundir import open_run
+from muster.launch.console import Console
+from muster.launch.scheduler.requeue import own_job
+from muster.launch.submit.prepare import allocated
+from muster.launch.submit.spares import place_crew
+from muster.launch.submit.start import supervise
+from muster.launch.submit.submission import Submission
 
 
 def main() -> int:

@@ -4,8 +4,8 @@
                             else unpacks beside the old code, then puts whole packages in its place
                             at last the host's own interpreter says which code it now has
 
-What a host has beside our files stays: its .venv, its data. Packages are replaced as a whole, so that a module that was
-deleted here does not live on there.
+What a host has beside our files stays: its .venv, its data. The package is replaced as a whole, so that a module that
+was deleted here does not live on there. The hosts get real files in muster/, where a checkout has links.
 """
 
 import io
@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from jobs.boot import CODE_ROOT
-from jobs.errors import MusterError, RefusedError, RunFolderError, UnreachableError
-from jobs.hosts import HostSet
-from jobs.placement import Host
-from jobs.reading import parse_json
-from jobs.site import SshSettings
-from launch.fingerprint import PACKAGES, fingerprint
-from launch.submit.snapshot import own_files
-from launch.submit.worktree import survey
-from launch.transports.ssh_command import NO_SETTINGS, NOT_EXECUTABLE, NOT_FOUND, explain, ssh_argv
+from muster.jobs.boot import CODE_ROOT
+from muster.jobs.errors import MusterError, RefusedError, RunFolderError, UnreachableError
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host
+from muster.jobs.reading import parse_json
+from muster.jobs.site import SshSettings
+from muster.launch.fingerprint import PACKAGE, fingerprint
+from muster.launch.submit.snapshot import own_files
+from muster.launch.submit.worktree import survey
+from muster.launch.transports.ssh_command import NO_SETTINGS, NOT_EXECUTABLE, NOT_FOUND, explain, ssh_argv
 
 FANOUT: Final = 32
 DEADLINE_S: Final = 300.0
@@ -41,24 +41,24 @@ NOT_OURS: Final = 78  # of the script: the folder holds something, and is not on
 WAIT_S: Final = 120
 
 # One line without quotation marks or exclamation marks, for a login shell, which may be csh, reads it before sh does.
-# $1 folder, $2 name of the mark, $3 interpreter, then the names of our packages. Hosts may share the folder with one
+# $1 folder, $2 name of the mark, $3 interpreter, $4 the name of our package. Hosts may share the folder with one
 # another: the one that makes the mark's lock does the work, the others wait for the mark.
 SCRIPT: Final = (
-    "d=$1 n=$2 y=$3; shift 3; "
+    "d=$1 n=$2 y=$3 p=$4; "
     'if [ -e "$d/$n" ]; then cat >/dev/null; echo shared; else '
     f'mkdir -p -- "$d" && cd -- "$d" || exit {BLOCKED}; t=$n.lock; '
     'if mkdir "$t" 2>/dev/null; then '
-    'if [ -e jobs/rundir.py ]; then :; else p=$(ls -A | grep -v -x -F -e "$t" -e .venv | head -n 1); '
-    f'if [ -n "$p" ]; then rmdir "$t"; echo "$p" >&2; exit {NOT_OURS}; fi; fi; '
+    'if [ -e "$p/jobs" ] || [ -e jobs/rundir.py ]; then :; else '
+    'f=$(ls -A | grep -v -x -F -e "$t" -e .venv | head -n 1); '
+    f'if [ -n "$f" ]; then rmdir "$t"; echo "$f" >&2; exit {NOT_OURS}; fi; fi; '
     'mkdir "$t/new" "$t/old"; '
     f'tar -xzf - -C "$t/new" --no-same-owner || {{ rm -rf "$t"; exit {BLOCKED}; }}; '
-    'for p in "$@"; do if [ -e "$p" ]; then mv "$p" "$t/old/"; fi; '
-    'if [ -e "$t/new/$p" ]; then mv "$t/new/$p" .; fi; done; '
+    'if [ -e "$p" ]; then mv "$p" "$t/old/"; fi; mv "$t/new/$p" .; '
     f'cp -R -p "$t/new/." . && rm -rf "$t/new" "$t/old" && echo brought && touch "$n" || exit {BLOCKED}; '
     'elif [ -d "$t" ]; then cat >/dev/null; k=0; until [ -e "$n" ]; do '
     f'if [ -d "$t" ] && [ $k -lt {WAIT_S} ]; then sleep 1; k=$((k+1)); else exit {NOT_DONE}; fi; done; echo shared; '
     f'else mkdir "$t"; exit {BLOCKED}; fi; fi; '
-    'exec "$y" -I "$d/launch/boot.py" launch.check.nodefacts'
+    'exec "$y" -I "$d/$p/launch/boot.py" muster.launch.check.nodefacts'
 )
 
 
@@ -83,7 +83,7 @@ def sync(hosts: HostSet, ssh: SshSettings, *, to: str, python: str, fanout: int 
         return ssh_argv(host, hosts, ssh, command)
 
     with shared_mark(CODE_ROOT, Path(to)) as mark, ThreadPoolExecutor(fanout or FANOUT) as pool:
-        words = ("sh", "-c", SCRIPT, "muster-sync", to, mark, python, *PACKAGES)
+        words = ("sh", "-c", SCRIPT, "muster-sync", to, mark, python, PACKAGE)
         outcomes = list(pool.map(lambda host: bring(host, argv(host, *words), archive, to, python, ssh), hosts.hosts))
         brought = [host for host, outcome in zip(hosts.hosts, outcomes, strict=True) if outcome.state == "brought"]
         list(pool.map(lambda host: tidy(argv(host, "rm", "-rf", f"{to}/{mark}", f"{to}/{mark}.lock")), brought))
@@ -167,7 +167,10 @@ def pack(root: Path) -> bytes:
     Raises:
         RunFolderError: a file cannot be read.
     """
-    names = sorted(survey(root).files) if (root / SETUP).is_file() else own_files(root)
+    names = own_files(root)
+    if (root / SETUP).is_file():
+        packages = {name.split("/")[1] for name in names if name.count("/") > 1} | {PACKAGE}
+        names += sorted(name for name in survey(root).files if name.partition("/")[0] not in packages)
     packed = io.BytesIO()
     # GNU's format holds names of any bytes as they are.
     with tarfile.open(fileobj=packed, mode="w:gz", format=tarfile.GNU_FORMAT, compresslevel=6) as archive:

@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipe.local.pipe import Pipe as Pipe
-    from pipe.pipeline import Pipeline as Pipeline
+    from muster.pipe.local.pipe import Pipe as Pipe
+    from muster.pipe.pipeline import Pipeline as Pipeline
 
 _HOME = {
-    "Pipe": "pipe.local.pipe",
-    "Pipeline": "pipe.pipeline",
+    "Pipe": "muster.pipe.local.pipe",
+    "Pipeline": "muster.pipe.pipeline",
 }
 
 __all__ = ["Pipe", "Pipeline"]

@@ -5,9 +5,9 @@ import zlib
 import torch
 from torch import Tensor
 
-from pipe.rows import part_lengths
-from pipe.run import Parts
-from pipe.wires.meeting import Meeting
+from muster.pipe.rows import part_lengths
+from muster.pipe.run import Parts
+from muster.pipe.wires.meeting import Meeting
 
 
 def cut_batch(

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from pipe.layer_times import layer_seconds
-from pipe.schedules.cuts import by_hand, even
+from muster.pipe.layer_times import layer_seconds
+from muster.pipe.schedules.cuts import by_hand, even
 
 By = Literal["count", "parameters", "flops", "profile"]
 META: Final = torch.device("meta")

@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipe.draws import Hooks
-from pipe.passages import WholeGraph
-from pipe.splitting.halves import WeightQueue
-from pipe.stage import Stage
+from muster.pipe.draws import Hooks
+from muster.pipe.passages import WholeGraph
+from muster.pipe.splitting.halves import WeightQueue
+from muster.pipe.stage import Stage
 
 
 def graphs_for(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipe.schedules.actions import Schedule
+from muster.pipe.schedules.actions import Schedule
 
 
 class Held(nn.Module):

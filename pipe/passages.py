@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from pipe.buffers import Before
-from pipe.draws import RandomState
-from pipe.splitting.layers import anchors_of
-from pipe.stage import Make, Stage
+from muster.pipe.buffers import Before
+from muster.pipe.draws import RandomState
+from muster.pipe.splitting.layers import anchors_of
+from muster.pipe.stage import Make, Stage
 
 _run_backward: Final = Variable._execution_engine.run_backward
 

@@ -23,24 +23,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipe.batches import cut_batch
-from pipe.draws import Hooks
-from pipe.graphs import Graphs, graphs_for
-from pipe.held import Held, check_model, device_of, evaluating
-from pipe.marks import Mark, marks_for
-from pipe.passages import PASSAGES
-from pipe.rows import Row, row_of
-from pipe.run import Parts, Run, Span
-from pipe.schedules import cuts as cutting
-from pipe.schedules.actions import Schedule
-from pipe.schedules.programs import Step
-from pipe.splitting.halves import WeightQueue
-from pipe.stage import Loss, Make, Stage
-from pipe.ties import Tied, Ties, find_ties
-from pipe.together import Place, Together
-from pipe.wires.channels import Channels
-from pipe.wires.meeting import meet
-from zero.agreement import require_same
+from muster.pipe.batches import cut_batch
+from muster.pipe.draws import Hooks
+from muster.pipe.graphs import Graphs, graphs_for
+from muster.pipe.held import Held, check_model, device_of, evaluating
+from muster.pipe.marks import Mark, marks_for
+from muster.pipe.passages import PASSAGES
+from muster.pipe.rows import Row, row_of
+from muster.pipe.run import Parts, Run, Span
+from muster.pipe.schedules import cuts as cutting
+from muster.pipe.schedules.actions import Schedule
+from muster.pipe.schedules.programs import Step
+from muster.pipe.splitting.halves import WeightQueue
+from muster.pipe.stage import Loss, Make, Stage
+from muster.pipe.ties import Tied, Ties, find_ties
+from muster.pipe.together import Place, Together
+from muster.pipe.wires.channels import Channels
+from muster.pipe.wires.meeting import meet
+from muster.zero.agreement import require_same
 
 Result = TypeVar("Result")
 

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from pipe.schedules.actions import Action, Schedule
-from pipe.schedules.backlog import Way, backlogs
-from pipe.schedules.messages import check, with_messages
-from pipe.schedules.programs import Receive, Send, Step, received_before, sent_after
+from muster.pipe.schedules.actions import Action, Schedule
+from muster.pipe.schedules.backlog import Way, backlogs
+from muster.pipe.schedules.messages import check, with_messages
+from muster.pipe.schedules.programs import Receive, Send, Step, received_before, sent_after
 
 Kind = Literal["F", "B", "I", "W", "send", "ask", "wait"]
 

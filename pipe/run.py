@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipe.marks import Mark
-from pipe.rows import Row
-from pipe.schedules.actions import Action
-from pipe.schedules.programs import Receive, Send, Step
-from pipe.splitting.halves import WeightQueue
-from pipe.stage import Passage, Stage
-from pipe.wires.channels import Arrival, Channels, Form
+from muster.pipe.marks import Mark
+from muster.pipe.rows import Row
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.programs import Receive, Send, Step
+from muster.pipe.splitting.halves import WeightQueue
+from muster.pipe.stage import Passage, Stage
+from muster.pipe.wires.channels import Arrival, Channels, Form
 
 
 class Span(NamedTuple):

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from pipe.buffers import Buffers
-from pipe.draws import Hooks
+from muster.pipe.buffers import Buffers
+from muster.pipe.draws import Hooks
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipe.wires.channels import TIED_TAG
-from pipe.wires.meeting import Meeting
-from pipe.wires.wire import Message, Wire
+from muster.pipe.wires.channels import TIED_TAG
+from muster.pipe.wires.meeting import Meeting
+from muster.pipe.wires.wire import Message, Wire
 
 Use = tuple[int, int]  # stage and micro-batch
 

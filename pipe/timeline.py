@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipe.schedules.actions import Action
-from pipe.schedules.draw import COMPUTE
-from pipe.schedules.measured import Record
-from pipe.schedules.messages import Send, Step
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.draw import COMPUTE
+from muster.pipe.schedules.measured import Record
+from muster.pipe.schedules.messages import Send, Step
 
 PINGS = 12
 Clock = Callable[[], float]

@@ -5,8 +5,8 @@ from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from pipe.wires.failures import LostError, StageFailedError, first_line
-from pipe.wires.meeting import Meeting
+from muster.pipe.wires.failures import LostError, StageFailedError, first_line
+from muster.pipe.wires.meeting import Meeting
 
 Result = TypeVar("Result")
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from urllib.request import Request, urlopen
 
 FOLDER = Path(__file__).parent
-EXTRAS = {"core": "", "torch": "train", "dev": "dev"}  # file -> extra in pyproject.toml
+EXTRAS = {"core": ("plots", "slurm"), "torch": ("train",), "dev": ("dev",)}  # file -> extras in pyproject.toml
 FILES = (*EXTRAS, "cuda")  # cuda.txt is split off torch.txt
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 OLDER, NEWER = ("3.10",), ("3.11", "3.12", "3.13", "3.14")  # the newest numpy and matplotlib do without 3.10
@@ -121,8 +121,9 @@ def newest(files: dict[str, list[Pin]]) -> dict[str, list[Pin]]:
     chosen: dict[str, list[tuple[str, Pin]]] = {}  # by key: file and pin, for each of the two ranges of Pythons
     for pythons, sign in ((OLDER, "<"), (NEWER, ">=")):
         fixed: dict[str, str] = {}
-        for python, (file, extra) in ((python, item) for python in pythons for item in EXTRAS.items()):
-            wanted = [*project["dependencies"], *project["optional-dependencies"].get(extra, [])]
+        for python, (file, extras) in ((python, item) for python in pythons for item in EXTRAS.items()):
+            optional = [each for extra in extras for each in project["optional-dependencies"][extra]]
+            wanted = [*project["dependencies"], *optional]
             for name, version in resolve(wanted, python, fixed).items():
                 pin = Pin(name, version, f'python_version {sign} "{NEWER[0]}"')
                 if name not in fixed:

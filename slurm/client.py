@@ -15,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from jobs import exits
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from slurm.refusals import NOT_SET_UP, essence, not_set_up
-from slurm.states import JobState
+from muster.jobs import exits
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.slurm.refusals import NOT_SET_UP, essence, not_set_up
+from muster.slurm.states import JobState
 
 SUBMIT_S: Final = 60.0  # a busy controller makes sbatch wait and try again
 QUERY_S: Final = 30.0  # squeue itself gives up on a controller that is not there after 18 s

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from jobs import exits
-from slurm.states import FAILED, OUT_OF_MEMORY
+from muster.jobs import exits
+from muster.slurm.states import FAILED, OUT_OF_MEMORY
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from slurm.requeue import RUNNING, call, state_of
+from muster.slurm.requeue import RUNNING, call, state_of
 
 
 def end_orphan(environ: Mapping[str, str], *, requeue: bool) -> str:

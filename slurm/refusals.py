@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from jobs.slurm_settings import SlurmSettings
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.slurm_settings import SlurmSettings
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs import exits
-from slurm.submitit_job import Task
+from muster.jobs import exits
+from muster.slurm.submitit_job import Task
 
 if TYPE_CHECKING:
     import submitit

@@ -28,8 +28,8 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 
-import jobs.train.verify  # noqa: F401 - imported once here instead of once on every rank
-from jobs.train.world import World
+import muster.jobs.train.verify  # noqa: F401 - imported once here instead of once on every rank
+from muster.jobs.train.world import World
 
 AFTER_FAILURE_S = 5.0
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.settings import BenchSettings
-from jobs.datafiles import prepare_python_source, write_facts
-from jobs.files import read_lines
-from jobs.load import EXAMPLES, load_job
-from jobs.rundir import RunDir
-from jobs.train_settings import TrainSettings
-from launch.kinds import KINDS
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.datafiles import prepare_python_source, write_facts
+from muster.jobs.files import read_lines
+from muster.jobs.load import EXAMPLES, load_job
+from muster.jobs.rundir import RunDir
+from muster.jobs.train_settings import TrainSettings
+from muster.launch.kinds import KINDS
 from support.ahead import Ahead, parameters_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250)]
@@ -50,7 +50,7 @@ def ended(request: pytest.FixtureRequest, data_root: Path) -> Iterator[Ahead[str
 
     def run(name: str) -> tuple[Ended, Path]:
         runs = data_root / "runs" / name
-        argv = [sys.executable, "-m", "launch", "run", str(EXAMPLES / f"{name}.yaml"), "--runs", str(runs)]
+        argv = [sys.executable, "-m", "muster", "run", str(EXAMPLES / f"{name}.yaml"), "--runs", str(runs)]
         argv += SHORTER if name in SHORTENED else []
         environ = {**os.environ, "MUSTER_DATA": str(data_root)}
         return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=200, check=False), runs

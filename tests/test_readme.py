@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from collectives_bench.catalog import OPERATIONS
-from jobs import exits
-from jobs.modes import MODES
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.jobs import exits
+from muster.jobs.modes import MODES
 from support.ahead import Ahead, parameters_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -159,7 +159,7 @@ def followed(transcript: Transcript, runs: Path) -> list[Ended]:
         program, *arguments = command.split()
         assert program == "muster"
         done = subprocess.run(
-            [sys.executable, "-m", "launch", *arguments],
+            [sys.executable, "-m", "muster", *arguments],
             cwd=REPOSITORY,
             env=environ,
             stdin=subprocess.DEVNULL,

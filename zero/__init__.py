@@ -6,12 +6,12 @@ Rajbhandari et al. 2020 (ZeRO) name the stages: 1 optimizer state, 2 and gradien
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero.data_parallel import ShardedDataParallel as ShardedDataParallel
-    from zero.optimizer import ShardedOptimizer as ShardedOptimizer
+    from muster.zero.data_parallel import ShardedDataParallel as ShardedDataParallel
+    from muster.zero.optimizer import ShardedOptimizer as ShardedOptimizer
 
 _HOME = {
-    "ShardedDataParallel": "zero.data_parallel",
-    "ShardedOptimizer": "zero.optimizer",
+    "ShardedDataParallel": "muster.zero.data_parallel",
+    "ShardedOptimizer": "muster.zero.optimizer",
 }
 
 __all__ = ["ShardedDataParallel", "ShardedOptimizer"]

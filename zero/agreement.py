@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp.checks import difference_of, gather_json
+from muster.ddp.checks import difference_of, gather_json
 
 Group = dist.ProcessGroup | None
 MISTAKES = (ValueError, TypeError, RuntimeError, KeyError, AssertionError)  # what torch.optim raises for a wrong value

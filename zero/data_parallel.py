@@ -21,21 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
-from ddp.malloc import keep_freed_memory
-from ddp.reduced import Reduced
-from ddp.reducer import Reducer
-from zero.flat import FlatParameters, Named, by_kind
-from zero.gather import Gather, NeighbourGather, gather_for
-from zero.gradients import KeptGradients, PassingGradients, may_travel_alone
-from zero.neighbours import neighbours_of
-from zero.presence import Presence, in_backward
-from zero.scatter import UNDER_WAY, NeighbourScatter, Scatter, scatter_for
-from zero.sharded import Sharded
-from zero.units import ROOT, Unit, Units, names_of, units_of
-from zero.whole import AlwaysWhole
-from zero.window import Window
-from zero.windows import Windows
+from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
+from muster.ddp.malloc import keep_freed_memory
+from muster.ddp.reduced import Reduced
+from muster.ddp.reducer import Reducer
+from muster.zero.flat import FlatParameters, Named, by_kind
+from muster.zero.gather import Gather, NeighbourGather, gather_for
+from muster.zero.gradients import KeptGradients, PassingGradients, may_travel_alone
+from muster.zero.neighbours import neighbours_of
+from muster.zero.presence import Presence, in_backward
+from muster.zero.scatter import UNDER_WAY, NeighbourScatter, Scatter, scatter_for
+from muster.zero.sharded import Sharded
+from muster.zero.units import ROOT, Unit, Units, names_of, units_of
+from muster.zero.whole import AlwaysWhole
+from muster.zero.window import Window
+from muster.zero.windows import Windows
 
 Stage = Literal[1, 2, 3]
 Accumulate = Literal["local", "sharded"]

@@ -18,8 +18,8 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from zero.absent import Leave, as_it_is, send, unsend
-from zero.layout import Layout, Slice
+from muster.zero.absent import Leave, as_it_is, send, unsend
+from muster.zero.layout import Layout, Slice
 
 Named = Sequence[tuple[str, nn.Parameter]]
 ALIGNMENT: Final = 64  # bytes: as PyTorch's CPU allocator has it; NCCL wants 16

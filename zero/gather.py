@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.checks import gather_json
-from ddp.means import Group, Task, Wait, beside, thread_of
-from ddp.primitives import ring_all_gather
-from zero.flat import FlatParameters
-from zero.neighbours import Neighbours, at_once, once
-from zero.scatter import all_gather
+from muster.ddp.checks import gather_json
+from muster.ddp.means import Group, Task, Wait, beside, thread_of
+from muster.ddp.primitives import ring_all_gather
+from muster.zero.flat import FlatParameters
+from muster.zero.neighbours import Neighbours, at_once, once
+from muster.zero.scatter import all_gather
 
 
 class Gather(ABC):

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ddp.gradients import UNSHARED, FlatGradients, Slot, owners, refuse_sparse
-from zero.absent import as_it_is
-from zero.flat import FlatParameters
+from muster.ddp.gradients import UNSHARED, FlatGradients, Slot, owners, refuse_sparse
+from muster.zero.absent import as_it_is
+from muster.zero.flat import FlatParameters
 
 
 class KeptGradients(FlatGradients):

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
-from zero.absent import as_it_is
-from zero.flat import FlatParameters, Named, by_kind
-from zero.presence import Presence
+from muster.zero.absent import as_it_is
+from muster.zero.flat import FlatParameters, Named, by_kind
+from muster.zero.presence import Presence
 
 
 class Layer:

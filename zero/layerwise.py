@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.stats import Stats, Wait
-from zero.flat import FlatParameters
-from zero.gather import gather_for
-from zero.layers import Layer, Sliced, layers_of
-from zero.scatter import all_gather
-from zero.sharded import Sharded
+from muster.ddp.stats import Stats, Wait
+from muster.zero.flat import FlatParameters
+from muster.zero.gather import gather_for
+from muster.zero.layers import Layer, Sliced, layers_of
+from muster.zero.scatter import all_gather
+from muster.zero.sharded import Sharded
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 

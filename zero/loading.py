@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from zero.agreement import require_same, settings_in_words, together
-from zero.layout import Slice
-from zero.states import MASTER, RANGE, SHARD, numbers_of, parameters_of
+from muster.zero.agreement import require_same, settings_in_words, together
+from muster.zero.layout import Slice
+from muster.zero.states import MASTER, RANGE, SHARD, numbers_of, parameters_of
 
 if TYPE_CHECKING:
-    from zero.optimizer import Segment, ShardedOptimizer
+    from muster.zero.optimizer import Segment, ShardedOptimizer
 
 Entries = Mapping[str, Any]
 ANOTHER: Final = "the state is another optimizer's"

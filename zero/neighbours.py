@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.checks import gather_json
-from ddp.means import Group, Wait
+from muster.ddp.checks import gather_json
+from muster.ddp.means import Group, Wait
 
 CPU: Final = torch.device("cpu")
 TOKEN_BYTES: Final = 16

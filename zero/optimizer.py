@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.checks import require_member
-from ddp.norms import clip_by, plain_norm, reproducible_norm
-from zero import loading, states
-from zero.absent import as_it_is
-from zero.agreement import require_same, settings_in_words, together
-from zero.apart import PARAMS, refuse_duplicates, require_apart
-from zero.elementwise import require_elementwise
-from zero.flat import FlatParameters, Held
-from zero.layout import Slice, runs
-from zero.scaling import overflow
-from zero.sources import Alone, Source
+from muster.ddp.checks import require_member
+from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
+from muster.zero import loading, states
+from muster.zero.absent import as_it_is
+from muster.zero.agreement import require_same, settings_in_words, together
+from muster.zero.apart import PARAMS, refuse_duplicates, require_apart
+from muster.zero.elementwise import require_elementwise
+from muster.zero.flat import FlatParameters, Held
+from muster.zero.layout import Slice, runs
+from muster.zero.scaling import overflow
+from muster.zero.sources import Alone, Source
 
 Group = dist.ProcessGroup | None
 Parameters = Iterable[Any]

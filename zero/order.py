@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.checks import gather_json
-from ddp.means import Wait
+from muster.ddp.checks import gather_json
+from muster.ddp.means import Wait
 
 
 class SameOrder:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zero.flat import FlatParameters
+from muster.zero.flat import FlatParameters
 
 
 class Presence(ABC):

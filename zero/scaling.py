@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.agreement import device_of
+from muster.zero.agreement import device_of
 
 if TYPE_CHECKING:
-    from zero.optimizer import ShardedOptimizer
+    from muster.zero.optimizer import ShardedOptimizer
 
 
 def overflow(optimizer: "ShardedOptimizer", stepped: Sequence[Tensor]) -> bool:

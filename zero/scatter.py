@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.means import Group, Mean, Task, Wait, beside, is_nccl, ordered_mean_part, thread_of
-from ddp.primitives import ring_reduce_scatter
-from zero.gradients import KeptGradients, PassingGradients
-from zero.neighbours import Neighbours, at_once, once
+from muster.ddp.means import Group, Mean, Task, Wait, beside, is_nccl, ordered_mean_part, thread_of
+from muster.ddp.primitives import ring_reduce_scatter
+from muster.zero.gradients import KeptGradients, PassingGradients
+from muster.zero.neighbours import Neighbours, at_once, once
 
 UNDER_WAY: Final = 2  # buckets whose whole gradients are held at a time, where they are not kept
 

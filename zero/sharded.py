@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp.base import DataParallel, learning
-from ddp.checks import NAMED_AT_MOST, require_dense, unmark_wrapped
-from ddp.means import Wait
-from ddp.timeouts import Entered, waiting_for
-from zero.absent import as_it_is
-from zero.apart import require_own_memory
-from zero.flat import FlatParameters, Held, mend
-from zero.gather import Gather
-from zero.optimizer import ShardedOptimizer
-from zero.presence import Gone, Presence
-from zero.sources import Joined
+from muster.ddp.base import DataParallel, learning
+from muster.ddp.checks import NAMED_AT_MOST, require_dense, unmark_wrapped
+from muster.ddp.means import Wait
+from muster.ddp.timeouts import Entered, waiting_for
+from muster.zero.absent import as_it_is
+from muster.zero.apart import require_own_memory
+from muster.zero.flat import FlatParameters, Held, mend
+from muster.zero.gather import Gather
+from muster.zero.optimizer import ShardedOptimizer
+from muster.zero.presence import Gone, Presence
+from muster.zero.sources import Joined
 
 
 class Sharded(DataParallel):

@@ -11,13 +11,13 @@ from typing import Final, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.buckets import Size, plan_buckets
-from ddp.gradients import refuse_sparse
-from ddp.timeouts import Entered, waiting_for
-from zero.absent import as_it_is
-from zero.flat import FlatParameters, Named, mend
-from zero.gather import Gather, gather_for
-from zero.layout import Slice
+from muster.ddp.buckets import Size, plan_buckets
+from muster.ddp.gradients import refuse_sparse
+from muster.ddp.timeouts import Entered, waiting_for
+from muster.zero.absent import as_it_is
+from muster.zero.flat import FlatParameters, Named, mend
+from muster.zero.gather import Gather, gather_for
+from muster.zero.layout import Slice
 
 Group = dist.ProcessGroup | None
 FLAT_MB: Final = 25.0  # a flat tensor of the optimizer's own: memory for one more is needed while they are built

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.checks import gather_json
-from zero.agreement import device_of
-from zero.flat import FlatParameters, Held
-from zero.layout import Slice
+from muster.ddp.checks import gather_json
+from muster.zero.agreement import device_of
+from muster.zero.flat import FlatParameters, Held
+from muster.zero.layout import Slice
 
 if TYPE_CHECKING:
-    from zero.optimizer import Segment, ShardedOptimizer
+    from muster.zero.optimizer import Segment, ShardedOptimizer
 
 MASTER: Final = "master"
 RANGE: Final = "range"

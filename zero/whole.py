@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp.means import Wait
-from zero.absent import Expect
-from zero.flat import FlatParameters
-from zero.gather import Gather
-from zero.presence import Hook, Presence
-from zero.units import Unit
+from muster.ddp.means import Wait
+from muster.zero.absent import Expect
+from muster.zero.flat import FlatParameters
+from muster.zero.gather import Gather
+from muster.zero.presence import Hook, Presence
+from muster.zero.units import Unit
 
 Waiting = Callable[[FlatParameters, Wait], None]  # waits, and tells who wants to know
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ddp.means import Wait
-from zero.flat import FlatParameters
-from zero.gather import Gather
-from zero.units import Unit
+from muster.ddp.means import Wait
+from muster.zero.flat import FlatParameters
+from muster.zero.gather import Gather
+from muster.zero.units import Unit
 
 Waiting = Callable[[FlatParameters, Wait], None]  # waits, and tells who wants to know
 

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from ddp.reducer import Reducer
-from zero.absent import as_it_is
-from zero.flat import FlatParameters
-from zero.gather import Gather
-from zero.order import SameOrder
-from zero.presence import Hook, Presence, in_backward, other_thread
-from zero.saved import Saved
-from zero.window import Window
+from muster.ddp.reducer import Reducer
+from muster.zero.absent import as_it_is
+from muster.zero.flat import FlatParameters
+from muster.zero.gather import Gather
+from muster.zero.order import SameOrder
+from muster.zero.presence import Hook, Presence, in_backward, other_thread
+from muster.zero.saved import Saved
+from muster.zero.window import Window
 
 Runs = list[Window]  # the units of one forward, in order
 

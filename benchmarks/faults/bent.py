@@ -85,9 +85,9 @@ EARLY = ("import", "disagree")
 
 def run_rank(payload: Mapping[str, Any]) -> int:
     """Run a rank of a `train:` job with the fault in it."""
-    from jobs import ranks
-    from jobs.train import main
-    from jobs.train.engine import DataParallelEngine, PipelineEngine
+    from muster.jobs import ranks
+    from muster.jobs.train import main
+    from muster.jobs.train.engine import DataParallelEngine, PipelineEngine
 
     env = ranks.read(os.environ)
     bend = Bend.parse(os.environ[VARIABLE])
@@ -122,8 +122,8 @@ def main() -> int:
     """Be `muster`, with one row of its table of kinds changed."""
     Bend.parse(sys.argv[1])
     os.environ[VARIABLE] = sys.argv[1]
-    from launch.cli import main as muster
-    from launch.kinds import BY_KEY
+    from muster.launch.cli import main as muster
+    from muster.launch.kinds import BY_KEY
 
     object.__setattr__(BY_KEY["train"], "entry", "benchmarks.faults.bent:run_rank")
     return muster(sys.argv[2:])

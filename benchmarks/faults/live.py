@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jobs.files import read_lines
-from jobs.rundir import RunDir
-from launch import processes
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir
+from muster.launch import processes
 
 DEADLINE_S = 90.0
 POLL_S = 0.003
@@ -139,15 +139,15 @@ class Live:
 
     def agents(self) -> list[int]:
         """List the pids of a local run's agents, in node order; an agent carries no run id, for it serves attempts."""
-        found = [pid for pid in children(self.process.pid) if b"launch.agent" in arguments_of(pid)]
+        found = [pid for pid in children(self.process.pid) if b"muster.launch.agent" in arguments_of(pid)]
         return sorted(found, key=lambda pid: int(arguments_of(pid).rpartition(b"--node\0")[2].partition(b"\0")[0]))
 
     def keepers(self) -> list[int]:
         """List the keepers: children of a warm process."""
         found = self.tree()
-        warm = [pid for pid in found if b"jobs.warm" in arguments_of(pid)]
+        warm = [pid for pid in found if b"muster.jobs.warm" in arguments_of(pid)]
         # A fork has its parent's arguments: the warm process is the one whose parent is no warm process.
-        roots = [pid for pid in warm if b"jobs.warm" not in arguments_of(parent(pid))]
+        roots = [pid for pid in warm if b"muster.jobs.warm" not in arguments_of(parent(pid))]
         return [pid for pid in warm if parent(pid) in roots]
 
     def store(self) -> int:
@@ -219,14 +219,14 @@ def resume(live: Live, *arguments: str, env: Mapping[str, str] | None = None, be
 
 def muster(*arguments: str, timeout_s: float = 60.0) -> "subprocess.CompletedProcess[str]":
     """Call a `muster` command and wait for it."""
-    argv = [sys.executable, "-m", "launch", *arguments]
+    argv = [sys.executable, "-m", "muster", *arguments]
     return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 def _muster(
     verb: str, arguments: Sequence[str], said: Path, env: Mapping[str, str] | None, bend: str
 ) -> "subprocess.Popen[bytes]":
-    argv = [sys.executable, str(BENT), bend] if bend else [sys.executable, "-m", "launch"]
+    argv = [sys.executable, str(BENT), bend] if bend else [sys.executable, "-m", "muster"]
     with said.open("ab") as errors:
         return subprocess.Popen(
             [*argv, verb, *arguments],

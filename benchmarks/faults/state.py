@@ -4,11 +4,11 @@ import hashlib
 from array import array
 from collections.abc import Mapping
 
-from jobs.checkpoint.paths import CheckpointDir
-from jobs.checkpoint.read import Reader
-from jobs.checkpoint.verify import verify
-from jobs.errors import MusterError
-from jobs.rundir import RunDir
+from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.verify import verify
+from muster.jobs.errors import MusterError
+from muster.jobs.rundir import RunDir
 
 
 class NoStateError(Exception):

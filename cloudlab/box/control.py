@@ -12,17 +12,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloudlab.box import failures, machine, nodes, status, texts
-from cloudlab.box.hosts import box_hosts, find_box, name_flag
-from cloudlab.box.make import make
-from cloudlab.box.paths import BoxPaths
-from cloudlab.box.plan import session_environment
-from cloudlab.box.remove import take_down
-from cloudlab.box.spec import BoxSpec
-from cloudlab.box.state import BoxState, locked_folder, read_state, with_rates, write_state
-from cloudlab.box.tools import Tools
-from jobs.errors import RefusedError, UsageError
-from jobs.hosts import HostSet
+from muster.cloudlab.box import failures, machine, nodes, status, texts
+from muster.cloudlab.box.hosts import box_hosts, find_box, name_flag
+from muster.cloudlab.box.make import make
+from muster.cloudlab.box.paths import BoxPaths
+from muster.cloudlab.box.plan import session_environment
+from muster.cloudlab.box.remove import take_down
+from muster.cloudlab.box.spec import BoxSpec
+from muster.cloudlab.box.state import BoxState, locked_folder, read_state, with_rates, write_state
+from muster.cloudlab.box.tools import Tools
+from muster.jobs.errors import RefusedError, UsageError
+from muster.jobs.hosts import HostSet
 
 EXEC_S = 60.0
 

@@ -11,14 +11,14 @@ import signal
 from collections.abc import Callable
 from typing import Final
 
-from cloudlab.box import machine, network, nodes, slurm
-from cloudlab.box.paths import NETNS
-from cloudlab.box.processes import Identity, beside, in_network, is_listening, kill, wait_until
-from cloudlab.box.remove import remove_links
-from cloudlab.box.spec import HEAD
-from cloudlab.box.state import BoxState
-from cloudlab.box.tools import Tools
-from jobs.errors import RefusedError
+from muster.cloudlab.box import machine, network, nodes, slurm
+from muster.cloudlab.box.paths import NETNS
+from muster.cloudlab.box.processes import Identity, beside, in_network, is_listening, kill, wait_until
+from muster.cloudlab.box.remove import remove_links
+from muster.cloudlab.box.spec import HEAD
+from muster.cloudlab.box.state import BoxState
+from muster.cloudlab.box.tools import Tools
+from muster.jobs.errors import RefusedError
 
 FREEZE_S: Final = 10.0
 

@@ -1,11 +1,11 @@
 """A box as hosts to run a job on."""
 
-from cloudlab.box.paths import BoxPaths
-from cloudlab.box.spec import DEFAULT_NAME
-from cloudlab.box.state import BoxState, box_names, read_state
-from jobs.errors import RefusedError, UsageError
-from jobs.hosts import HostSet
-from jobs.placement import Host, Login
+from muster.cloudlab.box.paths import BoxPaths
+from muster.cloudlab.box.spec import DEFAULT_NAME
+from muster.cloudlab.box.state import BoxState, box_names, read_state
+from muster.jobs.errors import RefusedError, UsageError
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, Login
 
 
 def box_hosts(name: str | None) -> HostSet:

@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Final
 
-from cloudlab.box import kernel
-from cloudlab.box.plan import NodePlan, Service
-from jobs.reading import read_bytes
+from muster.cloudlab.box import kernel
+from muster.cloudlab.box.plan import NodePlan, Service
+from muster.jobs.reading import read_bytes
 
 GO: Final = b"go\n"
 READY: Final = b"ready\n"

@@ -8,13 +8,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from cloudlab.box import machine, nodes, slurm, texts
-from cloudlab.box.paths import NETNS, BoxPaths
-from cloudlab.box.remove import remove
-from cloudlab.box.spec import BoxSpec, Rates, netns_pattern
-from cloudlab.box.state import PRIVATE, BoxState, boot_id, box_names, locked_folder, read_state, root_lock, write_state
-from cloudlab.box.tools import Tools
-from jobs.errors import RefusedError
+from muster.cloudlab.box import machine, nodes, slurm, texts
+from muster.cloudlab.box.paths import NETNS, BoxPaths
+from muster.cloudlab.box.remove import remove
+from muster.cloudlab.box.spec import BoxSpec, Rates, netns_pattern
+from muster.cloudlab.box.state import (
+    PRIVATE,
+    BoxState,
+    boot_id,
+    box_names,
+    locked_folder,
+    read_state,
+    root_lock,
+    write_state,
+)
+from muster.cloudlab.box.tools import Tools
+from muster.jobs.errors import RefusedError
 
 MUNGE_KEY_BYTES = 1024
 

@@ -11,7 +11,7 @@ is told. (A veth that leaves the bridge would hand the node's frames to the host
 from collections.abc import Iterable
 from typing import Final
 
-from cloudlab.box.spec import HEAD, LINK, BoxSpec, Rates
+from muster.cloudlab.box.spec import HEAD, LINK, BoxSpec, Rates
 
 PORT_DISABLED: Final = 0
 PORT_FORWARDING: Final = 3

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from cloudlab.box import kernel, network, slurm, texts
-from cloudlab.box.machine import filters_bridges
-from cloudlab.box.paths import NETNS, BoxPaths
-from cloudlab.box.plan import node_plan
-from cloudlab.box.processes import Identity, is_listening, read_identity, wait_until
-from cloudlab.box.spec import HEAD
-from cloudlab.box.state import BoxState
-from cloudlab.box.tools import Tools, wait_all
-from jobs.boot import module_argv
-from jobs.errors import RefusedError
-from jobs.reading import read_end
+from muster.cloudlab.box import kernel, network, slurm, texts
+from muster.cloudlab.box.machine import filters_bridges
+from muster.cloudlab.box.paths import NETNS, BoxPaths
+from muster.cloudlab.box.plan import node_plan
+from muster.cloudlab.box.processes import Identity, is_listening, read_identity, wait_until
+from muster.cloudlab.box.spec import HEAD
+from muster.cloudlab.box.state import BoxState
+from muster.cloudlab.box.tools import Tools, wait_all
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import RefusedError
+from muster.jobs.reading import read_end
 
 READY: Final = b"ready\n"
 GO: Final = b"go\n"
@@ -218,7 +218,7 @@ def _start(state: BoxState, node: str, tools: Tools, *, anew: bool) -> Starting:
     own.init.unlink(missing_ok=True)
     plan = node_plan(spec, paths, node, state.programs, anew=anew, faketime=state.faketime)
     own.plan.write_text(plan.to_json(), encoding="utf-8")
-    argv = [*module_argv(sys.executable, "cloudlab.box.init"), str(own.plan), *map(str, tools.held)]
+    argv = [*module_argv(sys.executable, "muster.cloudlab.box.init"), str(own.plan), *map(str, tools.held)]
     with own.log("init").open("ab") as log:
         process = subprocess.Popen(
             argv,

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from cloudlab.box import slurm, texts
-from cloudlab.box.paths import NETNS, BoxPaths
-from cloudlab.box.spec import HEAD, BoxSpec
-from jobs.reading import parse_json
+from muster.cloudlab.box import slurm, texts
+from muster.cloudlab.box.paths import NETNS, BoxPaths
+from muster.cloudlab.box.spec import HEAD, BoxSpec
+from muster.jobs.reading import parse_json
 
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -5,12 +5,12 @@ import shutil
 from pathlib import Path
 from typing import Final
 
-from cloudlab.box import machine
-from cloudlab.box.paths import NETNS, BoxPaths
-from cloudlab.box.processes import in_network, kill, read_identity
-from cloudlab.box.spec import bridge_alias, netns_pattern
-from cloudlab.box.state import BoxState, locked_folder, read_state, root_lock
-from cloudlab.box.tools import Tools
+from muster.cloudlab.box import machine
+from muster.cloudlab.box.paths import NETNS, BoxPaths
+from muster.cloudlab.box.processes import in_network, kill, read_identity
+from muster.cloudlab.box.spec import bridge_alias, netns_pattern
+from muster.cloudlab.box.state import BoxState, locked_folder, read_state, root_lock
+from muster.cloudlab.box.tools import Tools
 
 ROUNDS: Final = 50
 

@@ -7,8 +7,8 @@ a partition whose jobs can be preempted, and memory that is watched, so that a j
 
 from typing import Final
 
-from cloudlab.box.paths import BoxPaths
-from cloudlab.box.spec import HEAD, BoxSpec
+from muster.cloudlab.box.paths import BoxPaths
+from muster.cloudlab.box.spec import HEAD, BoxSpec
 
 CPUS: Final = 4  # that a node claims to have, whatever the machine has
 LEAST_MEMORY_MB: Final = 4000

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cloudlab.box import paths as places
-from cloudlab.box.paths import BoxPaths
-from cloudlab.box.spec import BoxSpec, Rates
-from jobs.errors import RefusedError
-from jobs.reading import parse_json, read_bytes
+from muster.cloudlab.box import paths as places
+from muster.cloudlab.box.paths import BoxPaths
+from muster.cloudlab.box.spec import BoxSpec, Rates
+from muster.jobs.errors import RefusedError
+from muster.jobs.reading import parse_json, read_bytes
 
 VERSION: Final = 1
 PREFIX: Final = "box-"

@@ -4,13 +4,13 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from cloudlab.box import nodes
-from cloudlab.box.failures import is_controlled, is_plugged
-from cloudlab.box.paths import BoxPaths
-from cloudlab.box.processes import beside, is_listening
-from cloudlab.box.spec import HEAD, rate_text
-from cloudlab.box.state import BoxState
-from jobs.errors import MusterError
+from muster.cloudlab.box import nodes
+from muster.cloudlab.box.failures import is_controlled, is_plugged
+from muster.cloudlab.box.paths import BoxPaths
+from muster.cloudlab.box.processes import beside, is_listening
+from muster.cloudlab.box.spec import HEAD, rate_text
+from muster.cloudlab.box.state import BoxState
+from muster.jobs.errors import MusterError
 
 UP: Final = "up"
 DOWN: Final = "down"

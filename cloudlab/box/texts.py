@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from cloudlab.box.paths import BoxPaths, NodePaths
-from cloudlab.box.spec import HEAD, BoxSpec
+from muster.cloudlab.box.paths import BoxPaths, NodePaths
+from muster.cloudlab.box.spec import HEAD, BoxSpec
 
 LOGIN: Final = "root"
 ROOT_HOME_FIELD: Final = 5  # of a line of /etc/passwd

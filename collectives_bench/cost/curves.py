@@ -13,8 +13,8 @@ from typing import Final, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from collectives_bench.sizes import size_text
-from jobs.strict import Strict
+from muster.collectives_bench.sizes import size_text
+from muster.jobs.strict import Strict
 
 Kind = Literal["line", "pieces", "points", "smooth"]
 Points = tuple[tuple[int, float], ...]  # bytes, seconds; by size, sizes differ

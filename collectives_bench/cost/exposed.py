@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Final, Literal, Protocol
 
-from collectives_bench.cost.buckets import (
+from muster.collectives_bench.cost.buckets import (
     OWN_ALONE,
     TORCH_BUCKET,
     Bucket,
@@ -23,9 +23,9 @@ from collectives_bench.cost.buckets import (
     gradients_of,
     registered,
 )
-from collectives_bench.cost.load import Load
-from collectives_bench.cost.modes import WAYS, Schedule, cut, messages
-from jobs.errors import RefusedError
+from muster.collectives_bench.cost.load import Load
+from muster.collectives_bench.cost.modes import WAYS, Schedule, cut, messages
+from muster.jobs.errors import RefusedError
 
 COPY_BYTES_S: Final = (
     4e9  # a rank's own passes over gradients: measured 3.75 GB/s of four ranks on two cores, 8.6 alone

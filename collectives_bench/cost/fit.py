@@ -6,15 +6,15 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.cost.curves import Curve, Piece, Points
-from collectives_bench.cost.heldout import Samples, errors_of, intervals, medians, residuals, sizes_left_out
-from collectives_bench.cost.pieces import LEAST_SIZES, Fitted, choose
-from collectives_bench.cost.profile import Profile
-from collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
-from collectives_bench.records import Result
-from collectives_bench.results.rows import Row, rows_of
-from jobs.errors import RefusedError
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.curves import Curve, Piece, Points
+from muster.collectives_bench.cost.heldout import Samples, errors_of, intervals, medians, residuals, sizes_left_out
+from muster.collectives_bench.cost.pieces import LEAST_SIZES, Fitted, choose
+from muster.collectives_bench.cost.profile import Profile
+from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
+from muster.collectives_bench.records import Result
+from muster.collectives_bench.results.rows import Row, rows_of
+from muster.jobs.errors import RefusedError
 
 QUIET: Final = 0.10  # share of the cores that others took: launches below it are used alone where there are enough
 LEAST_QUIET: Final = 3  # launches

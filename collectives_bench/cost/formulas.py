@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Final
 
-from collectives_bench.catalog import OPERATIONS
-from jobs.errors import UsageError
-from jobs.words import unknown
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.jobs.errors import UsageError
+from muster.jobs.words import unknown
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from collectives_bench.cost.curves import Errors, Points
-from collectives_bench.cost.pieces import CANDIDATES, Fitted, choose
+from muster.collectives_bench.cost.curves import Errors, Points
+from muster.collectives_bench.cost.pieces import CANDIDATES, Fitted, choose
 
 Pair = tuple[float, float]  # predicted, measured: seconds
 Samples = tuple[tuple[int, tuple[float, ...]], ...]  # bytes, a median of each launch in seconds; by size

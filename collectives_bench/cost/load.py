@@ -6,8 +6,8 @@ batch ─ shards (ranks, or more where sums are exact) ─ micro-batches of grad
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from collectives_bench.cost.buckets import TORCH_BUCKET
-from jobs.anatomy import Anatomy
+from muster.collectives_bench.cost.buckets import TORCH_BUCKET
+from muster.jobs.anatomy import Anatomy
 
 Accumulate = Literal["local", "sharded"]
 COUNTER_BYTES: Final = 8  # of each batch norm: how many batches it has seen

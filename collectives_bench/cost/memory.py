@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
-from collectives_bench.cost.load import Load, Recipe, Split
-from collectives_bench.cost.modes import Stage, Way
-from collectives_bench.cost.passing import hidden, passing
-from collectives_bench.cost.slices import (
+from muster.collectives_bench.cost.load import Load, Recipe, Split
+from muster.collectives_bench.cost.modes import Stage, Way
+from muster.collectives_bench.cost.passing import hidden, passing
+from muster.collectives_bench.cost.slices import (
     handed_share,
     held_by,
     kept_share,
@@ -32,7 +32,7 @@ from collectives_bench.cost.slices import (
     passed_share,
     stages_of,
 )
-from jobs.anatomy import Part, saved_bytes
+from muster.jobs.anatomy import Part, saved_bytes
 
 ALONE: Final = Split()
 FULL: Final = 4  # bytes of the numbers that 16-bit gradients are stepped in

@@ -10,8 +10,8 @@ gloo               what its calls allocate unseen, measured as a share of S (fac
 from collections.abc import Callable
 from typing import Final
 
-from collectives_bench.cost.buckets import OWN_ALONE, TORCH_BUCKET
-from collectives_bench.cost.load import Load
+from muster.collectives_bench.cost.buckets import OWN_ALONE, TORCH_BUCKET
+from muster.collectives_bench.cost.load import Load
 
 HIDDEN: Final[dict[str, dict[str, float]]] = {
     "gloo": {"all_gather": 1.01, "gather": 1.01, "reduce_scatter": 1.03, "all_reduce": 0.04}

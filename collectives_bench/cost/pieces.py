@@ -18,7 +18,7 @@ from itertools import combinations, pairwise
 from statistics import median
 from typing import Final
 
-from collectives_bench.cost.curves import Kind, Piece, Points, drawn, seconds_at
+from muster.collectives_bench.cost.curves import Kind, Piece, Points, drawn, seconds_at
 
 HUBER: Final = 1.345  # 95 % efficient for normal errors
 ITERATIONS: Final = 12

@@ -4,11 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.cost.curves import FAR, Curve
-from collectives_bench.cost.formulas import cost
-from collectives_bench.cost.second import UNSURE, Constants
-from collectives_bench.sizes import size_text
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.curves import FAR, Curve
+from muster.collectives_bench.cost.formulas import cost
+from muster.collectives_bench.cost.second import UNSURE, Constants
+from muster.collectives_bench.sizes import size_text
 
 FAR_WORLD: Final = 2  # beyond this many times the largest measured world, a prediction is a guess
 

@@ -13,15 +13,22 @@ from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.cost.curves import Curve, Errors
-from collectives_bench.cost.predicting import Asked, Prediction, by_formula, carried_over, from_curve, nearest_type
-from collectives_bench.cost.second import Constants
-from jobs.errors import JobFileError, RefusedError, UsageError
-from jobs.files import write_text
-from jobs.reading import LARGEST, parse_json, read_bytes
-from jobs.strict import Strict
-from jobs.words import unknown
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.curves import Curve, Errors
+from muster.collectives_bench.cost.predicting import (
+    Asked,
+    Prediction,
+    by_formula,
+    carried_over,
+    from_curve,
+    nearest_type,
+)
+from muster.collectives_bench.cost.second import Constants
+from muster.jobs.errors import JobFileError, RefusedError, UsageError
+from muster.jobs.files import write_text
+from muster.jobs.reading import LARGEST, parse_json, read_bytes
+from muster.jobs.strict import Strict
+from muster.jobs.words import unknown
 
 __all__ = ["Prediction", "Profile", "link", "load", "save"]
 

@@ -8,9 +8,9 @@ from typing import Final
 
 from pydantic import Field
 
-from collectives_bench.cost.curves import Errors
-from collectives_bench.cost.formulas import Cost, cost
-from jobs.strict import Strict
+from muster.collectives_bench.cost.curves import Errors
+from muster.collectives_bench.cost.formulas import Cost, cost
+from muster.jobs.strict import Strict
 
 UNSURE: Final = (0.5, 2.0)  # interval of what the constants were not tried on: an operation, or a world
 

@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives_bench.cost.formulas import cost
+from muster.collectives_bench.cost.formulas import cost
 
 Array = NDArray[np.float64]
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from collectives_bench.cost.load import Load, Split
-from collectives_bench.cost.modes import Schedule, Stage, cut
-from jobs.anatomy import Part, TensorShape
+from muster.collectives_bench.cost.load import Load, Split
+from muster.collectives_bench.cost.modes import Schedule, Stage, cut
+from muster.jobs.anatomy import Part, TensorShape
 
 GOING: Final = 1  # messages of a boundary on their way, as `pipe/wires/channels.py` lets them be
 AHEAD: Final = 1  # and receives posted ahead

@@ -4,15 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.cost.curves import Curve, Points
-from collectives_bench.cost.heldout import Pair, errors_of, quantiles
-from collectives_bench.cost.pieces import mean_error
-from collectives_bench.cost.predicting import unusual
-from collectives_bench.cost.profile import Profile
-from collectives_bench.cost.second import UNSURE, Constants
-from collectives_bench.cost.shared import FORMS, Point, fit_constants
-from collectives_bench.records import Header, World
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.curves import Curve, Points
+from muster.collectives_bench.cost.heldout import Pair, errors_of, quantiles
+from muster.collectives_bench.cost.pieces import mean_error
+from muster.collectives_bench.cost.predicting import unusual
+from muster.collectives_bench.cost.profile import Profile
+from muster.collectives_bench.cost.second import UNSURE, Constants
+from muster.collectives_bench.cost.shared import FORMS, Point, fit_constants
+from muster.collectives_bench.records import Header, World
 
 LEAST_WORLDS: Final = 3  # so that one can be left out, and the way from one world to another still be seen
 LEAST_INSIDE: Final = 2  # to choose a form by, where a third was left out already

@@ -8,9 +8,9 @@ have come to nothing like that, no other is begun. What is skipped gets its row 
 from collections.abc import Sequence
 from typing import Final
 
-from collectives_bench.plan import order_of
-from collectives_bench.records import Cell
-from collectives_bench.sizes import size_text
+from muster.collectives_bench.plan import order_of
+from muster.collectives_bench.records import Cell
+from muster.collectives_bench.sizes import size_text
 
 MOST_FAILURES: Final = 2  # launches
 MOST_STARTS: Final = 2  # of a launch

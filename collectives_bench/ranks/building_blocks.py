@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives_bench.ranks.calls import (
+from muster.collectives_bench.ranks.calls import (
     ROOT,
     FromRoot,
     Gathered,
@@ -13,7 +13,7 @@ from collectives_bench.ranks.calls import (
     Summed,
     SummedAtRoot,
 )
-from ddp import primitives
+from muster.ddp import primitives
 
 
 class RingAllReduce(Summed):

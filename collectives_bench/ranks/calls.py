@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.ranks.fills import DTYPES, UNWRITTEN, Pattern
-from collectives_bench.records import Cell
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.ranks.fills import DTYPES, UNWRITTEN, Pattern
+from muster.collectives_bench.records import Cell
 
 ROOT: Final = 0  # of operations that have one; a rank of the group
 

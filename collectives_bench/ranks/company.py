@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from collectives_bench.ranks import facts
-from collectives_bench.records import HostFacts, World
-from collectives_bench.settings import BenchSettings
-from jobs import linux
-from jobs.errors import RefusedError, StartTimeoutError
-from jobs.ranks import RankEnv
-from jobs.reading import parse_json
-from jobs.store import serve
-from jobs.train.meeting import connect, listen, meet
-from jobs.train.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device, spell_ranks
+from muster.collectives_bench.ranks import facts
+from muster.collectives_bench.records import HostFacts, World
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs import linux
+from muster.jobs.errors import RefusedError, StartTimeoutError
+from muster.jobs.ranks import RankEnv
+from muster.jobs.reading import parse_json
+from muster.jobs.store import serve
+from muster.jobs.train.meeting import connect, listen, meet
+from muster.jobs.train.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device, spell_ranks
 
 PREFIX: Final = "bench"
 ASK_AGAIN_S: Final = 0.01

@@ -22,16 +22,16 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Final, NoReturn
 
-from collectives_bench.ranks.agenda import Agenda, Skipped
-from collectives_bench.ranks.company import Company
-from collectives_bench.ranks.forked import Ending, Player
-from collectives_bench.ranks.judge import judge, pair_culprit
-from collectives_bench.ranks.ledger import Ledger
-from collectives_bench.ranks.player import LEAST_INIT_S, Order, play
-from collectives_bench.records import Cell, State
-from collectives_bench.settings import BenchSettings
-from jobs.errors import StartTimeoutError
-from jobs.train.world import spell_ranks
+from muster.collectives_bench.ranks.agenda import Agenda, Skipped
+from muster.collectives_bench.ranks.company import Company
+from muster.collectives_bench.ranks.forked import Ending, Player
+from muster.collectives_bench.ranks.judge import judge, pair_culprit
+from muster.collectives_bench.ranks.ledger import Ledger
+from muster.collectives_bench.ranks.player import LEAST_INIT_S, Order, play
+from muster.collectives_bench.records import Cell, State
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.errors import StartTimeoutError
+from muster.jobs.train.world import spell_ranks
 
 POLL_S: Final = 0.2
 VICTIM_S: Final = 1.0  # for a player to notice by itself that another one has failed

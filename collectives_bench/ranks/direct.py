@@ -1,4 +1,4 @@
-"""A start without an agent: `python -m collectives_bench` by hand, under torchrun, srun or mpirun.
+"""A start without an agent: `python -m muster.collectives_bench` by hand, under torchrun, srun or mpirun.
 
 Rank 0 serves the store, unless whoever started the ranks does, and writes the records to `--out`.
 """
@@ -11,12 +11,12 @@ from typing import Any, Final
 import torch
 from pydantic import ValidationError
 
-from collectives_bench.ranks.run import Task, complain, conduct, run_operation
-from collectives_bench.settings import HELLO, BenchSettings
-from jobs import exits, network
-from jobs.detect import Flags, detect
-from jobs.errors import MusterError, RefusedError
-from jobs.train.world import GLOO_INTERFACES
+from muster.collectives_bench.ranks.run import Task, complain, conduct, run_operation
+from muster.collectives_bench.settings import HELLO, BenchSettings
+from muster.jobs import exits, network
+from muster.jobs.detect import Flags, detect
+from muster.jobs.errors import MusterError, RefusedError
+from muster.jobs.train.world import GLOO_INTERFACES
 
 NCCL_INTERFACES: Final = "NCCL_SOCKET_IFNAME"
 OUT: Final = "bench.jsonl"
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Make the parser: one option for each setting of OPTIONS, described by the setting's own words."""
     parser = argparse.ArgumentParser(
-        prog="python -m collectives_bench",
+        prog="python -m muster.collectives_bench",
         description="Run one rank whose variables (RANK, WORLD_SIZE, ...) somebody else set: torchrun, srun, mpirun.",
     )
     for name, kind in OPTIONS.items():

@@ -16,10 +16,10 @@ from typing import Final
 
 import torch
 
-from collectives_bench.records import HostFacts
-from jobs import network
-from jobs.machine import cpu_name, driver_gpus
-from jobs.ranks import RankEnv
+from muster.collectives_bench.records import HostFacts
+from muster.jobs import network
+from muster.jobs.machine import cpu_name, driver_gpus
+from muster.jobs.ranks import RankEnv
 
 MEMORY_INFO: Final = Path("/proc/meminfo")
 CONGESTION: Final = Path("/proc/sys/net/ipv4/tcp_congestion_control")

@@ -6,7 +6,7 @@ What becomes of it is an `Ending`, which conductors exchange as JSON.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jobs.train.forked import Forked, How, Work
+from muster.jobs.train.forked import Forked, How, Work
 
 
 @dataclass(frozen=True)

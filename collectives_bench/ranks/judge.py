@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from collectives_bench.ranks.forked import Ending
+from muster.collectives_bench.ranks.forked import Ending
 
 
 @dataclass(frozen=True)

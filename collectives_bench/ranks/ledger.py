@@ -10,11 +10,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from collectives_bench.catalog import OPERATIONS, actual_bytes
-from collectives_bench.ranks.company import Company
-from collectives_bench.records import Block, Cell, End, Header, Pair, State
-from collectives_bench.settings import BenchSettings
-from jobs.rowlog import RowLog
+from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
+from muster.collectives_bench.ranks.company import Company
+from muster.collectives_bench.records import Block, Cell, End, Header, Pair, State
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.rowlog import RowLog
 
 BAD: Final[tuple[State, ...]] = ("wrong", "failed", "timeout")
 

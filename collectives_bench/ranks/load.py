@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Final
 
-from collectives_bench.records import Load
+from muster.collectives_bench.records import Load
 
 STAT: Final = Path("/proc/stat")
 WINDOW_S: Final = 0.3

@@ -12,12 +12,12 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.known import SEGMENT
-from collectives_bench.records import Cell
-from collectives_bench.sizes import size_text
-from ddp.primitives.columns import SEGMENT_BYTES, UNDER_WAY
-from jobs import free, resident
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.known import SEGMENT
+from muster.collectives_bench.records import Cell
+from muster.collectives_bench.sizes import size_text
+from muster.ddp.primitives.columns import SEGMENT_BYTES, UNDER_WAY
+from muster.jobs import free, resident
 
 # glibc's largest threshold for mapping: a smaller copy may lie in memory that the warm-up left to a thread's own arena.
 LEAST_MEASURED: Final = 32 * 2**20

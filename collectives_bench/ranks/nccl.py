@@ -15,7 +15,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from collectives_bench.ranks.sampling import Run, Voices
+from muster.collectives_bench.ranks.sampling import Run, Voices
 
 BUSY_MS: Final = 2.0
 PROBE_CYCLES: Final = 1_000_000

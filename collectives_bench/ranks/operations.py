@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from collectives_bench.catalog import DTYPES as ITEMSIZES
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.ranks import building_blocks
-from collectives_bench.ranks.calls import (
+from muster.collectives_bench.catalog import DTYPES as ITEMSIZES
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.ranks import building_blocks
+from muster.collectives_bench.ranks.calls import (
     ROOT,
     Exchanged,
     FromPeer,
@@ -22,11 +22,11 @@ from collectives_bench.ranks.calls import (
     Summed,
     SummedAtRoot,
 )
-from collectives_bench.ranks.calls import (
+from muster.collectives_bench.ranks.calls import (
     Call as Call,
 )
-from collectives_bench.records import Cell
-from ddp.primitives import begin, wait
+from muster.collectives_bench.records import Cell
+from muster.ddp.primitives import begin, wait
 
 PLACES: Final = {"in": "over", "out": "beside"}
 

@@ -21,13 +21,13 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from collectives_bench.ranks.company import Company
-from collectives_bench.ranks.sampling import Voices
-from collectives_bench.records import Pair, Timing
-from collectives_bench.results.stats import median, timing
-from collectives_bench.rounds import orders
-from collectives_bench.settings import BenchSettings
-from ddp.primitives import begin, wait
+from muster.collectives_bench.ranks.company import Company
+from muster.collectives_bench.ranks.sampling import Voices
+from muster.collectives_bench.records import Pair, Timing
+from muster.collectives_bench.results.stats import median, timing
+from muster.collectives_bench.rounds import orders
+from muster.collectives_bench.settings import BenchSettings
+from muster.ddp.primitives import begin, wait
 
 REPETITIONS: Final = 3
 PINGS: Final = 20  # of a visit; after some that warm up

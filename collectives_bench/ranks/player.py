@@ -21,18 +21,18 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from collectives_bench.catalog import OPERATIONS, actual_bytes
-from collectives_bench.ranks import facts, load, memory, operations, wire
-from collectives_bench.ranks.calls import Call
-from collectives_bench.ranks.company import Company
-from collectives_bench.ranks.nccl import StreamClock
-from collectives_bench.ranks.pairs import PairGame
-from collectives_bench.ranks.sampling import Clock, HostClock, Sampler, TooSlowError, Voices
-from collectives_bench.records import Block, Cell, Memory, Wire
-from collectives_bench.results import stats
-from collectives_bench.settings import BenchSettings
-from jobs.page import Page
-from jobs.train.forked import Tell
+from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
+from muster.collectives_bench.ranks import facts, load, memory, operations, wire
+from muster.collectives_bench.ranks.calls import Call
+from muster.collectives_bench.ranks.company import Company
+from muster.collectives_bench.ranks.nccl import StreamClock
+from muster.collectives_bench.ranks.pairs import PairGame
+from muster.collectives_bench.ranks.sampling import Clock, HostClock, Sampler, TooSlowError, Voices
+from muster.collectives_bench.records import Block, Cell, Memory, Wire
+from muster.collectives_bench.results import stats
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.page import Page
+from muster.jobs.train.forked import Tell
 
 LEAST_INIT_S: Final = 30.0  # c10d may look up names for 5 s and more when a group is made
 PATIENCE_S: Final = 0.5  # a call that takes too long should end with its own error, not with one of those who wait

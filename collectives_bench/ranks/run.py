@@ -16,23 +16,23 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from collectives_bench.plan import cells_of
-from collectives_bench.ranks.company import assemble
-from collectives_bench.ranks.conductor import Conductor
-from collectives_bench.ranks.ledger import Ledger
-from collectives_bench.records import Cell
-from collectives_bench.results.files import read_result
-from collectives_bench.results.report import report_lines
-from collectives_bench.settings import BenchSettings
-from jobs import ranks
-from jobs.errors import MusterError, StartTimeoutError
-from jobs.files import folder_error
-from jobs.ranks import RankEnv
-from jobs.reports import Reporter
-from jobs.rundir import RunDir
-from jobs.spec import Job
-from jobs.train.failures import is_lost_connection
-from jobs.words import counted
+from muster.collectives_bench.plan import cells_of
+from muster.collectives_bench.ranks.company import assemble
+from muster.collectives_bench.ranks.conductor import Conductor
+from muster.collectives_bench.ranks.ledger import Ledger
+from muster.collectives_bench.records import Cell
+from muster.collectives_bench.results.files import read_result
+from muster.collectives_bench.results.report import report_lines
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs import ranks
+from muster.jobs.errors import MusterError, StartTimeoutError
+from muster.jobs.files import folder_error
+from muster.jobs.ranks import RankEnv
+from muster.jobs.reports import Reporter
+from muster.jobs.rundir import RunDir
+from muster.jobs.spec import Job
+from muster.jobs.train.failures import is_lost_connection
+from muster.jobs.words import counted
 
 FAILED: Final = 1
 STANDARD_ERROR: Final = 2

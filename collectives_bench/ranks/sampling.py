@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import BarrierOptions
 
-from collectives_bench.results import stats
-from collectives_bench.settings import BenchSettings
+from muster.collectives_bench.results import stats
+from muster.collectives_bench.settings import BenchSettings
 
 Run = Callable[[], None]
 

@@ -17,9 +17,9 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from collectives_bench.known import best_wire, known_wire
-from collectives_bench.ranks.facts import mtu
-from collectives_bench.records import Cell, Wire
+from muster.collectives_bench.known import best_wire, known_wire
+from muster.collectives_bench.ranks.facts import mtu
+from muster.collectives_bench.records import Cell, Wire
 
 COUNTERS: Final = Path("/proc/self/net/dev")
 PROTOCOLS: Final = Path("/proc/self/net/snmp")

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from collectives_bench.known import LEAST_JUDGED, deviation
-from collectives_bench.records import Wire, World
-from collectives_bench.results.table import way_of, world_text
-from collectives_bench.sizes import size_text
+from muster.collectives_bench.known import LEAST_JUDGED, deviation
+from muster.collectives_bench.records import Wire, World
+from muster.collectives_bench.results.table import way_of, world_text
+from muster.collectives_bench.sizes import size_text
 
 if TYPE_CHECKING:
-    from collectives_bench.results.rows import Row
+    from muster.collectives_bench.results.rows import Row
 
 WIDTHS: Final = (25, 10, 10, 12, 12, 12, 9)
 NAMES: Final = ("operation", "size", "place", "sent / S", "known / S", "best / S", "off")

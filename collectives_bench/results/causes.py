@@ -9,14 +9,14 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
-from collectives_bench.records import Block, Header, HostFacts, Result
-from collectives_bench.results.compare import Verdict, comparison
-from collectives_bench.results.finding import Finding
-from collectives_bench.results.rows import Row, rows_of
-from collectives_bench.results.stats import median
-from collectives_bench.results.symptoms import SYMPTOMS
-from jobs.errors import RefusedError
-from jobs.words import counted
+from muster.collectives_bench.records import Block, Header, HostFacts, Result
+from muster.collectives_bench.results.compare import Verdict, comparison
+from muster.collectives_bench.results.finding import Finding
+from muster.collectives_bench.results.rows import Row, rows_of
+from muster.collectives_bench.results.stats import median
+from muster.collectives_bench.results.symptoms import SYMPTOMS
+from muster.jobs.errors import RefusedError
+from muster.jobs.words import counted
 
 # Loopback of a 2-core machine, kernel 6.18, gloo, 100 MB, against reno.
 BBR_ALL_REDUCE: Final = 1.35

@@ -13,14 +13,14 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from collectives_bench.catalog import DTYPES, OPERATIONS
-from collectives_bench.records import VERSION, Block, Cell, End, Header, Pair, Result, Timing, World
-from collectives_bench.results.rows import Row
-from jobs.errors import JobFileError, RunFolderError
-from jobs.files import write_text
-from jobs.reading import LARGEST, parse_json, read_bytes
-from jobs.rundir import RunDir
-from jobs.words import unknown
+from muster.collectives_bench.catalog import DTYPES, OPERATIONS
+from muster.collectives_bench.records import VERSION, Block, Cell, End, Header, Pair, Result, Timing, World
+from muster.collectives_bench.results.rows import Row
+from muster.jobs.errors import JobFileError, RunFolderError
+from muster.jobs.files import write_text
+from muster.jobs.reading import LARGEST, parse_json, read_bytes
+from muster.jobs.rundir import RunDir
+from muster.jobs.words import unknown
 
 Model = TypeVar("Model", bound=BaseModel)
 

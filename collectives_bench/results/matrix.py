@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import Final
 
-from collectives_bench.records import Pair, Timing
-from collectives_bench.results.stats import median
-from collectives_bench.results.table import number, world_text
-from collectives_bench.sizes import size_text
+from muster.collectives_bench.records import Pair, Timing
+from muster.collectives_bench.results.stats import median
+from muster.collectives_bench.results.table import number, world_text
+from muster.collectives_bench.sizes import size_text
 
 MOST_NODES: Final = 16  # of a matrix; of more only the ends of the list are told
 ENDS: Final = 5

@@ -6,11 +6,11 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from collectives_bench.plan import cells_of
-from collectives_bench.records import Cell, Header, Result, World
-from collectives_bench.settings import BenchSettings
-from jobs.errors import JobFileError
-from jobs.words import counted
+from muster.collectives_bench.plan import cells_of
+from muster.collectives_bench.records import Cell, Header, Result, World
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.errors import JobFileError
+from muster.jobs.words import counted
 
 MOST_BLOCKS: Final = 1_000_000
 

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.results.table import world_text
-from collectives_bench.sizes import size_text
-from jobs.files import write_bytes
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.results.table import world_text
+from muster.collectives_bench.sizes import size_text
+from muster.jobs.files import write_bytes
 
 if TYPE_CHECKING:
-    from collectives_bench.results.rows import Row
+    from muster.collectives_bench.results.rows import Row
 
 CELL_INCHES: Final = (5.2, 3.1)  # of one panel
 LEGEND_INCHES: Final = 2.4

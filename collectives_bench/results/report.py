@@ -5,12 +5,12 @@ Rank 0 prints it at the end of a `bench:` job, `muster bench` and `muster bench 
 
 from collections.abc import Sequence
 
-from collectives_bench.records import Result, World
-from collectives_bench.results import audit, matrix, table
-from collectives_bench.results.causes import findings
-from collectives_bench.results.missing import missing
-from collectives_bench.results.rows import Row, rows_of
-from collectives_bench.results.slow import slow
+from muster.collectives_bench.records import Result, World
+from muster.collectives_bench.results import audit, matrix, table
+from muster.collectives_bench.results.causes import findings
+from muster.collectives_bench.results.missing import missing
+from muster.collectives_bench.results.rows import Row, rows_of
+from muster.collectives_bench.results.slow import slow
 
 
 def report_lines(result: Result) -> list[str]:

@@ -21,7 +21,7 @@ from functools import lru_cache
 from statistics import NormalDist
 from typing import Protocol
 
-from collectives_bench.results.stats import median
+from muster.collectives_bench.results.stats import median
 
 EXACT = 60  # launches: beyond, the normal approximation is as good (within 1 % of the level at 0.001)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 
-from collectives_bench.records import Timing
+from muster.collectives_bench.records import Timing
 
 CONFIDENCE = 0.95
 LEAST_SAMPLES = 6  # the fewest whose smallest and largest enclose the median with 95 %: 1 - 2^-5

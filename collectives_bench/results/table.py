@@ -14,14 +14,14 @@ from datetime import datetime, timezone
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.records import Cell, Header, HostFacts, World
-from collectives_bench.settings import itemsize
-from collectives_bench.sizes import size_text
-from jobs.words import counted
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.records import Cell, Header, HostFacts, World
+from muster.collectives_bench.settings import itemsize
+from muster.collectives_bench.sizes import size_text
+from muster.jobs.words import counted
 
 if TYPE_CHECKING:
-    from collectives_bench.results.rows import Row
+    from muster.collectives_bench.results.rows import Row
 
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter", "tree_broadcast", "tree_reduce", "gather_scatter")
 BAD_STATES: Final = ("wrong", "failed", "timeout")  # what turns the verdict; refused and unsupported are no failures

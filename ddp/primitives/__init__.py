@@ -14,10 +14,10 @@ Long tensors go in *columns*: the same short slice of every chunk, each a ring o
 under way another's is added, and what is held beside the tensors stays below some MB, however long they are.
 """
 
-from ddp.primitives.exchanges import exchange, ordered_all_reduce, ordered_reduce_scatter
-from ddp.primitives.peers import begin, chunks_of, wait
-from ddp.primitives.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from ddp.primitives.trees import tree_broadcast, tree_reduce
+from muster.ddp.primitives.exchanges import exchange, ordered_all_reduce, ordered_reduce_scatter
+from muster.ddp.primitives.peers import begin, chunks_of, wait
+from muster.ddp.primitives.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from muster.ddp.primitives.trees import tree_broadcast, tree_reduce
 
 __all__ = [
     "begin",

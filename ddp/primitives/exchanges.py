@@ -5,9 +5,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ddp.primitives.columns import Column, columns_of, interleave, longest_message, slices
-from ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of
-from ddp.primitives.rings import ring_all_gather
+from muster.ddp.primitives.columns import Column, columns_of, interleave, longest_message, slices
+from muster.ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of
+from muster.ddp.primitives.rings import ring_all_gather
 
 AT_ONCE: Final = 3  # peers: with one, a link idles whenever that one is late; with many, packets are lost
 

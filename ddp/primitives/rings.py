@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ddp.primitives.columns import Column, columns_of, interleave
-from ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of
+from muster.ddp.primitives.columns import Column, columns_of, interleave
+from muster.ddp.primitives.peers import Chunks, Group, Peers, chunks_of, copy, parts_of
 
 
 def ring_reduce_scatter(chunks: Chunks, out: Tensor, group: Group = None) -> None:

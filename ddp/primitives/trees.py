@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ddp.primitives.columns import Column, interleave, segments_of
-from ddp.primitives.peers import Group, Peers
+from muster.ddp.primitives.columns import Column, interleave, segments_of
+from muster.ddp.primitives.peers import Group, Peers
 
 
 def tree_broadcast(tensor: Tensor, root: int = 0, group: Group = None) -> None:

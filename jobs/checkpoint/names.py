@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from jobs.checkpoint.paths import CheckpointDir
-from jobs.errors import BadCheckpointError
-from jobs.rundir import RunDir
+from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.errors import BadCheckpointError
+from muster.jobs.rundir import RunDir
 
 _NAME = re.compile(r"step-([0-9]{8,15})\.a([0-9]{3,9})")
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.errors import JobFileError, RunFolderError
-from jobs.files import write_text
-from jobs.reading import LARGEST, open_file, parse_json, read_bytes
-from jobs.rundir import RunDir
-from jobs.timing.records import VERSION, Dtypes, End, Header, Peak, Timed, Timing, Timings
+from muster.jobs.errors import JobFileError, RunFolderError
+from muster.jobs.files import write_text
+from muster.jobs.reading import LARGEST, open_file, parse_json, read_bytes
+from muster.jobs.rundir import RunDir
+from muster.jobs.timing.records import VERSION, Dtypes, End, Header, Peak, Timed, Timing, Timings
 
 Record = Header | Peak | Timed | Dtypes | End
 

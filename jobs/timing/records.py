@@ -11,9 +11,9 @@ from typing import Final, Literal
 
 from pydantic import Field
 
-from jobs.strict import Strict, UnixTime
-from jobs.timing.settings import Pass, TimingSettings
-from jobs.train_settings import Precision
+from muster.jobs.strict import Strict, UnixTime
+from muster.jobs.timing.settings import Pass, TimingSettings
+from muster.jobs.train_settings import Precision
 
 VERSION: Final = 1
 

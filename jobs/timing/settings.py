@@ -6,12 +6,12 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from jobs.errors import RefusedError
-from jobs.model_shape import resolve_shape
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
-from jobs.strict import NonNegative, Positive, Seed, Strict, as_list, one_or_many
-from jobs.train_settings import Precision, TrainSettings
-from jobs.words import unknown
+from muster.jobs.errors import RefusedError
+from muster.jobs.model_shape import resolve_shape
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.strict import NonNegative, Positive, Seed, Strict, as_list, one_or_many
+from muster.jobs.train_settings import Precision, TrainSettings
+from muster.jobs.words import unknown
 
 ALL: Final = "all"
 NAMES: Final = (*VGG_SHAPES, *GPT_SHAPES)

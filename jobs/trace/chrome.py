@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.files import write_bytes
-from jobs.reading import open_file, parse_json, read_rest
-from jobs.trace.events import MARK, PROFILER_STEP, Step
-from jobs.trace.nesting import Nested
-from jobs.trace.operators import step_at
+from muster.jobs.files import write_bytes
+from muster.jobs.reading import open_file, parse_json, read_rest
+from muster.jobs.trace.events import MARK, PROFILER_STEP, Step
+from muster.jobs.trace.nesting import Nested
+from muster.jobs.trace.operators import step_at
 
 HOST_LANE: Final = 1  # numbers of threads; those of real ones are process ids, and nobody's is so small
 DEVICE_LANE: Final = 2

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-from jobs.trace.events import Event, Step
-from jobs.trace.kinds import KINDS, kind_of
-from jobs.trace.nesting import Nested, Node
-from jobs.trace.operators import kind_on_device, step_at
+from muster.jobs.trace.events import Event, Step
+from muster.jobs.trace.kinds import KINDS, kind_of
+from muster.jobs.trace.nesting import Nested, Node
+from muster.jobs.trace.operators import kind_on_device, step_at
 
 PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "replay")
 WIDTH: Final = 1200.0

@@ -7,7 +7,7 @@ same thread holds for every trace, on CPU and CUDA, with Python's frames (`profi
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jobs.trace.events import LAUNCHES, Event, Trace
+from muster.jobs.trace.events import LAUNCHES, Event, Trace
 
 
 @dataclass(slots=True)

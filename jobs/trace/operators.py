@@ -9,9 +9,9 @@ Only what ran, or was launched, within a recorded step counts.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jobs.trace.events import Event, Step, Trace
-from jobs.trace.kinds import COMMUNICATION, MATMUL, OTHER, TELLING, kind_of
-from jobs.trace.nesting import Nested, Node
+from muster.jobs.trace.events import Event, Step, Trace
+from muster.jobs.trace.kinds import COMMUNICATION, MATMUL, OTHER, TELLING, kind_of
+from muster.jobs.trace.nesting import Nested, Node
 
 COUNTED = frozenset({"cpu_op", "user_annotation"})
 

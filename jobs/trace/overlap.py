@@ -22,10 +22,10 @@ between operators are not computing. So what a synchronous all-reduce waits is n
 
 from dataclasses import dataclass
 
-from jobs.trace.events import Event, Step, Trace
-from jobs.trace.intervals import Intervals, difference, intersection, length, union
-from jobs.trace.kinds import is_communication_kernel
-from jobs.trace.nesting import Nested
+from muster.jobs.trace.events import Event, Step, Trace
+from muster.jobs.trace.intervals import Intervals, difference, intersection, length, union
+from muster.jobs.trace.kinds import is_communication_kernel
+from muster.jobs.trace.nesting import Nested
 
 BOOKKEEPING = ("autograd::engine::evaluate_function", "torch::autograd::AccumulateGrad")  # hooks run in these
 CALLS = ("c10d::",)

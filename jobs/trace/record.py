@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from jobs.trace.nesting import Nested
-from jobs.trace.operators import (
+from muster.jobs.trace.nesting import Nested
+from muster.jobs.trace.operators import (
     Operator,
     device_phases_of,
     device_spans_of,
@@ -24,7 +24,7 @@ from jobs.trace.operators import (
     operators_of,
     phases_of,
 )
-from jobs.trace.overlap import added, overlap_by_step
+from muster.jobs.trace.overlap import added, overlap_by_step
 
 VERSION: Final = 1
 ROWS: Final = 50

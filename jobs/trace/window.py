@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from jobs.profile_settings import ProfileSettings
-from jobs.words import counted
+from muster.jobs.profile_settings import ProfileSettings
+from muster.jobs.words import counted
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A start without an agent: `python -m jobs.train JOB.yaml` by hand, under torchrun, srun or mpirun.
+"""A start without an agent: `python -m muster.jobs.train JOB.yaml` by hand, under torchrun, srun or mpirun.
 
 Rank 0 makes the run folder and tells the others its path through the store (`direct_run.py`). Everybody's output stays
 where it is; metrics and checkpoints are the same as in any run, and `--resume RUN` goes on from the newest good one.
@@ -13,22 +13,22 @@ from typing import Final, NoReturn
 
 import torch
 
-from jobs import exits, network
-from jobs.detect import LOCAL, Detected, Flags, detect
-from jobs.errors import RefusedError
-from jobs.load import load_job
-from jobs.ranks import RankEnv
-from jobs.reports import Reporter
-from jobs.spec import Job, JobKind
-from jobs.train.direct_run import begin_attempt, record, share_start
-from jobs.train.main import complain, guarded, join_group, make_deterministic, settings_of, train_in
-from jobs.train.meeting import connect, meet
-from jobs.train.modes import needs_group
-from jobs.train.world import GLOO_INTERFACES, World, choose_device
-from jobs.train_effects import unread
-from jobs.train_settings import TrainSettings
+from muster.jobs import exits, network
+from muster.jobs.detect import LOCAL, Detected, Flags, detect
+from muster.jobs.errors import RefusedError
+from muster.jobs.load import load_job
+from muster.jobs.ranks import RankEnv
+from muster.jobs.reports import Reporter
+from muster.jobs.spec import Job, JobKind
+from muster.jobs.train.direct_run import begin_attempt, record, share_start
+from muster.jobs.train.main import complain, guarded, join_group, make_deterministic, settings_of, train_in
+from muster.jobs.train.meeting import connect, meet
+from muster.jobs.train.modes import needs_group
+from muster.jobs.train.world import GLOO_INTERFACES, World, choose_device
+from muster.jobs.train_effects import unread
+from muster.jobs.train_settings import TrainSettings
 
-KIND: Final = JobKind("train", TrainSettings, "jobs.train.main:run_rank", TrainSettings.check, unread)
+KIND: Final = JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank", TrainSettings.check, unread)
 RUN_FOLDER_KEY: Final = "run-folder"
 LAST_WORD_S: Final = 5.0
 START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name

@@ -17,17 +17,17 @@ from typing import Any, Final
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from jobs import exits
-from jobs.checkpoint.choose import newest_good
-from jobs.errors import MusterError, NoCheckpointError
-from jobs.files import append_line, write_json, write_secret
-from jobs.load import LoadedJob
-from jobs.placement import NodePlacement, Placement
-from jobs.ranks import RankEnv
-from jobs.reading import parse_json
-from jobs.rundir import RunDir, find_run, new_run, runs_root
-from jobs.train.main import FAILED, Start
-from jobs.train.restoring import Resume
+from muster.jobs import exits
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.errors import MusterError, NoCheckpointError
+from muster.jobs.files import append_line, write_json, write_secret
+from muster.jobs.load import LoadedJob
+from muster.jobs.placement import NodePlacement, Placement
+from muster.jobs.ranks import RankEnv
+from muster.jobs.reading import parse_json
+from muster.jobs.rundir import RunDir, find_run, new_run, runs_root
+from muster.jobs.train.main import FAILED, Start
+from muster.jobs.train.restoring import Resume
 
 RUN_FOLDER_KEY: Final = "run-folder"
 LAST_WORD_S: Final = 5.0

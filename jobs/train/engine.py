@@ -12,23 +12,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from jobs.checkpoint.pieces import Piece
-from jobs.train.clock import Clock
-from jobs.train.graph import GraphedEngine, require_cuda
-from jobs.train.layer_seeds import forward_seed
-from jobs.train.loading import MicroInput, ShardInput
-from jobs.train.memory.held import Held, tensors_of
-from jobs.train.models.stack import Stack
-from jobs.train.modes import WRAP, broadcast_buffers
-from jobs.train.numerics import Numerics
-from jobs.train.numerics.scaling import Scaler
-from jobs.train.pipeline import PipelineEngine
-from jobs.train.replica import Replica
-from jobs.train.shards import Forms
-from jobs.train.state import Part
-from jobs.train.tensor_replica import split_layers
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.train.clock import Clock
+from muster.jobs.train.graph import GraphedEngine, require_cuda
+from muster.jobs.train.layer_seeds import forward_seed
+from muster.jobs.train.loading import MicroInput, ShardInput
+from muster.jobs.train.memory.held import Held, tensors_of
+from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.modes import WRAP, broadcast_buffers
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.numerics.scaling import Scaler
+from muster.jobs.train.pipeline import PipelineEngine
+from muster.jobs.train.replica import Replica
+from muster.jobs.train.shards import Forms
+from muster.jobs.train.state import Part
+from muster.jobs.train.tensor_replica import split_layers
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 
 class Engine(Protocol):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from jobs import page
-from jobs.train.data import Data
-from jobs.train.engine import Engine
-from jobs.train.loading import move_inputs
-from jobs.train.world import World, add_in_order
+from muster.jobs import page
+from muster.jobs.train.data import Data
+from muster.jobs.train.engine import Engine
+from muster.jobs.train.loading import move_inputs
+from muster.jobs.train.world import World, add_in_order
 
 BLOCK_SAMPLES: Final = 64
 

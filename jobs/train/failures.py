@@ -7,9 +7,9 @@ other rank failed for a reason of its own.
 import re
 from typing import Final
 
-from ddp.timeouts import CollectiveTimeoutError
-from jobs.errors import StartTimeoutError
-from pipe.wires.failures import StageFailedError
+from muster.ddp.timeouts import CollectiveTimeoutError
+from muster.jobs.errors import StartTimeoutError
+from muster.pipe.wires.failures import StageFailedError
 
 # What the transports say when a peer is gone or silent.
 LOST: Final = re.compile(

@@ -1,15 +1,17 @@
-"""The command line of `python -m jobs.train`: apart from the rest, so that `--help` need not wait for torch."""
+"""The command line of `python -m muster.jobs.train`: apart from the rest, so that `--help` need not wait for torch."""
 
 import argparse
 import time
 from collections.abc import Sequence
 
-from jobs.ranks import DEFAULT_MASTER_PORT
+from muster.jobs.ranks import DEFAULT_MASTER_PORT
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; flags that are left out are detected. `began` is when this was called, unix seconds."""
-    parser = argparse.ArgumentParser(prog="python -m jobs.train", description="Train as one rank, without an agent.")
+    parser = argparse.ArgumentParser(
+        prog="python -m muster.jobs.train", description="Train as one rank, without an agent."
+    )
     parser.add_argument("job", metavar="JOB", help="the job file (YAML); it must hold a train: section")
     parser.add_argument("--master-ip", metavar="ADDRESS", help="address of rank 0's node, as the others reach it")
     parser.add_argument("--master-port", type=int, metavar="PORT", help=f"default: {DEFAULT_MASTER_PORT}")

@@ -24,10 +24,10 @@ from typing import Any, Final, Literal, NoReturn
 
 import torch
 
-from jobs import linux
-from jobs.leftovers import state_of
-from jobs.page import Page
-from jobs.train.failures import is_lost_connection
+from muster.jobs import linux
+from muster.jobs.leftovers import state_of
+from muster.jobs.page import Page
+from muster.jobs.train.failures import is_lost_connection
 
 CHUNK: Final = 1 << 16
 MOST_WORDS: Final = 400  # characters of its last words in a message

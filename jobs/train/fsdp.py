@@ -16,19 +16,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ddp.base import broadcast
-from jobs.train.clock import Clock
-from jobs.train.models.units import of_one_dtype, units_of
-from jobs.train.numerics import Numerics
-from jobs.train.optim import gradient_of, gradients_of
-from jobs.train.replica import Replica
-from jobs.train.sharded import Waits
-from jobs.train.shards import Forms, SharedState
-from jobs.train.state import HeldState
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
-from zero.flat import Held
-from zero.scatter import all_gather, reduce_scatter
+from muster.ddp.base import broadcast
+from muster.jobs.train.clock import Clock
+from muster.jobs.train.models.units import of_one_dtype, units_of
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.optim import gradient_of, gradients_of
+from muster.jobs.train.replica import Replica
+from muster.jobs.train.sharded import Waits
+from muster.jobs.train.shards import Forms, SharedState
+from muster.jobs.train.state import HeldState
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
+from muster.zero.flat import Held
+from muster.zero.scatter import all_gather, reduce_scatter
 
 
 class FsdpReplica(Replica):

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from jobs.checkpoint.pieces import Piece
-from jobs.errors import RefusedError
-from jobs.train.clock import Clock
-from jobs.train.loading import MicroInput, ShardInput
-from jobs.train.memory.held import Held
-from jobs.train.state import Part
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.errors import RefusedError
+from muster.jobs.train.clock import Clock
+from muster.jobs.train.loading import MicroInput, ShardInput
+from muster.jobs.train.memory.held import Held
+from muster.jobs.train.state import Part
 
 if TYPE_CHECKING:
-    from jobs.train.engine import Engine
+    from muster.jobs.train.engine import Engine
 
 EAGER_STEPS: Final = 3  # what is made lazily - optimizer state, compiled code, NCCL's connections - is there after them
 MOST_GRAPHS: Final = 4  # each keeps its own inputs; a plan has two forms of steps, seldom more

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-from jobs.boot import module_argv
-from jobs.checkpoint.writer import Order
+from muster.jobs.boot import module_argv
+from muster.jobs.checkpoint.writer import Order
 
 MESSAGE_BYTES: Final = 1 << 16
 BURIED_S: Final = 0.2
@@ -30,7 +30,7 @@ class WriterProcess:
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
-            argv = [*module_argv(sys.executable, "jobs.checkpoint.writer"), "--fd", str(theirs.fileno())]
+            argv = [*module_argv(sys.executable, "muster.jobs.checkpoint.writer"), "--fd", str(theirs.fileno())]
             self.process = subprocess.Popen(
                 [*argv, "--parent", str(os.getpid())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from jobs.kept import DATA, KEPT, RANDOMNESS, kept_settings
-from jobs.train.data import Data
-from jobs.train.sampling import Plan
-from jobs.train_settings import TrainSettings
+from muster.jobs.kept import DATA, KEPT, RANDOMNESS, kept_settings
+from muster.jobs.train.data import Data
+from muster.jobs.train.sampling import Plan
+from muster.jobs.train_settings import TrainSettings
 
 
 def kept_of(settings: TrainSettings, data: Data, plan: Plan) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from jobs.train.sharded import ShardedReplica
-from zero.layerwise import Layerwise
+from muster.jobs.train.sharded import ShardedReplica
+from muster.zero.layerwise import Layerwise
 
 
 class LayerwiseReplica(ShardedReplica):

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from jobs.train.sampling import GlobalBatch, Plan
+from muster.jobs.train.sampling import GlobalBatch, Plan
 
 if TYPE_CHECKING:
-    from jobs.train.data import Data
+    from muster.jobs.train.data import Data
 
 
 @dataclass(frozen=True)

@@ -12,29 +12,29 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from jobs import page
-from jobs.page import Phase
-from jobs.reports import Reporter
-from jobs.train.clock import Clock, clock_for
-from jobs.train.data import Data
-from jobs.train.engine import Engine, build_engine
-from jobs.train.evaluate import evaluate
-from jobs.train.loading import Steps, move, read_steps
-from jobs.train.metrics import Files, Metrics, Summary, Units
-from jobs.train.models import build_model
-from jobs.train.numerics import numerics_of
-from jobs.train.optim import learning_rate, set_learning_rate
-from jobs.train.pace import Pace
-from jobs.train.pipeline import PipelineEngine
-from jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
-from jobs.train.replay import Replay
-from jobs.train.sampling import Plan, plan_of, total_steps
-from jobs.train.saving import NotSaving
-from jobs.train.screen import Screen
-from jobs.train.soundness import Soundness, require_finite
-from jobs.train.timeline import NotRecording, Recorder
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs import page
+from muster.jobs.page import Phase
+from muster.jobs.reports import Reporter
+from muster.jobs.train.clock import Clock, clock_for
+from muster.jobs.train.data import Data
+from muster.jobs.train.engine import Engine, build_engine
+from muster.jobs.train.evaluate import evaluate
+from muster.jobs.train.loading import Steps, move, read_steps
+from muster.jobs.train.metrics import Files, Metrics, Summary, Units
+from muster.jobs.train.models import build_model
+from muster.jobs.train.numerics import numerics_of
+from muster.jobs.train.optim import learning_rate, set_learning_rate
+from muster.jobs.train.pace import Pace
+from muster.jobs.train.pipeline import PipelineEngine
+from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
+from muster.jobs.train.replay import Replay
+from muster.jobs.train.sampling import Plan, plan_of, total_steps
+from muster.jobs.train.saving import NotSaving
+from muster.jobs.train.screen import Screen
+from muster.jobs.train.soundness import Soundness, require_finite
+from muster.jobs.train.timeline import NotRecording, Recorder
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 NOT_SAVING = NotSaving()
 NOT_RECORDING = NotRecording()

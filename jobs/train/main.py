@@ -22,34 +22,34 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ddp.malloc import keep_freed_memory
-from jobs import exits, ranks
-from jobs.errors import MusterError, RefusedError, StartTimeoutError
-from jobs.failover_settings import CheckpointSettings
-from jobs.files import folder_error
-from jobs.ranks import RankEnv
-from jobs.reports import Reporter
-from jobs.rundir import RunDir
-from jobs.spec import Job
-from jobs.train.data import Data, open_data, require_batch
-from jobs.train.failures import is_lost_connection
-from jobs.train.identity import kept_of, meta_of
-from jobs.train.loading import move
-from jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
-from jobs.train.meeting import connect, meet
-from jobs.train.memory.recorder import MemoryRecorder
-from jobs.train.metrics import Files
-from jobs.train.modes import needs_group
-from jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
-from jobs.train.replay import Replay, logged_losses
-from jobs.train.restoring import Resume, restore
-from jobs.train.saving import Saver, Target
-from jobs.train.schedule import Schedule, failures_so_far
-from jobs.train.soundness import NotFiniteError
-from jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
-from jobs.train_parallel import split_text
-from jobs.train_settings import TrainSettings
-from jobs.words import counted
+from muster.ddp.malloc import keep_freed_memory
+from muster.jobs import exits, ranks
+from muster.jobs.errors import MusterError, RefusedError, StartTimeoutError
+from muster.jobs.failover_settings import CheckpointSettings
+from muster.jobs.files import folder_error
+from muster.jobs.ranks import RankEnv
+from muster.jobs.reports import Reporter
+from muster.jobs.rundir import RunDir
+from muster.jobs.spec import Job
+from muster.jobs.train.data import Data, open_data, require_batch
+from muster.jobs.train.failures import is_lost_connection
+from muster.jobs.train.identity import kept_of, meta_of
+from muster.jobs.train.loading import move
+from muster.jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
+from muster.jobs.train.meeting import connect, meet
+from muster.jobs.train.memory.recorder import MemoryRecorder
+from muster.jobs.train.metrics import Files
+from muster.jobs.train.modes import needs_group
+from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
+from muster.jobs.train.replay import Replay, logged_losses
+from muster.jobs.train.restoring import Resume, restore
+from muster.jobs.train.saving import Saver, Target
+from muster.jobs.train.schedule import Schedule, failures_so_far
+from muster.jobs.train.soundness import NotFiniteError
+from muster.jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
+from muster.jobs.train_parallel import split_text
+from muster.jobs.train_settings import TrainSettings
+from muster.jobs.words import counted
 
 FAILED: Final = 1
 STANDARD_ERROR: Final = 2
@@ -123,7 +123,7 @@ def run_of(env: RankEnv) -> RunDir:
     """
     if not env.run_dir:
         raise RefusedError(
-            f"environment: {ranks.RUN_DIR} is not set; start this through muster or python -m jobs.train"
+            f"environment: {ranks.RUN_DIR} is not set; start this through muster or python -m muster.jobs.train"
         )
     return RunDir(Path(env.run_dir))
 

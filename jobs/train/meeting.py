@@ -12,10 +12,10 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from jobs.errors import RefusedError, StartTimeoutError
-from jobs.ranks import RankEnv
-from jobs.reading import parse_json
-from jobs.train.world import Peer, spell_ranks, this_peer
+from muster.jobs.errors import RefusedError, StartTimeoutError
+from muster.jobs.ranks import RankEnv
+from muster.jobs.reading import parse_json
+from muster.jobs.train.world import Peer, spell_ranks, this_peer
 
 POLL_S: Final = 0.1
 BACKLOG: Final = 4096  # ranks that dial before the store accepts; the kernel lowers it to its own limit

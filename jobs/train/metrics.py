@@ -23,11 +23,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from jobs.files import read_lines
-from jobs.rowlog import RowLog
-from jobs.train.clock import Clock, StepTimes
-from jobs.train.sampling import GlobalBatch
-from jobs.train.world import World, add_in_order
+from muster.jobs.files import read_lines
+from muster.jobs.rowlog import RowLog
+from muster.jobs.train.clock import Clock, StepTimes
+from muster.jobs.train.sampling import GlobalBatch
+from muster.jobs.train.world import World, add_in_order
 
 FLUSH_S: Final = 1.0
 RECENT: Final = 20  # losses that a checkpoint carries

@@ -9,22 +9,22 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp import AllReduce, BucketedDDP, FlatAllReduce, GatherScatter, OverlappedDDP
-from ddp.base import DataParallel, broadcast
-from jobs.errors import RefusedError
-from jobs.modes import Parallel, Sync
-from jobs.train.clock import Clock
-from jobs.train.fsdp import FsdpReplica
-from jobs.train.layerwise import LayerwiseReplica
-from jobs.train.models.stack import Stack
-from jobs.train.models.units import units_of
-from jobs.train.replica import LateReplica, OverlappedReplica, Replica, TorchReplica
-from jobs.train.sharded import ShardedReplica
-from jobs.train.shards import Forms
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
-from zero import ShardedDataParallel
-from zero.layerwise import Layerwise
+from muster.ddp import AllReduce, BucketedDDP, FlatAllReduce, GatherScatter, OverlappedDDP
+from muster.ddp.base import DataParallel, broadcast
+from muster.jobs.errors import RefusedError
+from muster.jobs.modes import Parallel, Sync
+from muster.jobs.train.clock import Clock
+from muster.jobs.train.fsdp import FsdpReplica
+from muster.jobs.train.layerwise import LayerwiseReplica
+from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.units import units_of
+from muster.jobs.train.replica import LateReplica, OverlappedReplica, Replica, TorchReplica
+from muster.jobs.train.sharded import ShardedReplica
+from muster.jobs.train.shards import Forms
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
+from muster.zero import ShardedDataParallel
+from muster.zero.layerwise import Layerwise
 
 SENT_AS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

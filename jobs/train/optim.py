@@ -9,8 +9,8 @@ import torch._dynamo  # building an optimizer imports it (0.8 s): here the warm 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.norms import clip_by, plain_norm, reproducible_norm
-from jobs.train_settings import OptimizerSettings, ScheduleSettings
+from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
+from muster.jobs.train_settings import OptimizerSettings, ScheduleSettings
 
 FUSED_ON: Final = ("cuda", "cpu")
 FUSED_ALIKE: Final = ("cuda",)  # where fused kernels treat all elements alike

@@ -15,26 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp.norms import clip_by, plain_norm, reproducible_norm
-from jobs.checkpoint.pieces import Piece
-from jobs.train.clock import Clock, Phase
-from jobs.train.layer_seeds import layer_seed
-from jobs.train.loading import ShardInput
-from jobs.train.memory.held import Held, tensors_of
-from jobs.train.models.stack import Stack, mean_loss
-from jobs.train.models.tensor_plan import loss_of
-from jobs.train.numerics import Numerics
-from jobs.train.stage_replicas import replica_of
-from jobs.train.stages import Places, cuts_of, in_autocast
-from jobs.train.state import MODEL, Part
-from jobs.train.tensor_parts import groups_of, split_parts
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
-from pipe import Pipeline
-from pipe.schedules.actions import Action
-from pipe.schedules.messages import Step
-from pipe.schedules.tables import schedule
-from pipe.tensor.vocabulary import VocabularyLinear
+from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.train.clock import Clock, Phase
+from muster.jobs.train.layer_seeds import layer_seed
+from muster.jobs.train.loading import ShardInput
+from muster.jobs.train.memory.held import Held, tensors_of
+from muster.jobs.train.models.stack import Stack, mean_loss
+from muster.jobs.train.models.tensor_plan import loss_of
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.stage_replicas import replica_of
+from muster.jobs.train.stages import Places, cuts_of, in_autocast
+from muster.jobs.train.state import MODEL, Part
+from muster.jobs.train.tensor_parts import groups_of, split_parts
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
+from muster.pipe import Pipeline
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.messages import Step
+from muster.pipe.schedules.tables import schedule
+from muster.pipe.tensor.vocabulary import VocabularyLinear
 
 
 class PipelineEngine:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ddp.base import DataParallel
-from jobs.train.clock import Clock
-from jobs.train.numerics import Numerics
-from jobs.train.optim import gradients_of, named_gradients
-from jobs.train.state import DealtState, HeldState
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.ddp.base import DataParallel
+from muster.jobs.train.clock import Clock
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.optim import gradients_of, named_gradients
+from muster.jobs.train.state import DealtState, HeldState
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 
 class Replica:

@@ -13,18 +13,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from jobs import page
-from jobs.checkpoint.manifest import Manifest, read_manifest
-from jobs.checkpoint.paths import CheckpointDir
-from jobs.checkpoint.read import Reader
-from jobs.errors import MusterError, NoCheckpointError, RefusedError
-from jobs.kept import KEPT, require_kept
-from jobs.page import Phase
-from jobs.rundir import RunDir
-from jobs.train.engine import Engine
-from jobs.train.loading import ShardInput
-from jobs.train.state import Part
-from jobs.train.world import World, require_equal
+from muster.jobs import page
+from muster.jobs.checkpoint.manifest import Manifest, read_manifest
+from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.errors import MusterError, NoCheckpointError, RefusedError
+from muster.jobs.kept import KEPT, require_kept
+from muster.jobs.page import Phase
+from muster.jobs.rundir import RunDir
+from muster.jobs.train.engine import Engine
+from muster.jobs.train.loading import ShardInput
+from muster.jobs.train.state import Part
+from muster.jobs.train.world import World, require_equal
 
 PATIENCE_S: Final = 3.0  # with a view of shared storage that is older than the commit
 NO_DIGEST: Final = "00" * 32

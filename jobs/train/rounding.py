@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipe.tensor.linear import autocast_to
+from muster.pipe.tensor.linear import autocast_to
 
 SAMPLES: Final = 4
 FACTOR: Final = 8.0

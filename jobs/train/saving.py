@@ -18,18 +18,18 @@ from typing import Any, Final
 
 import torch
 
-from jobs import page
-from jobs.checkpoint.writer import Order
-from jobs.errors import RefusedError, StorageError
-from jobs.failover_settings import CheckpointSettings
-from jobs.page import Phase
-from jobs.reports import Reporter
-from jobs.rundir import RunDir
-from jobs.train.engine import Engine
-from jobs.train.helper import WriterGone, WriterProcess
-from jobs.train.schedule import Schedule
-from jobs.train.snapshot import Snapshot
-from jobs.train.world import World, spell_ranks
+from muster.jobs import page
+from muster.jobs.checkpoint.writer import Order
+from muster.jobs.errors import RefusedError, StorageError
+from muster.jobs.failover_settings import CheckpointSettings
+from muster.jobs.page import Phase
+from muster.jobs.reports import Reporter
+from muster.jobs.rundir import RunDir
+from muster.jobs.train.engine import Engine
+from muster.jobs.train.helper import WriterGone, WriterProcess
+from muster.jobs.train.schedule import Schedule
+from muster.jobs.train.snapshot import Snapshot
+from muster.jobs.train.world import World, spell_ranks
 
 MOST_MISSED: Final = 3
 END_TRIES: Final = 2

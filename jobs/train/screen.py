@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from jobs import ranks
-from jobs.reports import Reporter
-from jobs.train.metrics import Summary
-from jobs.train.world import World
+from muster.jobs import ranks
+from muster.jobs.reports import Reporter
+from muster.jobs.train.metrics import Summary
+from muster.jobs.train.world import World
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from jobs.train.clock import Clock, Phase
-from jobs.train.numerics import Numerics
-from jobs.train.optim import make_state, recipe
-from jobs.train.replica import WrappedReplica
-from jobs.train.shards import Forms, SharedState
-from jobs.train.state import HeldState
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
-from zero import ShardedOptimizer
-from zero.flat import Held
-from zero.sharded import Sharded
+from muster.jobs.train.clock import Clock, Phase
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.optim import make_state, recipe
+from muster.jobs.train.replica import WrappedReplica
+from muster.jobs.train.shards import Forms, SharedState
+from muster.jobs.train.state import HeldState
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
+from muster.zero import ShardedOptimizer
+from muster.zero.flat import Held
+from muster.zero.sharded import Sharded
 
 
 class Waits:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from jobs.checkpoint.pieces import Piece, whole
-from jobs.train.state import (
+from muster.jobs.checkpoint.pieces import Piece, whole
+from muster.jobs.train.state import (
     DTYPES,
     MODEL,
     OPTIMIZER,
@@ -24,7 +24,7 @@ from jobs.train.state import (
     require_trained,
     whole_part,
 )
-from zero.flat import Held
+from muster.zero.flat import Held
 
 
 class Forms:

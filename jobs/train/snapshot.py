@@ -13,9 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from jobs.checkpoint.pieces import Piece
-from jobs.errors import RefusedError
-from jobs.train.state import Part
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.errors import RefusedError
+from muster.jobs.train.state import Part
 
 ALIGNMENT: Final = 64
 NOTHING: Final = mmap.PAGESIZE  # a mapping cannot be empty; a rank's part can

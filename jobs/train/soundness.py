@@ -20,10 +20,10 @@ from typing import Final, NoReturn
 import torch
 from torch import Tensor
 
-from jobs.train.engine import Engine
-from jobs.train.numerics.scaling import Scaler
-from jobs.train.state import MODEL
-from jobs.train.world import World
+from muster.jobs.train.engine import Engine
+from muster.jobs.train.numerics.scaling import Scaler
+from muster.jobs.train.state import MODEL
+from muster.jobs.train.world import World
 
 LOG_POINTS: Final = 3  # in a row without a single loss that is a number
 ADVICE: Final = "lower train.optimizer.lr, or set train.clip_norm"

@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 from torch import Tensor, nn
 
-from ddp.reduced import Reduced
-from pipe import Pipeline
+from muster.ddp.reduced import Reduced
+from muster.pipe import Pipeline
 
 
 class ReadyGradients:

@@ -16,25 +16,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp import BucketedDDP, FlatAllReduce
-from ddp.base import broadcast
-from ddp.reduced import Reduced
-from jobs.modes import Parallel
-from jobs.train.numerics import Numerics
-from jobs.train.optim import gradients_of, named_gradients
-from jobs.train.sharded import sharded_optimizer, shares_of
-from jobs.train.shards import SharedState
-from jobs.train.stage_ready import ReadyGradients
-from jobs.train.stage_state import StageState
-from jobs.train.state import HeldState
-from jobs.train.tensor_parts import Parts
-from jobs.train.tensor_state import TensorState
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
-from pipe import Pipeline
-from pipe.mesh import Groups
-from zero import ShardedDataParallel, ShardedOptimizer
-from zero.flat import Held
+from muster.ddp import BucketedDDP, FlatAllReduce
+from muster.ddp.base import broadcast
+from muster.ddp.reduced import Reduced
+from muster.jobs.modes import Parallel
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.optim import gradients_of, named_gradients
+from muster.jobs.train.sharded import sharded_optimizer, shares_of
+from muster.jobs.train.shards import SharedState
+from muster.jobs.train.stage_ready import ReadyGradients
+from muster.jobs.train.stage_state import StageState
+from muster.jobs.train.state import HeldState
+from muster.jobs.train.tensor_parts import Parts
+from muster.jobs.train.tensor_state import TensorState
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
+from muster.pipe import Pipeline
+from muster.pipe.mesh import Groups
+from muster.zero import ShardedDataParallel, ShardedOptimizer
+from muster.zero.flat import Held
 
 
 class StageReplica:

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from jobs.checkpoint.pieces import Piece
-from jobs.train.shards import Forms
-from jobs.train.state import (
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.train.shards import Forms
+from muster.jobs.train.state import (
     MODEL,
     OPTIMIZER,
     DealtState,

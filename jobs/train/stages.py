@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from jobs.checkpoint.pieces import Piece
-from jobs.errors import RefusedError
-from jobs.model_shape import context_of
-from jobs.shapes import IMAGE_CHANNELS
-from jobs.train.models.stack import Stack
-from jobs.train.numerics import Numerics
-from jobs.train.state import DTYPES
-from jobs.train.world import World
-from jobs.train_parallel import first_layers
-from jobs.train_settings import ModelSettings, TrainSettings
-from pipe.boundaries import weights_of
-from pipe.schedules.cuts import Cuts, balanced_ranks, by_hand
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.errors import RefusedError
+from muster.jobs.model_shape import context_of
+from muster.jobs.shapes import IMAGE_CHANNELS
+from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.state import DTYPES
+from muster.jobs.train.world import World
+from muster.jobs.train_parallel import first_layers
+from muster.jobs.train_settings import ModelSettings, TrainSettings
+from muster.pipe.boundaries import weights_of
+from muster.pipe.schedules.cuts import Cuts, balanced_ranks, by_hand
 
 IMAGE_SIDE = 32
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}

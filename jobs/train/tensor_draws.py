@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from jobs.train.models.gpt import Attention, Block
-from pipe.tensor.draws import OwnDraws
-from pipe.tensor.region import Region
+from muster.jobs.train.models.gpt import Attention, Block
+from muster.pipe.tensor.draws import OwnDraws
+from muster.pipe.tensor.region import Region
 
 
 def draw_as_split(model: nn.Module, ranks: int, *, sequence_parallel: bool) -> None:

@@ -9,9 +9,9 @@ import math
 
 from torch import Tensor
 
-from jobs.checkpoint.pieces import Piece
-from jobs.train.state import DTYPES, Part
-from pipe.tensor.slices import TensorSlice
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.train.state import DTYPES, Part
+from muster.pipe.tensor.slices import TensorSlice
 
 
 def parts_of(name: str, cut: TensorSlice, tensor: Tensor, start: int = 0) -> list[Part]:

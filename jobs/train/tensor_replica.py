@@ -19,18 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from jobs.train.clock import Clock
-from jobs.train.models.stack import Stack
-from jobs.train.modes import WRAP
-from jobs.train.numerics import Numerics
-from jobs.train.optim import gradients_of
-from jobs.train.replica import Replica
-from jobs.train.sharded import ShardedReplica, shares_of
-from jobs.train.state import HeldState
-from jobs.train.tensor_parts import Parts, groups_of, split_parts
-from jobs.train.tensor_state import TensorState
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs.train.clock import Clock
+from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.modes import WRAP
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.optim import gradients_of
+from muster.jobs.train.replica import Replica
+from muster.jobs.train.sharded import ShardedReplica, shares_of
+from muster.jobs.train.state import HeldState
+from muster.jobs.train.tensor_parts import Parts, groups_of, split_parts
+from muster.jobs.train.tensor_state import TensorState
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 
 class TensorReplica(Replica):

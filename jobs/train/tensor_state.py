@@ -10,11 +10,11 @@ with the parameter's first element does.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jobs.checkpoint.pieces import Piece
-from jobs.train.state import MODEL, OPTIMIZER, HeldState, Part, owner_of, require_same_form, require_same_names
-from jobs.train.tensor_parts import Parts
-from jobs.train.tensor_pieces import parts_of
-from pipe.tensor.slices import TensorSlice
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.train.state import MODEL, OPTIMIZER, HeldState, Part, owner_of, require_same_form, require_same_names
+from muster.jobs.train.tensor_parts import Parts
+from muster.jobs.train.tensor_pieces import parts_of
+from muster.pipe.tensor.slices import TensorSlice
 
 
 class TensorState:

@@ -14,15 +14,15 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from jobs.errors import MusterError
-from jobs.files import append_line
-from jobs.train.metrics import warn
-from jobs.train.pipeline import PipelineEngine
-from jobs.train.world import World
-from pipe.mesh import Mesh
-from pipe.schedules.actions import Schedule
-from pipe.schedules.measured import Record
-from pipe.timeline import Offset, clock_offsets, on_one_clock, records_of
+from muster.jobs.errors import MusterError
+from muster.jobs.files import append_line
+from muster.jobs.train.metrics import warn
+from muster.jobs.train.pipeline import PipelineEngine
+from muster.jobs.train.world import World
+from muster.pipe.mesh import Mesh
+from muster.pipe.schedules.actions import Schedule
+from muster.pipe.schedules.measured import Record
+from muster.pipe.timeline import Offset, clock_offsets, on_one_clock, records_of
 
 DIGITS: Final = 7  # of a second: 0.1 us
 COMPARED: Final = 10  # records between comparisons of clocks, which drift by 10 us a second and more

@@ -14,24 +14,24 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from jobs import ranks
-from jobs.files import write_json
-from jobs.modes import MODES, Exactness
-from jobs.reports import Reporter
-from jobs.spec import Job
-from jobs.train.compare import Row, compare, max_difference
-from jobs.train.evaluate import block_indices
-from jobs.train.loading import move, move_inputs
-from jobs.train.loop import Trainer, build_trainer
-from jobs.train.main import FAILED, guarded, job_of, join, open_same_data, run_of, settings_of
-from jobs.train.metrics import global_losses
-from jobs.train.optim import set_learning_rate
-from jobs.train.reference import LOSS, OUTPUT, Outcome, Reference, Setting
-from jobs.train.sampling import total_steps
-from jobs.train.world import World
-from jobs.train_parallel import split_text
-from jobs.train_settings import TrainSettings
-from jobs.words import counted
+from muster.jobs import ranks
+from muster.jobs.files import write_json
+from muster.jobs.modes import MODES, Exactness
+from muster.jobs.reports import Reporter
+from muster.jobs.spec import Job
+from muster.jobs.train.compare import Row, compare, max_difference
+from muster.jobs.train.evaluate import block_indices
+from muster.jobs.train.loading import move, move_inputs
+from muster.jobs.train.loop import Trainer, build_trainer
+from muster.jobs.train.main import FAILED, guarded, job_of, join, open_same_data, run_of, settings_of
+from muster.jobs.train.metrics import global_losses
+from muster.jobs.train.optim import set_learning_rate
+from muster.jobs.train.reference import LOSS, OUTPUT, Outcome, Reference, Setting
+from muster.jobs.train.sampling import total_steps
+from muster.jobs.train.world import World
+from muster.jobs.train_parallel import split_text
+from muster.jobs.train_settings import TrainSettings
+from muster.jobs.words import counted
 
 NOWHERE: Final[Mapping[str, float]] = MappingProxyType({})
 

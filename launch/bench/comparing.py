@@ -5,13 +5,13 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.words import counted
-from launch.bench import results
-from launch.options import add_json, add_runs
+from muster.jobs.words import counted
+from muster.launch.bench import results
+from muster.launch.options import add_json, add_runs
 
 if TYPE_CHECKING:
-    from collectives_bench.results.compare import Comparison, Verdict
-    from collectives_bench.results.rows import Row
+    from muster.collectives_bench.results.compare import Comparison, Verdict
+    from muster.collectives_bench.results.rows import Row
 
 FAILING: Final = {"worse": {"worse"}, "better": {"better"}, "any": {"worse", "better"}}
 COLUMNS: Final = ("row", "before>", "after>", "time>", "from>", "to>", "launches>", "verdict", "why")
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare and print; the exit code is what `--fail-on` makes of it."""
-    from collectives_bench.results.compare import comparison
+    from muster.collectives_bench.results.compare import comparison
 
     before, after = (_rows(word, args.runs) for word in (args.before, args.after))
     found = comparison(before, after)
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(word: str, runs: str | None) -> "list[Row]":
     """Read a side, and say what of it is missing."""
-    from collectives_bench.results.missing import missing
-    from collectives_bench.results.rows import rows_of
+    from muster.collectives_bench.results.missing import missing
+    from muster.collectives_bench.results.rows import rows_of
 
     result = results.side(word, runs)
     if text := missing(result).text:
@@ -93,7 +93,7 @@ def _plain(verdict: "Verdict") -> dict[str, Any]:
 
 def render(found: "Comparison") -> str:
     """Lay a comparison out as a table: `time` is after over before, above 1 is slower, `from` and `to` its interval."""
-    from launch.look import screen
+    from muster.launch.look import screen
 
     worlds = {each.world for each in found.rows}
     rows = [(_name(each, of_world=len(worlds) > 1), *_cells(each)) for each in found.rows]
@@ -102,7 +102,7 @@ def render(found: "Comparison") -> str:
 
 
 def _name(verdict: "Verdict", *, of_world: bool) -> str:
-    from collectives_bench.results.table import cell_text, world_text
+    from muster.collectives_bench.results.table import cell_text, world_text
 
     assert verdict.cell is not None
     assert verdict.world is not None
@@ -111,7 +111,7 @@ def _name(verdict: "Verdict", *, of_world: bool) -> str:
 
 
 def _cells(verdict: "Verdict") -> tuple[str | None, ...]:
-    from launch.bench.live import time_text
+    from muster.launch.bench.live import time_text
 
     times = (None if value is None else time_text(value) for value in (verdict.before_us, verdict.after_us))
     ratios = (None if value is None else f"{value:.3f}" for value in (verdict.ratio, verdict.low, verdict.high))

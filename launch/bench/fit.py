@@ -2,9 +2,9 @@
 
 import argparse
 
-from launch.bench import choices
-from launch.bench.showing import add_results
-from launch.options import add_json
+from muster.launch.bench import choices
+from muster.launch.bench.showing import add_results
+from muster.launch.options import add_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fit, save, and print the held-out error."""
-    from launch.bench.fitting import run as fit
+    from muster.launch.bench.fitting import run as fit
 
     choices.check_output("--output", args.output, (".json",))
     return fit(args)

@@ -6,13 +6,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import RunFolderError, StorageError
-from launch.bench import results
+from muster.jobs.errors import RunFolderError, StorageError
+from muster.launch.bench import results
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.curves import Curve, Errors
-    from collectives_bench.cost.profile import Profile
-    from collectives_bench.cost.second import Constants
+    from muster.collectives_bench.cost.curves import Curve, Errors
+    from muster.collectives_bench.cost.profile import Profile
+    from muster.collectives_bench.cost.second import Constants
 
 COLUMNS: Final = (
     "operation",
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         RefusedError: nothing can be fitted.
         RunFolderError, StorageError: the profile cannot be written.
     """
-    from collectives_bench.cost.fit import fit
+    from muster.collectives_bench.cost.fit import fit
 
     profile = fit(results.read(args.results, args.runs), name=Path(args.output).stem)
     write(profile, Path(args.output))
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 def write(profile: "Profile", path: Path) -> None:
     """Write a profile; errors as `run`."""
-    from collectives_bench.cost.profile import save
+    from muster.collectives_bench.cost.profile import save
 
     if not path.parent.is_dir():
         raise RunFolderError(f"{path}: there is no folder {path.parent}; make it, or name another file")
@@ -71,7 +71,7 @@ def record(profile: "Profile") -> dict[str, object]:
 
 def render(profile: "Profile") -> str:
     """Lay the fits out as a table, the constants below it, and the errors on all that was held out."""
-    from launch.look import screen
+    from muster.launch.look import screen
 
     lines = [f"# {profile.made_of}"] if profile.made_of else []
     lines += [
@@ -102,7 +102,7 @@ def text(errors: "Errors | None") -> str:
 
 
 def _cells(curve: "Curve") -> tuple[str, ...]:
-    from collectives_bench.cost.curves import time_text
+    from muster.collectives_bench.cost.curves import time_text
 
     piece, errors = curve.pieces[-1], curve.held_out
     name = curve.operation + ("" if curve.call == "sync" else f" {curve.call}")
@@ -117,7 +117,7 @@ def _cells(curve: "Curve") -> tuple[str, ...]:
 
 
 def _constants(constants: "Constants") -> str:
-    from collectives_bench.cost.curves import time_text
+    from muster.collectives_bench.cost.curves import time_text
 
     where = "between nodes" if constants.network else "on one node"
     parts = [f"{time_text(constants.alpha_s)} a step"] if constants.alpha_s > 0 else []

@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING, Final
 
-from collectives_bench.records import Block, Cell, Header, Pair
-from collectives_bench.results.table import cell_text, number, way_of, world_text
-from collectives_bench.sizes import size_text
-from jobs.rundir import RunDir
-from jobs.words import counted
-from launch.bench.progress import Progress, Record
+from muster.collectives_bench.records import Block, Cell, Header, Pair
+from muster.collectives_bench.results.table import cell_text, number, way_of, world_text
+from muster.collectives_bench.sizes import size_text
+from muster.jobs.rundir import RunDir
+from muster.jobs.words import counted
+from muster.launch.bench.progress import Progress, Record
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import RefusedError, UsageError
+from muster.jobs.errors import RefusedError, UsageError
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.load import Load
-    from jobs.spec import Job
+    from muster.collectives_bench.cost.load import Load
+    from muster.jobs.spec import Job
 
 MICROBATCHES: Final = 8  # of a pipeline, where the job says nothing
 UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -23,8 +23,8 @@ def train_job(path: str, overrides: Sequence[str]) -> "Job":
         JobFileError: it is wrong.
         RefusedError: it does not train.
     """
-    from jobs.load import load_job
-    from launch.kinds import KINDS
+    from muster.jobs.load import load_job
+    from muster.launch.kinds import KINDS
 
     job = load_job(Path(path), KINDS, list(overrides), allow_unread=True).job  # another mode may read the key
     if job.kind != "train":
@@ -45,12 +45,12 @@ def ranks_of(job: "Job", path: str, option: str) -> int:
 
 def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = None) -> "Load":
     """Return what a rank holds and computes of a job; `microbatches` of pipelines, by default the job's."""
-    from collectives_bench.cost.load import SIZES, Load, Recipe
-    from jobs.anatomy import anatomy
-    from jobs.model_shape import resolve_shape
-    from jobs.shapes import GptShape, VggShape
-    from jobs.train_parallel import FILL
-    from jobs.train_settings import TrainSettings
+    from muster.collectives_bench.cost.load import SIZES, Load, Recipe
+    from muster.jobs.anatomy import anatomy
+    from muster.jobs.model_shape import resolve_shape
+    from muster.jobs.shapes import GptShape, VggShape
+    from muster.jobs.train_parallel import FILL
+    from muster.jobs.train_settings import TrainSettings
 
     settings = job.settings
     assert isinstance(settings, TrainSettings)

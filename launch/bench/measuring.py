@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from collectives_bench.settings import ALL, BenchSettings
-from jobs import exits
-from jobs.errors import MusterError, RefusedError, UsageError
-from jobs.rundir import RunDir
-from launch.bench import choices, words
-from launch.bench.live import CollectivesView
-from launch.bench.report import deliver
-from launch.bench.watching import BenchConsole, View, watching
-from launch.commands import submit
-from launch.scheduler.slurm_run import close
-from launch.submit.prepare import Prepared, prepare, route_of, site_of
-from launch.submit.start import start
-from slurm.states import Outcome
+from muster.collectives_bench.settings import ALL, BenchSettings
+from muster.jobs import exits
+from muster.jobs.errors import MusterError, RefusedError, UsageError
+from muster.jobs.rundir import RunDir
+from muster.launch.bench import choices, words
+from muster.launch.bench.live import CollectivesView
+from muster.launch.bench.report import deliver
+from muster.launch.bench.watching import BenchConsole, View, watching
+from muster.launch.commands import submit
+from muster.launch.scheduler.slurm_run import close
+from muster.launch.submit.prepare import Prepared, prepare, route_of, site_of
+from muster.launch.submit.start import start
+from muster.slurm.states import Outcome
 
 COMMAND_LINE: Final = "command line"  # what mistakes of a job without a file are said of
 RANKS_HERE: Final = 2  # of a job without a file on this machine, where it has not several GPUs
@@ -139,7 +139,7 @@ def usual_world(args: argparse.Namespace, device: str, nodes: int | str | None) 
         return 2, 1
     if nodes not in (None, 1):
         return 1, 1
-    from launch.agent import visible_gpus
+    from muster.launch.agent import visible_gpus
 
     gpus = len(visible_gpus()) if device != "cpu" else 0
     return 1, gpus if gpus > 1 else RANKS_HERE

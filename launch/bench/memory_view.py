@@ -5,14 +5,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import RefusedError, UsageError
-from jobs.words import counted
-from launch.bench import loads
+from muster.jobs.errors import RefusedError, UsageError
+from muster.jobs.words import counted
+from muster.launch.bench import loads
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.load import Load
-    from collectives_bench.cost.modes import Way
-    from jobs.train_settings import TrainSettings
+    from muster.collectives_bench.cost.load import Load
+    from muster.collectives_bench.cost.modes import Way
+    from muster.jobs.train_settings import TrainSettings
 
 COLUMNS: Final = (
     "",
@@ -41,7 +41,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         UsageError, JobFileError: options or files are wrong.
         RefusedError: the job does not train.
     """
-    from jobs.train_settings import TrainSettings
+    from muster.jobs.train_settings import TrainSettings
 
     job = loads.train_job(args.target, args.overrides)
     settings = job.settings
@@ -70,9 +70,9 @@ def _modes(
     args: argparse.Namespace, settings: "TrainSettings", load: "Load", limit: float | None
 ) -> list[dict[str, Any]]:
     """Return a row for every mode that is asked for, and one for the job's own product."""
-    from collectives_bench.cost import modes
-    from jobs.train_parallel import split_text
-    from launch.bench.own_split import at_world, own_split
+    from muster.collectives_bench.cost import modes
+    from muster.jobs.train_parallel import split_text
+    from muster.launch.bench.own_split import at_world, own_split
 
     chosen = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])
     rows = {way.name: _of_way(way.name, way, load, limit) for way in chosen}
@@ -97,8 +97,8 @@ def _modes(
 
 
 def _of_way(name: str, way: "Way", load: "Load", limit: float | None) -> dict[str, Any]:
-    from collectives_bench.cost.memory import memory_of
-    from collectives_bench.cost.steps import USABLE
+    from muster.collectives_bench.cost.memory import memory_of
+    from muster.collectives_bench.cost.steps import USABLE
 
     memory = memory_of(way, load)
     return {
@@ -112,7 +112,7 @@ def _of_way(name: str, way: "Way", load: "Load", limit: float | None) -> dict[st
 
 def render(record: dict[str, Any]) -> str:
     """Lay the records out."""
-    from launch.look import screen
+    from muster.launch.look import screen
 
     head = (
         f"job {record['job']}: {record['model']}, {record['parameters'] / 1e6:.4g} million parameters, "
@@ -127,7 +127,7 @@ def render(record: dict[str, Any]) -> str:
 
 
 def _row(row: dict[str, Any], record: dict[str, Any]) -> list[str | None]:
-    from collectives_bench.sizes import size_text
+    from muster.collectives_bench.sizes import size_text
 
     notes = [] if row["built"] else ["not built yet"]
     mark = "*" if row["is_jobs"] else ""

@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from jobs import yamlfile
-from jobs.errors import RefusedError, UsageError
-from jobs.timing.files import read_timings, write_csv, write_timings
-from jobs.timing.settings import ALL, NAMES, Pass, TimingSettings
-from jobs.timing.table import report_lines, verdict
-from jobs.train_settings import Precision
-from jobs.words import unknown
-from launch.bench import choices
-from launch.bench.choices import Choice, Switch, number, whole, word_list
-from launch.bench.report import naming, say
-from launch.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
+from muster.jobs import yamlfile
+from muster.jobs.errors import RefusedError, UsageError
+from muster.jobs.timing.files import read_timings, write_csv, write_timings
+from muster.jobs.timing.settings import ALL, NAMES, Pass, TimingSettings
+from muster.jobs.timing.table import report_lines, verdict
+from muster.jobs.train_settings import Precision
+from muster.jobs.words import unknown
+from muster.launch.bench import choices
+from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
+from muster.launch.bench.report import naming, say
+from muster.launch.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
 
 if TYPE_CHECKING:
-    from jobs.rundir import RunDir
-    from jobs.timing.records import Timings
+    from muster.jobs.rundir import RunDir
+    from muster.jobs.timing.records import Timings
 
 COMMAND_LINE: Final = "command line"  # what mistakes of a job without a file are said of
 LONGEST_NAME: Final = 64
@@ -89,10 +89,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Time every row, then show the table; the exit code is the run's, or 1 for a bad result."""
-    from launch.agent import visible_gpus
-    from launch.bench.measuring import has_rows, run_watched
-    from launch.bench.model_view import ModelView
-    from launch.submit.prepare import prepare
+    from muster.launch.agent import visible_gpus
+    from muster.launch.bench.measuring import has_rows, run_watched
+    from muster.launch.bench.model_view import ModelView
+    from muster.launch.submit.prepare import prepare
 
     check(args)
     asked = choices.changes(args, TimingSettings, CHOICES, SWITCHES)

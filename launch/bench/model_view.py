@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from jobs.rundir import RunDir
-from jobs.timing.files import Record, gather, parse
-from jobs.timing.records import Dtypes, Header, Timed
-from jobs.timing.table import heading, row_text, table
-from jobs.words import counted
-from launch.bench.watching import NewestLines
+from muster.jobs.rundir import RunDir
+from muster.jobs.timing.files import Record, gather, parse
+from muster.jobs.timing.records import Dtypes, Header, Timed
+from muster.jobs.timing.table import heading, row_text, table
+from muster.jobs.words import counted
+from muster.launch.bench.watching import NewestLines
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from jobs.errors import RefusedError
+from muster.jobs.errors import RefusedError
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.load import Load
-    from collectives_bench.cost.modes import Way
-    from jobs.anatomy import Anatomy, Part
-    from jobs.modes import Parallel
-    from jobs.train_settings import TrainSettings
+    from muster.collectives_bench.cost.load import Load
+    from muster.collectives_bench.cost.modes import Way
+    from muster.jobs.anatomy import Anatomy, Part
+    from muster.jobs.modes import Parallel
+    from muster.jobs.train_settings import TrainSettings
 
 
 def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
@@ -22,8 +22,8 @@ def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
     Raises:
         RefusedError: the split does not fit so many ranks, or the model.
     """
-    from collectives_bench.cost.load import Split
-    from collectives_bench.cost.modes import WAYS
+    from muster.collectives_bench.cost.load import Split
+    from muster.collectives_bench.cost.modes import WAYS
 
     parallel, way = settings.split(load.ranks), WAYS[settings.mode_name]
     if way.family not in ("pipe", "tensor"):
@@ -45,7 +45,7 @@ def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
     Raises:
         RefusedError: the other degrees do not divide the ranks.
     """
-    from jobs.train_parallel import ParallelSettings
+    from muster.jobs.train_parallel import ParallelSettings
 
     given = settings.parallel
     assert given is not None
@@ -58,9 +58,9 @@ def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
 
 def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -> list[list[str]]:
     """Return the names of every stage's layers, as `jobs/train/stages.py` cuts them."""
-    from jobs.train_parallel import first_layers, layer_names
-    from pipe.schedules.cuts import balanced_ranks, by_hand, lengths
-    from pipe.schedules.tables import SCHEDULES
+    from muster.jobs.train_parallel import first_layers, layer_names
+    from muster.pipe.schedules.cuts import balanced_ranks, by_hand, lengths
+    from muster.pipe.schedules.tables import SCHEDULES
 
     names = layer_names(settings.model)
     rank_of = SCHEDULES[parallel.schedule].rank_of(parallel.pipe, parallel.chunks)

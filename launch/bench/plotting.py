@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from launch.bench import choices, report, results
-from launch.bench.showing import add_results
+from muster.launch.bench import choices, report, results
+from muster.launch.bench.showing import add_results
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -15,7 +15,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw."""
-    from collectives_bench.results.rows import rows_of
+    from muster.collectives_bench.results.rows import rows_of
 
     choices.check_output("--output", args.output, choices.PLOTS)
     report.plot(rows_of(results.read(args.results, args.runs)), Path(args.output), flag="--output")

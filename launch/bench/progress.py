@@ -4,13 +4,13 @@ import statistics
 
 from pydantic import ValidationError
 
-from collectives_bench.plan import cells_of, order_of
-from collectives_bench.records import Block, Cell, End, Header, Pair
-from collectives_bench.results.files import RECORDS
-from collectives_bench.settings import BenchSettings
-from jobs.reading import parse_json
-from jobs.rundir import RunDir
-from launch.bench.watching import NewestLines
+from muster.collectives_bench.plan import cells_of, order_of
+from muster.collectives_bench.records import Block, Cell, End, Header, Pair
+from muster.collectives_bench.results.files import RECORDS
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.reading import parse_json
+from muster.jobs.rundir import RunDir
+from muster.launch.bench.watching import NewestLines
 
 Record = Header | Block | Pair | End
 

@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jobs.errors import RunFolderError, StorageError, UsageError
-from jobs.rundir import RunDir
+from muster.jobs.errors import RunFolderError, StorageError, UsageError
+from muster.jobs.rundir import RunDir
 
 if TYPE_CHECKING:
-    from collectives_bench.records import Result
-    from collectives_bench.results.rows import Row
+    from muster.collectives_bench.records import Result
+    from muster.collectives_bench.results.rows import Row
 
 
 def deliver(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
@@ -21,9 +21,9 @@ def deliver(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
     Raises:
         RunFolderError, StorageError: a file cannot be written; the runs keep what was measured.
     """
-    from collectives_bench.results.files import read_result
-    from collectives_bench.results.report import is_failed
-    from collectives_bench.results.rows import rows_of
+    from muster.collectives_bench.results.files import read_result
+    from muster.collectives_bench.results.report import is_failed
+    from muster.collectives_bench.results.rows import rows_of
 
     result = read_result([run.path for run in runs])
     rows = rows_of(result)
@@ -53,14 +53,14 @@ def show(result: "Result", *, as_json: bool) -> None:
     if as_json:
         print(result.model_dump_json(indent=1))
         return
-    from collectives_bench.results.report import report_lines
+    from muster.collectives_bench.results.report import report_lines
 
     print("\n".join(report_lines(result)))
 
 
 def write(result: "Result", rows: "Sequence[Row]", path: Path) -> None:
     """Write a result as JSON, and its rows beside it as CSV; errors as `deliver`."""
-    from collectives_bench.results.files import write_csv, write_result
+    from muster.collectives_bench.results.files import write_csv, write_result
 
     write_result(result, path)
     say(f"wrote {path}")
@@ -76,7 +76,7 @@ def plot(rows: "Sequence[Row]", path: Path, *, flag: str = "--plot") -> None:
         UsageError: there is nothing to draw.
         RunFolderError, StorageError: it cannot be written.
     """
-    from collectives_bench.results import plots
+    from muster.collectives_bench.results import plots
 
     try:
         with naming(flag):

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import RunFolderError, UsageError
-from jobs.rundir import find_run, runs_root
-from jobs.timing.files import is_timing
+from muster.jobs.errors import RunFolderError, UsageError
+from muster.jobs.rundir import find_run, runs_root
+from muster.jobs.timing.files import is_timing
 
 if TYPE_CHECKING:
-    from collectives_bench.records import Result
+    from muster.collectives_bench.records import Result
 
 SHOW: Final = "muster bench show"
 
@@ -21,7 +21,7 @@ def read(words: Sequence[str], runs: str | None) -> "Result":
         UsageError: nothing is there under one of the names.
         MusterError: what is there cannot be read.
     """
-    from collectives_bench.results.files import read_result
+    from muster.collectives_bench.results.files import read_result
 
     paths = located(words, runs)
     if timings := [path for path in paths if is_timing(path)]:

@@ -5,14 +5,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import RefusedError
-from jobs.files import read_lines
-from jobs.rundir import RunDir, find_run, runs_root
-from launch.look.fields import real
+from muster.jobs.errors import RefusedError
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.launch.look.fields import real
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.exposed import Compute
-    from jobs.spec import Job
+    from muster.collectives_bench.cost.exposed import Compute
+    from muster.jobs.spec import Job
 
 MOST_STEPS: Final = 1_000_000
 SKIPPED: Final = 2  # steps: caches, first calls, and DistributedDataParallel's new deal of buckets
@@ -28,7 +28,7 @@ def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "
         RunFolderError: there is no such run.
         RefusedError: it trained something else, or too few steps.
     """
-    from collectives_bench.cost.exposed import Compute
+    from muster.collectives_bench.cost.exposed import Compute
 
     run = find_run(runs_root(runs), given)
     _must_be_alike(run, job)
@@ -46,8 +46,8 @@ def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "
 
 
 def _must_be_alike(run: RunDir, job: "Job") -> None:
-    from jobs.load import load_job
-    from launch.kinds import KINDS
+    from muster.jobs.load import load_job
+    from muster.launch.kinds import KINDS
 
     other = load_job(run.job, KINDS, allow_unread=True).job
     if other.kind != "train":

@@ -5,9 +5,9 @@ Collectives and timings of models have reports of their own, and are not shown a
 
 import argparse
 
-from jobs.timing.files import is_timing, read_timings
-from launch.bench import model, report, results
-from launch.options import add_json, add_runs
+from muster.jobs.timing.files import is_timing, read_timings
+from muster.launch.bench import model, report, results
+from muster.launch.options import add_json, add_runs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +26,8 @@ def add_results(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print; return 1 for a bad result, as the measurement did."""
-    from collectives_bench.results.report import is_failed
-    from collectives_bench.results.rows import rows_of
+    from muster.collectives_bench.results.report import is_failed
+    from muster.collectives_bench.results.rows import rows_of
 
     paths = results.located(args.results, args.runs)
     if all(is_timing(path) for path in paths):

@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import UsageError
+from muster.jobs.errors import UsageError
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.profile import Profile
+    from muster.collectives_bench.cost.profile import Profile
 
 RATES: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 TIMES: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
@@ -23,7 +23,7 @@ def source_of(args: argparse.Namespace) -> "Profile":
         UsageError: neither or both are given, or what they say cannot be read.
         JobFileError: the file is no profile.
     """
-    from collectives_bench.cost import profile
+    from muster.collectives_bench.cost import profile
 
     if (args.profile is None) == (args.link is None):
         raise UsageError("give --profile FILE.json (muster bench fit makes it), or --link RATE such as 100Gbit")

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from jobs.words import counted
+from muster.jobs.words import counted
 
 COLUMNS: Final = ("mode", "compute>", "exposed>", "from>", "to>", "step>", "memory a rank>", "note")
 ONLY_NETWORK: Final = ("mode", "communication>", "from>", "to>", "memory a rank>", "note")
@@ -12,7 +12,7 @@ BUCKETS: Final = ("bucket>", "buckets>", "step>", "exposed>", "note")
 
 def render(record: dict[str, Any]) -> str:
     """Lay the records out."""
-    from launch.look import screen
+    from muster.launch.look import screen
 
     lines = [_head(record), _source(record), ""]
     known = record["compute"] is not None
@@ -67,7 +67,7 @@ def _span(span: dict[str, float] | None) -> list[str | None]:
 
 
 def _memory(row: dict[str, Any]) -> str | None:
-    from collectives_bench.sizes import size_text
+    from muster.collectives_bench.sizes import size_text
 
     return row["memory"] and size_text(row["memory"]["total"])
 
@@ -94,9 +94,9 @@ def _winner(ranking: dict[str, Any], what: str) -> str:
 
 
 def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:
-    from collectives_bench.cost.buckets import TORCH_BUCKET
-    from collectives_bench.sizes import size_text
-    from launch.look import screen
+    from muster.collectives_bench.cost.buckets import TORCH_BUCKET
+    from muster.collectives_bench.sizes import size_text
+    from muster.launch.look import screen
 
     notes = {TORCH_BUCKET: "torch's default"}
     notes[buckets["best"]] = "; ".join(filter(None, ("best", notes.get(buckets["best"]))))

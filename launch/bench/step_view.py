@@ -11,17 +11,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import UsageError
-from launch import options
-from launch.bench import loads
+from muster.jobs.errors import UsageError
+from muster.launch import options
+from muster.launch.bench import loads
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.buckets import Choice, Point
-    from collectives_bench.cost.exposed import Compute
-    from collectives_bench.cost.load import Load
-    from collectives_bench.cost.profile import Profile
-    from collectives_bench.cost.steps import Ranking, Row
-    from jobs.spec import Job
+    from muster.collectives_bench.cost.buckets import Choice, Point
+    from muster.collectives_bench.cost.exposed import Compute
+    from muster.collectives_bench.cost.load import Load
+    from muster.collectives_bench.cost.profile import Profile
+    from muster.collectives_bench.cost.steps import Ranking, Row
+    from muster.jobs.spec import Job
 
 STANDARD_ERROR: Final = 0.10  # of a profile that was not measured, or does not say
 
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
         UsageError, JobFileError: options or files are wrong.
         RefusedError: the job does not train, or the profile does not know its world.
     """
-    from launch.bench import step_text
+    from muster.launch.bench import step_text
 
     record = predict(args)
     if args.plot is not None:
-        from launch.bench import choices, step_plot
+        from muster.launch.bench import choices, step_plot
 
         choices.check_output("--plot", args.plot, choices.PLOTS)
         step_plot.plot(record, Path(args.plot))
@@ -71,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
 
 def predict(args: argparse.Namespace) -> dict[str, Any]:
     """Return everything as plain values: seconds and bytes."""
-    from collectives_bench.cost import modes, steps
-    from launch.bench.source import source_of
+    from muster.collectives_bench.cost import modes, steps
+    from muster.launch.bench.source import source_of
 
     job = job_of(args)
     profile = source_of(args)
@@ -106,11 +106,11 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
 
 def _own_product(job: "Job", load: "Load", limit: float | None) -> list[dict[str, Any]]:
     """Return the row of a job that is split in more ways than one, of which memory alone is predicted."""
-    from collectives_bench.cost import steps
-    from collectives_bench.cost.memory import memory_of
-    from jobs.train_parallel import split_text
-    from jobs.train_settings import TrainSettings
-    from launch.bench.own_split import own_split
+    from muster.collectives_bench.cost import steps
+    from muster.collectives_bench.cost.memory import memory_of
+    from muster.jobs.train_parallel import split_text
+    from muster.jobs.train_settings import TrainSettings
+    from muster.launch.bench.own_split import own_split
 
     assert isinstance(job.settings, TrainSettings)
     if not job.settings.is_product:
@@ -144,8 +144,8 @@ def compute_of(args: argparse.Namespace, job: "Job", load: "Load") -> "tuple[Com
         UsageError: times are given twice, or not all that are needed.
         RefusedError: the run does not fit.
     """
-    from collectives_bench.cost.exposed import Compute
-    from launch.bench.run_times import times_of_run
+    from muster.collectives_bench.cost.exposed import Compute
+    from muster.launch.bench.run_times import times_of_run
 
     given = (args.forward_ms, args.backward_ms, args.optimizer_ms)
     if args.measured_run is not None:
@@ -192,8 +192,8 @@ def _buckets(
     args: argparse.Namespace, load: "Load", compute: "Compute | None", profile: "Profile", nodes: int
 ) -> dict[str, Any]:
     """Predict the curve over bucket sizes of data-parallel training."""
-    from collectives_bench.cost import buckets, steps
-    from collectives_bench.cost.exposed import Times, own_buckets
+    from muster.collectives_bench.cost import buckets, steps
+    from muster.collectives_bench.cost.exposed import Times, own_buckets
 
     known = compute or steps.NO_COMPUTE
     times = Times(profile, load, nodes, "seconds")
@@ -215,7 +215,7 @@ def bucket_sizes(text: str) -> Sequence[int]:
     Raises:
         UsageError: they are none.
     """
-    from collectives_bench.sizes import parse_sizes
+    from muster.collectives_bench.sizes import parse_sizes
 
     try:
         return sorted({size for word in text.split(",") if word for size in parse_sizes(word.strip())})

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from jobs import exits
-from jobs.rundir import RunDir
-from launch.console import Console
-from launch.look import screen
-from launch.look.follow import LineFollower
-from launch.submit.plan import NodePlan
-from launch.supervision.verdict import Verdict
+from muster.jobs import exits
+from muster.jobs.rundir import RunDir
+from muster.launch.console import Console
+from muster.launch.look import screen
+from muster.launch.look.follow import LineFollower
+from muster.launch.submit.plan import NodePlan
+from muster.launch.supervision.verdict import Verdict
 
 if TYPE_CHECKING:
     from rich.console import Group

@@ -5,14 +5,14 @@ import itertools
 from pathlib import Path
 from typing import Any, Final
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.settings import ALL, HELLO, OURS, BenchSettings
-from collectives_bench.sizes import parse_size, parse_sizes
-from jobs import yamlfile
-from jobs.errors import UsageError
-from jobs.words import unknown
-from launch.bench import choices
-from launch.bench.choices import Choice, Switch, number, whole, word_list
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.settings import ALL, HELLO, OURS, BenchSettings
+from muster.collectives_bench.sizes import parse_size, parse_sizes
+from muster.jobs import yamlfile
+from muster.jobs.errors import UsageError
+from muster.jobs.words import unknown
+from muster.launch.bench import choices
+from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
 
 LONGEST_NAME: Final = 64
 

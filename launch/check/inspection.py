@@ -13,16 +13,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from jobs.files import write_text
-from launch.check.judges import Answer
-from launch.submit.plan import Context
-from launch.supervision.crew import ClockOffset
-from launch.supervision.master import own_address
-from launch.supervision.startup import prepare_message
-from launch.transports.base import Transport
-from launch.wire.channel import Channel, ChannelClosed, NotAMessage
-from launch.wire.messages import Beat, Broken, Bye, FromAgent, Heartbeat, Inspect, Inspected, Prepared
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.files import write_text
+from muster.launch.check.judges import Answer
+from muster.launch.submit.plan import Context
+from muster.launch.supervision.crew import ClockOffset
+from muster.launch.supervision.master import own_address
+from muster.launch.supervision.startup import prepare_message
+from muster.launch.transports.base import Transport
+from muster.launch.wire.channel import Channel, ChannelClosed, NotAMessage
+from muster.launch.wire.messages import Beat, Broken, Bye, FromAgent, Heartbeat, Inspect, Inspected, Prepared
 
 LIMIT_S: Final = 9.0  # for all of it, so that the report is there within 10 s
 BEAT_S: Final = 1.0

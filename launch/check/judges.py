@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
-from jobs.errors import MusterError
-from launch.supervision.startup import SKEW_BAD_S, SKEW_WARN_S
-from launch.wire.messages import Hello
-from launch.wire.records import Facts
+from muster.jobs.errors import MusterError
+from muster.launch.supervision.startup import SKEW_BAD_S, SKEW_WARN_S
+from muster.launch.wire.messages import Hello
+from muster.launch.wire.records import Facts
 
 GOOD, UNKNOWN, WARNING, BAD = "good", "unknown", "warning", "bad"
 MARKS: Final = {GOOD: "", UNKNOWN: "", WARNING: " !", BAD: " !!"}  # behind a cell

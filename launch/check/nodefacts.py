@@ -20,14 +20,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, cast
 
-from jobs import network
-from jobs.boot import CODE_ROOT
-from jobs.rundir import RunDir
-from launch.fingerprint import fingerprint
-from launch.storage import is_shared
-from launch.submit import gitfacts
-from launch.wire.messages import Inspect
-from launch.wire.records import Facts
+from muster.jobs import network
+from muster.jobs.boot import CODE_ROOT
+from muster.jobs.rundir import RunDir
+from muster.launch.fingerprint import fingerprint
+from muster.launch.storage import is_shared
+from muster.launch.submit import gitfacts
+from muster.launch.wire.messages import Inspect
+from muster.launch.wire.records import Facts
 
 DEADLINE_S: Final = 4.0
 REACH_S: Final = 3.0
@@ -111,7 +111,7 @@ def muster_version() -> str | None:
 def commit() -> str | None:
     """Return the commit of our code, + where it was changed since; None where it is no clone, but a copy."""
     try:
-        return gitfacts.short_commit(CODE_ROOT, "launch/boot.py", deadline_s=DEADLINE_S / 2)
+        return gitfacts.short_commit(CODE_ROOT, "muster/__init__.py", deadline_s=DEADLINE_S / 2)
     except gitfacts.GitError:
         return None
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from jobs import exits, nodelist
-from launch.check.judges import BAD, COLUMNS, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected, Usual
+from muster.jobs import exits, nodelist
+from muster.launch.check.judges import BAD, COLUMNS, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected, Usual
 
 QUIET: Final = ("GPUs", "files")
 

@@ -3,16 +3,19 @@
 import argparse
 from typing import Final
 
-from launch.bench.words import add_choices
-from launch.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
+from muster.launch.bench.words import add_choices
+from muster.launch.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
 
 # A first word that is one of these is a command of its own; anything else is measured.
 WITHIN: Final = {
-    "model": ("launch.bench.model", "time models alone: forward, backward or whole steps, with peak memory"),
-    "show": ("launch.bench.showing", "print results again: of runs, or of result files"),
-    "compare": ("launch.bench.comparing", "say of every row of two results whether it is better, worse or the same"),
-    "plot": ("launch.bench.plotting", "draw results into a PNG, SVG or PDF"),
-    "fit": ("launch.bench.fit", "fit the cost model to results, and save it as the profile of a cluster"),
+    "model": ("muster.launch.bench.model", "time models alone: forward, backward or whole steps, with peak memory"),
+    "show": ("muster.launch.bench.showing", "print results again: of runs, or of result files"),
+    "compare": (
+        "muster.launch.bench.comparing",
+        "say of every row of two results whether it is better, worse or the same",
+    ),
+    "plot": ("muster.launch.bench.plotting", "draw results into a PNG, SVG or PDF"),
+    "fit": ("muster.launch.bench.fit", "fit the cost model to results, and save it as the profile of a cluster"),
 }
 EPILOG: Final = f"""\
 muster bench {" | ".join(WITHIN)} have options of their own: muster bench compare --help.
@@ -39,6 +42,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every world of the grid, then show the result."""
-    from launch.bench.measuring import measure
+    from muster.launch.bench.measuring import measure
 
     return measure(args)

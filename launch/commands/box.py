@@ -6,19 +6,19 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from cloudlab.box.control import Box
-from cloudlab.box.failures import WAYS
-from cloudlab.box.hosts import find_box, name_flag
-from cloudlab.box.make import make
-from cloudlab.box.remove import take_down
-from cloudlab.box.spec import DEFAULT_NAME, MAX_NODES, BoxSpec, check_name, parse_clocks, parse_rate
-from cloudlab.box.state import box_names
-from cloudlab.box.status import BoxStatus
-from jobs.errors import UsageError
-from jobs.rundir import runs_root
-from jobs.words import counted
-from launch import options
-from launch.look import screen
+from muster.cloudlab.box.control import Box
+from muster.cloudlab.box.failures import WAYS
+from muster.cloudlab.box.hosts import find_box, name_flag
+from muster.cloudlab.box.make import make
+from muster.cloudlab.box.remove import take_down
+from muster.cloudlab.box.spec import DEFAULT_NAME, MAX_NODES, BoxSpec, check_name, parse_clocks, parse_rate
+from muster.cloudlab.box.state import box_names
+from muster.cloudlab.box.status import BoxStatus
+from muster.jobs.errors import UsageError
+from muster.jobs.rundir import runs_root
+from muster.jobs.words import counted
+from muster.launch import options
+from muster.launch.look import screen
 
 COLUMNS: Final = ("node", "address", "state", "sshd", "slurm", "processes>")
 

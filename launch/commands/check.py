@@ -6,13 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from launch.options import add_job, add_json, add_runs, add_transport
+from muster.launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from launch.check.judges import Answer, Expected
-    from launch.check.preflight import Row
-    from launch.submit.plan import Context
-    from launch.submit.prepare import Prepared
+    from muster.launch.check.judges import Answer, Expected
+    from muster.launch.check.preflight import Row
+    from muster.launch.submit.plan import Context
+    from muster.launch.submit.prepare import Prepared
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         MusterError: as `muster run` does before it starts anything.
     """
-    from launch.submit.prepare import prepare
+    from muster.launch.submit.prepare import prepare
 
     return check(prepare(args), as_json=args.json)
 
@@ -41,11 +41,11 @@ def check(prepared: "Prepared", *, as_json: bool) -> int:
     from contextlib import suppress
     from dataclasses import replace
 
-    from jobs.errors import RefusedError
-    from jobs.rundir import make_run
-    from launch.check.inspection import Inspection
-    from launch.check.preflight import exit_code, rows
-    from launch.submit.routes import make_transport
+    from muster.jobs.errors import RefusedError
+    from muster.jobs.rundir import make_run
+    from muster.launch.check.inspection import Inspection
+    from muster.launch.check.preflight import exit_code, rows
+    from muster.launch.submit.routes import make_transport
 
     if prepared.is_queued or prepared.submission.route.transport == "hand":
         transport = prepared.submission.route.transport
@@ -91,8 +91,8 @@ def names_of(context: "Context") -> list[str]:
 
 def expected_of(context: "Context") -> "Expected":
     """Return what the job and this machine ask of the nodes; where node 0 is reached is learnt from it."""
-    from launch.check.judges import Expected
-    from launch.fingerprint import fingerprint
+    from muster.launch.check.judges import Expected
+    from muster.launch.fingerprint import fingerprint
 
     return Expected(
         code=fingerprint(),
@@ -110,9 +110,9 @@ def as_text(found: "Sequence[Row]", spare: int) -> str:
     """Render the report: the table, what is worth a word, what is bad, and how to go on; `spare` hosts are unused."""
     import shlex
 
-    from launch.check.judges import BAD, MARKS, WARNING
-    from launch.check.preflight import remarks, titles, without
-    from launch.look.screen import table
+    from muster.launch.check.judges import BAD, MARKS, WARNING
+    from muster.launch.check.preflight import remarks, titles, without
+    from muster.launch.look.screen import table
 
     columns = titles(found)
     cells = (
@@ -134,7 +134,7 @@ def as_data(found: "Sequence[Row]", answers: "Sequence[Answer]", code: int) -> d
     """Return the report as plain JSON values."""
     from dataclasses import asdict
 
-    from launch.check.preflight import without
+    from muster.launch.check.preflight import without
 
     nodes = [
         {"node": row.node, "host": row.host, "state": row.state, "cells": asdict(row)["cells"], "facts": answer.facts}

@@ -9,17 +9,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from jobs import exits
-from jobs.checkpoint.export import export
-from jobs.checkpoint.lineage import candidates, folder_names
-from jobs.checkpoint.manifest import Manifest, read_manifest
-from jobs.checkpoint.names import identity, step_and_attempt
-from jobs.checkpoint.paths import CheckpointDir
-from jobs.checkpoint.verify import is_verified, verify
-from jobs.errors import BadCheckpointError, NoCheckpointError, StorageError, UsageError
-from jobs.rundir import RunDir, find_run, runs_root
-from launch import options
-from launch.look import screen
+from muster.jobs import exits
+from muster.jobs.checkpoint.export import export
+from muster.jobs.checkpoint.lineage import candidates, folder_names
+from muster.jobs.checkpoint.manifest import Manifest, read_manifest
+from muster.jobs.checkpoint.names import identity, step_and_attempt
+from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.checkpoint.verify import is_verified, verify
+from muster.jobs.errors import BadCheckpointError, NoCheckpointError, StorageError, UsageError
+from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.launch import options
+from muster.launch.look import screen
 
 MB: Final = 1 << 20  # as in settings
 LAST_TIME: Final = 253402300800  # the end of the year 9999: a clock can show it

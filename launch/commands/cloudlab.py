@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from cloudlab import rspec
+from muster.cloudlab import rspec
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         print(text, end="")
         return 0
-    from jobs.errors import RunFolderError
+    from muster.jobs.errors import RunFolderError
 
     try:
         Path(args.output).write_text(text, encoding="utf-8")

@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from launch.options import add_hosts, add_job, add_json, add_network, add_runs
+from muster.launch.options import add_hosts, add_job, add_json, add_network, add_runs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,9 +19,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one line per node; the lines of one call belong together."""
-    from launch.submit.byhand import lines
-    from launch.submit.prepare import overrides, prepare
-    from launch.wire.handshake import new_secret
+    from muster.launch.submit.byhand import lines
+    from muster.launch.submit.prepare import overrides, prepare
+    from muster.launch.wire.handshake import new_secret
 
     prepared = prepare(args, here=False)  # the lines are for other machines
     words = [str(Path(args.job).absolute())]

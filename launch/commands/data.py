@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from jobs import datafiles
-from jobs.errors import UsageError
-from jobs.reading import read_json
-from launch.look import screen
-from launch.options import add_json
+from muster.jobs import datafiles
+from muster.jobs.errors import UsageError
+from muster.jobs.reading import read_json
+from muster.launch.look import screen
+from muster.launch.options import add_json
 
 Record = dict[str, Any]
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cifar10(args: argparse.Namespace) -> Record:
-    from jobs.cifar10 import prepare_cifar10
+    from muster.jobs.cifar10 import prepare_cifar10
 
     with _progress("cifar10") as progress:
         files = prepare_cifar10(

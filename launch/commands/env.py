@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from jobs.detect import Flags, detect, seen
-from jobs.errors import MusterError
-from launch.options import add_json
+from muster.jobs.detect import Flags, detect, seen
+from muster.jobs.errors import MusterError
+from muster.launch.options import add_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def describe(environ: Mapping[str, str]) -> tuple[dict[str, Any], MusterError | 
 
 def render(record: dict[str, Any]) -> str:
     """Lay the record out: who started this process, its rank, and the variables that were looked at."""
-    from launch.look.screen import table
+    from muster.launch.look.screen import table
 
     lines = [f"started by  {record['launcher'] or 'unknown'}"]
     if record["rank_environment"] is not None:

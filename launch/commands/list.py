@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from jobs.rundir import find_run, list_runs, runs_root
-from launch import options
-from launch.look import screen
-from launch.look.runstate import RunState, read_state
+from muster.jobs.rundir import find_run, list_runs, runs_root
+from muster.launch import options
+from muster.launch.look import screen
+from muster.launch.look.runstate import RunState, read_state
 
 NEWEST: Final = 20
 OF_RUN: Final = ("run", "state", "kind", "nodes>", "ranks>", "started", "took>")
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     runs = list_runs(root)
     shown = runs if args.all else runs[-NEWEST:]
     if queued := [each for each in shown if each.slurm.exists()]:
-        from launch.scheduler.slurm_job import ask_together
+        from muster.launch.scheduler.slurm_job import ask_together
 
         ask_together(queued)  # one squeue for all that wait
     states = [read_state(run) for run in shown]

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from jobs import terminal
-from jobs.errors import UsageError
-from jobs.rundir import RunDir, find_run, runs_root
-from launch import options
-from launch.look import rankset
-from launch.look.follow import LineFollower, decoded, offset_of_last
-from launch.look.runrows import node_of_rank
-from launch.look.runstate import DIRECT, RunState, read_state
+from muster.jobs import terminal
+from muster.jobs.errors import UsageError
+from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.launch import options
+from muster.launch.look import rankset
+from muster.launch.look.follow import LineFollower, decoded, offset_of_last
+from muster.launch.look.runrows import node_of_rank
+from muster.launch.look.runstate import DIRECT, RunState, read_state
 
 POLL_S: Final = 0.1
 STATE_EVERY_S: Final = 1.0

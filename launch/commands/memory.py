@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Final
 
-from jobs.errors import UsageError
-from launch import options
+from muster.jobs.errors import UsageError
+from muster.launch import options
 
 MOST_SHOWN: Final = 8  # ranks
 FOR_JOBS: Final = (
@@ -25,7 +25,7 @@ muster memory                                     what the newest run's ranks he
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    from launch.bench.loads import MICROBATCHES
+    from muster.launch.bench.loads import MICROBATCHES
 
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -77,7 +77,7 @@ def is_job_file(target: str) -> bool:
 
 
 def _of_job(args: argparse.Namespace) -> int:
-    from launch.bench import memory_view
+    from muster.launch.bench import memory_view
 
     record = memory_view.predict(args)
     print(json.dumps(record, indent=1) if args.json else memory_view.render(record))
@@ -85,8 +85,8 @@ def _of_job(args: argparse.Namespace) -> int:
 
 
 def _of_run(args: argparse.Namespace) -> int:
-    from jobs.rundir import find_run, runs_root
-    from launch.look import memories, memory_view, rankset
+    from muster.jobs.rundir import find_run, runs_root
+    from muster.launch.look import memories, memory_view, rankset
 
     if args.attempt is not None and args.attempt < 0:
         raise UsageError(f"--attempt: must be at least 0, got {args.attempt}")

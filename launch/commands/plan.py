@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from jobs.words import counted
-from launch.options import add_job, add_json, add_runs, add_transport
+from muster.jobs.words import counted
+from muster.launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from jobs.spec import Job
-    from launch.submit.plan import NodePlan
-    from launch.submit.prepare import Prepared
+    from muster.jobs.spec import Job
+    from muster.launch.submit.plan import NodePlan
+    from muster.launch.submit.prepare import Prepared
 
 UNDECIDED = ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 WIDEST = 48  # characters of a value: PATH would push its origin off the screen; --json has all of it
@@ -29,8 +29,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compute the plan as records, then print them."""
-    from launch.submit.plan import Machine, plan_nodes
-    from launch.submit.prepare import prepare, this_machine
+    from muster.launch.submit.plan import Machine, plan_nodes
+    from muster.launch.submit.prepare import prepare, this_machine
 
     prepared = prepare(args)
     nodes = prepared.context.placement.nodes
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 def commands_of(prepared: "Prepared") -> list[list[str]]:
     """Return the argv of what would start the agents."""
-    from launch.submit.routes import make_transport
+    from muster.launch.submit.routes import make_transport
 
     if prepared.is_queued:
         return [["sbatch", str(prepared.context.run.sbatch)]]
@@ -91,7 +91,7 @@ def places_of(job: "Job", world_size: int) -> Callable[[int], dict[str, int]]:
     """Return where the ranks of a job are among those that a model, or a batch, is split over."""
     if job.kind != "train":
         return lambda rank: {}
-    from jobs.train_settings import TrainSettings
+    from muster.jobs.train_settings import TrainSettings
 
     assert isinstance(job.settings, TrainSettings)
     return job.settings.split(world_size).places
@@ -104,16 +104,16 @@ def pipeline_of(job: "Job", world_size: int) -> dict[str, Any] | None:
     """
     if job.kind != "train":
         return None
-    from jobs.train_settings import TrainSettings
+    from muster.jobs.train_settings import TrainSettings
 
     assert isinstance(job.settings, TrainSettings)
     split = job.settings.split(world_size)
     if not split.schedule:
         return None
-    from jobs.train_parallel import split_text
-    from launch.bench.loads import load_of
-    from launch.bench.own_split import own_split
-    from pipe.schedules.tables import SCHEDULES
+    from muster.jobs.train_parallel import split_text
+    from muster.launch.bench.loads import load_of
+    from muster.launch.bench.own_split import own_split
+    from muster.pipe.schedules.tables import SCHEDULES
 
     record = {"split": split_text(job.settings), "schedule": split.schedule, "microbatches": split.microbatches}
     if job.settings.cut == "profile":

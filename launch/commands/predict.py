@@ -4,11 +4,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import UsageError
-from launch.options import add_json
+from muster.jobs.errors import UsageError
+from muster.launch.options import add_json
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.profile import Prediction
+    from muster.collectives_bench.cost.profile import Prediction
 
 COLUMNS: Final = ("operation", "size>", "ranks>", "nodes>", "time>", "from>", "to>", "algbw>", "busbw>", "how")
 EPILOG: Final = """\
@@ -21,7 +21,7 @@ Sizes are those of muster bench (S); 1 MB is 2^20 bytes. Ranks behind --link are
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    from launch.bench import step_view
+    from muster.launch.bench import step_view
 
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         RefusedError: the profile does not know.
     """
     if args.job is not None:
-        from launch.bench import step_view
+        from muster.launch.bench import step_view
 
         for flag, value in (("--op", args.op), ("--bytes", args.bytes), ("--world", args.world)):
             if value is not None:
@@ -65,7 +65,7 @@ Asked = tuple[str, int, int, int]  # operation, bytes, ranks, nodes
 
 def predictions(args: argparse.Namespace) -> "list[tuple[Asked, Prediction]]":
     """Predict every operation at every size in every world."""
-    from launch.bench.source import source_of
+    from muster.launch.bench.source import source_of
 
     known = source_of(args)
     for flag, value in (("--op", args.op), ("--world", args.world)):
@@ -87,9 +87,9 @@ def predictions(args: argparse.Namespace) -> "list[tuple[Asked, Prediction]]":
 
 def _operations(text: str) -> list[str]:
     """Return the operations of a list as `muster bench` takes it, in the order given."""
-    from collectives_bench.catalog import OPERATIONS
-    from collectives_bench.settings import ALL, OURS
-    from launch.bench import words
+    from muster.collectives_bench.catalog import OPERATIONS
+    from muster.collectives_bench.settings import ALL, OURS
+    from muster.launch.bench import words
 
     lists = {is_ours: [name for name, each in OPERATIONS.items() if each.ours == is_ours] for is_ours in (False, True)}
     stands_for = {ALL: lists[False], OURS: lists[True]}
@@ -97,8 +97,8 @@ def _operations(text: str) -> list[str]:
 
 
 def _sizes(operation: str, text: str | None) -> list[int]:
-    from collectives_bench.catalog import OPERATIONS
-    from collectives_bench.sizes import parse_sizes
+    from muster.collectives_bench.catalog import OPERATIONS
+    from muster.collectives_bench.sizes import parse_sizes
 
     if operation in OPERATIONS and not OPERATIONS[operation].has_size:
         return [0]
@@ -119,7 +119,7 @@ def _worlds(text: str) -> list[int]:
 
 def describe(asked: Asked, prediction: "Prediction") -> dict[str, Any]:
     """Return a prediction as plain values; GB/s is 1e9 bytes a second."""
-    from collectives_bench.catalog import OPERATIONS
+    from muster.collectives_bench.catalog import OPERATIONS
 
     operation, size, ranks, nodes = asked
     algbw = size / prediction.seconds / 1e9 if size and prediction.seconds else None
@@ -140,9 +140,9 @@ def describe(asked: Asked, prediction: "Prediction") -> dict[str, Any]:
 
 def render(records: list[dict[str, Any]]) -> str:
     """Lay predictions out as a table; what to be wary of stands below, once."""
-    from collectives_bench.cost.curves import time_text
-    from collectives_bench.sizes import size_text
-    from launch.look import screen
+    from muster.collectives_bench.cost.curves import time_text
+    from muster.collectives_bench.sizes import size_text
+    from muster.launch.look import screen
 
     rows = [
         (

@@ -3,12 +3,12 @@
 import argparse
 import json
 
-from jobs.errors import RunFolderError, UsageError
-from jobs.rundir import find_run, runs_root
-from launch import options
-from launch.look import rankset
-from launch.look.profile_view import render
-from launch.look.profiles import RankProfile, read_profiles
+from muster.jobs.errors import RunFolderError, UsageError
+from muster.jobs.rundir import find_run, runs_root
+from muster.launch import options
+from muster.launch.look import rankset
+from muster.launch.look.profile_view import render
+from muster.launch.look.profiles import RankProfile, read_profiles
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

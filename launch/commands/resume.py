@@ -4,13 +4,13 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from launch import options
+from muster.launch import options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from jobs.rundir import RunDir
-    from launch.submit.prepare import Prepared
+    from muster.jobs.rundir import RunDir
+    from muster.launch.submit.prepare import Prepared
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check that it can go on, then start as `muster run` does; the exit code is the verdict's."""
-    from jobs.rundir import find_run, runs_root
-    from launch.submit.claim import claimed
+    from muster.jobs.rundir import find_run, runs_root
+    from muster.launch.submit.claim import claimed
 
     def say(text: str) -> None:
         if not args.quiet:
@@ -45,15 +45,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resume(folder: "RunDir", args: argparse.Namespace, say: "Callable[[str], None]") -> int:
-    from launch.commands.run import by_hand
-    from launch.submit import resume
-    from launch.submit.start import check_torch
+    from muster.launch.commands.run import by_hand
+    from muster.launch.submit import resume
+    from muster.launch.submit.start import check_torch
 
     given = list(args.overrides)
     prepared = resume.again(folder, args, say)
     if prepared.submission.route.transport == "hand":
         if args.detach:
-            from jobs.errors import UsageError
+            from muster.jobs.errors import UsageError
 
             raise UsageError("--detach: by hand, node 0's line is the supervisor, and stays; leave it out")
         prepared = by_hand(prepared, args)
@@ -64,8 +64,8 @@ def _resume(folder: "RunDir", args: argparse.Namespace, say: "Callable[[str], No
 
 def _leave(prepared: "Prepared") -> int:
     """Leave a supervisor behind, or a job in the queue, and say so."""
-    from launch.commands.submit import QUEUES
-    from launch.submit.start import detach
+    from muster.launch.commands.submit import QUEUES
+    from muster.launch.submit.start import detach
 
     submission, context = prepared.submission, prepared.context
     if prepared.is_queued:
@@ -78,19 +78,19 @@ def _leave(prepared: "Prepared") -> int:
 
 def _stay(prepared: "Prepared", *, quiet: bool) -> int:
     """Supervise it here, or follow it through its queue; return the exit code of its verdict."""
-    from launch.commands.submit import QUEUES
-    from launch.console import Console
-    from launch.submit.start import supervise
+    from muster.launch.commands.submit import QUEUES
+    from muster.launch.console import Console
+    from muster.launch.submit.start import supervise
 
     submission, console = prepared.submission, Console(quiet=quiet)
     if not prepared.is_queued:
         return supervise(submission, console).code
     if submission.route.transport == "submitit":
-        from launch.scheduler.submitit_run import run_here
+        from muster.launch.scheduler.submitit_run import run_here
 
         return run_here(submission, console)
-    from launch.scheduler.held_signals import holding_signals
-    from launch.scheduler.slurm_follow import follow
+    from muster.launch.scheduler.held_signals import holding_signals
+    from muster.launch.scheduler.slurm_follow import follow
 
     with holding_signals() as asked:
         QUEUES[submission.route.transport](submission)

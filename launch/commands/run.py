@@ -6,10 +6,10 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from launch.options import add_job, add_runs, add_transport
+from muster.launch.options import add_job, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from launch.submit.prepare import Prepared
+    from muster.launch.submit.prepare import Prepared
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +23,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, then start and supervise; a queue's jobs are submitted and followed."""
-    from launch.commands import submit
-    from launch.submit.prepare import prepare
-    from launch.submit.start import start
+    from muster.launch.commands import submit
+    from muster.launch.submit.prepare import prepare
+    from muster.launch.submit.start import start
 
     prepared = prepare(args)
     if prepared.submission.route.transport == "hand":
@@ -40,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
 
 def by_hand(prepared: "Prepared", args: argparse.Namespace) -> "Prepared":
     """Take port and secret from the pasted line. Without one, draw them and print the lines of the other nodes."""
-    from launch.agent import SECRET
-    from launch.submit.byhand import any_port, lines
-    from launch.wire.handshake import new_secret
+    from muster.launch.agent import SECRET
+    from muster.launch.submit.byhand import any_port, lines
+    from muster.launch.wire.handshake import new_secret
 
     route = prepared.submission.route
     given = os.environ.pop(SECRET, "")

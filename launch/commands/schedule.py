@@ -5,14 +5,14 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import UsageError
-from launch.options import add_json
+from muster.jobs.errors import UsageError
+from muster.launch.options import add_json
 
 if TYPE_CHECKING:
-    from pipe.schedules.actions import Schedule
-    from pipe.schedules.costs import Costs
-    from pipe.schedules.draw import Bar
-    from pipe.schedules.simulate import Simulated, Span
+    from muster.pipe.schedules.actions import Schedule
+    from muster.pipe.schedules.costs import Costs
+    from muster.pipe.schedules.draw import Bar
+    from muster.pipe.schedules.simulate import Simulated, Span
 
 WIDE: Final = 160  # columns, where the output is no terminal
 LEAST, MOST = 1e-9, 1e9  # of a time: sums of such ones are exact enough to be drawn
@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
         UsageError: no such schedule, or numbers that make none.
         RunFolderError: the file cannot be written.
     """
-    from launch.look import drawings
-    from pipe.schedules.tables import SCHEDULES
+    from muster.launch.look import drawings
+    from muster.pipe.schedules.tables import SCHEDULES
 
     names = [args.name] if args.name else list(SCHEDULES)
     require(args, names)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 def require(args: argparse.Namespace, names: list[str]) -> None:
     """Raise UsageError unless the options can be, and go together."""
-    from pipe.schedules.tables import SCHEDULES
+    from muster.pipe.schedules.tables import SCHEDULES
 
     for flag, number in (("-p", args.ranks), ("-m", args.microbatches), ("--chunks", args.chunks)):
         if number is not None and number < 1:
@@ -107,9 +107,9 @@ def require(args: argparse.Namespace, names: list[str]) -> None:
 
 def simulated(name: str, args: argparse.Namespace) -> "tuple[Schedule, Simulated]":
     """Make a schedule with its messages, prove that it runs, and run it on a clock of its own."""
-    from pipe.schedules.messages import check, with_messages
-    from pipe.schedules.simulate import simulate
-    from pipe.schedules.tables import schedule
+    from muster.pipe.schedules.messages import check, with_messages
+    from muster.pipe.schedules.simulate import simulate
+    from muster.pipe.schedules.tables import schedule
 
     costs = costs_of(name, args)
     try:
@@ -123,8 +123,8 @@ def simulated(name: str, args: argparse.Namespace) -> "tuple[Schedule, Simulated
 
 def costs_of(name: str, args: argparse.Namespace) -> "Costs":
     """Read the costs of a rank, and share them out among its stages."""
-    from pipe.schedules.costs import Costs
-    from pipe.schedules.tables import SCHEDULES
+    from muster.pipe.schedules.costs import Costs
+    from muster.pipe.schedules.tables import SCHEDULES
 
     words = args.costs.split(",")
     if len(words) != 3:
@@ -139,8 +139,8 @@ def costs_of(name: str, args: argparse.Namespace) -> "Costs":
 
 def record(args: argparse.Namespace, made: "Schedule", outcome: "Simulated") -> dict[str, Any]:
     """Return a schedule and what came of it as plain values; shares are of 1."""
-    from pipe.schedules.simulate import bubble_formula
-    from pipe.schedules.tables import SCHEDULES
+    from muster.pipe.schedules.simulate import bubble_formula
+    from muster.pipe.schedules.tables import SCHEDULES
 
     chunks = made.stages // made.ranks
     return {
@@ -167,8 +167,8 @@ def _spans(rows: "tuple[tuple[Span, ...], ...]") -> list[list[dict[str, Any]]]:
 
 def bars(made: "Schedule", outcome: "Simulated") -> "list[list[Bar]]":
     """Return what is drawn: actions, and what is under way to a rank, which is what an idle rank waits for."""
-    from pipe.schedules.draw import Bar, bar
-    from pipe.schedules.programs import Send
+    from muster.pipe.schedules.draw import Bar, bar
+    from muster.pipe.schedules.programs import Send
 
     rows = [[bar(span.step, span.start_s, span.end_s, made.rank_of) for span in row] for row in outcome.spans]
     for row in outcome.messages:
@@ -181,7 +181,7 @@ def bars(made: "Schedule", outcome: "Simulated") -> "list[list[Bar]]":
 
 def drawing(record: dict[str, Any], made: "Schedule", outcome: "Simulated") -> str:
     """Draw a schedule for the terminal, its numbers below."""
-    from launch.look import drawings
+    from muster.launch.look import drawings
 
     return "\n".join(
         [
@@ -215,7 +215,7 @@ def bubbles(record: dict[str, Any]) -> str:
 
 def comparison(records: list[dict[str, Any]]) -> str:
     """Lay all schedules out as a table."""
-    from launch.look import screen
+    from muster.launch.look import screen
 
     rows = [
         (
@@ -234,7 +234,7 @@ def comparison(records: list[dict[str, Any]]) -> str:
 
 def picture(record: dict[str, Any], made: "Schedule", outcome: "Simulated") -> str:
     """Draw a schedule as SVG."""
-    from pipe.schedules.svg import svg
+    from muster.pipe.schedules.svg import svg
 
     return svg(
         bars(made, outcome),

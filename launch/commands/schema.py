@@ -10,8 +10,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the schema."""
-    from jobs.schema import job_schema
-    from launch.kinds import KINDS
+    from muster.jobs.schema import job_schema
+    from muster.launch.kinds import KINDS
 
     print(json.dumps(job_schema(KINDS), indent=2))
     return 0

@@ -6,13 +6,13 @@ import sys
 import time
 from typing import Final
 
-from jobs.rundir import RunDir, find_run, runs_root
-from jobs.terminal import raw
-from jobs.words import counted
-from launch import options
-from launch.look import screen
-from launch.look.runstate import DIRECT, RunState, read_state
-from launch.supervision import lease
+from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.jobs.terminal import raw
+from muster.jobs.words import counted
+from muster.launch import options
+from muster.launch.look import screen
+from muster.launch.look.runstate import DIRECT, RunState, read_state
+from muster.launch.supervision import lease
 
 REFRESH_S: Final = 1.0
 MOST_SHOWN: Final = 1000  # ranks

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jobs import exits
-from jobs.errors import StartTimeoutError, UnreachableError, UsageError
-from jobs.files import append_line, write_json
-from jobs.rundir import RunDir, find_run, runs_root
-from launch import options, processes
-from launch.look import screen
-from launch.look.runrows import read_rows, real
-from launch.look.runstate import DIRECT, RunState, is_here, read_state
+from muster.jobs import exits
+from muster.jobs.errors import StartTimeoutError, UnreachableError, UsageError
+from muster.jobs.files import append_line, write_json
+from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.launch import options, processes
+from muster.launch.look import screen
+from muster.launch.look.runrows import read_rows, real
+from muster.launch.look.runstate import DIRECT, RunState, is_here, read_state
 
 POLL_S: Final = 0.1
 BEYOND_GRACE_S: Final = 10.0
@@ -92,7 +92,7 @@ def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
     if state.is_over and state.state != "lost":
         return Outcome(state, was_over=True)
     if run.slurm.exists():
-        from launch.scheduler.slurm_follow import cancel
+        from muster.launch.scheduler.slurm_follow import cancel
 
         cancel(run, grace_s=grace, now=now)
         return Outcome(read_state(run), was_over=False)

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from launch.options import add_job, add_runs, add_transport
+from muster.launch.options import add_job, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from launch.console import Console
-    from launch.submit.prepare import Prepared
-    from launch.submit.submission import Submission
+    from muster.launch.console import Console
+    from muster.launch.submit.prepare import Prepared
+    from muster.launch.submit.submission import Submission
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, then hand over."""
-    from launch.submit.prepare import prepare
+    from muster.launch.submit.prepare import prepare
 
     prepared = prepare(args)
     if args.dry_run:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 def put_into_slurm(submission: "Submission") -> None:
     """Hand a run to sbatch."""
-    from launch.scheduler.slurm_run import submit
+    from muster.launch.scheduler.slurm_run import submit
 
     if notes := submit(submission).notes:
         print(f"muster: {notes}", file=sys.stderr)
@@ -49,7 +49,7 @@ def put_into_slurm(submission: "Submission") -> None:
 
 def put_into_submitit(submission: "Submission") -> None:
     """Hand a run to submitit."""
-    from launch.scheduler.submitit_run import submit
+    from muster.launch.scheduler.submitit_run import submit
 
     submit(submission)
 
@@ -64,8 +64,8 @@ def leave(prepared: "Prepared", *, snapshot: bool) -> str:
         UsageError: a run by hand cannot be left to itself.
         MusterError: it could not be started or submitted.
     """
-    from jobs.errors import UsageError
-    from launch.submit.start import check_torch, detach, write_run
+    from muster.jobs.errors import UsageError
+    from muster.launch.submit.start import check_torch, detach, write_run
 
     if prepared.submission.route.transport == "hand":
         raise UsageError("--on hand: node 0's line is the supervisor, and stays; use muster run, or nohup around it")
@@ -80,14 +80,14 @@ def leave(prepared: "Prepared", *, snapshot: bool) -> str:
 
 def show(prepared: "Prepared") -> int:
     """Print what would be submitted."""
-    from launch.commands.plan import commands_of
+    from muster.launch.commands.plan import commands_of
 
     if prepared.submission.route.transport == "submitit":
-        from launch.scheduler.submitit_run import script as submitit_script
+        from muster.launch.scheduler.submitit_run import script as submitit_script
 
         print(submitit_script(prepared.submission), end="")
     elif prepared.is_queued:
-        from launch.scheduler.slurm_run import script
+        from muster.launch.scheduler.slurm_run import script
 
         print(script(prepared.submission), end="")
     else:
@@ -97,17 +97,17 @@ def show(prepared: "Prepared") -> int:
 
 def follow(prepared: "Prepared", *, quiet: bool = False, console: "Console | None" = None) -> int:
     """Put a run into a queue and stay until it has ended; the exit code is its verdict's. `console`: as for `start`."""
-    from launch.console import Console
+    from muster.launch.console import Console
 
     console = console or Console(quiet=quiet)
     if prepared.submission.route.transport == "submitit":
-        from launch.scheduler.submitit_run import run_here
-        from launch.submit.start import check_torch, write_run
+        from muster.launch.scheduler.submitit_run import run_here
+        from muster.launch.submit.start import check_torch, write_run
 
         check_torch(prepared.submission)
         return run_here(write_run(prepared, snapshot=True), console)
-    from launch.scheduler.held_signals import holding_signals
-    from launch.scheduler.slurm_follow import follow as follow_slurm
+    from muster.launch.scheduler.held_signals import holding_signals
+    from muster.launch.scheduler.slurm_follow import follow as follow_slurm
 
     with holding_signals() as asked:
         leave(prepared, snapshot=True)

@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from launch.options import add_job, add_json, add_runs, add_transport
+from muster.launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from jobs.errors import MusterError
-    from launch.submit.prepare import Prepared
-    from launch.sweeps.sweep import Grid, Point, SweepRecord
+    from muster.jobs.errors import MusterError
+    from muster.launch.submit.prepare import Prepared
+    from muster.launch.sweeps.sweep import Grid, Point, SweepRecord
 
 COLUMNS: Final = ("point", "state", "exit>", "took>", "step>", "loss>", "rate>", "run")
 
@@ -44,9 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare every point, run them, print the table; the exit code is that of the first point that failed."""
-    from jobs import exits
-    from jobs.rundir import runs_root
-    from launch.sweeps.sweep import SweepRecord, find_sweep, read_grids
+    from muster.jobs import exits
+    from muster.jobs.rundir import runs_root
+    from muster.launch.sweeps.sweep import SweepRecord, find_sweep, read_grids
 
     if args.show:
         folder = find_sweep(runs_root(args.runs), args.job)
@@ -67,7 +67,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UsageError: they do.
     """
-    from jobs.errors import UsageError
+    from muster.jobs.errors import UsageError
 
     keys = {word.partition("=")[0] for word in args.grids}
     for key, given, option in (
@@ -89,10 +89,10 @@ def prepare_points(args: argparse.Namespace, grids: "list[Grid]") -> "tuple[str,
     Raises:
         UsageError, JobFileError, RefusedError: what is wrong with any of them, all at once.
     """
-    from jobs.errors import MusterError, UsageError
-    from launch.submit.prepare import prepare
-    from launch.sweeps.sweep import complaint, points_of
-    from launch.sweeps.sweep_run import is_array
+    from muster.jobs.errors import MusterError, UsageError
+    from muster.launch.submit.prepare import prepare
+    from muster.launch.sweeps.sweep import complaint, points_of
+    from muster.launch.sweeps.sweep_run import is_array
 
     def attempt(point: "Point", name: str | None) -> "Prepared | MusterError":
         changed = copy.copy(args)
@@ -119,7 +119,7 @@ def prepare_points(args: argparse.Namespace, grids: "list[Grid]") -> "tuple[str,
 
 def refuse_unread(tried: "list[Prepared | MusterError]") -> "list[Prepared | MusterError]":
     """Put an error in the place of each point with a key that no point reads, if the key has values that matter."""
-    from jobs.errors import JobFileError, MusterError
+    from muster.jobs.errors import JobFileError, MusterError
 
     loaded = [each.loaded for each in tried if not isinstance(each, MusterError)]
     common = set.intersection(*(set(each.unread) for each in loaded)) if loaded else set()
@@ -138,8 +138,8 @@ def make_sweep(job: str, name: str, points: "list[Point]", prepared: "list[Prepa
     Raises:
         RunFolderError, StorageError: it cannot be written.
     """
-    from jobs.rundir import RunDir, make_run
-    from launch.sweeps.sweep import SweepRecord, sweep_path
+    from muster.jobs.rundir import RunDir, make_run
+    from muster.launch.sweeps.sweep import SweepRecord, sweep_path
 
     folder = sweep_path(prepared[0].context.run.path.parent, name)
     make_run(RunDir(folder), shared=prepared[0].context.site.share == "group")
@@ -160,12 +160,12 @@ def execute(
     points: "list[Point]", prepared: "list[Prepared]", folder: Path, *, limit: int | None, keep_going: bool
 ) -> bool:
     """Run the points; return False when the user ended the sweep."""
-    from launch.sweeps.sweep_run import Element, is_array, run_here, submit_arrays
+    from muster.launch.sweeps.sweep_run import Element, is_array, run_here, submit_arrays
 
     elements = [Element(point, each) for point, each in zip(points, prepared, strict=True)]
     if not is_array(prepared[0]):
         return run_here(elements, say, keep_going=keep_going)
-    from launch.sweeps.sweep_follow import follow
+    from muster.launch.sweeps.sweep_follow import follow
 
     submit_arrays(elements, folder, say, limit=limit)
     return follow(elements, say)
@@ -173,9 +173,9 @@ def execute(
 
 def show(record: "SweepRecord", folder: Path, *, as_json: bool) -> int:
     """Print the table of a sweep as it is now; return the exit code of its first point that failed."""
-    from launch.look import screen
-    from launch.look.runstate import read_state
-    from launch.sweeps.sweep import exit_code, summary
+    from muster.launch.look import screen
+    from muster.launch.look.runstate import read_state
+    from muster.launch.sweeps.sweep import exit_code, summary
 
     runs = record.runs(folder)
     states = [read_state(run) if run.path.is_dir() else None for run in runs]
@@ -193,7 +193,7 @@ def say(text: str) -> None:
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:
-    from launch.look import screen
+    from muster.launch.look import screen
 
     rate = None if row["rate"] is None else f"{row['rate']:,.1f} {row['unit'] or ''}".strip()
     steps = row["step"] if row["steps"] is None else f"{row['step']} of {row['steps']}"

@@ -4,12 +4,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Final
 
-from jobs.errors import UsageError
-from jobs.rundir import find_run, runs_root
-from launch import options
+from muster.jobs.errors import UsageError
+from muster.jobs.rundir import find_run, runs_root
+from muster.launch import options
 
 if TYPE_CHECKING:
-    from launch.look.timelines import Recorded, Timeline
+    from muster.launch.look.timelines import Recorded, Timeline
 
 WIDE: Final = 120  # columns, where the output is no terminal
 STAGES: Final = ("stage>", "rank>", "forward>", "backward>", "of weights>", "message on>", "to send>", "to take>")
@@ -41,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         UsageError: a number that cannot be.
         RunFolderError: nothing was recorded, or the file cannot be written.
     """
-    from launch.look import drawings
-    from launch.look.timelines import read_timeline
+    from muster.launch.look import drawings
+    from muster.launch.look.timelines import read_timeline
 
     for flag, number, least in (("--step", args.step, 1), ("--attempt", args.attempt, 0), ("--rank", args.rank, 0)):
         if number is not None and number < least:
@@ -71,8 +71,8 @@ def sizes_of(timeline: "Timeline", recorded: "Recorded") -> str:
 
 def render(title: str, timeline: "Timeline", recorded: "Recorded") -> str:
     """Draw a step for the terminal, with its numbers and what actions took."""
-    from launch.look import drawings, screen
-    from pipe.schedules.measured import bars
+    from muster.launch.look import drawings, screen
+    from muster.pipe.schedules.measured import bars
 
     rows = bars(recorded.records, recorded.schedule.rank_of)
     simulated_s = recorded.compared.simulation.makespan_s
@@ -124,8 +124,8 @@ def line_of(recorded: "Recorded") -> tuple[str, ...]:
 
 def picture(title: str, sizes: str, recorded: "Recorded") -> str:
     """Draw a step as SVG."""
-    from pipe.schedules.measured import bars
-    from pipe.schedules.svg import svg
+    from muster.pipe.schedules.measured import bars
+    from muster.pipe.schedules.svg import svg
 
     rows = bars(recorded.records, recorded.schedule.rank_of)
     subtitle = f"{sizes}; {milliseconds(recorded.seconds)}, bubble {bubbles(recorded)}"
@@ -145,7 +145,7 @@ def bubbles(recorded: "Recorded") -> str:
 
 def why_apart(recorded: "Recorded") -> str:
     """Say why the measured bubble is not the simulated one, where it is not."""
-    from pipe.schedules.measured import spread
+    from muster.pipe.schedules.measured import spread
 
     compared = recorded.compared
     if abs(compared.measured - compared.simulated) <= APART:

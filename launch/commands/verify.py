@@ -4,9 +4,9 @@ import argparse
 import json
 from dataclasses import replace
 
-from launch.options import add_job, add_json, add_runs
+from muster.launch.options import add_job, add_json, add_runs
 
-ENTRY = "jobs.train.verify:verify_rank"
+ENTRY = "muster.jobs.train.verify:verify_rank"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +19,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the mode and the reference in one run, then show how they compare."""
-    from jobs.errors import UsageError
-    from jobs.reading import read_json
-    from launch.submit.prepare import prepare
-    from launch.submit.start import start
+    from muster.jobs.errors import UsageError
+    from muster.jobs.reading import read_json
+    from muster.launch.submit.prepare import prepare
+    from muster.launch.submit.start import start
 
     if args.steps < 1:
         raise UsageError(f"--steps: must be at least 1, got {args.steps}")
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         from rich.console import Console
 
-        from launch.look.verify_view import render
+        from muster.launch.look.verify_view import render
 
         Console().print(render(record))
     return verdict.code

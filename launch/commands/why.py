@@ -7,18 +7,18 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from jobs import exits
-from jobs.rundir import RunDir, find_run, runs_root
-from launch import options, processes
-from launch.look import rankset, screen
-from launch.look.advice import next_step
-from launch.look.fields import typed_lines
-from launch.look.follow import tail_lines
-from launch.look.history import History, read_history
-from launch.look.history_view import attempt_lines
-from launch.look.runrows import Rows, read_ending, read_rows
-from launch.look.runstate import RunState, is_here, read_state
-from launch.supervision.verdict import Ending, judge
+from muster.jobs import exits
+from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.launch import options, processes
+from muster.launch.look import rankset, screen
+from muster.launch.look.advice import next_step
+from muster.launch.look.fields import typed_lines
+from muster.launch.look.follow import tail_lines
+from muster.launch.look.history import History, read_history
+from muster.launch.look.history_view import attempt_lines
+from muster.launch.look.runrows import Rows, read_ending, read_rows
+from muster.launch.look.runstate import RunState, is_here, read_state
+from muster.launch.supervision.verdict import Ending, judge
 
 LAST_LINES: Final = 20
 TOOK_ALONG: Final = {  # cause of a victim: what is said of one rank, of several, and of its link to the first failure

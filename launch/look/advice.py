@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jobs import exits
-from jobs.linux import signal_name
+from muster.jobs import exits
+from muster.jobs.linux import signal_name
 
 
 @dataclass(frozen=True)

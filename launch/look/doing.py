@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.checkpoint.names import step_and_attempt
-from jobs.checkpoint.paths import CheckpointDir
-from jobs.rundir import RunDir
-from launch.look.runrows import Rows
+from muster.jobs.checkpoint.names import step_and_attempt
+from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.rundir import RunDir
+from muster.launch.look.runrows import Rows
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jobs.errors import RunFolderError
-from pipe.schedules.draw import Rows, legend, text
+from muster.jobs.errors import RunFolderError
+from muster.pipe.schedules.draw import Rows, legend, text
 
 
 def on_screen(rows: Rows, *, wide: int, names: Sequence[str] = ()) -> str:

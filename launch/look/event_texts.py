@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from jobs.words import counted
-from launch.look.fields import typed
+from muster.jobs.words import counted
+from muster.launch.look.fields import typed
 
 Row = Mapping[str, Any]
 

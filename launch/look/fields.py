@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.files import read_lines
-from jobs.linux import signal_number
-from jobs.reading import LATEST_S, parse_json
+from muster.jobs.files import read_lines
+from muster.jobs.linux import signal_number
+from muster.jobs.reading import LATEST_S, parse_json
 
 MOST_RANKS: Final = 100_000  # the names of their files have five digits
 MOST_ATTEMPTS: Final = 10_000

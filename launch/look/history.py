@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from jobs.rundir import RunDir
-from launch.look.fields import MOST_ATTEMPTS, typed_lines
-from launch.look.runrows import first_and_last_step
-from launch.look.runstate import RunState
-from launch.supervision.verdict import Ending
+from muster.jobs.rundir import RunDir
+from muster.launch.look.fields import MOST_ATTEMPTS, typed_lines
+from muster.launch.look.runrows import first_and_last_step
+from muster.launch.look.runstate import RunState
+from muster.launch.supervision.verdict import Ending
 
 OF_END: Final[tuple[str, ...]] = ("detect_s", "stop_s")  # told by the row of the attempt that ended
 OF_BEGINNING: Final[tuple[str, ...]] = ("start_s", "load_s", "replay_s")  # told by the row of the one after it

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Final
 
-from jobs.words import counted
-from launch.look import screen
-from launch.look.history import PARTS, AttemptRecord, History
+from muster.jobs.words import counted
+from muster.launch.look import screen
+from muster.launch.look.history import PARTS, AttemptRecord, History
 
 MOST_HOSTS: Final = 6
 NEWLINE: Final = "\n"

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.errors import MusterError, RunFolderError
-from jobs.files import read_lines
-from jobs.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
-from jobs.rundir import AttemptDir, RunDir
-from launch.look.fields import number, typed
+from muster.jobs.errors import MusterError, RunFolderError
+from muster.jobs.files import read_lines
+from muster.jobs.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
+from muster.jobs.rundir import AttemptDir, RunDir
+from muster.launch.look.fields import number, typed
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.memory import Memory
+    from muster.collectives_bench.cost.memory import Memory
 
 MOST_ROWS: Final = 1000  # a rank writes them in its first steps only
 FACTS: Final = ("rank", "world_size", "attempt", "mode", "device", "host")
@@ -98,10 +98,10 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
 
 def formula_of(run: RunDir, memory: RankMemory) -> "Memory | None":
     """Return what the formulas say of a rank of this run; None where its job cannot be read."""
-    from collectives_bench.cost.memory import memories_of
-    from jobs.train_settings import TrainSettings
-    from launch.bench import loads
-    from launch.bench.own_split import own_split
+    from muster.collectives_bench.cost.memory import memories_of
+    from muster.jobs.train_settings import TrainSettings
+    from muster.launch.bench import loads
+    from muster.launch.bench.own_split import own_split
 
     try:
         job = loads.train_job(str(run.job), ())

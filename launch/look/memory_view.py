@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.memory_rows import KINDS
-from jobs.words import counted
-from launch.look import screen
-from launch.look.memories import RankMemory
+from muster.jobs.memory_rows import KINDS
+from muster.jobs.words import counted
+from muster.launch.look import screen
+from muster.launch.look.memories import RankMemory
 
 if TYPE_CHECKING:
-    from collectives_bench.cost.memory import Memory
+    from muster.collectives_bench.cost.memory import Memory
 
 COLUMNS: Final = ("rank>", "what", "measured>", "formula>", "ratio>")
 ON_CPU: Final = "by how much the rank's memory grew from before its model was made, without the pages of libraries"
@@ -65,7 +65,7 @@ def render(run_id: str, attempt: int, shown: Sequence[tuple[RankMemory, "Memory 
 
 
 def _rows(shown: Sequence[tuple[RankMemory, "Memory | None"]]) -> Iterator[list[object]]:
-    from collectives_bench.sizes import size_text
+    from muster.collectives_bench.sizes import size_text
 
     def text(value: float | None) -> str | None:
         if value is None:

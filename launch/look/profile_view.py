@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from jobs.trace.kinds import COMMUNICATION
-from jobs.trace.record import numbers, table_of
-from jobs.words import counted
-from launch.look import screen
-from launch.look.profiles import PHASES, RankProfile
+from muster.jobs.trace.kinds import COMMUNICATION
+from muster.jobs.trace.record import numbers, table_of
+from muster.jobs.words import counted
+from muster.launch.look import screen
+from muster.launch.look.profiles import PHASES, RankProfile
 
 TOP: Final = 12
 STEP_COLUMNS: Final = ("step>", "host ms>", "GPU ms>", "in flight>", "hidden>", "overlap>")

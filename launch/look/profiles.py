@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.errors import RunFolderError
-from jobs.files import read_lines
-from jobs.reading import read_json
-from jobs.rundir import AttemptDir, RunDir
-from launch.look.fields import MOST_RANKS, below, fits, number, optional, real, reals, text, texts
+from muster.jobs.errors import RunFolderError
+from muster.jobs.files import read_lines
+from muster.jobs.reading import read_json
+from muster.jobs.rundir import AttemptDir, RunDir
+from muster.launch.look.fields import MOST_RANKS, below, fits, number, optional, real, reals, text, texts
 
 PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "replay")
 WAITING: Final = "communication"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from jobs.errors import UsageError
+from muster.jobs.errors import UsageError
 
 
 def parse(text: str, *, option: str, count: int) -> frozenset[int]:

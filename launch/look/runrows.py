@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from jobs import reading
-from jobs.rundir import RunDir
-from launch.look.fields import MOST_RANKS, below, typed_line, typed_lines
-from launch.look.fields import number as number  # those who read rows look for them here
-from launch.look.fields import real as real
-from launch.supervision.verdict import Ending
+from muster.jobs import reading
+from muster.jobs.rundir import RunDir
+from muster.launch.look.fields import MOST_RANKS, below, typed_line, typed_lines
+from muster.launch.look.fields import number as number  # those who read rows look for them here
+from muster.launch.look.fields import real as real
+from muster.launch.supervision.verdict import Ending
 
 TAIL_BYTES: Final = 1 << 16
 MOST_WARNINGS: Final = 1000

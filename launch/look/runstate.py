@@ -15,15 +15,15 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from jobs import exits
-from jobs.rundir import RunDir
-from launch import processes
-from launch.look.doing import Saved, doing, left_out, newest_saved
-from launch.look.runrows import Rows, last_metrics, read_rows
-from launch.supervision import lease
+from muster.jobs import exits
+from muster.jobs.rundir import RunDir
+from muster.launch import processes
+from muster.launch.look.doing import Saved, doing, left_out, newest_saved
+from muster.launch.look.runrows import Rows, last_metrics, read_rows
+from muster.launch.supervision import lease
 
 if TYPE_CHECKING:
-    from launch.scheduler.slurm_job import Seen
+    from muster.launch.scheduler.slurm_job import Seen
 
 State = Literal["starting", "running", "restarting", "stopping", "done", "failed", "stopped", "lost"]
 RankPhase = Literal["waiting", "running", "done", "failed", "victim", "stopped", "unknown"]
@@ -190,7 +190,7 @@ def _ask_slurm(run: RunDir, rows: Rows) -> "Seen | None":
     final = rows.ended is not None and rows.ended.get("code") not in (exits.STOPPED, exits.REQUEUE)
     if final or not run.slurm.exists():
         return None
-    from launch.scheduler.slurm_job import see  # runs of other transports need not wait for its imports
+    from muster.launch.scheduler.slurm_job import see  # runs of other transports need not wait for its imports
 
     return see(run, rows)
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from jobs.terminal import printable, raw
-from launch.look.runstate import RunState
+from muster.jobs.terminal import printable, raw
+from muster.launch.look.runstate import RunState
 
 if TYPE_CHECKING:
     from rich.console import Console

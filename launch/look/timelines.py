@@ -5,15 +5,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.errors import RunFolderError
-from jobs.files import read_lines
-from jobs.rundir import RunDir
-from launch.look import fields
-from pipe.schedules.actions import Schedule
-from pipe.schedules.draw import COMPUTE
-from pipe.schedules.measured import Compared, Record, busy_s, compare
-from pipe.schedules.simulate import bubble_formula
-from pipe.schedules.tables import schedule
+from muster.jobs.errors import RunFolderError
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir
+from muster.launch.look import fields
+from muster.pipe.schedules.actions import Schedule
+from muster.pipe.schedules.draw import COMPUTE
+from muster.pipe.schedules.measured import Compared, Record, busy_s, compare
+from muster.pipe.schedules.simulate import bubble_formula
+from muster.pipe.schedules.tables import schedule
 
 NEWEST: Final = 8  # steps
 MOST_STEPS: Final = 1_000_000

@@ -12,17 +12,17 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from jobs.files import write_json
-from jobs.rundir import AttemptDir, RunDir
-from launch import processes, storage
-from launch.agent import identity
-from launch.look.follow import LineFollower, tail_lines
-from launch.node import census
-from launch.node.dumping import Dumps
-from launch.node.keeper_link import KeeperLink
-from launch.node.pulse import Pulse
-from launch.wire import messages as wire
-from launch.wire.records import Stack
+from muster.jobs.files import write_json
+from muster.jobs.rundir import AttemptDir, RunDir
+from muster.launch import processes, storage
+from muster.launch.agent import identity
+from muster.launch.look.follow import LineFollower, tail_lines
+from muster.launch.node import census
+from muster.launch.node.dumping import Dumps
+from muster.launch.node.keeper_link import KeeperLink
+from muster.launch.node.pulse import Pulse
+from muster.launch.wire import messages as wire
+from muster.launch.wire.records import Stack
 
 LOOK_S: Final = 1.0
 HOLD_LOOK_S: Final = 0.02

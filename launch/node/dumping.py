@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from launch.supervision.stacks import FRAME, THREAD
+from muster.launch.supervision.stacks import FRAME, THREAD
 
 WAIT_S: Final = 2.0
 QUIET_S: Final = 0.1  # a stack comes in many small writes

@@ -14,10 +14,10 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
-from jobs import linux
-from jobs.boot import module_argv
-from launch.limits import restore_open_files
-from launch.wire.channel import START_BYTES
+from muster.jobs import linux
+from muster.jobs.boot import module_argv
+from muster.launch.limits import restore_open_files
+from muster.launch.wire.channel import START_BYTES
 
 CHUNK: Final = 1 << 16
 END_S: Final = 5.0  # a keeper needs 1 s and a sweep to end
@@ -31,7 +31,7 @@ def start_warm(
     It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks.
     """
     descriptors = [each.fileno() for each in sockets]
-    argv = [*module_argv(python, "jobs.warm"), "--fds", ",".join(map(str, descriptors)), "--preload", preload]
+    argv = [*module_argv(python, "muster.jobs.warm"), "--fds", ",".join(map(str, descriptors)), "--preload", preload]
     warm = subprocess.Popen(
         argv,
         pass_fds=descriptors,

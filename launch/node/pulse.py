@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from launch.wire.records import Progress, RankProgress
+from muster.launch.wire.records import Progress, RankProgress
 
 STOOD_STILL_S: Final = 2.5  # we look, or are asked, each second
 

@@ -15,17 +15,17 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from jobs import leftovers, linux, network, ports, terminal
-from jobs.errors import MusterError
-from jobs.exits import UNREACHABLE
-from jobs.rundir import RunDir
-from launch import storage
-from launch.node import setup_lines
-from launch.node.attempt import NodeAttempt, RankProcessId, gone
-from launch.node.keeper_link import KeeperLink
-from launch.wire import messages as wire
-from launch.wire.channel import Channel, ChannelClosed, over_pipes, over_socket
-from launch.wire.records import Facts, Leftover
+from muster.jobs import leftovers, linux, network, ports, terminal
+from muster.jobs.errors import MusterError
+from muster.jobs.exits import UNREACHABLE
+from muster.jobs.rundir import RunDir
+from muster.launch import storage
+from muster.launch.node import setup_lines
+from muster.launch.node.attempt import NodeAttempt, RankProcessId, gone
+from muster.launch.node.keeper_link import KeeperLink
+from muster.launch.wire import messages as wire
+from muster.launch.wire.channel import Channel, ChannelClosed, over_pipes, over_socket
+from muster.launch.wire.records import Facts, Leftover
 
 LEASE_LOOK_S: Final = 0.25
 BACKLOG: Final = 4096  # ranks dial before the store serves
@@ -119,7 +119,7 @@ class Agent:
     # Before the start -----------------------------------------------------------------------------------------------
 
     async def _inspect(self, message: wire.Inspect) -> None:
-        from launch.check.nodefacts import facts
+        from muster.launch.check.nodefacts import facts
 
         self._spawn(self._answer(facts, message))
 
@@ -141,7 +141,7 @@ class Agent:
 
     async def _try_reach(self, message: wire.Reach, attempt: NodeAttempt) -> None:
         """Try what the ranks will need: the way to the master, and the run folder."""
-        from launch.fingerprint import fingerprint
+        from muster.launch.fingerprint import fingerprint
 
         address, port = message.address, message.port
         route = network.choose(network.own_addresses(), message.iface) if message.iface else None
@@ -275,7 +275,7 @@ def serve(node: int, carrier: int, keeper: int | None, lease_s: float, alone: st
 
     code, is_alone = asyncio.run(work())
     if is_alone and alone:
-        from slurm.orphan import end_orphan
+        from muster.slurm.orphan import end_orphan
 
         print(f"muster agent of node {node}: {end_orphan(os.environ, requeue=alone == 'requeue')}", file=sys.stderr)
     return code

@@ -7,10 +7,10 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jobs import linux
-from jobs.errors import RefusedError
-from jobs.files import open_log
-from launch.look.follow import tail_lines
+from muster.jobs import linux
+from muster.jobs.errors import RefusedError
+from muster.jobs.files import open_log
+from muster.launch.look.follow import tail_lines
 
 
 async def run(lines: Sequence[str], log: Path, workdir: str, env: Mapping[str, str]) -> None:

@@ -11,17 +11,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jobs import exits
-from jobs.rundir import RunDir
-from launch.look.fields import typed_lines
-from launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocations, disagreement, fruitless
-from launch.scheduler.slurm_output import BatchOutput
-from launch.scheduler.slurm_run import close, settings_of
-from launch.submit.submission import Submission
-from launch.supervision.eventlog import EventLog
-from slurm.allocation import inside_allocation, read_allocation
-from slurm.requeue import RUNNING, queue_again, state_of
-from slurm.states import Outcome
+from muster.jobs import exits
+from muster.jobs.rundir import RunDir
+from muster.launch.look.fields import typed_lines
+from muster.launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocations, disagreement, fruitless
+from muster.launch.scheduler.slurm_output import BatchOutput
+from muster.launch.scheduler.slurm_run import close, settings_of
+from muster.launch.submit.submission import Submission
+from muster.launch.supervision.eventlog import EventLog
+from muster.slurm.allocation import inside_allocation, read_allocation
+from muster.slurm.requeue import RUNNING, queue_again, state_of
+from muster.slurm.states import Outcome
 
 
 @dataclass(frozen=True)

@@ -17,19 +17,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from jobs import exits
-from jobs.errors import MusterError, StartTimeoutError, UnreachableError
-from jobs.files import write_json
-from jobs.rundir import RunDir
-from launch.console import Console
-from launch.look.event_texts import lines_of
-from launch.look.fields import typed_line
-from launch.look.follow import LineFollower, as_shown
-from launch.look.runrows import number, read_json, real
-from launch.scheduler.held_signals import SIGNALS, noting
-from launch.scheduler.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
-from launch.scheduler.slurm_run import close, show_end, stopped
-from slurm.states import JobState, Outcome, is_hopeless, is_orphan, never_began, outcome, waiting
+from muster.jobs import exits
+from muster.jobs.errors import MusterError, StartTimeoutError, UnreachableError
+from muster.jobs.files import write_json
+from muster.jobs.rundir import RunDir
+from muster.launch.console import Console
+from muster.launch.look.event_texts import lines_of
+from muster.launch.look.fields import typed_line
+from muster.launch.look.follow import LineFollower, as_shown
+from muster.launch.look.runrows import number, read_json, real
+from muster.launch.scheduler.held_signals import SIGNALS, noting
+from muster.launch.scheduler.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
+from muster.launch.scheduler.slurm_run import close, show_end, stopped
+from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, never_began, outcome, waiting
 
 POLL_S: Final = 0.25
 ASK_S, ASK_SOON_S, ASK_RARELY_S = 5.0, 1.0, 30.0

@@ -18,18 +18,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from jobs import exits
-from jobs.errors import MusterError, RunFolderError
-from jobs.files import write_json
-from jobs.reading import LONGEST_LINE_BYTES, open_file, target_of
-from jobs.rundir import RunDir
-from launch.look.fields import typed, typed_line
-from launch.look.follow import tail_lines
-from launch.look.runrows import Rows, number, read_json, read_rows
-from launch.supervision import lease
-from slurm.client import Client
-from slurm.script import OUTPUT
-from slurm.states import JobState, Outcome, is_orphan, outcome, waiting
+from muster.jobs import exits
+from muster.jobs.errors import MusterError, RunFolderError
+from muster.jobs.files import write_json
+from muster.jobs.reading import LONGEST_LINE_BYTES, open_file, target_of
+from muster.jobs.rundir import RunDir
+from muster.launch.look.fields import typed, typed_line
+from muster.launch.look.follow import tail_lines
+from muster.launch.look.runrows import Rows, number, read_json, read_rows
+from muster.launch.supervision import lease
+from muster.slurm.client import Client
+from muster.slurm.script import OUTPUT
+from muster.slurm.states import JobState, Outcome, is_orphan, outcome, waiting
 
 # Where the clients of one cluster find it: kept, because `muster status` may be called from a shell without them.
 KEPT: Final = ("SLURM_CONF", "SLURM_CLUSTERS")

@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 from typing import Final
 
-from jobs import exits
-from jobs.reading import MOST_BYTES, open_file, target_of
-from jobs.rundir import RunDir
-from launch.supervision.verdict import Ending, Stop
-from slurm.complaints import Complaint, complaint
-from slurm.script import OUTPUT
+from muster.jobs import exits
+from muster.jobs.reading import MOST_BYTES, open_file, target_of
+from muster.jobs.rundir import RunDir
+from muster.launch.supervision.verdict import Ending, Stop
+from muster.slurm.complaints import Complaint, complaint
+from muster.slurm.script import OUTPUT
 
 KILLED: Final = ("SIGTERM", "SIGKILL")
 

@@ -9,28 +9,28 @@ import os
 import time
 from typing import Any, Final
 
-from jobs import exits
-from jobs.boot import module_argv
-from jobs.errors import MusterError
-from jobs.files import append_line, write_secret
-from jobs.rundir import RunDir
-from jobs.slurm_settings import SlurmSettings, merged, seconds_of
-from jobs.spec import Job
-from launch.console import Console
-from launch.look.advice import next_step
-from launch.look.fields import typed_lines
-from launch.look.runrows import number, read_ending, read_rows, real
-from launch.scheduler.slurm_job import SlurmJob, kept_environment, last_row, this_process
-from launch.submit.plan import Context
-from launch.submit.spares import crew_size
-from launch.submit.submission import Submission
-from launch.supervision.eventlog import EventLog
-from launch.supervision.verdict import Verdict
-from slurm.allocation import clean_environment
-from slurm.client import Client, SubmissionRefusedError, Submitted
-from slurm.refusals import refusal
-from slurm.script import options_of, overriding_variables, sbatch_text
-from slurm.states import Outcome
+from muster.jobs import exits
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import MusterError
+from muster.jobs.files import append_line, write_secret
+from muster.jobs.rundir import RunDir
+from muster.jobs.slurm_settings import SlurmSettings, merged, seconds_of
+from muster.jobs.spec import Job
+from muster.launch.console import Console
+from muster.launch.look.advice import next_step
+from muster.launch.look.fields import typed_lines
+from muster.launch.look.runrows import number, read_ending, read_rows, real
+from muster.launch.scheduler.slurm_job import SlurmJob, kept_environment, last_row, this_process
+from muster.launch.submit.plan import Context
+from muster.launch.submit.spares import crew_size
+from muster.launch.submit.submission import Submission
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.verdict import Verdict
+from muster.slurm.allocation import clean_environment
+from muster.slurm.client import Client, SubmissionRefusedError, Submitted
+from muster.slurm.refusals import refusal
+from muster.slurm.script import options_of, overriding_variables, sbatch_text
+from muster.slurm.states import Outcome
 
 TRANSPORT: Final = "slurm"
 SAVING_S: Final = 90  # before the time limit: to agree on a step, to save after it, and to be queued again
@@ -43,7 +43,7 @@ def script(submission: Submission) -> str:
         RefusedError: the settings of job and site do not fit together.
     """
     context = submission.context
-    argv = [*module_argv(context.python, "launch.supervise", context.code), str(context.run.path)]
+    argv = [*module_argv(context.python, "muster.launch.supervise", context.code), str(context.run.path)]
     return sbatch_text(
         name=context.run.run_id,
         folder=context.run.path,

@@ -10,19 +10,19 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
-from jobs import exits
-from jobs.errors import MusterError
-from jobs.files import read_lines, write_json
-from jobs.reading import read_end
-from jobs.rundir import RunDir
-from launch import processes
-from launch.console import Console
-from launch.look.event_texts import lines_of
-from launch.look.follow import CHUNK_BYTES, LineFollower, as_shown
-from launch.look.runrows import number, read_rows
-from launch.look.runstate import read_state
-from launch.scheduler.slurm_run import close, show_end
-from slurm.states import Outcome
+from muster.jobs import exits
+from muster.jobs.errors import MusterError
+from muster.jobs.files import read_lines, write_json
+from muster.jobs.reading import read_end
+from muster.jobs.rundir import RunDir
+from muster.launch import processes
+from muster.launch.console import Console
+from muster.launch.look.event_texts import lines_of
+from muster.launch.look.follow import CHUNK_BYTES, LineFollower, as_shown
+from muster.launch.look.runrows import number, read_rows
+from muster.launch.look.runstate import read_state
+from muster.launch.scheduler.slurm_run import close, show_end
+from muster.slurm.states import Outcome
 
 POLL_S: Final = 0.1
 SIGNALS: Final = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}

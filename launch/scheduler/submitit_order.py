@@ -7,13 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.boot import module_argv
-from jobs.slurm_settings import SlurmSettings, seconds_of, split_option
-from launch.scheduler.slurm_run import cores_of, settings_of
-from launch.submit.spares import crew_size
-from launch.submit.submission import Submission
-from launch.transports.submitit import agent_argv
-from slurm.submitit_job import DRAIN_S, END_S, Task
+from muster.jobs.boot import module_argv
+from muster.jobs.slurm_settings import SlurmSettings, seconds_of, split_option
+from muster.launch.scheduler.slurm_run import cores_of, settings_of
+from muster.launch.submit.spares import crew_size
+from muster.launch.submit.submission import Submission
+from muster.launch.transports.submitit import agent_argv
+from muster.slurm.submitit_job import DRAIN_S, END_S, Task
 
 YEAR_MINUTES: Final = 525_600
 OFTEN: Final = 1_000_000
@@ -38,7 +38,7 @@ def order(
         RefusedError: the settings of job and site do not fit together.
     """
     context, executor = submissions[0].context, submissions[0].route.executor
-    entry = module_argv(context.python, "slurm.submitit_job", context.code)
+    entry = module_argv(context.python, "muster.slurm.submitit_job", context.code)
     settings = settings_of(context)
     if executor == "slurm":
         # submitit ends a job that reached its limit four times; one that saves goes on, for we look whether it gets on.
@@ -66,7 +66,7 @@ def task_of(submission: Submission, environ: Mapping[str, str]) -> Task:
     before: list[str] = []
     if submission.route.executor == "local":  # which hides all GPUs that were not asked for
         before = ["env", f"{DEVICES}={environ[DEVICES]}"] if DEVICES in environ else ["env", "-u", DEVICES]
-    supervise = [*module_argv(context.python, "launch.supervise", context.code), run]
+    supervise = [*module_argv(context.python, "muster.launch.supervise", context.code), run]
     agent = agent_argv(context.python, context.code)
     early_s = settings_of(context).signal_s - END_S if submission.route.executor == "slurm" else 0.0
     return Task([*before, *supervise], [*before, *agent], run, max(DRAIN_S, early_s))

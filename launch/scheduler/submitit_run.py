@@ -18,24 +18,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.boot import module_argv
-from jobs.errors import MusterError, RefusedError, StartTimeoutError, UsageError
-from jobs.files import folder_error, open_log
-from jobs.reading import parse_json
-from jobs.slurm_settings import merged
-from launch.console import Console
-from launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
-from launch.scheduler.slurm_run import close
-from launch.scheduler.submitit_follow import RankZero, begun, ended_early, failure, follow_local
-from launch.scheduler.submitit_order import order, task_of
-from launch.submit.spares import crew_size
-from launch.submit.submission import Submission
-from launch.supervision.eventlog import EventLog
-from slurm.allocation import clean_environment
-from slurm.client import Client
-from slurm.refusals import refusal
-from slurm.script import options_of, overriding_variables
-from slurm.states import Outcome
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import MusterError, RefusedError, StartTimeoutError, UsageError
+from muster.jobs.files import folder_error, open_log
+from muster.jobs.reading import parse_json
+from muster.jobs.slurm_settings import merged
+from muster.launch.console import Console
+from muster.launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
+from muster.launch.scheduler.slurm_run import close
+from muster.launch.scheduler.submitit_follow import RankZero, begun, ended_early, failure, follow_local
+from muster.launch.scheduler.submitit_order import order, task_of
+from muster.launch.submit.spares import crew_size
+from muster.launch.submit.submission import Submission
+from muster.launch.supervision.eventlog import EventLog
+from muster.slurm.allocation import clean_environment
+from muster.slurm.client import Client
+from muster.slurm.refusals import refusal
+from muster.slurm.script import options_of, overriding_variables
+from muster.slurm.states import Outcome
 
 TRANSPORT: Final = "submitit"
 SUBMIT_S: Final = 90.0
@@ -49,7 +49,7 @@ def run_here(submission: Submission, console: Console) -> int:
     Raises:
         MusterError: it could not be submitted or started.
     """
-    from launch.scheduler.slurm_follow import follow
+    from muster.launch.scheduler.slurm_follow import follow
 
     executor, run = submission.route.executor, submission.context.run
     if executor == "slurm":
@@ -206,7 +206,7 @@ def _call(wanted: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str
 
 def _start(environment: Mapping[str, str], *, stdout: Any, stderr: Any) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
-        module_argv(sys.executable, "slurm.submitit_submit"),
+        module_argv(sys.executable, "muster.slurm.submitit_submit"),
         env=environment,
         cwd="/",
         stdin=subprocess.PIPE,

@@ -12,13 +12,13 @@ import secrets
 import shlex
 from typing import Final
 
-from jobs import nodelist
-from jobs.boot import module_argv
-from jobs.errors import UsageError
-from launch.agent import KEY, SECRET
-from launch.submit.prepare import Prepared
-from launch.transports.base import LEASE_S
-from launch.wire.handshake import node_key
+from muster.jobs import nodelist
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import UsageError
+from muster.launch.agent import KEY, SECRET
+from muster.launch.submit.prepare import Prepared
+from muster.launch.transports.base import LEASE_S
+from muster.launch.wire.handshake import node_key
 
 FIRST_PORT: Final = 61_000  # behind the ports that the kernel hands out
 PORTS: Final = 4536
@@ -44,14 +44,14 @@ def lines(prepared: Prepared, job_words: list[str], secret: str) -> list[str]:
             "(-H FILE, --manifest FILE)"
         )
     port = route.port or any_port()
-    words = [*module_argv(context.python, "launch.cli", context.code), "run", *job_words]
+    words = [*module_argv(context.python, "muster.launch.cli", context.code), "run", *job_words]
     words += ["--on", "hand", "--port", str(port), "--master-addr", address, "--runs", str(context.run.path.parent)]
     words += ["--iface", route.iface] if route.iface else []
     if route.hosts.hosts:
         words += ["--nodelist", nodelist.fold(node.host for node in context.crew)]
     found = [f"{shlex.join(['cd', context.workdir])} && {SECRET}={secret} {shlex.join(words)}"]
     for node in range(1, len(context.crew)):
-        agent = [*module_argv(context.python, "launch.agent", context.code), "--node", str(node)]
+        agent = [*module_argv(context.python, "muster.launch.agent", context.code), "--node", str(node)]
         agent += ["--connect", f"{address}:{port}", "--dial-timeout-s", str(DIAL_S), "--lease-s", str(LEASE_S)]
         found.append(f"{KEY}={node_key(secret, node)} {shlex.join([*agent, '--end-as', 'run'])}")
     return found

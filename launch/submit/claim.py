@@ -17,13 +17,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from jobs.errors import RefusedError
-from jobs.files import folder_error, write_json
-from jobs.rundir import RunDir
-from launch import processes
-from launch.look.runrows import number, read_json, real
-from launch.look.runstate import is_here
-from launch.supervision.lease import DEAD_S
+from muster.jobs.errors import RefusedError
+from muster.jobs.files import folder_error, write_json
+from muster.jobs.rundir import RunDir
+from muster.launch import processes
+from muster.launch.look.runrows import number, read_json, real
+from muster.launch.look.runstate import is_here
+from muster.launch.supervision.lease import DEAD_S
 
 
 @contextmanager

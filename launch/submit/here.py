@@ -6,12 +6,12 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from jobs.datafiles import cifar10_files, data_root, text_file
-from jobs.errors import RefusedError
-from jobs.spec import Job
-from jobs.train_settings import TrainSettings
-from jobs.words import counted
-from launch.submit.spares import crew_size
+from muster.jobs.datafiles import cifar10_files, data_root, text_file
+from muster.jobs.errors import RefusedError
+from muster.jobs.spec import Job
+from muster.jobs.train_settings import TrainSettings
+from muster.jobs.words import counted
+from muster.launch.submit.spares import crew_size
 
 LOCAL_NODES: Final = 256  # each is an agent and a warm process
 LOCAL_RANKS: Final = 1024

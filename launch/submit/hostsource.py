@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from jobs import hosts as hostfile
-from jobs.errors import UsageError
-from jobs.hosts import HostSet
-from jobs.site import BOX, Site, SshSettings
+from muster.jobs import hosts as hostfile
+from muster.jobs.errors import UsageError
+from muster.jobs.hosts import HostSet
+from muster.jobs.site import BOX, Site, SshSettings
 
 SOURCES: Final = ("hosts", "nodelist", "manifest")
 SSH_OPTION: Final = re.compile(r"[A-Za-z]+[ =].+")
@@ -71,7 +71,7 @@ def _read(args: argparse.Namespace, source: str, site: Site) -> HostSet | None:
     if source == "nodelist":
         return HostSet(tuple(hostfile.from_nodelist(args.nodelist)), f"-w {args.nodelist}")
     if source == "manifest":
-        from cloudlab.manifest import survey_manifest
+        from muster.cloudlab.manifest import survey_manifest
 
         found = survey_manifest(Path(args.manifest), user=args.login or site.ssh.user, lan=args.lan)
         for warning in found.warnings:
@@ -81,7 +81,7 @@ def _read(args: argparse.Namespace, source: str, site: Site) -> HostSet | None:
     if named is None:
         return None
     if BOX.fullmatch(named):
-        from cloudlab.box.hosts import box_hosts
+        from muster.cloudlab.box.hosts import box_hosts
 
         return box_hosts(named.partition(":")[2] or None)
     return HostSet(tuple(hostfile.read_hostfile(Path(named))), f"hosts file {named}")

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.errors import RefusedError
-from jobs.placement import NodePlacement, Placement, divide, pin
-from jobs.ranks import STATUS_FD, RankEnv
-from jobs.rundir import RunDir
-from jobs.site import Site
-from jobs.spec import Job
-from launch.wire.messages import Start
+from muster.jobs.errors import RefusedError
+from muster.jobs.placement import NodePlacement, Placement, divide, pin
+from muster.jobs.ranks import STATUS_FD, RankEnv
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import Site
+from muster.jobs.spec import Job
+from muster.launch.wire.messages import Start
 
 RANK_VARIABLES: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {STATUS_FD}
 GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"

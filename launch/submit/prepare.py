@@ -15,23 +15,23 @@ from pathlib import Path
 
 import yaml
 
-from jobs.errors import RefusedError, UsageError
-from jobs.hosts import HostSet
-from jobs.load import LoadedJob, load_job
-from jobs.network import is_own
-from jobs.nodelist import expand
-from jobs.placement import Host, divide
-from jobs.rundir import RunDir, run_path, runs_root
-from jobs.site import Site, load_site, placed
-from jobs.slurm_settings import merged
-from jobs.spec import VARIABLE, Job
-from launch.kinds import BY_KEY, KINDS
-from launch.submit.here import check_files, check_size
-from launch.submit.hostsource import QUEUED, SOURCES, check_options, host_set, ssh_settings
-from launch.submit.plan import Context, Machine, shared_environment
-from launch.submit.spares import crew_size, place_crew
-from launch.submit.submission import Route, Submission
-from slurm.allocation import inside_allocation, read_allocation
+from muster.jobs.errors import RefusedError, UsageError
+from muster.jobs.hosts import HostSet
+from muster.jobs.load import LoadedJob, load_job
+from muster.jobs.network import is_own
+from muster.jobs.nodelist import expand
+from muster.jobs.placement import Host, divide
+from muster.jobs.rundir import RunDir, run_path, runs_root
+from muster.jobs.site import Site, load_site, placed
+from muster.jobs.slurm_settings import merged
+from muster.jobs.spec import VARIABLE, Job
+from muster.launch.kinds import BY_KEY, KINDS
+from muster.launch.submit.here import check_files, check_size
+from muster.launch.submit.hostsource import QUEUED, SOURCES, check_options, host_set, ssh_settings
+from muster.launch.submit.plan import Context, Machine, shared_environment
+from muster.launch.submit.spares import crew_size, place_crew
+from muster.launch.submit.submission import Route, Submission
+from muster.slurm.allocation import inside_allocation, read_allocation
 
 LOCAL_ADDRESS = "127.0.0.1"
 OF_SITE = "site file: "  # begins a message about the site file
@@ -285,7 +285,7 @@ def interpreter_of(site: Site, *, here: bool = True) -> str:
 
 def this_machine() -> Machine:
     """Describe this machine as its agent would."""
-    from launch.agent import visible_gpus
+    from muster.launch.agent import visible_gpus
 
     cores = tuple(sorted(os.sched_getaffinity(0)))
     return Machine(socket.gethostname(), cores, tuple(visible_gpus()), environ=os.environ)

@@ -13,28 +13,29 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
-from jobs.checkpoint.choose import has_commits, newest_good
-from jobs.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
-from jobs.files import write_secret
-from jobs.hosts import HostSet, choose
-from jobs.kept import KEPT, require_settings
-from jobs.placement import Placement
-from jobs.reading import read_bytes
-from jobs.rundir import RunDir
-from jobs.spec import Job
-from jobs.train_settings import TrainSettings
-from jobs.words import counted
-from launch.commands.stop import end_leftovers, stop
-from launch.look.runrows import read_json
-from launch.look.runstate import DIRECT, RunState, read_state
-from launch.submit.hostsource import SOURCES
-from launch.submit.prepare import Prepared, prepare, route_of, site_of
-from launch.submit.submission import Route, Submission
-from launch.supervision import lease
-from launch.supervision.eventlog import EventLog
-from launch.transports.base import LEASE_S
+from muster.jobs.checkpoint.choose import has_commits, newest_good
+from muster.jobs.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
+from muster.jobs.files import write_secret
+from muster.jobs.hosts import HostSet, choose
+from muster.jobs.kept import KEPT, require_settings
+from muster.jobs.placement import Placement
+from muster.jobs.reading import read_bytes
+from muster.jobs.rundir import RunDir
+from muster.jobs.spec import Job
+from muster.jobs.train_settings import TrainSettings
+from muster.jobs.words import counted
+from muster.launch.commands.stop import end_leftovers, stop
+from muster.launch.look.runrows import read_json
+from muster.launch.look.runstate import DIRECT, RunState, read_state
+from muster.launch.submit.hostsource import SOURCES
+from muster.launch.submit.prepare import Prepared, prepare, route_of, site_of
+from muster.launch.submit.submission import Route, Submission
+from muster.launch.supervision import lease
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.transports.base import LEASE_S
 
 POLL_S: Final = 0.1
 NODES_S: Final = LEASE_S + 3.0  # after which no node of a supervisor that is gone has a rank any more
@@ -216,13 +217,19 @@ def changed(run: RunDir, before: Submission, args: argparse.Namespace) -> Prepar
     prepared = prepare(args, route=route, allow_unread=True)
     was, now = before.context, prepared.context
     moved = any(each.partition("=")[0] == "workdir" for each in args.overrides)
+    code = now.code if other_site and now.site.code else was.code
+    if code is not None and Path(code, "launch").is_dir() and not Path(code, "muster").is_dir():
+        raise RefusedError(
+            f"{run.run_id}: {code} holds Muster's code in an older layout, which this Muster cannot start; "
+            "resume the run with the Muster that submitted it, or submit its job anew"
+        )
     context = replace(
         now,
         run=run,
         attempt=was.attempt,
         workdir=now.workdir if moved else was.workdir,
         python=now.python if other_site else was.python,
-        code=now.code if other_site and now.site.code else was.code,
+        code=code,
         placement=now.placement if args.master_addr else _meeting(was.placement, now.placement),
         options=_options(was.attempt, args.origin),
     )

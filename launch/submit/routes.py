@@ -3,18 +3,18 @@
 from collections.abc import Callable
 from typing import Final
 
-from jobs.boot import module_argv
-from jobs.errors import RefusedError
-from jobs.placement import Host
-from jobs.slurm_settings import merged
-from launch.submit.submission import Submission
-from launch.transports.base import Transport
-from launch.transports.dialled import Dialled
-from launch.transports.local import Local
-from launch.transports.pdsh import pdsh_transport
-from launch.transports.srun import srun_transport
-from launch.transports.ssh import Ssh
-from launch.transports.submitit import Submitit
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import RefusedError
+from muster.jobs.placement import Host
+from muster.jobs.slurm_settings import merged
+from muster.launch.submit.submission import Submission
+from muster.launch.transports.base import Transport
+from muster.launch.transports.dialled import Dialled
+from muster.launch.transports.local import Local
+from muster.launch.transports.pdsh import pdsh_transport
+from muster.launch.transports.srun import srun_transport
+from muster.launch.transports.ssh import Ssh
+from muster.launch.transports.submitit import Submitit
 
 
 def make_transport(submission: Submission) -> Transport:
@@ -72,7 +72,7 @@ def _hand(submission: Submission) -> Transport:
         port=route.port,
         secret=route.secret,
         attempt=context.attempt,
-        own_agent=[*module_argv(context.python, "launch.agent", context.code), "--node", "0"],
+        own_agent=[*module_argv(context.python, "muster.launch.agent", context.code), "--node", "0"],
         patience_s=HAND_S,
     )
 

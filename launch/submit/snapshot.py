@@ -1,6 +1,6 @@
 """The code as it was submitted, in the run folder: what waits in a queue never sees a later edit.
 
-    <run>/code/muster    our own packages, which agents are started from (jobs/boot.py)
+    <run>/code/muster    our own package, which agents are started from (jobs/boot.py)
     <run>/code/work      of a `command:` job, the user's working folder, as far as it is code (worktree.py)
     <run>/code/code.json where both came from: commit, branch, what differs from the commit, the names of all files
 
@@ -20,24 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.boot import CODE_ROOT
-from jobs.errors import MusterError, RefusedError
-from jobs.files import folder_error, write_text
-from jobs.rundir import RunDir, all_runs
-from jobs.words import counted
-from launch.fingerprint import PACKAGES, fingerprint
-from launch.submit import gitfacts
-from launch.submit.gitfacts import GitError
-from launch.submit.worktree import NEITHER, Survey, heaviest_folder, survey
+from muster.jobs.boot import CODE_ROOT
+from muster.jobs.errors import MusterError, RefusedError
+from muster.jobs.files import folder_error, write_text
+from muster.jobs.rundir import RunDir, all_runs
+from muster.jobs.words import counted
+from muster.launch.fingerprint import PACKAGE, fingerprint
+from muster.launch.submit import gitfacts
+from muster.launch.submit.gitfacts import GitError
+from muster.launch.submit.worktree import NEITHER, Survey, heaviest_folder, survey
 
-MUSTER: Final = "muster"
 WORK: Final = "work"
 RECORD: Final = "code.json"
 MOST_BYTES: Final = 64 << 20
 MOST_FILES: Final = 5_000
 COPIERS: Final = 8  # files under way at once: on network storage each waits for its server
 VANISHED: Final = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ELOOP)
-OWN_FILE: Final = "launch/boot.py"
+OWN_FILE: Final = "muster/__init__.py"
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,8 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
     try:
         run.code.mkdir()
         own = own_files(CODE_ROOT)
-        copy(CODE_ROOT, own, run.code / MUSTER)
-        record: dict[str, Any] = {"time": time.time(), MUSTER: _own_record(run, len(own)), WORK: None}
+        copy(CODE_ROOT, own, run.code)
+        record: dict[str, Any] = {"time": time.time(), PACKAGE: _own_record(run, len(own)), WORK: None}
         notes: list[str] = []
         if work is not None:
             left_out = copy(workdir, work.files, run.code / WORK)
@@ -80,7 +79,7 @@ def take(run: RunDir, *, workdir: Path, program: bool, argv: Sequence[str] = ())
         raise folder_error(run.code, error) if isinstance(error, OSError) else error from error
     finally:
         os.umask(usual)
-    return Snapshot(run.code / MUSTER, workdir if work is None else run.code / WORK, tuple(notes))
+    return Snapshot(run.code, workdir if work is None else run.code / WORK, tuple(notes))
 
 
 def other_runs(run: RunDir, workdir: Path) -> list[Path]:
@@ -123,13 +122,12 @@ def check_size(work: Survey) -> None:
 
 
 def own_files(root: Path) -> list[str]:
-    """List the files of our packages below a code root: sources and data files."""
+    """List the files of the package below a code root, sources and data, through the links of a checkout."""
     found = []
-    for package in PACKAGES:
-        for folder, folders, files in os.walk(root / package):
-            folders[:] = [each for each in folders if each not in NEITHER and not each.startswith(".")]
-            inside = Path(folder).relative_to(root).as_posix()
-            found += [f"{inside}/{each}" for each in files]
+    for folder, folders, files in os.walk(root / PACKAGE, followlinks=True):
+        folders[:] = [each for each in folders if each not in NEITHER and not each.startswith(".")]
+        inside = Path(folder).relative_to(root).as_posix()
+        found += [f"{inside}/{each}" for each in files]
     return sorted(found)
 
 
@@ -199,7 +197,7 @@ def moved_link(source: Path, name: str, pointed: str) -> str:
 def _own_record(run: RunDir, files: int) -> Mapping[str, Any]:
     return {
         "from": str(CODE_ROOT),
-        "fingerprint": fingerprint(str(run.code / MUSTER)),
+        "fingerprint": fingerprint(str(run.code)),
         "files": files,
         "origin": _origin(CODE_ROOT, OWN_FILE),
     }

@@ -8,10 +8,10 @@ place_crew(job, hosts)     nodes: 2, restart: {spares: 1}, hosts n01 n02 n03
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jobs.errors import RefusedError
-from jobs.placement import Host, NodePlacement, Placement, place
-from jobs.spec import Job
-from jobs.words import counted
+from muster.jobs.errors import RefusedError
+from muster.jobs.placement import Host, NodePlacement, Placement, place
+from muster.jobs.spec import Job
+from muster.jobs.words import counted
 
 
 def spares_of(job: Job) -> int:

@@ -12,18 +12,18 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from jobs.boot import module_argv
-from jobs.errors import MusterError, RefusedError, StartTimeoutError
-from jobs.files import open_log, read_lines, write_secret
-from jobs.rundir import RunDir, make_run
-from launch.console import Console
-from launch.submit.plan import preload, shared_environment
-from launch.submit.prepare import Prepared, this_machine
-from launch.submit.routes import make_transport
-from launch.submit.submission import Submission
-from launch.supervision.supervisor import Cause, Supervisor
-from launch.supervision.verdict import Verdict
-from launch.transports.local import Local
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import MusterError, RefusedError, StartTimeoutError
+from muster.jobs.files import open_log, read_lines, write_secret
+from muster.jobs.rundir import RunDir, make_run
+from muster.launch.console import Console
+from muster.launch.submit.plan import preload, shared_environment
+from muster.launch.submit.prepare import Prepared, this_machine
+from muster.launch.submit.routes import make_transport
+from muster.launch.submit.submission import Submission
+from muster.launch.supervision.supervisor import Cause, Supervisor
+from muster.launch.supervision.verdict import Verdict
+from muster.launch.transports.local import Local
 
 DETACH_S: Final = 20.0
 POLL_S: Final = 0.02
@@ -63,7 +63,7 @@ def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
     write_secret(context.run.job, prepared.job_text)  # the values of env: and -x are in it
     write_secret(context.run.site, prepared.site_text)
     if snapshot:
-        from launch.submit.snapshot import take
+        from muster.launch.submit.snapshot import take
 
         program = context.entry is None
         argv = context.job.settings.model_dump()["argv"] if program else ()
@@ -111,7 +111,7 @@ def detach(run: RunDir, python: str, code: str | None) -> None:
     before = _supervisors(run)
     with os.fdopen(open_log(run.supervisor_log), "ab") as log:
         supervisor = subprocess.Popen(
-            [*module_argv(python, "launch.supervise", code), str(run.path)],
+            [*module_argv(python, "muster.launch.supervise", code), str(run.path)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

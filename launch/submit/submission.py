@@ -9,16 +9,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from jobs import reading
-from jobs.errors import MusterError, RunFolderError
-from jobs.files import write_secret
-from jobs.hosts import HostSet
-from jobs.placement import Host, Login, NodePlacement, Placement
-from jobs.rundir import RunDir
-from jobs.site import Site
-from jobs.spec import Job
-from launch.kinds import BY_KEY
-from launch.submit.plan import Context
+from muster.jobs import reading
+from muster.jobs.errors import MusterError, RunFolderError
+from muster.jobs.files import write_secret
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, Login, NodePlacement, Placement
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import Site
+from muster.jobs.spec import Job
+from muster.launch.kinds import BY_KEY
+from muster.launch.submit.plan import Context
 
 VERSION: Final = 1
 

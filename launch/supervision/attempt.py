@@ -13,21 +13,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
-from jobs import exits
-from jobs.words import counted
-from launch import storage
-from launch.console import Console
-from launch.submit.plan import Context
-from launch.supervision.crew import Node
-from launch.supervision.eventlog import EventLog
-from launch.supervision.hangs import HangWatch, Mute
-from launch.supervision.roster import Roster
-from launch.supervision.startup import Startup
-from launch.supervision.story import Story
-from launch.supervision.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
-from launch.wire import messages as wire
-from launch.wire.codec import ProtocolError
-from launch.wire.records import RankReport
+from muster.jobs import exits
+from muster.jobs.words import counted
+from muster.launch import storage
+from muster.launch.console import Console
+from muster.launch.submit.plan import Context
+from muster.launch.supervision.crew import Node
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.hangs import HangWatch, Mute
+from muster.launch.supervision.roster import Roster
+from muster.launch.supervision.startup import Startup
+from muster.launch.supervision.story import Story
+from muster.launch.supervision.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
+from muster.launch.wire import messages as wire
+from muster.launch.wire.codec import ProtocolError
+from muster.launch.wire.records import RankReport
 
 SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
 MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first

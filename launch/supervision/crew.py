@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from jobs.errors import MusterError
-from jobs.placement import NodePlacement
-from launch.wire.channel import Channel, ChannelClosed
-from launch.wire.codec import ProtocolError
-from launch.wire.messages import Beat, Heartbeat, Hello, Reached, ToAgent
-from launch.wire.records import Progress
+from muster.jobs.errors import MusterError
+from muster.jobs.placement import NodePlacement
+from muster.launch.wire.channel import Channel, ChannelClosed
+from muster.launch.wire.codec import ProtocolError
+from muster.launch.wire.messages import Beat, Heartbeat, Hello, Reached, ToAgent
+from muster.launch.wire.records import Progress
 
 SILENT_S: Final = 5.0
 REVIVE_S: Final = 2.0  # between two tries to start the agent of a lost node

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from jobs.rowlog import RowLog
-from jobs.rundir import RunDir
-from launch.look.advice import next_step
-from launch.processes import start_ticks
-from launch.submit.plan import Context
-from launch.supervision.verdict import Verdict
+from muster.jobs.rowlog import RowLog
+from muster.jobs.rundir import RunDir
+from muster.launch.look.advice import next_step
+from muster.launch.processes import start_ticks
+from muster.launch.submit.plan import Context
+from muster.launch.supervision.verdict import Verdict
 
 
 class EventLog:

@@ -7,12 +7,12 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from jobs import exits
-from launch.supervision import progress, stacks
-from launch.supervision.roster import Roster
-from launch.supervision.verdict import Ending, Stop
-from launch.wire.messages import Stacks
-from launch.wire.records import Stack
+from muster.jobs import exits
+from muster.launch.supervision import progress, stacks
+from muster.launch.supervision.roster import Roster
+from muster.launch.supervision.verdict import Ending, Stop
+from muster.launch.wire.messages import Stacks
+from muster.launch.wire.records import Stack
 
 STACKS_S: Final = 4.0  # for the stacks of hung ranks to come
 LAST_LINES: Final = 20

@@ -8,13 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jobs import exits
-from jobs.errors import MusterError, UnreachableError
-from jobs.reading import UntrustedError
-from jobs.rundir import RunDir
-from launch.look.runrows import number, read_json, real
-from launch.wire.channel import Channel, ChannelClosed, NotAMessage
-from launch.wire.messages import Bye, FromAgent
+from muster.jobs import exits
+from muster.jobs.errors import MusterError, UnreachableError
+from muster.jobs.reading import UntrustedError
+from muster.jobs.rundir import RunDir
+from muster.launch.look.runrows import number, read_json, real
+from muster.launch.wire.channel import Channel, ChannelClosed, NotAMessage
+from muster.launch.wire.messages import Bye, FromAgent
 
 TICK_S: Final = 0.25
 

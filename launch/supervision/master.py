@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from jobs import network
-from jobs.errors import RefusedError
+from muster.jobs import network
+from muster.jobs.errors import RefusedError
 
 
 def own_address(host: str, greeted: str, addresses: Sequence[Sequence[str]], iface: str | None) -> str:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from jobs import exits
-from jobs.failover_settings import RestartSettings
-from jobs.words import counted
-from launch.supervision.verdict import Verdict
+from muster.jobs import exits
+from muster.jobs.failover_settings import RestartSettings
+from muster.jobs.words import counted
+from muster.launch.supervision.verdict import Verdict
 
 IN_VAIN: Final = 3  # attempts without a new checkpoint
 BLAMED: Final = 2  # of the last WATCHED attempts: then a node is left out

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jobs.checkpoint.choose import newest_good
-from jobs.errors import NoCheckpointError
-from launch.submit.plan import Context
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.errors import NoCheckpointError
+from muster.launch.submit.plan import Context
 
 TRAIN = "train"
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Final
 
-from jobs.placement import Placement
-from launch.supervision.crew import Node
-from launch.wire.codec import ProtocolError
+from muster.jobs.placement import Placement
+from muster.launch.supervision.crew import Node
+from muster.launch.wire.codec import ProtocolError
 
 NAMED: Final = 4  # ranks that a message names before it only counts
 

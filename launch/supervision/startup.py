@@ -17,20 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from jobs import exits, nodelist
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from jobs.files import write_json, write_text
-from jobs.rundir import RunDir
-from jobs.words import counted
-from launch.console import Console
-from launch.fingerprint import fingerprint
-from launch.submit.plan import Context, Machine, NodePlan, plan_nodes, start_message
-from launch.supervision.eventlog import EventLog
-from launch.supervision.master import own_address
-from launch.supervision.roster import Roster
-from launch.supervision.verdict import Stop
-from launch.wire.codec import ProtocolError
-from launch.wire.messages import (
+from muster.jobs import exits, nodelist
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.files import write_json, write_text
+from muster.jobs.rundir import RunDir
+from muster.jobs.words import counted
+from muster.launch.console import Console
+from muster.launch.fingerprint import fingerprint
+from muster.launch.submit.plan import Context, Machine, NodePlan, plan_nodes, start_message
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.master import own_address
+from muster.launch.supervision.roster import Roster
+from muster.launch.supervision.verdict import Stop
+from muster.launch.wire.codec import ProtocolError
+from muster.launch.wire.messages import (
     Beat,
     Exited,
     File,

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from jobs import exits
-from jobs.reading import UntrustedError
-from launch.console import Console
-from launch.look.advice import next_step
-from launch.look.runrows import last_metrics, number
-from launch.submit.plan import Context
-from launch.supervision.crew import Node
-from launch.supervision.eventlog import EventLog
-from launch.supervision.verdict import Ending, Verdict
+from muster.jobs import exits
+from muster.jobs.reading import UntrustedError
+from muster.launch.console import Console
+from muster.launch.look.advice import next_step
+from muster.launch.look.runrows import last_metrics, number
+from muster.launch.submit.plan import Context
+from muster.launch.supervision.crew import Node
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.verdict import Ending, Verdict
 
 
 class Story:

@@ -6,17 +6,17 @@ Whether there is a next one is decided in `launch/supervision/recovery.py`.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jobs.errors import RefusedError
-from jobs.placement import Placement
-from jobs.spec import Job
-from jobs.words import counted
-from launch.console import Console
-from launch.kinds import BY_KEY
-from launch.supervision.attempt import Attempt
-from launch.supervision.crew import Crew
-from launch.supervision.eventlog import EventLog
-from launch.supervision.recovery import Choice, Decision, Past, blamed, choose, decide
-from launch.supervision.verdict import Verdict
+from muster.jobs.errors import RefusedError
+from muster.jobs.placement import Placement
+from muster.jobs.spec import Job
+from muster.jobs.words import counted
+from muster.launch.console import Console
+from muster.launch.kinds import BY_KEY
+from muster.launch.supervision.attempt import Attempt
+from muster.launch.supervision.crew import Crew
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.recovery import Choice, Decision, Past, blamed, choose, decide
+from muster.launch.supervision.verdict import Verdict
 
 
 class Succession:

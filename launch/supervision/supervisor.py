@@ -12,25 +12,36 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from jobs import exits
-from jobs.errors import MusterError, RunFolderError, StorageError, UnreachableError
-from jobs.words import counted
-from launch import processes
-from launch.console import Console
-from launch.limits import raise_open_files
-from launch.submit.plan import Context
-from launch.supervision import resumption
-from launch.supervision.attempt import Attempt, Send
-from launch.supervision.crew import REVIVE_S, SILENT_S, Crew
-from launch.supervision.eventlog import EventLog
-from launch.supervision.inbox import Event, Failed, Gone, Heard, Inbox, Loaded, Refused, StopRequest, Tick, requested
-from launch.supervision.lease import Lease
-from launch.supervision.recovery import Choice, Decision
-from launch.supervision.story import last_advice
-from launch.supervision.succession import Succession
-from launch.supervision.verdict import Ending, Stop, Verdict, judge
-from launch.transports.base import LEASE_S, Transport
-from launch.wire.messages import Heartbeat, Hello, StopRanks
+from muster.jobs import exits
+from muster.jobs.errors import MusterError, RunFolderError, StorageError, UnreachableError
+from muster.jobs.words import counted
+from muster.launch import processes
+from muster.launch.console import Console
+from muster.launch.limits import raise_open_files
+from muster.launch.submit.plan import Context
+from muster.launch.supervision import resumption
+from muster.launch.supervision.attempt import Attempt, Send
+from muster.launch.supervision.crew import REVIVE_S, SILENT_S, Crew
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.inbox import (
+    Event,
+    Failed,
+    Gone,
+    Heard,
+    Inbox,
+    Loaded,
+    Refused,
+    StopRequest,
+    Tick,
+    requested,
+)
+from muster.launch.supervision.lease import Lease
+from muster.launch.supervision.recovery import Choice, Decision
+from muster.launch.supervision.story import last_advice
+from muster.launch.supervision.succession import Succession
+from muster.launch.supervision.verdict import Ending, Stop, Verdict, judge
+from muster.launch.transports.base import LEASE_S, Transport
+from muster.launch.wire.messages import Heartbeat, Hello, StopRanks
 
 ORPHANS_S: Final = 2.0  # for the ranks of an agent that has died to end after it
 FENCE_S: Final = LEASE_S + 2.0  # for those of one that is only silent: its lease, and its keeper's kill

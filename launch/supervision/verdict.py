@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from jobs import errors, exits
-from jobs.linux import signal_number
-from launch.wire.messages import Exited
+from muster.jobs import errors, exits
+from muster.jobs.linux import signal_number
+from muster.launch.wire.messages import Exited
 
 Cause = Literal["done", "stopped", "peer", "own"]
 

@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from jobs.errors import JobFileError, MusterError, RunFolderError, UsageError
-from jobs.files import write_json
-from jobs.ownership import check_folder
-from jobs.reading import read_json
-from jobs.rundir import RUN_ID, RunDir, open_run, run_path
+from muster.jobs.errors import JobFileError, MusterError, RunFolderError, UsageError
+from muster.jobs.files import write_json
+from muster.jobs.ownership import check_folder
+from muster.jobs.reading import read_json
+from muster.jobs.rundir import RUN_ID, RunDir, open_run, run_path
 
 VERSION: Final = 1
 MOST_POINTS: Final = 1000  # Slurm's own limit for an array, unless the site raised it

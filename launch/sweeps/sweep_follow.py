@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from jobs import exits
-from jobs.errors import MusterError
-from jobs.files import write_json
-from launch.look.runrows import Rows, number, read_rows, real
-from launch.scheduler.slurm_job import SlurmJob, has_begun, last_words
-from launch.scheduler.slurm_run import close, stopped
-from launch.scheduler.submitit_follow import listening
-from launch.sweeps.sweep_run import Element
-from slurm.client import Client
-from slurm.states import JobState, Outcome, is_hopeless, is_orphan, outcome, waiting
+from muster.jobs import exits
+from muster.jobs.errors import MusterError
+from muster.jobs.files import write_json
+from muster.launch.look.runrows import Rows, number, read_rows, real
+from muster.launch.scheduler.slurm_job import SlurmJob, has_begun, last_words
+from muster.launch.scheduler.slurm_run import close, stopped
+from muster.launch.scheduler.submitit_follow import listening
+from muster.launch.sweeps.sweep_run import Element
+from muster.slurm.client import Client
+from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, outcome, waiting
 
 POLL_S: Final = 0.25
 ASK_S: Final = 5.0

@@ -13,27 +13,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from jobs import exits
-from jobs.boot import module_argv
-from jobs.errors import MusterError
-from jobs.files import write_secret
-from jobs.rundir import RunDir
-from launch.console import Console
-from launch.look.runrows import read_rows
-from launch.scheduler import submitit_run
-from launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
-from launch.scheduler.slurm_run import TRANSPORT, close, cores_of, settings_of
-from launch.submit.prepare import Prepared
-from launch.submit.spares import crew_size
-from launch.submit.start import check_torch, start, write_run
-from launch.submit.submission import Submission
-from launch.supervision.eventlog import EventLog
-from launch.sweeps.sweep import Point
-from slurm.allocation import clean_environment, inside_allocation
-from slurm.client import Client, SubmissionRefusedError
-from slurm.refusals import refusal
-from slurm.script import Array, options_of, overriding_variables, sbatch_text
-from slurm.states import Outcome
+from muster.jobs import exits
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import MusterError
+from muster.jobs.files import write_secret
+from muster.jobs.rundir import RunDir
+from muster.launch.console import Console
+from muster.launch.look.runrows import read_rows
+from muster.launch.scheduler import submitit_run
+from muster.launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
+from muster.launch.scheduler.slurm_run import TRANSPORT, close, cores_of, settings_of
+from muster.launch.submit.prepare import Prepared
+from muster.launch.submit.spares import crew_size
+from muster.launch.submit.start import check_torch, start, write_run
+from muster.launch.submit.submission import Submission
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.sweeps.sweep import Point
+from muster.slurm.allocation import clean_environment, inside_allocation
+from muster.slurm.client import Client, SubmissionRefusedError
+from muster.slurm.refusals import refusal
+from muster.slurm.script import Array, options_of, overriding_variables, sbatch_text
+from muster.slurm.states import Outcome
 
 BY_SIGNAL: Final = tuple(f"stopped by {by}" for by in ("Ctrl-C", "SIGTERM", "SIGHUP"))
 
@@ -139,7 +139,7 @@ def submit_array(members: Sequence[Submission], *, name: str, folder: Path, limi
     short = f"array{name.removeprefix(folder.name)}"
     points = folder / f"{short}.runs"
     array = Array(points, len(members), limit)
-    argv = module_argv(context.python, "launch.supervise", context.code)
+    argv = module_argv(context.python, "muster.launch.supervise", context.code)
     cores = cores_of(context.job)
     shape = {"name": name, "folder": folder, "nodes": nodes, "settings": settings, "cpus_per_task": cores}
     script = folder / f"{short}.sh"
@@ -171,7 +171,7 @@ def _write_runs(prepared: Sequence[Prepared], folder: Path) -> list[Submission]:
     """Make all run folders. They share one copy of the code, unless their working folders differ."""
     if len({(each.context.workdir, each.context.entry is None) for each in prepared}) > 1:
         return [write_run(each, snapshot=True) for each in prepared]
-    from launch.submit.snapshot import take
+    from muster.launch.submit.snapshot import take
 
     context = prepared[0].context
     taken = take(RunDir(folder), workdir=Path(context.workdir), program=context.entry is None)

@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import Final, Protocol
 
-from jobs.errors import MusterError
-from launch.wire.channel import Channel
+from muster.jobs.errors import MusterError
+from muster.launch.wire.channel import Channel
 
 LEASE_S: Final = 8.0  # that agents on other machines wait for a sign of the supervisor; their keeper needs 1 s more
 

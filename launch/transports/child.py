@@ -11,9 +11,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from jobs.errors import RefusedError
-from launch.limits import restore_open_files
-from launch.wire.channel import LINE_BYTES, Channel, over_pipes
+from muster.jobs.errors import RefusedError
+from muster.launch.limits import restore_open_files
+from muster.launch.wire.channel import LINE_BYTES, Channel, over_pipes
 
 KEPT_LINES: Final = 200  # of standard error, per process
 FAREWELL_S: Final = 5.0

@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from jobs import network
-from jobs.errors import MusterError, UnreachableError
-from jobs.files import write_secret
-from jobs.rundir import RunDir
-from launch.agent import SECRET
-from launch.transports.base import Gate
-from launch.transports.child import FAREWELL_S, Child
-from launch.transports.watched import Watched
-from launch.wire.listener import Listener
+from muster.jobs import network
+from muster.jobs.errors import MusterError, UnreachableError
+from muster.jobs.files import write_secret
+from muster.jobs.rundir import RunDir
+from muster.launch.agent import SECRET
+from muster.launch.transports.base import Gate
+from muster.launch.transports.child import FAREWELL_S, Child
+from muster.launch.transports.watched import Watched
+from muster.launch.wire.listener import Listener
 
 READING_S: Final = 1.0
 LOST_S: Final = 1.0  # for the agents that are not lost to end, before pdsh is ended for those that are

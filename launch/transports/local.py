@@ -11,12 +11,12 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from jobs.boot import module_argv
-from jobs.errors import UnreachableError
-from launch.node.keeper_link import start_warm
-from launch.transports.base import Gate
-from launch.transports.child import FAREWELL_S, Child
-from launch.transports.watched import Watched
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import UnreachableError
+from muster.launch.node.keeper_link import start_warm
+from muster.launch.transports.base import Gate
+from muster.launch.transports.child import FAREWELL_S, Child
+from muster.launch.transports.watched import Watched
 
 
 class Local:
@@ -43,7 +43,7 @@ class Local:
 
     def commands(self) -> list[list[str]]:
         """Return every agent's argv."""
-        return [[*module_argv(self.python, "launch.agent"), "--node", str(node)] for node in range(self.nodes)]
+        return [[*module_argv(self.python, "muster.launch.agent"), "--node", str(node)] for node in range(self.nodes)]
 
     async def start(self, gate: Gate) -> None:
         """Start one agent per node, each with its keeper's socket."""

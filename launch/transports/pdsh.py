@@ -4,15 +4,15 @@ import shlex
 import shutil
 from collections.abc import Sequence
 
-from jobs.boot import module_argv
-from jobs.errors import MusterError, RefusedError
-from jobs.hosts import HostSet
-from jobs.placement import Host, Login
-from jobs.rundir import RunDir
-from jobs.site import SshSettings
-from launch.transports.base import LEASE_S
-from launch.transports.dialled import Dialled, Starter
-from launch.transports.ssh_command import base_options, explain
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import MusterError, RefusedError
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, Login
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import SshSettings
+from muster.launch.transports.base import LEASE_S
+from muster.launch.transports.dialled import Dialled, Starter
+from muster.launch.transports.ssh_command import base_options, explain
 
 
 def pdsh_transport(
@@ -35,7 +35,7 @@ def pdsh_transport(
 
     def command(connect: str, node: str) -> str:
         # pdsh replaces %n, the position in -w, everywhere; every other % is doubled.
-        agent = [*module_argv(python, "launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
+        agent = [*module_argv(python, "muster.launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
         agent += ["--secret-file", str(run.token), "--node"]
         return shlex.join(["exec", *agent]).replace("%", "%%") + f" {node}"
 

@@ -5,16 +5,16 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from jobs.boot import module_argv
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from jobs.placement import Host
-from jobs.rundir import RunDir
-from launch.transports.base import LEASE_S
-from launch.transports.dialled import Dialled, Starter
-from launch.transports.ssh_command import explain
-from slurm.allocation import read_allocation
-from slurm.complaints import complaint
-from slurm.steps import srun_argv, step_environment
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.placement import Host
+from muster.jobs.rundir import RunDir
+from muster.launch.transports.base import LEASE_S
+from muster.launch.transports.dialled import Dialled, Starter
+from muster.launch.transports.ssh_command import explain
+from muster.slurm.allocation import read_allocation
+from muster.slurm.complaints import complaint
+from muster.slurm.steps import srun_argv, step_environment
 
 NOT_STARTED: Final = (errno.ENOENT, errno.EACCES, errno.ENOEXEC)
 
@@ -36,7 +36,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
     allocation = read_allocation(os.environ)
 
     def step(connect: str, hosts: Sequence[str], node: str) -> list[str]:
-        agent = [*module_argv(python, "launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
+        agent = [*module_argv(python, "muster.launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
         agent += ["--alone", alone] if alone else []
         return srun_argv(
             nodes=len(hosts),

@@ -5,15 +5,15 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
-from jobs.boot import module_argv
-from jobs.hosts import HostSet
-from jobs.placement import Host
-from jobs.site import SshSettings
-from launch.transports.base import LEASE_S, Gate
-from launch.transports.child import FAREWELL_S, Child
-from launch.transports.ssh_command import explain, ssh_argv
-from launch.transports.watched import Watched
-from launch.wire.channel import ChannelClosed
+from muster.jobs.boot import module_argv
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host
+from muster.jobs.site import SshSettings
+from muster.launch.transports.base import LEASE_S, Gate
+from muster.launch.transports.child import FAREWELL_S, Child
+from muster.launch.transports.ssh_command import explain, ssh_argv
+from muster.launch.transports.watched import Watched
+from muster.launch.wire.channel import ChannelClosed
 
 FANOUT: Final = 64  # key exchanges under way at once
 READING_S: Final = 1.0  # for the last words on standard error, after the end
@@ -38,7 +38,7 @@ class Ssh:
 
     def commands(self) -> list[list[str]]:
         """Return every ssh's argv."""
-        agent = [*module_argv(self.python, "launch.agent", self.code), "--lease-s", str(LEASE_S), "--node"]
+        agent = [*module_argv(self.python, "muster.launch.agent", self.code), "--lease-s", str(LEASE_S), "--node"]
         return [ssh_argv(host, self.hosts, self.ssh, [*agent, str(node)]) for node, host in enumerate(self.nodes)]
 
     async def start(self, gate: Gate) -> None:

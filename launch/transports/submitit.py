@@ -7,21 +7,21 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from jobs.boot import module_argv
-from jobs.errors import RefusedError, UnreachableError
-from jobs.rundir import RunDir
-from launch.agent import SECRET
-from launch.transports.base import LEASE_S, Gate
-from launch.transports.child import Child
-from launch.transports.dialled import READING_S, Dialled, Starter
-from slurm.submitit_job import WAIT_S, publish
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import RefusedError, UnreachableError
+from muster.jobs.rundir import RunDir
+from muster.launch.agent import SECRET
+from muster.launch.transports.base import LEASE_S, Gate
+from muster.launch.transports.child import Child
+from muster.launch.transports.dialled import READING_S, Dialled, Starter
+from muster.slurm.submitit_job import WAIT_S, publish
 
 LOOPBACK: Final = "127.0.0.1"
 
 
 def agent_argv(python: str, code: str | None) -> list[str]:
     """Return an agent's argv, but for its node and where it dials."""
-    return [*module_argv(python, "launch.agent", code), "--lease-s", str(LEASE_S)]
+    return [*module_argv(python, "muster.launch.agent", code), "--lease-s", str(LEASE_S)]
 
 
 class Submitit(Dialled):

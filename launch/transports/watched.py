@@ -5,10 +5,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from jobs.errors import MusterError
-from launch.transports.base import Gate
-from launch.transports.child import Child
-from launch.wire.channel import Channel
+from muster.jobs.errors import MusterError
+from muster.launch.transports.base import Gate
+from muster.launch.transports.child import Child
+from muster.launch.wire.channel import Channel
 
 
 class Ear:

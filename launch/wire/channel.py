@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, Final
 
-from launch.wire.codec import ProtocolError, decode, encode
-from launch.wire.messages import FROM_AGENT, TO_AGENT, Hello
+from muster.launch.wire.codec import ProtocolError, decode, encode
+from muster.launch.wire.messages import FROM_AGENT, TO_AGENT, Hello
 
 START_BYTES: Final = 1 << 24  # the longest message to an agent: argv and environment of all ranks of a node
 LINE_BYTES: Final = 1 << 23  # the longest from an agent: a line of 1 MiB whose every character is escaped

@@ -16,11 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from jobs import ports
-from jobs.errors import RefusedError
-from jobs.words import counted
-from launch.wire.channel import Channel, over_socket
-from launch.wire.handshake import (
+from muster.jobs import ports
+from muster.jobs.errors import RefusedError
+from muster.jobs.words import counted
+from muster.launch.wire.channel import Channel, over_socket
+from muster.launch.wire.handshake import (
     LONGEST,
     REFUSED,
     WELCOME,

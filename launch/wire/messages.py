@@ -7,8 +7,8 @@ units. All messages but Hello are about one attempt; times are unix seconds by t
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
-from launch.wire.codec import Bound, table
-from launch.wire.records import (
+from muster.launch.wire.codec import Bound, table
+from muster.launch.wire.records import (
     Address,
     Attempt,
     Count,

@@ -2,8 +2,8 @@
 
 from typing import Annotated, Final, Literal, TypedDict
 
-from jobs.linux import signal_name
-from launch.wire.codec import ANY_FLOAT, Bound
+from muster.jobs.linux import signal_name
+from muster.launch.wire.codec import ANY_FLOAT, Bound
 
 MOST_RANKS: Final = 1 << 20
 Attempt = Annotated[int, Bound(0, 1 << 20)]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipe.local.nested import mapped, tensors_of
+from muster.pipe.local.nested import mapped, tensors_of
 
 Ready = Mapping[torch.device, torch.cuda.Event]  # by device: after it, everything that was made there is ready
 

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipe.local.across import Ready
-from pipe.local.nested import batch_of, cut, join
-from pipe.local.turns import Turns
-from pipe.local.workers import Answer, Call, Modes, Task, Workers
-from pipe.rows import part_lengths
-from pipe.schedules.cuts import Cuts, by_hand, even
+from muster.pipe.local.across import Ready
+from muster.pipe.local.nested import batch_of, cut, join
+from muster.pipe.local.turns import Turns
+from muster.pipe.local.workers import Answer, Call, Modes, Task, Workers
+from muster.pipe.rows import part_lengths
+from muster.pipe.schedules.cuts import Cuts, by_hand, even
 
 
 def clock_cycles(microbatches: int, stages: int) -> Iterator[list[tuple[int, int]]]:

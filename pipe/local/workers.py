@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from pipe.local.across import Ready, Streams, events_now, streams_now
+from muster.pipe.local.across import Ready, Streams, events_now, streams_now
 
 AT_EXIT_S: Final = 30.0  # how long the end of the process waits for layers that are still at work
 

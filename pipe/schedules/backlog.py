@@ -10,7 +10,7 @@ takes memory, or loads a kernel - waits only for messages whose senders need not
 from collections.abc import Sequence
 from itertools import accumulate
 
-from pipe.schedules.programs import Receive, Send, Step
+from muster.pipe.schedules.programs import Receive, Send, Step
 
 Way = tuple[int, int]  # from a rank, to a rank
 

@@ -3,8 +3,8 @@
 from collections import Counter, defaultdict, deque
 from itertools import pairwise
 
-from pipe.schedules.actions import Action, Kind, Schedule, ScheduleError
-from pipe.schedules.programs import Program, Receive, Send, Step, received_before, sent_after
+from muster.pipe.schedules.actions import Action, Kind, Schedule, ScheduleError
+from muster.pipe.schedules.programs import Program, Receive, Send, Step, received_before, sent_after
 
 
 def check_actions(schedule: Schedule) -> None:

@@ -8,7 +8,7 @@ rank 1   . . . . . . . . F1  take F1              of the receiver's time: a mess
 import math
 from dataclasses import dataclass
 
-from pipe.schedules.actions import Action
+from muster.pipe.schedules.actions import Action
 
 Seconds = float | tuple[float, ...]
 NAMES = ("forward", "input_gradient", "weight_gradient", "message", "send", "take")

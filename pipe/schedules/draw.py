@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Final
 
-from pipe.schedules.actions import Action
-from pipe.schedules.programs import Send, Step
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.programs import Send, Step
 
 IDLE: Final = "."
 UNDER_WAY: Final = "~"

@@ -15,13 +15,13 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from pipe.schedules.actions import Action, Kind, Schedule
-from pipe.schedules.costs import Costs
-from pipe.schedules.draw import COMPUTE, Bar
-from pipe.schedules.messages import with_messages
-from pipe.schedules.programs import received_before
-from pipe.schedules.simulate import Simulated, simulate
-from pipe.schedules.times import needs
+from muster.pipe.schedules.actions import Action, Kind, Schedule
+from muster.pipe.schedules.costs import Costs
+from muster.pipe.schedules.draw import COMPUTE, Bar
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.programs import received_before
+from muster.pipe.schedules.simulate import Simulated, simulate
+from muster.pipe.schedules.times import needs
 
 
 @dataclass(frozen=True)

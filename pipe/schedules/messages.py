@@ -12,16 +12,16 @@ next steps are needed first: there an executor may post it, and wait for it only
 
 from collections import deque
 
-from pipe.schedules.actions import Action, Schedule
-from pipe.schedules.actions import ScheduleError as ScheduleError
-from pipe.schedules.checks import check as check
-from pipe.schedules.checks import check_actions
-from pipe.schedules.programs import Program as Program
-from pipe.schedules.programs import Receive as Receive
-from pipe.schedules.programs import Send as Send
-from pipe.schedules.programs import Step as Step
-from pipe.schedules.programs import received_before, sent_after
-from pipe.schedules.times import needs
+from muster.pipe.schedules.actions import Action, Schedule
+from muster.pipe.schedules.actions import ScheduleError as ScheduleError
+from muster.pipe.schedules.checks import check as check
+from muster.pipe.schedules.checks import check_actions
+from muster.pipe.schedules.programs import Program as Program
+from muster.pipe.schedules.programs import Receive as Receive
+from muster.pipe.schedules.programs import Send as Send
+from muster.pipe.schedules.programs import Step as Step
+from muster.pipe.schedules.programs import received_before, sent_after
+from muster.pipe.schedules.times import needs
 
 
 def with_messages(schedule: Schedule) -> Program:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pipe.schedules.actions import Action, Schedule
+from muster.pipe.schedules.actions import Action, Schedule
 
 What = Literal["activation", "gradient"]
 

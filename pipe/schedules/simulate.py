@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipe.schedules.actions import Action
-from pipe.schedules.costs import Costs as Costs
-from pipe.schedules.programs import Program, Step
-from pipe.schedules.tables import SCHEDULES
-from pipe.schedules.times import times
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.costs import Costs as Costs
+from muster.pipe.schedules.programs import Program, Step
+from muster.pipe.schedules.tables import SCHEDULES
+from muster.pipe.schedules.times import times
 
 
 @dataclass(frozen=True)

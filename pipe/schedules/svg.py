@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-from pipe.schedules.draw import PHRASES, Bar, Rows, extent, gaps
+from muster.pipe.schedules.draw import PHRASES, Bar, Rows, extent, gaps
 
 WIDTH: Final = 1000
 MARGIN: Final = 20

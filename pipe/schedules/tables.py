@@ -17,9 +17,9 @@ of micro-batches in every schedule, so that sums of gradients have the bits that
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipe.schedules.actions import Action, Schedule
-from pipe.schedules.costs import Costs
-from pipe.schedules.zero_bubble import one_chunk, two_chunks
+from muster.pipe.schedules.actions import Action, Schedule
+from muster.pipe.schedules.costs import Costs
+from muster.pipe.schedules.zero_bubble import one_chunk, two_chunks
 
 Orders = tuple[tuple[Action, ...], ...]
 

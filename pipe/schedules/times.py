@@ -3,9 +3,9 @@
 from collections import deque
 from dataclasses import dataclass
 
-from pipe.schedules.actions import Action, ScheduleError
-from pipe.schedules.costs import Costs
-from pipe.schedules.programs import Send, received_before, sent_after
+from muster.pipe.schedules.actions import Action, ScheduleError
+from muster.pipe.schedules.costs import Costs
+from muster.pipe.schedules.programs import Send, received_before, sent_after
 
 Times = tuple[float, float]  # start and end in seconds, the first start of all at 0
 

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from pipe.schedules.actions import Action, Kind
-from pipe.schedules.costs import Costs
-from pipe.schedules.times import times
+from muster.pipe.schedules.actions import Action, Kind
+from muster.pipe.schedules.costs import Costs
+from muster.pipe.schedules.times import times
 
 Orders = tuple[tuple[Action, ...], ...]
 

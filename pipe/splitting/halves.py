@@ -23,8 +23,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pipe.splitting.layers import is_split, kind_of, restore, split
-from pipe.splitting.weight_gradients import Ready, Sums, Work
+from muster.pipe.splitting.layers import is_split, kind_of, restore, split
+from muster.pipe.splitting.weight_gradients import Ready, Sums, Work
 
 Later = Callable[[], None]
 

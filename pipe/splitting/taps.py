@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipe.splitting.weight_gradients import Kind, Work
+from muster.pipe.splitting.weight_gradients import Kind, Work
 
 _keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph  # of the backward that runs now
 _saving_hooks: Final = torch._C._autograd._top_saved_tensors_default_hooks  # as checkpointing sets them

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipe.tensor.region import Region, outside_graph
+from muster.pipe.tensor.region import Region, outside_graph
 
 IGNORED: Final = -100  # as torch.nn.functional.cross_entropy has it
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from pipe.tensor.region import Region, outside_graph
+from muster.pipe.tensor.region import Region, outside_graph
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15  # of Weyl's sequence: seeds of neighbouring ranks share no low bits
 _WORD: Final = (1 << 63) - 1

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipe.splitting.weight_gradients import LINEAR, Work
-from pipe.tensor.region import Pending, Region, outside_graph
+from muster.pipe.splitting.weight_gradients import LINEAR, Work
+from muster.pipe.tensor.region import Pending, Region, outside_graph
 
 
 class Keeper(Protocol):

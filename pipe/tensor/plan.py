@@ -21,11 +21,11 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from pipe.tensor.draws import OwnDraws
-from pipe.tensor.linear import ColumnLinear, RowLinear, Together
-from pipe.tensor.region import Region
-from pipe.tensor.sequences import SumGradients, part_of_output
-from pipe.tensor.vocabulary import VocabularyEmbedding, VocabularyLinear
+from muster.pipe.tensor.draws import OwnDraws
+from muster.pipe.tensor.linear import ColumnLinear, RowLinear, Together
+from muster.pipe.tensor.region import Region
+from muster.pipe.tensor.sequences import SumGradients, part_of_output
+from muster.pipe.tensor.vocabulary import VocabularyEmbedding, VocabularyLinear
 
 Cuts = Mapping[str, int | None]  # of a module's own parameters, which dimension is split; None: whole on every rank
 

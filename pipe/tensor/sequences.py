@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from pipe.tensor.region import Region, outside_graph
+from muster.pipe.tensor.region import Region, outside_graph
 
 
 def part_of_output(module: nn.Module, region: Region) -> None:

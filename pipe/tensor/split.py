@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.checks import require_member
-from pipe.tensor.plan import Rule, matches
-from pipe.tensor.region import Region
-from pipe.tensor.slices import TensorSlice
+from muster.ddp.checks import require_member
+from muster.pipe.tensor.plan import Rule, matches
+from muster.pipe.tensor.region import Region
+from muster.pipe.tensor.slices import TensorSlice
 
 Plan = Mapping[str, Rule]
 Found = list[tuple[str, nn.Module, Rule]]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipe.tensor.cross_entropy import require_within
-from pipe.tensor.linear import ColumnLinear
-from pipe.tensor.region import Region, outside_graph
+from muster.pipe.tensor.cross_entropy import require_within
+from muster.pipe.tensor.linear import ColumnLinear
+from muster.pipe.tensor.region import Region, outside_graph
 
 
 class VocabularyEmbedding(nn.Embedding):

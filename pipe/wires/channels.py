@@ -18,9 +18,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from pipe.schedules.programs import Receive, Send
-from pipe.wires.failures import LostError
-from pipe.wires.wire import PEERS_TAG, Mark, Message, Wire, dense
+from muster.pipe.schedules.programs import Receive, Send
+from muster.pipe.wires.failures import LostError
+from muster.pipe.wires.wire import PEERS_TAG, Mark, Message, Wire, dense
 
 AHEAD: Final = (
     1  # beyond the one that is waited for; none on GPUs, where a receive takes multiprocessors from who computes

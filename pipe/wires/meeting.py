@@ -9,11 +9,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipe.wires.channels import AGREE_TAG, BATCH_TAG, HEADER_TAG, LOSS_TAG, NOTHING, OUTPUT_TAG, Layout, layout_of
-from pipe.wires.failures import Board
-from pipe.wires.nccl import NcclWire
-from pipe.wires.peers import peers_of
-from pipe.wires.wire import GlooWire, Message, Wire, own_group
+from muster.pipe.wires.channels import (
+    AGREE_TAG,
+    BATCH_TAG,
+    HEADER_TAG,
+    LOSS_TAG,
+    NOTHING,
+    OUTPUT_TAG,
+    Layout,
+    layout_of,
+)
+from muster.pipe.wires.failures import Board
+from muster.pipe.wires.nccl import NcclWire
+from muster.pipe.wires.peers import peers_of
+from muster.pipe.wires.wire import GlooWire, Message, Wire, own_group
 
 
 @dataclass(frozen=True)

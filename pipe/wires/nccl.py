@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from ddp.means import beside
-from pipe.wires.failures import LostError
-from pipe.wires.wire import Mark, flat
+from muster.ddp.means import beside
+from muster.pipe.wires.failures import LostError
+from muster.pipe.wires.wire import Mark, flat
 
 CTAS: Final = 4  # thread blocks of a message at most: while it waits they take as many multiprocessors
 

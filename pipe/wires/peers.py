@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp.checks import gather_json
-from ddp.means import beside
-from pipe.wires import driver
-from pipe.wires.failures import LostError
-from pipe.wires.wire import PEERS_TAG, Message, Wire
-from zero.neighbours import CPU, Neighbours, neighbours_of
+from muster.ddp.checks import gather_json
+from muster.ddp.means import beside
+from muster.pipe.wires import driver
+from muster.pipe.wires.failures import LostError
+from muster.pipe.wires.wire import PEERS_TAG, Message, Wire
+from muster.zero.neighbours import CPU, Neighbours, neighbours_of
 
 LINE: Final = 16  # 32-bit numbers: counters of different ways share no cache line
 PAGE: Final = 4096 // 4  # of them: what is registered with the driver is whole pages

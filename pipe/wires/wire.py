@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipe.wires.failures import LostError
+from muster.pipe.wires.failures import LostError
 
 NO_TAG: Final = 1  # nobody sends with it
 PEERS_TAG: Final = 8  # of names of memory, `pipe/wires/peers.py`; other tags: `pipe/wires/channels.py`

@@ -9,9 +9,9 @@ from pathlib import Path
 import a_a_compare
 import pytest
 
-from collectives_bench.records import Block
-from collectives_bench.results.compare import Comparison, Verdict
-from collectives_bench.results.files import read_result
+from muster.collectives_bench.records import Block
+from muster.collectives_bench.results.compare import Comparison, Verdict
+from muster.collectives_bench.results.files import read_result
 from support.bench_records import a_block, a_cell
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import cost_model
 import pytest
 
-from collectives_bench.records import Result
-from collectives_bench.results.files import write_result
+from muster.collectives_bench.records import Result
+from muster.collectives_bench.results.files import write_result
 from support.costs import OnLinks, OnOneHost, drawn
 
 OPERATIONS = ("all_reduce", "broadcast", "all_to_all")

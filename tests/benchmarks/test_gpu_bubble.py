@@ -6,11 +6,11 @@ import gpu_bubble
 import pipe_bubble
 import pytest
 
-from pipe.schedules.costs import Costs
-from pipe.schedules.measured import Record
-from pipe.schedules.messages import with_messages
-from pipe.schedules.simulate import simulate
-from pipe.schedules.tables import schedule
+from muster.pipe.schedules.costs import Costs
+from muster.pipe.schedules.measured import Record
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.simulate import simulate
+from muster.pipe.schedules.tables import schedule
 
 
 def said(name: str, late_s: float = 0.0) -> dict[str, Any]:

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # ranks impor
 
 import pipe_averaging
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
 
 
 def measured(world: World) -> list[dict[str, Any]]:

@@ -10,11 +10,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # ranks impor
 
 import pipe_bubble
 
-from jobs.train.world import World
-from pipe.schedules.costs import Costs
-from pipe.schedules.messages import with_messages
-from pipe.schedules.simulate import simulate
-from pipe.schedules.tables import schedule
+from muster.jobs.train.world import World
+from muster.pipe.schedules.costs import Costs
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.simulate import simulate
+from muster.pipe.schedules.tables import schedule
 
 CELLS = (("sleep", "zb1p"), ("sleep", "interleaved"))
 

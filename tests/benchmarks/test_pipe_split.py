@@ -6,7 +6,7 @@ import pipe_split
 import pytest
 import torch
 
-from pipe.splitting.halves import WeightQueue
+from muster.pipe.splitting.halves import WeightQueue
 
 WIDTH, TOKENS = 32, 4
 

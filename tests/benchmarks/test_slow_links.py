@@ -6,7 +6,7 @@ from itertools import combinations
 import slow_links
 from slow_links import Case, cases_of, is_right
 
-from collectives_bench.results.slow import Findings, Slow
+from muster.collectives_bench.results.slow import Findings, Slow
 
 
 def findings(*named: tuple[str, tuple[int, ...]]) -> Findings:

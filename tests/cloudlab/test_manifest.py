@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cloudlab.manifest import Manifest, ManifestNode, read_manifest, survey_manifest
-from jobs.errors import JobFileError, MusterError, UsageError
-from jobs.placement import Host, Login
+from muster.cloudlab.manifest import Manifest, ManifestNode, read_manifest, survey_manifest
+from muster.jobs.errors import JobFileError, MusterError, UsageError
+from muster.jobs.placement import Host, Login
 
 FOLDER = Path(__file__).parent / "manifests"
 GENI = "http://www.geni.net/resources/rspec/3"

@@ -7,10 +7,10 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from cloudlab.manifest import read_manifest
-from cloudlab.rspec import BOOT, MAX_NODES, RspecSpec, rate, rspec_text
-from jobs.errors import UsageError
-from jobs.placement import Host, Login
+from muster.cloudlab.manifest import read_manifest
+from muster.cloudlab.rspec import BOOT, MAX_NODES, RspecSpec, rate, rspec_text
+from muster.jobs.errors import UsageError
+from muster.jobs.placement import Host, Login
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NS = {"g": "http://www.geni.net/resources/rspec/3", "e": "http://www.protogeni.net/resources/rspec/ext/emulab/1"}

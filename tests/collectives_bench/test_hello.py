@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.placement import Host, place
-from jobs.ranks import RankEnv
-from jobs.spec import CommandSettings, Job
-from launch import cli
+from muster.jobs.placement import Host, place
+from muster.jobs.ranks import RankEnv
+from muster.jobs.spec import CommandSettings, Job
+from muster.launch import cli
 from support.live import LiveRun
 
 REPOSITORY = Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def bench(env: RankEnv | None, *arguments: str) -> "subprocess.Popen[str]":
     clean = {name: value for name, value in os.environ.items() if name != "RANK" and not name.startswith("MUSTER")}
     variables = {**env.variables(), "GLOO_SOCKET_IFNAME": "lo"} if env else {}
     return subprocess.Popen(
-        [sys.executable, "-m", "collectives_bench", *arguments],
+        [sys.executable, "-m", "muster.collectives_bench", *arguments],
         env={**clean, "PYTHONPATH": str(REPOSITORY), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -71,7 +71,8 @@ def test_a_rank_whose_variables_nobody_set_and_an_unknown_operation_are_said_in_
     assert [rank.returncode for rank in started] == [78, 2]
     assert unset == ("muster: environment: RANK is not set; start this through muster, torchrun, srun or mpirun\n")
     assert unknown.splitlines()[-1].startswith(
-        "python -m collectives_bench: error: argument --operation: unknown operation 'helo'; did you mean 'hello'?"
+        "python -m muster.collectives_bench: error: argument --operation: unknown operation 'helo'; "
+        "did you mean 'hello'?"
     )
 
 
@@ -94,8 +95,8 @@ def test_a_wrong_operation_in_a_job_file_is_a_mistake_at_its_line(tmp_path: Path
 )
 def test_a_rank_that_loses_another_reports_that_it_is_a_victim(error, peer: bool, monkeypatch) -> None:
     """Without its report the loss of a peer looked like a failure of its own, and could win over the true one."""
-    from collectives_bench.ranks import run
-    from collectives_bench.settings import BenchSettings
+    from muster.collectives_bench.ranks import run
+    from muster.collectives_bench.settings import BenchSettings
 
     def fail(env: RankEnv) -> bool:
         raise error

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.known import LEAST_JUDGED
-from collectives_bench.results.files import read_result
-from collectives_bench.results.slow import slow
+from muster.collectives_bench.known import LEAST_JUDGED
+from muster.collectives_bench.results.files import read_result
+from muster.collectives_bench.results.slow import slow
 from support.box import LiveBox
 
 pytestmark = pytest.mark.cluster
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.cluster
 
 def bench(folder: Path, *words: str, within: tuple[str, ...] = ()) -> str:
     """Run `muster bench`; its records lie in the file `result.json`."""
-    argv = [*within, sys.executable, "-m", "launch", "bench", *words]
+    argv = [*within, sys.executable, "-m", "muster", "bench", *words]
     argv += ["--runs", str(folder / "runs"), "--out", str(folder / "result.json")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=55, check=False)
     assert (folder / "result.json").is_file(), done.stdout + done.stderr

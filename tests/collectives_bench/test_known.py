@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.known import SEGMENT, best_wire, deviation, known_wire
-from collectives_bench.records import Cell, Wire
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.known import SEGMENT, best_wire, deviation, known_wire
+from muster.collectives_bench.records import Cell, Wire
 
 MB = 2**20
 

@@ -1,7 +1,7 @@
 """From settings to cells, and their order in each launch."""
 
-from collectives_bench.plan import cells_of, order_of
-from collectives_bench.settings import BenchSettings
+from muster.collectives_bench.plan import cells_of, order_of
+from muster.collectives_bench.settings import BenchSettings
 
 
 def settings(**values) -> BenchSettings:

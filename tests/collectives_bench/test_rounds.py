@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives_bench.rounds import orders, rounds
+from muster.collectives_bench.rounds import orders, rounds
 
 NODES = st.integers(0, 40)
 

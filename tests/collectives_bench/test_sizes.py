@@ -2,7 +2,7 @@
 
 import pytest
 
-from collectives_bench.sizes import LARGEST, parse_size, parse_sizes, size_text
+from muster.collectives_bench.sizes import LARGEST, parse_size, parse_sizes, size_text
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp.buckets import FIRST_BYTES, MB, Size, plan_buckets
-from jobs.train.world import World
+from muster.ddp.buckets import FIRST_BYTES, MB, Size, plan_buckets
+from muster.jobs.train.world import World
 from support.data_parallel import wrong_gradients
 
 KIND = st.sampled_from([("float32", 4), ("float64", 8), ("bfloat16", 2)])

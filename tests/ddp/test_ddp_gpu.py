@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-import ddp
-from jobs.train.world import World
+from muster import ddp
+from muster.jobs.train.world import World
 from support.data_parallel import WRAPPERS
 from support.gpus import over
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ddp
-from ddp.checks import first_difference, ranks_in_words
-from jobs.train.world import World
+from muster import ddp
+from muster.ddp.checks import first_difference, ranks_in_words
+from muster.jobs.train.world import World
 from support.data_parallel import WRAPPERS, backwards, wrap
 from support.data_parallel_models import CASES, ToyModel
 

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ddp.gradients
-from ddp import BucketedDDP
-from ddp.means import Mean
-from jobs.train.world import World
+from muster.ddp import BucketedDDP, gradients
+from muster.ddp.means import Mean
+from muster.jobs.train.world import World
 from support.data_parallel import wrong_gradients, wrong_training
 
 pytestmark = pytest.mark.ranks
@@ -34,7 +33,7 @@ class InPlace(Mean):
 
 
 def in_place() -> Any:
-    return mock.patch("ddp.bucketed.mean_for", lambda group, device, **promises: InPlace(group))
+    return mock.patch("muster.ddp.bucketed.mean_for", lambda group, device, **promises: InPlace(group))
 
 
 def all_in_place(world: World) -> list[str]:
@@ -89,11 +88,11 @@ def test_a_gradient_that_shares_its_memory_is_averaged_in_a_copy(on_ranks):
 def copies(world: World) -> int:
     with in_place():
         model = BucketedDDP(nn.Sequential(*(nn.Linear(9, 9) for _ in range(4))), world.group, bucket_size_mb=1e-3)
-        with mock.patch("ddp.gradients.torch.empty_like", side_effect=torch.empty_like) as made:
+        with mock.patch("muster.ddp.gradients.torch.empty_like", side_effect=torch.empty_like) as made:
             model(torch.ones(2, 9)).sum().backward()
         return made.call_count
 
 
 def test_nothing_is_copied_that_nobody_shares(on_ranks):
-    assert ddp.gradients.UNSHARED == 2
+    assert gradients.UNSHARED == 2
     assert on_ranks(2, copies) == [0, 0]

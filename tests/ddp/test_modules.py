@@ -2,7 +2,7 @@
 
 import pytest
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
 from support.data_parallel import WRAPPERS, wrong_gradients, wrong_start
 from support.data_parallel_models import CASES
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp import norms
-from ddp.norms import clip_by, plain_norm, reproducible_norm
-from jobs.train.world import World
+from muster.ddp import norms
+from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
+from muster.jobs.train.world import World
 
 INF, NAN = math.inf, math.nan
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

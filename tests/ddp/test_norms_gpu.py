@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp.norms import clip_by, plain_norm, reproducible_norm
-from jobs.train.world import World
+from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
+from muster.jobs.train.world import World
 from support.gpus import over
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]

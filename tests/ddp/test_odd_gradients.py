@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import ddp
-from jobs.train.world import World
+from muster import ddp
+from muster.jobs.train.world import World
 from support.data_parallel import WRAPPERS
 
 pytestmark = pytest.mark.ranks

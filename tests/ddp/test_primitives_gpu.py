@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp.primitives import columns
-from jobs.train.world import World
+from muster.ddp.primitives import columns
+from muster.jobs.train.world import World
 from support.gpus import over
 from support.primitives import check_all
 
@@ -40,7 +40,7 @@ def test_every_primitive_works_on_all_gpus_of_the_machine_and_on_all_but_one(on_
 
 
 def refused(world: World, folder: str) -> str:
-    import ddp.primitives as primitives
+    from muster.ddp import primitives
 
     with (
         over("gloo", world, folder) as on_gpu,

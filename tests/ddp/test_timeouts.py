@@ -8,11 +8,11 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-import ddp
-from ddp import timeouts
-from ddp.timeouts import Entered, tell
-from jobs.train.failures import is_lost_connection
-from jobs.train.world import World
+from muster import ddp
+from muster.ddp import timeouts
+from muster.ddp.timeouts import Entered, tell
+from muster.jobs.train.failures import is_lost_connection
+from muster.jobs.train.world import World
 from support.data_parallel import WRAPPERS, backwards
 from support.data_parallel_models import CASES
 

@@ -8,7 +8,7 @@ shards (`test_running_statistics_are_each_ranks_own`). VGG has an eighth of its 
 import pytest
 import torch
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
 from support.data_parallel import (
     WRAPPERS,
     backwards,
@@ -78,9 +78,9 @@ def test_running_statistics_are_each_ranks_own(on_ranks):
 
 
 def whole_vgg11(world: World) -> list[str]:
-    import ddp
-    from jobs.shapes import VGG_SHAPES
-    from jobs.train.models.vgg import build_vgg
+    from muster import ddp
+    from muster.jobs.shapes import VGG_SHAPES
+    from muster.jobs.train.models.vgg import build_vgg
 
     model = ddp.BucketedDDP(build_vgg(VGG_SHAPES["vgg11"], world.rank), world.group, bucket_size_mb=8)
     loss = CASES["vgg11"].loss

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import ddp
-from ddp.base import DataParallel
-from jobs.train.world import World
+from muster import ddp
+from muster.ddp.base import DataParallel
+from muster.jobs.train.world import World
 from support.data_parallel import (
     WRAPPERS,
     backwards,

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import ddp
-from jobs.train.world import World
+from muster import ddp
+from muster.jobs.train.world import World
 from support.data_parallel import (
     WRAPPERS,
     backwards,

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import ddp
-from jobs.train.world import World
+from muster import ddp
+from muster.jobs.train.world import World
 from support.data_parallel import (
     WRAPPERS,
     backwards,

@@ -6,14 +6,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from fuzz.engine import CORPUS, Target
-from jobs import exits
-from jobs.errors import MusterError
-from jobs.rundir import RunDir
-from jobs.trace.chrome import read_document
-from launch import cli
-from launch.scheduler.slurm_job import SlurmJob, last_words
-from slurm.client import from_sacct, from_scontrol, from_squeue
-from slurm.states import JobState, is_orphan, outcome, waiting
+from muster.jobs import exits
+from muster.jobs.errors import MusterError
+from muster.jobs.rundir import RunDir
+from muster.jobs.trace.chrome import read_document
+from muster.launch import cli
+from muster.launch.scheduler.slurm_job import SlurmJob, last_words
+from muster.slurm.client import from_sacct, from_scontrol, from_squeue
+from muster.slurm.states import JobState, is_orphan, outcome, waiting
 from support.checkpoints import Saved
 
 REPOSITORY = Path(__file__).parents[2]

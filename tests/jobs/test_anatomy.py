@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.anatomy import anatomy
-from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape, VggShape
-from jobs.train.models.gpt import assemble_gpt
-from jobs.train.models.vgg import assemble_vgg
-from jobs.train.numerics.pieces import cut
+from muster.jobs.anatomy import anatomy
+from muster.jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.train.models.gpt import assemble_gpt
+from muster.jobs.train.models.vgg import assemble_vgg
+from muster.jobs.train.numerics.pieces import cut
 
 BATCH = 2
 NANO = GPT_SHAPES["gpt-nano"]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.cifar10 import prepare_cifar10, read_batch
-from jobs.datafiles import locked
-from jobs.errors import RefusedError, StorageError
-from launch.commands import data as data_command
+from muster.jobs.cifar10 import prepare_cifar10, read_batch
+from muster.jobs.datafiles import locked
+from muster.jobs.errors import RefusedError, StorageError
+from muster.launch.commands import data as data_command
 
 
 def prepare(root: Path, tiny) -> None:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs import exits
-from jobs.download import download
-from jobs.errors import RefusedError, StorageError, UnreachableError, UsageError
+from muster.jobs import exits
+from muster.jobs.download import download
+from muster.jobs.errors import RefusedError, StorageError, UnreachableError, UsageError
 
 BODY = random.Random(1).randbytes(3 * 2**20 + 17)
 MD5 = hashlib.md5(BODY).hexdigest()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import free
+from muster.jobs import free
 
 GB = 2**30
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jobs import leftovers
+from muster.jobs import leftovers
 
 pytestmark = pytest.mark.ranks
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs import load, yamlfile
-from jobs.errors import JobFileError, UsageError
-from jobs.load import load_job
-from jobs.spec import CommandSettings, Job, JobKind
-from jobs.strict import Strict
-from jobs.train_settings import TrainSettings
+from muster.jobs import load, yamlfile
+from muster.jobs.errors import JobFileError, UsageError
+from muster.jobs.load import load_job
+from muster.jobs.spec import CommandSettings, Job, JobKind
+from muster.jobs.strict import Strict
+from muster.jobs.train_settings import TrainSettings
 
 
 class TryoutSettings(Strict):

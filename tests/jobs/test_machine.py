@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import machine
+from muster.jobs import machine
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs import files, ownership, rundir
-from jobs.errors import RunFolderError
-from jobs.ownership import check_folder, check_parents, private_folder
-from jobs.reading import UntrustedError
-from jobs.rundir import RunDir
+from muster.jobs import files, ownership, rundir
+from muster.jobs.errors import RunFolderError
+from muster.jobs.ownership import check_folder, check_parents, private_folder
+from muster.jobs.reading import UntrustedError
+from muster.jobs.rundir import RunDir
 from support.users import ATTACKER, needs_root
 
 EVERY_UMASK = [0o000, 0o002, 0o022, 0o077]
@@ -155,6 +155,8 @@ def test_logs_follow_no_link(tmp_path: Path) -> None:
 
 def test_looking_ends_with_the_command(tmp_path: Path) -> None:
     """Nothing that one command may read is read by a later one of the same process."""
-    code = "from launch.cli import main; main(['list', '--runs', 'x']); from jobs import reading, ownership; "
+    code = (
+        "from muster.launch.cli import main; from muster.jobs import reading, ownership; main(['list', '--runs', 'x']);"
+    )
     code += "assert not reading._extra_owners.get(); assert ownership._shares.get() is None"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, check=True)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import ranks
-from jobs.errors import RefusedError
-from jobs.ranks import RankEnv
+from muster.jobs import ranks
+from muster.jobs.errors import RefusedError
+from muster.jobs.ranks import RankEnv
 
 numbers = st.integers(0, 10**6)
 envs = st.builds(

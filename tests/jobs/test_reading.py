@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs import yamlfile
-from jobs.errors import JobFileError, RunFolderError
-from jobs.files import read_lines
-from jobs.hosts import read_hostfile
-from jobs.reading import MOST_VALUES, SETTINGS_BYTES, UntrustedError, parse_json, read_bytes, read_end, target_of
+from muster.jobs import yamlfile
+from muster.jobs.errors import JobFileError, RunFolderError
+from muster.jobs.files import read_lines
+from muster.jobs.hosts import read_hostfile
+from muster.jobs.reading import MOST_VALUES, SETTINGS_BYTES, UntrustedError, parse_json, read_bytes, read_end, target_of
 from support.memory import little_memory
 from support.users import ATTACKER, needs_root
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jobs.reports import Reporter
+from muster.jobs.reports import Reporter
 
 Pipe = tuple[int, int]
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import StorageError
-from jobs.files import read_lines
-from jobs.rowlog import MOST_KEPT, RowLog
+from muster.jobs.errors import StorageError
+from muster.jobs.files import read_lines
+from muster.jobs.rowlog import MOST_KEPT, RowLog
 
 
 class Disk:

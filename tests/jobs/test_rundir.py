@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs import files, rundir
-from jobs.errors import RunFolderError, StorageError
-from jobs.rundir import RunDir
+from muster.jobs import files, rundir
+from muster.jobs.errors import RunFolderError, StorageError
+from muster.jobs.rundir import RunDir
 
 
 def a_run(root: Path, run_id: str) -> RunDir:

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from jobs import yamlfile
-from jobs.errors import JobFileError
-from jobs.load import EXAMPLES, load_job
-from jobs.modes import MODES
-from jobs.schema import job_schema
-from launch.kinds import KINDS
+from muster.jobs import yamlfile
+from muster.jobs.errors import JobFileError
+from muster.jobs.load import EXAMPLES, load_job
+from muster.jobs.modes import MODES
+from muster.jobs.schema import job_schema
+from muster.launch.kinds import KINDS
 
 TRAIN = {"model": "vgg11", "data": "digits"}
 

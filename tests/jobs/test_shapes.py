@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.errors import RefusedError
-from jobs.model_shape import context_of, resolve_shape
-from jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
-from jobs.train_settings import ModelSettings
+from muster.jobs.errors import RefusedError
+from muster.jobs.model_shape import context_of, resolve_shape
+from muster.jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
+from muster.jobs.train_settings import ModelSettings
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs import yamlfile
-from jobs.errors import JobFileError
-from jobs.site import Site, SshSettings, load_site, site_path
+from muster.jobs import yamlfile
+from muster.jobs.errors import JobFileError
+from muster.jobs.site import Site, SshSettings, load_site, site_path
 
 
 def _write(path: Path, text: str) -> Path:

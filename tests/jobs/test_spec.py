@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from jobs.errors import RefusedError
-from jobs.modes import Parallel
-from jobs.spec import MAX_STRING_BYTES, CommandSettings, Job
-from jobs.train_settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
-from jobs.words import unknown
+from muster.jobs.errors import RefusedError
+from muster.jobs.modes import Parallel
+from muster.jobs.spec import MAX_STRING_BYTES, CommandSettings, Job
+from muster.jobs.train_settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from muster.jobs.words import unknown
 
 
 def train(**settings: Any) -> TrainSettings:

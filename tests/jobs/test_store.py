@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from jobs import ports
-from jobs.boot import module_argv
+from muster.jobs import ports
+from muster.jobs.boot import module_argv
 
 ELSEWHERE = "127.0.0.2"  # all of 127.0.0.0/8 is this host
 WAIT = timedelta(seconds=20)
@@ -23,7 +23,13 @@ def port() -> Iterator[int]:
     with ports.bind(ELSEWHERE, backlog=16) as listening:
         number: int = listening.getsockname()[1]
         descriptor = listening.fileno()
-        argv = [*module_argv(sys.executable, "jobs.store"), "--fd", str(descriptor), "--parent", str(os.getpid())]
+        argv = [
+            *module_argv(sys.executable, "muster.jobs.store"),
+            "--fd",
+            str(descriptor),
+            "--parent",
+            str(os.getpid()),
+        ]
         store = subprocess.Popen(argv, pass_fds=[descriptor])
     yield number
     store.kill()

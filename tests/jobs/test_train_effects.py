@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.errors import JobFileError
-from jobs.load import LoadedJob, load_job
-from jobs.modes import MODES
-from jobs.spec import JobKind
-from jobs.train_effects import READERS, unread
-from jobs.train_settings import TrainSettings
+from muster.jobs.errors import JobFileError
+from muster.jobs.load import LoadedJob, load_job
+from muster.jobs.modes import MODES
+from muster.jobs.spec import JobKind
+from muster.jobs.train_effects import READERS, unread
+from muster.jobs.train_settings import TrainSettings
 
 KINDS = (JobKind("train", TrainSettings, "somewhere:run", lambda settings, world_size: None, unread),)
 GPT = {"model": {"name": "gpt-nano", "tied": False}, "data": "synthetic"}

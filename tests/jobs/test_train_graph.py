@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from jobs.train_graph import why_not_recorded
-from jobs.train_settings import TrainSettings
+from muster.jobs.train_graph import why_not_recorded
+from muster.jobs.train_settings import TrainSettings
 
 GPT = {"model": "gpt-nano", "data": "synthetic", "mode": "bucketed", "cuda_graph": True}
 

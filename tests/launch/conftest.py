@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from jobs import ranks
-from jobs.files import append_line
-from jobs.rundir import RunDir
-from launch import processes
+from muster.jobs import ranks
+from muster.jobs.files import append_line
+from muster.jobs.rundir import RunDir
+from muster.launch import processes
 from support.agents import LOOPBACK, Started
 from support.sshd import Sshd
 
@@ -142,7 +142,7 @@ def muster(
     make_run: Callable[..., RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., Any]:
     """Return a function that runs `muster ...` in this process on the folder of `make_run`: (code, out, err)."""
-    from launch.cli import main
+    from muster.launch.cli import main
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

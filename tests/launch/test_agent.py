@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.boot import module_argv
-from launch import agent
-from launch.processes import start_ticks
-from launch.wire.codec import decode
-from launch.wire.messages import FROM_AGENT, Beat, Bye, Hello
+from muster.jobs.boot import module_argv
+from muster.launch import agent
+from muster.launch.processes import start_ticks
+from muster.launch.wire.codec import decode
+from muster.launch.wire.messages import FROM_AGENT, Beat, Bye, Hello
 from support.agents import LOOPBACK, port_of
 
 TEXT = st.characters(exclude_categories=["Cs"])
@@ -151,7 +151,7 @@ def test_ctrl_c_and_a_closing_terminal_are_the_supervisors_to_answer(start_agent
 def test_one_whose_supervisor_went_before_its_first_word_ends_without_a_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    argv = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
+    argv = [*module_argv(sys.executable, "muster.launch.agent"), "--node", "0"]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=writing, stderr=subprocess.PIPE, timeout=30)
     os.close(writing)
     assert (done.returncode, done.stderr) == (69, b"")

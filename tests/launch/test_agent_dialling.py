@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import agent
-from launch.wire.handshake import node_key
+from muster.launch import agent
+from muster.launch.wire.handshake import node_key
 from support.agents import DEADLINE_S, LOOPBACK, RUN_SECRET, closed_port, port_of, prove_supervisor
 
 KEY = node_key(RUN_SECRET, 0)
@@ -132,7 +132,7 @@ def test_a_refused_dial_is_followed_by_another(monkeypatch: pytest.MonkeyPatch) 
         answering.append(answered(servers[0]))
         answering[0].__enter__()
 
-    monkeypatch.setattr("launch.agent.time.sleep", serve)
+    monkeypatch.setattr("muster.launch.agent.time.sleep", serve)
     with agent.dial([f"{LOOPBACK}:{port}"], 0, KEY, DEADLINE_S) as connection, servers[0]:
         assert len(servers) == 1
         assert connection.getpeername() == (LOOPBACK, port)

@@ -4,11 +4,11 @@ import time
 
 import pytest
 
-from jobs.files import append_line, write_json
-from launch.look.doing import doing, newest_saved
-from launch.look.runrows import read_rows
-from launch.look.runstate import read_state
-from launch.supervision import lease
+from muster.jobs.files import append_line, write_json
+from muster.launch.look.doing import doing, newest_saved
+from muster.launch.look.runrows import read_rows
+from muster.launch.look.runstate import read_state
+from muster.launch.supervision import lease
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.boot import CODE_ROOT, module_argv
+from muster.jobs.boot import CODE_ROOT, module_argv
 
-SHOW = "import json, sys\nprint(json.dumps([__name__, __file__, __package__, __spec__.name, sys.argv, sys.path[0]]))\n"
+SHOW = "import json, sys\nprint(json.dumps([__name__, __file__, __package__, __spec__.name, sys.argv, sys.path]))\n"
 LOADED = "import sys\nprint(*sys.modules)\n"
 
 
@@ -19,13 +19,13 @@ LOADED = "import sys\nprint(*sys.modules)\n"
 def code(tmp_path: Path) -> Path:
     """Another code root, with modules that say how they were started."""
     root = tmp_path / "co de"
-    for package in ("launch", "tool", "tool/inner"):
-        (root / package).mkdir(parents=True)
-        (root / package / "__init__.py").touch()
-    shutil.copy(CODE_ROOT / "launch" / "boot.py", root / "launch")
-    (root / "tool" / "show.py").write_text(SHOW)
-    (root / "tool" / "inner" / "__main__.py").write_text(SHOW)
-    (root / "tool" / "lacks.py").write_text("import no_such_module\n")
+    for package in ("", "launch", "tool", "tool/inner"):
+        (root / "muster" / package).mkdir(parents=True)
+        (root / "muster" / package / "__init__.py").touch()
+    shutil.copy(CODE_ROOT / "launch" / "boot.py", root / "muster" / "launch")
+    (root / "muster" / "tool" / "show.py").write_text(SHOW)
+    (root / "muster" / "tool" / "inner" / "__main__.py").write_text(SHOW)
+    (root / "muster" / "tool" / "lacks.py").write_text("import no_such_module\n")
     return root
 
 
@@ -36,36 +36,36 @@ def boot(root: Path, *words: str, **options: object) -> subprocess.CompletedProc
 
 def test_a_module_runs_as_main_from_the_root_that_boot_lies_in(code: Path, tmp_path: Path) -> None:
     words = ["--a", "b c", "$HOME;", ""]
-    name, file, package, spec, argv, first = json.loads(boot(code, "tool.show", *words).stdout)
-    assert (name, package, spec) == ("__main__", "tool", "tool.show")
-    assert file == str(code / "tool" / "show.py")
+    name, file, package, spec, argv, path = json.loads(boot(code, "muster.tool.show", *words).stdout)
+    assert (name, package, spec) == ("__main__", "muster.tool", "muster.tool.show")
+    assert file == str(code / "muster" / "tool" / "show.py")
     assert argv == [file, *words]
-    assert first == str(code)
+    assert [folder for folder in path if Path(folder).is_relative_to(code)] == []
 
 
 def test_a_package_runs_its_main_module(code: Path) -> None:
-    name, file, package, spec, _, _ = json.loads(boot(code, "tool.inner").stdout)
-    assert (name, package, spec) == ("__main__", "tool.inner", "tool.inner.__main__")
+    name, file, package, spec, _, _ = json.loads(boot(code, "muster.tool.inner").stdout)
+    assert (name, package, spec) == ("__main__", "muster.tool.inner", "muster.tool.inner.__main__")
     assert file.endswith("tool/inner/__main__.py")
 
 
 def test_the_users_own_packages_of_our_names_stay_out(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "__init__.py").write_text("raise SystemExit('the wrong jobs')")
-    done = boot(CODE_ROOT, "launch.cli", "--help", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    done = boot(CODE_ROOT, "muster.launch.cli", "--help", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("module", ["tool.none", "none.show", "none"])
+@pytest.mark.parametrize("module", ["muster.tool.none", "muster.none.show", "none.show", "none"])
 def test_code_that_is_not_there_is_named_with_what_to_do(code: Path, module: str) -> None:
     done = boot(code, module)
     assert done.returncode == 78
-    assert f"there is no {module} in {code}; run muster sync" in done.stderr
+    assert f"there is no {module} in {code}/muster; run muster sync" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
 def test_a_library_that_is_missing_is_python_s_own_message(code: Path) -> None:
-    done = boot(code, "tool.lacks")
+    done = boot(code, "muster.tool.lacks")
     assert done.returncode == 1
     assert "No module named 'no_such_module'" in done.stderr
 
@@ -78,9 +78,9 @@ def test_without_a_module_it_says_who_it_is_for(code: Path) -> None:
 
 
 def test_it_imports_nothing_that_a_bare_python_has_not(code: Path) -> None:
-    (code / "tool" / "bare.py").write_text(LOADED)
+    (code / "muster" / "tool" / "bare.py").write_text(LOADED)
     bare = subprocess.run([sys.executable, "-I", "-c", LOADED], capture_output=True, text=True)
-    assert set(boot(code, "tool.bare").stdout.split()) - set(bare.stdout.split()) == {"tool"}
+    assert set(boot(code, "muster.tool.bare").stdout.split()) - set(bare.stdout.split()) == {"muster", "muster.tool"}
 
 
 def test_an_old_python_is_told_before_it_meets_newer_syntax(code: Path) -> None:
@@ -88,7 +88,7 @@ def test_an_old_python_is_told_before_it_meets_newer_syntax(code: Path) -> None:
     source = (CODE_ROOT / "launch" / "boot.py").read_text()
     ast.parse(source, feature_version=(3, 6))
     old = source.replace("sys.version_info < OLDEST", "(3, 8, 1) < OLDEST")
-    (code / "launch" / "boot.py").write_text(old)
-    done = boot(code, "tool.show")
+    (code / "muster" / "launch" / "boot.py").write_text(old)
+    done = boot(code, "muster.tool.show")
     assert done.returncode == 78
     assert "Muster needs 3.10 or newer; set interpreter in the site file" in done.stderr

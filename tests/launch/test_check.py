@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import RefusedError
-from launch.check import inspection
-from launch.cli import main
-from launch.fingerprint import fingerprint
-from launch.supervision.master import own_address
+from muster.jobs.errors import RefusedError
+from muster.launch.check import inspection
+from muster.launch.cli import main
+from muster.launch.fingerprint import fingerprint
+from muster.launch.supervision.master import own_address
 from support.box import LiveBox
 
 JOB = "name: look\nnodes: 2\ncommand: ['true']\n"
@@ -194,7 +194,9 @@ def test_storage_that_is_not_shared_is_a_warning(check: Check, apart_box: LiveBo
 def test_code_that_is_not_where_the_site_file_says_is_named(check: Check, box: LiveBox, tmp_path: Path) -> None:
     check.site.write_text(f"code: {tmp_path}/nothing\n")
     assert check(FOUR, "--hosts", box.spelt) == 78
-    assert f"node[0-3]: Muster's code is not there: {tmp_path}/nothing/launch/boot.py; run muster sync" in check.out
+    assert (
+        f"node[0-3]: Muster's code is not there: {tmp_path}/nothing/muster/launch/boot.py; run muster sync" in check.out
+    )
 
 
 @pytest.mark.cluster

@@ -96,7 +96,7 @@ def test_show_tells_what_it_holds(saved, muster, muster_json) -> None:
 
 
 def test_what_a_stranger_wrote_does_not_reach_the_terminal(saved, muster) -> None:
-    from jobs.checkpoint import sealed
+    from muster.jobs.checkpoint import sealed
 
     manifest = saved.run.checkpoint(7, 1).manifest
     body = sealed.unseal(manifest.read_bytes(), "manifest")
@@ -143,7 +143,7 @@ def test_a_name_that_is_not_there_is_refused(saved, muster, name: str) -> None:
 
 
 def test_a_wrong_action_is_a_usage_error() -> None:
-    from launch.cli import main
+    from muster.launch.cli import main
 
     assert main(["checkpoint"]) == 2
     assert main(["checkpoint", "shwo"]) == 2

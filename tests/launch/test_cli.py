@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from jobs import errors
-from launch import cli
+from muster.jobs import errors
+from muster.launch import cli
 
 
 def run_python(*arguments: str, **fields) -> subprocess.CompletedProcess[str]:
@@ -24,7 +24,7 @@ GROUPS = ["start:", "look:", "data and proof:", "measure:", "cluster:", "about:"
 def fake(monkeypatch: pytest.MonkeyPatch, run) -> None:
     """Let `muster why` be another command."""
     module = SimpleNamespace(configure=lambda parser: parser.add_argument("--x", type=int), run=run)
-    monkeypatch.setitem(sys.modules, "launch.commands.why", module)
+    monkeypatch.setitem(sys.modules, "muster.launch.commands.why", module)
 
 
 def test_help_names_every_command_once_with_its_phrase(capsys) -> None:
@@ -50,7 +50,7 @@ def test_without_a_command_help_is_shown_as_a_usage_error(capsys) -> None:
 
 @pytest.mark.parametrize("name", list(cli.PHRASES))
 def test_a_command_of_the_table_has_a_module_with_both_functions(name: str) -> None:
-    module = importlib.import_module(f"launch.commands.{name}")
+    module = importlib.import_module(f"muster.launch.commands.{name}")
     assert callable(module.configure)
     assert callable(module.run)
 
@@ -112,7 +112,7 @@ def test_a_bug_of_ours_is_not_hidden(monkeypatch) -> None:
 
 
 def test_version_and_python_m_launch_work() -> None:
-    done = run_python("-m", "launch", "--version")
+    done = run_python("-m", "muster", "--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("muster ")
 
@@ -121,7 +121,7 @@ def test_a_closed_pipe_is_answered_quietly() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    argv = [sys.executable, "-m", "launch", "--help"]
+    argv = [sys.executable, "-m", "muster", "--help"]
     done = subprocess.run(argv, env=env, stdout=writing, stderr=subprocess.PIPE, timeout=30, check=False)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, b"")
@@ -129,12 +129,12 @@ def test_a_closed_pipe_is_answered_quietly() -> None:
 
 def test_help_imports_nothing_of_ours_but_the_table_and_nothing_heavy() -> None:
     code = (
-        "import sys; before = set(sys.modules); from launch import cli; cli.main(['--help'])\n"
+        "import sys; before = set(sys.modules); from muster.launch import cli; cli.main(['--help'])\n"
         "print('\\n'.join(sorted(set(sys.modules) - before)), file=sys.stderr)"
     )
     done = run_python("-c", code, check=True)
     loaded = set(done.stderr.split())
-    assert {name for name in loaded if name.partition(".")[0] in ("launch", "jobs")} == {"launch", "launch.cli"}
+    assert {name for name in loaded if name.startswith("muster")} == {"muster", "muster.launch", "muster.launch.cli"}
     assert not {"torch", "pydantic", "yaml", "rich", "dataclasses", "json", "importlib.metadata"} & loaded
 
 
@@ -142,7 +142,7 @@ def test_help_imports_nothing_of_ours_but_the_table_and_nothing_heavy() -> None:
 def test_looking_at_a_run_never_imports_torch_or_the_job_model(name: str, make_run) -> None:
     folder = make_run().submitted().attempt().ended()
     code = (
-        f"import sys; from launch import cli; cli.main([{name!r}, '--runs', {str(folder.root)!r}])\n"
+        f"import sys; from muster.launch import cli; cli.main([{name!r}, '--runs', {str(folder.root)!r}])\n"
         "print(' '.join({'torch', 'pydantic', 'yaml'} & set(sys.modules)), file=sys.stderr)"
     )
     assert run_python("-c", code, check=True).stderr.splitlines()[-1].strip() == ""

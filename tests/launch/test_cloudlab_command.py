@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cloudlab.rspec import RspecSpec, rspec_text
-from launch.cli import main
+from muster.cloudlab.rspec import RspecSpec, rspec_text
+from muster.launch.cli import main
 
 
 def test_without_options_it_prints_the_default_profile(capsys: pytest.CaptureFixture[str]) -> None:

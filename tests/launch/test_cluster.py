@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.files import read_lines
-from jobs.rundir import RunDir, list_runs
-from launch.processes import of_run
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir, list_runs
+from muster.launch.processes import of_run
 from support.box import LiveBox
 from support.live import wait_until
 
@@ -47,7 +47,7 @@ class Muster:
     def start(self, *words: str, job: str | None = None, **more: Any) -> subprocess.Popen[str]:
         if job is not None:
             (self.folder / "job.yaml").write_text(job)
-        argv = [sys.executable, "-m", "launch", *words, "--runs", str(self.runs)]
+        argv = [sys.executable, "-m", "muster", *words, "--runs", str(self.runs)]
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)
         self.left.append(process)
         return process
@@ -284,7 +284,7 @@ def test_a_submitted_run_is_seen_and_stopped_from_another_machine(muster) -> Non
     assert code == 0, err
     run_id = out.strip()
     muster.wait_for("started", 4)
-    argv = [sys.executable, "-m", "launch"]
+    argv = [sys.executable, "-m", "muster"]
     seen = muster.box.exec("node3", [*argv, "status", run_id, "--json", "--runs", str(muster.runs)])
     state = json.loads(seen.stdout)
     assert (state["state"], state["sure"]) == ("running", True)  # by its lease: node3 cannot see the process

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from jobs.files import read_lines
-from jobs.rundir import list_runs
-from launch.agent import KEY, SECRET
-from launch.processes import of_run
-from launch.wire.handshake import node_key
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import list_runs
+from muster.launch.agent import KEY, SECRET
+from muster.launch.processes import of_run
+from muster.launch.wire.handshake import node_key
 from support.agents import closed_port
 from support.live import wait_until
 

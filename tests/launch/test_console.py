@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.placement import NodePlacement
-from jobs.rundir import RunDir
-from jobs.terminal import guard
-from launch.console import Console
-from launch.submit.plan import NodePlan, RankPlan
-from launch.supervision.verdict import Ending, Verdict, judge
+from muster.jobs.placement import NodePlacement
+from muster.jobs.rundir import RunDir
+from muster.jobs.terminal import guard
+from muster.launch.console import Console
+from muster.launch.submit.plan import NodePlan, RankPlan
+from muster.launch.supervision.verdict import Ending, Verdict, judge
 from support.terminals import ATTACKS, HOSTILE, forbidden_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -169,8 +169,8 @@ def test_without_somebody_to_read_it_rank_0s_output_stays_in_its_log(capsys) -> 
 
 TALK = """
 import sys
-from launch.console import Console
-from launch.supervision.verdict import Verdict
+from muster.launch.console import Console
+from muster.launch.supervision.verdict import Verdict
 console = Console()
 for number in range(3):
     console.lines("out", [f"line {number}"])

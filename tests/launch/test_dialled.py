@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 
-from jobs.boot import module_argv
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from jobs.hosts import HostSet
-from jobs.placement import Host, Login
-from jobs.rundir import RunDir
-from jobs.site import SshSettings
-from launch.agent import KEY, SECRET
-from launch.processes import start_ticks
-from launch.transports.dialled import Dialled, Starter
-from launch.transports.pdsh import pdsh_transport
-from launch.wire.channel import Channel
-from launch.wire.handshake import node_key
-from launch.wire.messages import Bye, Hello
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, Login
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import SshSettings
+from muster.launch.agent import KEY, SECRET
+from muster.launch.processes import start_ticks
+from muster.launch.transports.dialled import Dialled, Starter
+from muster.launch.transports.pdsh import pdsh_transport
+from muster.launch.wire.channel import Channel
+from muster.launch.wire.handshake import node_key
+from muster.launch.wire.messages import Bye, Hello
 
 DEADLINE_S = 30.0
-AGENT = shlex.join(module_argv(sys.executable, "launch.agent"))
+AGENT = shlex.join(module_argv(sys.executable, "muster.launch.agent"))
 
 
 class Gate:
@@ -76,14 +76,22 @@ async def hello_of(gate: Gate) -> tuple[Channel, Hello]:
 
 def by_hand(folder: Path) -> Dialled:
     """Two nodes whose lines were printed; node 0's agent is started here."""
-    own = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
+    own = [*module_argv(sys.executable, "muster.launch.agent"), "--node", "0"]
     return Dialled("hand", 2, run=RunDir(folder), starter=None, listen="127.0.0.1", secret="printed", own_agent=own)
 
 
 async def pasted(transport: Dialled, node: int, **variables: str) -> asyncio.subprocess.Process:
     """Start an agent as a pasted line does."""
     connect = ",".join(transport._listener.addresses)
-    line = [*module_argv(sys.executable, "launch.agent"), "--node", str(node), "--connect", connect, "--end-as", "run"]
+    line = [
+        *module_argv(sys.executable, "muster.launch.agent"),
+        "--node",
+        str(node),
+        "--connect",
+        connect,
+        "--end-as",
+        "run",
+    ]
     without = {name: value for name, value in os.environ.items() if name not in (KEY, SECRET)}
     return await asyncio.create_subprocess_exec(*line, env={**without, **variables}, stderr=asyncio.subprocess.PIPE)
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from jobs.schema import job_schema
-from launch.cli import main
-from launch.commands.env import describe, render
-from launch.kinds import KINDS
+from muster.jobs.schema import job_schema
+from muster.launch.cli import main
+from muster.launch.commands.env import describe, render
+from muster.launch.kinds import KINDS
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
 
@@ -54,7 +54,7 @@ def test_schema_prints_the_schema_of_all_kinds(capsys: pytest.CaptureFixture[str
 
 
 def test_reading_jobs_sites_and_ranks_imports_no_torch() -> None:
-    modules = "jobs.load, jobs.schema, jobs.site, jobs.placement, jobs.detect, launch.commands.env"
+    modules = "muster.jobs.load, jobs.schema, jobs.site, jobs.placement, jobs.detect, launch.commands.env"
     script = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}} & {{'torch', 'numpy'}})"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert found.stdout.strip() == ""

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from jobs.boot import CODE_ROOT
-from jobs.files import read_lines
-from jobs.rundir import RunDir, list_runs
-from launch.scheduler.slurm_job import SlurmJob
+from muster.jobs.boot import CODE_ROOT
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir, list_runs
+from muster.launch.scheduler.slurm_job import SlurmJob
 from support.box import LiveBox
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -43,7 +43,7 @@ class Training:
     def muster(self, *words: str) -> str:
         """Call a command of Muster's; return what it printed."""
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
-        argv = [sys.executable, "-m", "launch", *words, "--runs", str(self.runs)]
+        argv = [sys.executable, "-m", "muster", *words, "--runs", str(self.runs)]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, env=env, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout

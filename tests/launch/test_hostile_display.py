@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from launch.commands.status import CLEAR
+from muster.launch.commands.status import CLEAR
 from support.terminals import ATTACKS, HOSTILE, forbidden_in, on_terminal, through_pipes
 
 LOOKS = (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.hosts import read_hostfile
-from launch.cli import main
+from muster.jobs.hosts import read_hostfile
+from muster.launch.cli import main
 
 MANIFESTS = Path(__file__).resolve().parents[1] / "cloudlab" / "manifests"
 Hosts = Callable[..., tuple[int, str, str]]
@@ -66,7 +66,7 @@ def test_from_hostfile_prints_ours_which_reads_back_the_same(hosts: Hosts, tmp_p
 
 @pytest.mark.parametrize("name", ["raw_pcs", "vms", "nfs", "two_lans"])
 def test_from_manifest_prints_a_hosts_file_with_the_same_hosts(hosts: Hosts, tmp_path: Path, name: str) -> None:
-    from cloudlab.manifest import read_manifest
+    from muster.cloudlab.manifest import read_manifest
 
     path = MANIFESTS / f"{name}.xml"
     code, out, _ = hosts("from-manifest", str(path), "--user", "ada")

@@ -5,7 +5,7 @@ import resource
 import subprocess
 import sys
 
-from jobs.boot import CODE_ROOT
+from muster.jobs.boot import CODE_ROOT
 
 LOOK = "import json, resource; print(json.dumps(resource.getrlimit(resource.RLIMIT_NOFILE)))"
 CODE = f"""
@@ -13,7 +13,7 @@ import json, resource, subprocess, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 sys.path.insert(0, {str(CODE_ROOT)!r})
-from launch.limits import raise_open_files, restore_open_files
+from muster.launch.limits import raise_open_files, restore_open_files
 raise_open_files()
 own = resource.getrlimit(resource.RLIMIT_NOFILE)
 child = subprocess.Popen([sys.executable, "-c", "input(); " + {LOOK!r}], stdin=-1, stdout=-1)

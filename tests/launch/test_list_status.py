@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from launch.commands.status import render
-from launch.look.runstate import read_state
+from muster.launch.commands.status import render
+from muster.launch.look.runstate import read_state
 
 ID = "vgg-20250101T000000Z-abc123"
 
@@ -66,11 +66,11 @@ def test_status_as_json_is_the_record(make_run, muster_json) -> None:
 
 
 def test_status_watches_until_the_run_is_over_and_prints_changes_only(make_run, capsys, monkeypatch) -> None:
-    from launch.cli import main
+    from muster.launch.cli import main
 
     folder = make_run().submitted().attempt().started()
     events = iter([lambda: folder.event("joined", 2.0, attempt=0), lambda: None, folder.ended])
-    monkeypatch.setattr("launch.commands.status.time.sleep", lambda _: next(events)())
+    monkeypatch.setattr("muster.launch.commands.status.time.sleep", lambda _: next(events)())
     assert main(["status", "--watch", "--json", "--runs", str(folder.root)]) == 0
     states = [json.loads(line)["state"] for line in capsys.readouterr().out.splitlines()]
     assert states == ["starting", "running", "done"]

@@ -131,7 +131,7 @@ class Follower:
 
     def __init__(self, folder, *options: str) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        argv = [sys.executable, "-m", "launch", "logs", "-f", "--runs", str(folder.root), *options]
+        argv = [sys.executable, "-m", "muster", "logs", "-f", "--runs", str(folder.root), *options]
         self.process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def expect(self, line: str) -> None:
@@ -178,7 +178,7 @@ def test_following_survives_a_file_that_is_cut_and_says_so(make_run) -> None:
 
 def test_following_ends_when_the_supervisor_is_lost(make_run) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
-        from launch import processes
+        from muster.launch import processes
 
         folder = make_run().submitted(pid=supervisor.pid, pid_start=processes.start_ticks(supervisor.pid))
         folder.attempt().started().write(0, "zero\n")
@@ -219,7 +219,7 @@ def test_output_cut_by_head_ends_quietly(make_run) -> None:
 
 
 def test_lines_are_coloured_by_rank_on_a_terminal_only(make_run, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    from launch.commands.logs import Line, Printer
+    from muster.launch.commands.logs import Line, Printer
 
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.page import NEVER
-from launch.processes import start_ticks
-from launch.wire.messages import (
+from muster.jobs.page import NEVER
+from muster.launch.processes import start_ticks
+from muster.launch.wire.messages import (
     Beat,
     Broken,
     Dump,
@@ -30,7 +30,7 @@ from launch.wire.messages import (
     StopRanks,
     Swept,
 )
-from launch.wire.records import Progress
+from muster.launch.wire.records import Progress
 from support.agents import LOOPBACK, Supervised, program, rank
 from support.live import wait_until
 from support.warm import state_of
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.ranks
 SLEEPS = "import os, time\nprint('ready')\ntime.sleep(1000)"
 RUNS = """
 import time
-from jobs import page
+from muster.jobs import page
 page.own.enter(page.Phase.RUN)
 page.own.step_done(5, 0.25)
 print("ready")
@@ -48,7 +48,7 @@ time.sleep(1000)
 """
 HOLDS = """
 import sys, time
-from jobs import page
+from muster.jobs import page
 page.own.enter(page.Phase.RUN)
 page.own.step_done(5, 0.25)
 print("ready")

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from jobs import rank_start
-from jobs.files import append_line
-from jobs.rundir import RunDir
-from launch import storage, supervise
-from launch.cli import main
-from launch.processes import start_ticks
+from muster.jobs import rank_start
+from muster.jobs.files import append_line
+from muster.jobs.rundir import RunDir
+from muster.launch import storage, supervise
+from muster.launch.cli import main
+from muster.launch.processes import start_ticks
 from support.users import ATTACKER, VICTIM, command, give, muster_as, needs_root, public_folder, succeeds_as
 
 pytestmark = [needs_root, pytest.mark.ranks]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.rundir import RunDir, list_runs, make_run, run_path
+from muster.jobs.rundir import RunDir, list_runs, make_run, run_path
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two
 
 pytestmark = pytest.mark.ranks
@@ -109,7 +109,7 @@ def test_a_programs_own_2_is_not_taken_for_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("closing", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_closed_standard_streams_do_not_matter(tmp_path: Path, closing: str) -> None:
     (tmp_path / "job.yaml").write_text(two_by_two("pass"))
-    line = f"{sys.executable} -m launch run {tmp_path}/job.yaml --runs {tmp_path}/runs {closing}"
+    line = f"{sys.executable} -m muster run {tmp_path}/job.yaml --runs {tmp_path}/runs {closing}"
     done = subprocess.run(["bash", "-c", line], timeout=30, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -117,7 +117,7 @@ def test_closed_standard_streams_do_not_matter(tmp_path: Path, closing: str) -> 
 
 def test_a_full_disk_under_standard_output_is_said(tmp_path: Path) -> None:
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m launch --help >/dev/full"], timeout=30, capture_output=True, text=True
+        ["bash", "-c", f"{sys.executable} -m muster --help >/dev/full"], timeout=30, capture_output=True, text=True
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (74, 1)
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.files import read_lines
-from jobs.leftovers import state_of
-from jobs.linux import descendants
-from launch.processes import command_line, of_run
+from muster.jobs.files import read_lines
+from muster.jobs.leftovers import state_of
+from muster.jobs.linux import descendants
+from muster.launch.processes import command_line, of_run
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
 
 pytestmark = pytest.mark.ranks
@@ -49,7 +49,7 @@ def test_training_ranks_that_never_come_are_named(tmp_path: Path) -> None:
     stopped: set[int] = set()  # the warm process, which imports torch, and what it has forked if that took no time
 
     def stands_still() -> bool:
-        found = {pid for pid in descendants(live.process.pid) if "jobs.warm" in command_line(pid)}
+        found = {pid for pid in descendants(live.process.pid) if "muster.jobs.warm" in command_line(pid)}
         fresh = found - stopped
         for pid in fresh:
             os.kill(pid, signal.SIGSTOP)
@@ -73,7 +73,7 @@ def test_an_unwritable_run_folder_is_refused_before_anything_starts(tmp_path: Pa
     job = tmp_path / "job.yaml"
     job.write_text(argv("pass"))
     done = subprocess.run(
-        [sys.executable, "-m", "launch", "run", str(job), "--runs", str(blocked)], capture_output=True, text=True
+        [sys.executable, "-m", "muster", "run", str(job), "--runs", str(blocked)], capture_output=True, text=True
     )
     assert done.returncode == 73
     assert done.stderr.startswith("muster: ")

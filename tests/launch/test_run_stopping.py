@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.linux import descendants
-from launch.processes import command_line, of_run, start_ticks
+from muster.jobs.linux import descendants
+from muster.launch.processes import command_line, of_run, start_ticks
 from support.live import SLEEP, TRAINING, LiveRun, two_by_two, wait_until
 
 pytestmark = pytest.mark.ranks
@@ -105,7 +105,7 @@ def test_an_agent_killed_before_it_answers_ends_the_run_at_once(tmp_path: Path) 
     agents: list[int] = []
 
     def found() -> bool:
-        agents[:] = [pid for pid in descendants(live.process.pid) if "launch.agent" in command_line(pid)]
+        agents[:] = [pid for pid in descendants(live.process.pid) if "muster.launch.agent" in command_line(pid)]
         return bool(agents)
 
     wait_until(found, "an agent")

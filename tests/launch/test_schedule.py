@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
-from launch.commands import schedule as command
-from pipe.schedules.simulate import bubble_formula
-from pipe.schedules.tables import SCHEDULES
+from muster.launch.cli import main
+from muster.launch.commands import schedule as command
+from muster.pipe.schedules.simulate import bubble_formula
+from muster.pipe.schedules.tables import SCHEDULES
 
 Draw = Callable[..., tuple[int, str, str]]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from jobs.files import read_lines
-from jobs.rundir import RunDir, list_runs
-from launch.console import Console
-from launch.scheduler import slurm_follow
-from launch.scheduler.slurm_job import SlurmJob
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir, list_runs
+from muster.launch.console import Console
+from muster.launch.scheduler import slurm_follow
+from muster.launch.scheduler.slurm_job import SlurmJob
 from support.box import LiveBox
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -55,7 +55,7 @@ class Login:
     def _muster(self, argv: Sequence[str]) -> subprocess.Popen[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
         pipe = subprocess.PIPE
-        return subprocess.Popen([sys.executable, "-m", "launch", *argv], stdout=pipe, stderr=pipe, text=True, env=env)
+        return subprocess.Popen([sys.executable, "-m", "muster", *argv], stdout=pipe, stderr=pipe, text=True, env=env)
 
     @property
     def run(self) -> RunDir:

@@ -15,18 +15,18 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from jobs import yamlfile
-from jobs.boot import CODE_ROOT
-from jobs.errors import RefusedError
-from jobs.hosts import HostSet
-from jobs.linux import descendants
-from jobs.placement import Host, Login
-from jobs.rundir import RunDir
-from jobs.site import SshSettings
-from launch.agent import KEY, SECRET
-from launch.fingerprint import PACKAGES
-from launch.processes import is_same, of_run
-from launch.transports.pdsh import pdsh_transport
+from muster.jobs import yamlfile
+from muster.jobs.boot import CODE_ROOT
+from muster.jobs.errors import RefusedError
+from muster.jobs.hosts import HostSet
+from muster.jobs.linux import descendants
+from muster.jobs.placement import Host, Login
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import SshSettings
+from muster.launch.agent import KEY, SECRET
+from muster.launch.fingerprint import PACKAGE
+from muster.launch.processes import is_same, of_run
+from muster.launch.transports.pdsh import pdsh_transport
 from support.live import LiveRun, argv, wait_until
 from support.sshd import ADDRESSES, Sshd
 
@@ -228,10 +228,8 @@ def test_an_interpreter_that_no_node_has_is_a_refusal(launch: Launch, transport:
 @TRANSPORTS
 def test_other_code_on_the_nodes_is_a_refusal(launch: Launch, transport: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    for package in PACKAGES:
-        if (CODE_ROOT / package).is_dir():
-            shutil.copytree(CODE_ROOT / package, other / package, ignore=shutil.ignore_patterns("__pycache__"))
-    (other / "jobs" / "exits.py").write_text((CODE_ROOT / "jobs" / "exits.py").read_text() + "# edited\n")
+    shutil.copytree(CODE_ROOT / PACKAGE, other / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
+    (other / PACKAGE / "jobs" / "exits.py").write_text((CODE_ROOT / "jobs" / "exits.py").read_text() + "# edited\n")
     live = launch(transport, SLEEP, code=str(other))
     assert live.end() == 78, live.err
     assert "n0: has other code of Muster" in live.err
@@ -365,7 +363,7 @@ def test_what_pdsh_cannot_carry_is_refused_with_another_way(
 
 
 def muster(*words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "launch", *words]
+    argv = [sys.executable, "-m", "muster", *words]
     return subprocess.run(argv, capture_output=True, text=True, timeout=50, check=False)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from launch.node.dumping import Dumps
-from launch.supervision.stacks import Absent, absent
+from muster.launch.node.dumping import Dumps
+from muster.launch.supervision.stacks import Absent, absent
 from support.live import wait_until
 from support.warm import Warm
 

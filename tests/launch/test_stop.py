@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from jobs.files import read_lines
-from launch import processes
-from launch.commands import stop as stop_command
+from muster.jobs.files import read_lines
+from muster.launch import processes
+from muster.launch.commands import stop as stop_command
 from support.live import wait_until
 
 ID = "vgg-20250101T000000Z-abc123"

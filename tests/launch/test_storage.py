@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.errors import RunFolderError, StorageError, UnreachableError
-from jobs.files import append_line, write_json, write_text
-from jobs.rundir import RunDir
-from launch import storage
-from launch.storage import Courier, find, keep
+from muster.jobs.errors import RunFolderError, StorageError, UnreachableError
+from muster.jobs.files import append_line, write_json, write_text
+from muster.jobs.rundir import RunDir
+from muster.launch import storage
+from muster.launch.storage import Courier, find, keep
 
 
 def made(path: Path, attempt: int = 0) -> RunDir:
@@ -25,7 +25,7 @@ def made(path: Path, attempt: int = 0) -> RunDir:
 
 @pytest.fixture(autouse=True)
 def _nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jobs.ownership._warned", set())
+    monkeypatch.setattr("muster.jobs.ownership._warned", set())
 
 
 @pytest.fixture

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from jobs.boot import CODE_ROOT
-from jobs.errors import RefusedError, RunFolderError, UnreachableError
-from jobs.hosts import HostSet
-from jobs.placement import Host, Login
-from jobs.site import SshSettings
-from launch import sync as module
-from launch.cli import main
-from launch.commands.sync import code_of, report
-from launch.fingerprint import PACKAGES, fingerprint
-from launch.sync import SCRIPT, Outcome, found_code, judge, pack, sync
+from muster.jobs.boot import CODE_ROOT
+from muster.jobs.errors import RefusedError, RunFolderError, UnreachableError
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, Login
+from muster.jobs.site import SshSettings
+from muster.launch import sync as module
+from muster.launch.cli import main
+from muster.launch.commands.sync import code_of, report
+from muster.launch.fingerprint import PACKAGE, fingerprint
+from muster.launch.sync import SCRIPT, Outcome, found_code, judge, pack, sync
 from support.sshd import Sshd, closed_port
 from support.worktrees import commit, repository, write
 
@@ -51,8 +51,10 @@ def test_a_checkout_is_packed_as_git_sees_it(tmp_path: Path) -> None:
 
 
 def test_an_installation_is_packed_without_what_else_lies_there(tmp_path: Path) -> None:
-    write(tmp_path, "jobs/a.py", "jobs/__pycache__/a.pyc", "launch/data/x.txt", "torch/__init__.py")
-    assert set(members(pack(tmp_path))) == {"jobs/a.py", "launch/data/x.txt"}
+    write(
+        tmp_path, "muster/jobs/a.py", "muster/jobs/__pycache__/a.pyc", "muster/launch/data/x.txt", "torch/__init__.py"
+    )
+    assert set(members(pack(tmp_path))) == {"muster/jobs/a.py", "muster/launch/data/x.txt"}
 
 
 def test_the_script_is_one_line_that_any_login_shell_passes_on() -> None:
@@ -143,9 +145,7 @@ def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
 def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The code as it is now: others may be editing the checkout."""
     root = tmp_path / "here"
-    for package in PACKAGES:
-        if (CODE_ROOT / package).is_dir():
-            shutil.copytree(CODE_ROOT / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(CODE_ROOT / PACKAGE, root / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(CODE_ROOT / "setup.sh", root)
     monkeypatch.setattr(module, "CODE_ROOT", root)
     monkeypatch.setattr(module, "fingerprint", lambda: fingerprint(str(root)))

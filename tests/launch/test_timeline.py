@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from jobs.files import append_line, read_lines
-from jobs.rundir import RunDir
-from jobs.train.timeline import row_of
-from launch import cli
-from launch.storage import Courier
-from pipe.schedules.costs import Costs
-from pipe.schedules.measured import Record
-from pipe.schedules.messages import with_messages
-from pipe.schedules.simulate import simulate
-from pipe.schedules.tables import schedule
+from muster.jobs.files import append_line, read_lines
+from muster.jobs.rundir import RunDir
+from muster.jobs.train.timeline import row_of
+from muster.launch import cli
+from muster.launch.storage import Courier
+from muster.pipe.schedules.costs import Costs
+from muster.pipe.schedules.measured import Record
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.simulate import simulate
+from muster.pipe.schedules.tables import schedule
 
 
 @pytest.fixture

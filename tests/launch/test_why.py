@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from jobs import exits
-from launch.look.advice import TABLE, next_step
+from muster.jobs import exits
+from muster.launch.look.advice import TABLE, next_step
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from jobs.train.models.gpt import assemble_gpt
-from jobs.train.models.vgg import assemble_vgg
-from pipe.boundaries import boundaries, boundary_sizes, weights_of
-from pipe.schedules.cuts import balanced, even, sums
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.train.models.gpt import assemble_gpt
+from muster.jobs.train.models.vgg import assemble_vgg
+from muster.pipe.boundaries import boundaries, boundary_sizes, weights_of
+from muster.pipe.schedules.cuts import balanced, even, sums
 
 BATCH = 2
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from pipe.marks import marks_for
+from muster.pipe.marks import marks_for
 
 pytestmark = pytest.mark.gpu
 

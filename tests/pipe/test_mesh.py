@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from jobs.train.world import World
-from pipe.mesh import AXES, Mesh
+from muster.jobs.train.world import World
+from muster.pipe.mesh import AXES, Mesh
 
 SIZES = [Mesh(*each) for each in product((1, 2, 3), repeat=3)]
 

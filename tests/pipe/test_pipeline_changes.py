@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jobs.train.world import World
-from pipe.pipeline import Pipeline
-from pipe.schedules.tables import schedule
+from muster.jobs.train.world import World
+from muster.pipe.pipeline import Pipeline
+from muster.pipe.schedules.tables import schedule
 from support.data_parallel import same_bits
 
 pytestmark = pytest.mark.ranks

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jobs.train.world import World
-from pipe.pipeline import Pipeline
-from pipe.schedules.actions import Action, Schedule
-from pipe.schedules.tables import schedule
-from pipe.wires.failures import StageFailedError
+from muster.jobs.train.world import World
+from muster.pipe.pipeline import Pipeline
+from muster.pipe.schedules.actions import Action, Schedule
+from muster.pipe.schedules.tables import schedule
+from muster.pipe.wires.failures import StageFailedError
 
 pytestmark = pytest.mark.ranks
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import pipe.wires.meeting
-from jobs.train.world import World
-from pipe.pipeline import Pipeline
-from pipe.schedules.tables import schedule
+from muster.jobs.train.world import World
+from muster.pipe.pipeline import Pipeline
+from muster.pipe.schedules.tables import schedule
+from muster.pipe.wires import meeting
 from support.gpus import over
 from support.pipelines import Case, wrong_training
 
@@ -60,14 +60,14 @@ def wrong_graphed(world: World, folder: str) -> list[str]:
 @contextmanager
 def wire_of(*, copied: bool) -> Iterator[None]:
     """Check that pipelines copy from GPU to GPU, or let them find no way but NCCL."""
-    real = pipe.wires.meeting.peers_of
+    real = meeting.peers_of
 
     def found(*arguments: Any) -> Any:
         wire = real(*arguments)
         assert wire is not None
         return wire if copied else None
 
-    with patch.object(pipe.wires.meeting, "peers_of", found):
+    with patch.object(meeting, "peers_of", found):
         yield
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
-from jobs.train.world import World
-from pipe.pipeline import Pipeline
-from pipe.schedules.actions import Schedule
-from pipe.schedules.tables import schedule
+from muster.jobs.train.world import World
+from muster.pipe.pipeline import Pipeline
+from muster.pipe.schedules.actions import Schedule
+from muster.pipe.schedules.tables import schedule
 from support.data_parallel import distance, same_bits
 
 pytestmark = pytest.mark.ranks

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs.train.world import World
-from pipe import batches, pipeline, run
-from pipe.buffers import Before
-from pipe.passages import WholeGraph
-from pipe.rows import Row, row_of
-from pipe.run import Handed, Run
-from pipe.stage import Stage
-from pipe.wires.channels import Arrival, Channels
+from muster.jobs.train.world import World
+from muster.pipe import batches, pipeline, run
+from muster.pipe.buffers import Before
+from muster.pipe.passages import WholeGraph
+from muster.pipe.rows import Row, row_of
+from muster.pipe.run import Handed, Run
+from muster.pipe.stage import Stage
+from muster.pipe.wires.channels import Arrival, Channels
 from support.pipelines import Case, wrong_training
 
 pytestmark = pytest.mark.ranks

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from jobs.train.world import World
-from pipe.pipeline import Pipeline
-from pipe.schedules.actions import Action
-from pipe.schedules.programs import Receive, Send
-from pipe.schedules.tables import schedule
+from muster.jobs.train.world import World
+from muster.pipe.pipeline import Pipeline
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.programs import Receive, Send
+from muster.pipe.schedules.tables import schedule
 from support.data_parallel import same_bits
 from support.pipelines import MODELS, Case, Loop, batch_of, built, loss_of, seed_of
 

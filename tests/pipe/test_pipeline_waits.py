@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from jobs.train.world import World
-from pipe.pipeline import Pipeline
-from pipe.schedules.tables import schedule
+from muster.jobs.train.world import World
+from muster.pipe.pipeline import Pipeline
+from muster.pipe.schedules.tables import schedule
 
 pytestmark = pytest.mark.ranks
 

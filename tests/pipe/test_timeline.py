@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jobs.train.world import World
-from pipe import Pipeline
-from pipe.schedules.actions import Action
-from pipe.schedules.measured import Record
-from pipe.schedules.messages import Receive, Send
-from pipe.schedules.simulate import Span
-from pipe.schedules.tables import schedule
-from pipe.timeline import Offset, clock_offsets, gather, on_one_clock
+from muster.jobs.train.world import World
+from muster.pipe import Pipeline
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.measured import Record
+from muster.pipe.schedules.messages import Receive, Send
+from muster.pipe.schedules.simulate import Span
+from muster.pipe.schedules.tables import schedule
+from muster.pipe.timeline import Offset, clock_offsets, gather, on_one_clock
 
 pytestmark = pytest.mark.ranks
 

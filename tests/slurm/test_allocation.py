@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs.errors import RefusedError
-from slurm.allocation import clean_environment, inside_allocation, inside_task, read_allocation, step_node
+from muster.jobs.errors import RefusedError
+from muster.slurm.allocation import clean_environment, inside_allocation, inside_task, read_allocation, step_node
 
 # A batch script on two nodes of a real cluster, `env | grep SLURM`.
 BATCH = {

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.errors import RefusedError, UnreachableError
-from slurm import client as client_module
-from slurm.client import Client, SubmissionRefusedError, from_sacct, from_scontrol, from_squeue, unix_s
-from slurm.states import JobState
+from muster.jobs.errors import RefusedError, UnreachableError
+from muster.slurm import client as client_module
+from muster.slurm.client import Client, SubmissionRefusedError, from_sacct, from_scontrol, from_squeue, unix_s
+from muster.slurm.states import JobState
 from support.slurm_commands import FakeSlurm
 
 SCONTROL = (

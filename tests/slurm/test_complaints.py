@@ -2,7 +2,7 @@
 
 import pytest
 
-from slurm.complaints import complaint
+from muster.slurm.complaints import complaint
 
 AT = "CANCELLED AT 2026-11-21T10:25:38"
 

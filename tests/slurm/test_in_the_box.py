@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from jobs.errors import RefusedError, UnreachableError
-from jobs.slurm_settings import SlurmSettings
-from slurm.allocation import inside_allocation, inside_task, read_allocation, step_node
-from slurm.client import Client, SubmissionRefusedError
-from slurm.refusals import refusal
-from slurm.script import sbatch_text
-from slurm.states import JobState, is_hopeless, is_orphan, outcome
-from slurm.steps import srun_argv
+from muster.jobs.errors import RefusedError, UnreachableError
+from muster.jobs.slurm_settings import SlurmSettings
+from muster.slurm.allocation import inside_allocation, inside_task, read_allocation, step_node
+from muster.slurm.client import Client, SubmissionRefusedError
+from muster.slurm.refusals import refusal
+from muster.slurm.script import sbatch_text
+from muster.slurm.states import JobState, is_hopeless, is_orphan, outcome
+from muster.slurm.steps import srun_argv
 from support.box import LiveBox
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jobs.errors import RefusedError, UnreachableError
-from jobs.slurm_settings import SlurmSettings
-from slurm.refusals import not_set_up, refusal
+from muster.jobs.errors import RefusedError, UnreachableError
+from muster.jobs.slurm_settings import SlurmSettings
+from muster.slurm.refusals import not_set_up, refusal
 
 FAILED = "sbatch: error: Batch job submission failed: "
 NO_NODE = f"{FAILED}Requested node configuration is not available\n"

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jobs.errors import RefusedError
-from jobs.slurm_settings import SlurmSettings
-from slurm.script import Array, Option, options_of, overriding_variables, quoted, sbatch_text
+from muster.jobs.errors import RefusedError
+from muster.jobs.slurm_settings import SlurmSettings
+from muster.slurm.script import Array, Option, options_of, overriding_variables, quoted, sbatch_text
 
 GOLDEN = Path(__file__).parent / "golden"
 RUN = Path("/data/runs/vgg-20250101T000000.000Z-abc123")
-SUPERVISE = ["/opt/muster/bin/python", "-I", "/opt/muster/launch/boot.py", "launch.supervise"]
+SUPERVISE = ["/opt/muster/bin/python", "-I", "/opt/muster/launch/boot.py", "muster.launch.supervise"]
 
 EVERYTHING = SlurmSettings(
     partition="gpu,long",

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jobs import exits
-from slurm.states import STATES, JobState, is_hopeless, is_orphan, outcome, waiting
+from muster.jobs import exits
+from muster.slurm.states import STATES, JobState, is_hopeless, is_orphan, outcome, waiting
 
 
 def job(state: str = "PENDING", reason: str = "", **fields: object) -> JobState:

@@ -1,8 +1,8 @@
 """The step of agents: srun's argv in full."""
 
-from slurm.steps import srun_argv, step_environment
+from muster.slurm.steps import srun_argv, step_environment
 
-AGENT = ["/opt/muster/bin/python", "-I", "/opt/muster/launch/boot.py", "launch.agent", "--node", "slurm"]
+AGENT = ["/opt/muster/bin/python", "-I", "/opt/muster/launch/boot.py", "muster.launch.agent", "--node", "slurm"]
 
 
 def test_one_agent_per_node_and_nothing_of_slurms_ends_it() -> None:

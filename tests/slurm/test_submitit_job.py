@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs import exits
-from jobs.rundir import RunDir
-from slurm.submitit_job import Task, await_rendezvous, publish, start_key
-from slurm.submitit_submit import default_minutes, minutes_of
+from muster.jobs import exits
+from muster.jobs.rundir import RunDir
+from muster.slurm.submitit_job import Task, await_rendezvous, publish, start_key
+from muster.slurm.submitit_submit import default_minutes, minutes_of
 from support.live import wait_until
 
 SINFO = "batch*|n/a|infinite\nshort|30:00|2:00:00\nlong|n/a|7-00:00:00\nodd|n/a|1:30\n"
@@ -168,7 +168,7 @@ def test_the_supervisor_is_told_to_end_when_its_task_is_killed(tmp_path: Path) -
         f"def end(*_): open({str(said)!r}, 'a').write('term'); sys.exit()\n"
         f"signal.signal(signal.SIGTERM, end); open({str(said)!r}, 'w').write('up '); time.sleep(50)"
     )
-    task = f"from slurm.submitit_job import Task; Task({python(child)!r}, [], {str(run.path)!r})()"
+    task = f"from muster.slurm.submitit_job import Task; Task({python(child)!r}, [], {str(run.path)!r})()"
     environ = {**os.environ, "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1"}
     with subprocess.Popen([sys.executable, "-c", task], env=environ) as process:
         wait_until(lambda: said.exists() and said.read_text() == "up ", "the child")
@@ -198,7 +198,7 @@ def test_limits_are_read_as_sinfo_prints_them() -> None:
 
 def test_a_machine_without_submitit_says_so(tmp_path: Path) -> None:
     hidden = "import sys; sys.modules['submitit'] = None; sys.argv = ['x', 'folder']\n"
-    for module in ("slurm.submitit_job", "slurm.submitit_submit"):
+    for module in ("muster.slurm.submitit_job", "muster.slurm.submitit_submit"):
         code = f"{hidden}from {module} import main; sys.exit(main())"
         done = subprocess.run(
             [sys.executable, "-c", code], input="{}", capture_output=True, text=True, timeout=30, check=False

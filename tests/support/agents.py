@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from jobs.boot import module_argv
-from jobs.rundir import AttemptDir, RunDir
-from launch import agent
-from launch.wire import messages as wire
-from launch.wire.codec import decode, encode
-from launch.wire.handshake import LONGEST, WELCOME, SupervisorSide, node_key, read_greeting
-from launch.wire.messages import FROM_AGENT, Broken, Hello, Start, StopRanks, Swept
+from muster.jobs.boot import module_argv
+from muster.jobs.rundir import AttemptDir, RunDir
+from muster.launch import agent
+from muster.launch.wire import messages as wire
+from muster.launch.wire.codec import decode, encode
+from muster.launch.wire.handshake import LONGEST, WELCOME, SupervisorSide, node_key, read_greeting
+from muster.launch.wire.messages import FROM_AGENT, Broken, Hello, Start, StopRanks, Swept
 from support.live import wait_until
 
 LOOPBACK = "127.0.0.1"
@@ -31,7 +31,7 @@ class Started:
         """Start it with options, and variables of its environment; the run's secret is one of them."""
         ours = ("SSH_CONNECTION", agent.SECRET, agent.KEY)
         environment = {name: value for name, value in os.environ.items() if name not in ours}
-        argv = [*module_argv(sys.executable, "launch.agent"), *options]
+        argv = [*module_argv(sys.executable, "muster.launch.agent"), *options]
         self.process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,

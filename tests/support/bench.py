@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives_bench.ranks import conductor, operations
-from collectives_bench.ranks.run import Task, conduct
-from collectives_bench.settings import BenchSettings
-from jobs.files import read_lines
-from jobs.ranks import RankEnv
-from jobs.train.world import World
+from muster.collectives_bench.ranks import conductor, operations
+from muster.collectives_bench.ranks.run import Task, conduct
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.files import read_lines
+from muster.jobs.ranks import RankEnv
+from muster.jobs.train.world import World
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from collectives_bench.catalog import OPERATIONS, actual_bytes
-from collectives_bench.records import Block, Cell, Header, HostFacts, Load, World
-from collectives_bench.results.stats import timing
+from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
+from muster.collectives_bench.records import Block, Cell, Header, HostFacts, Load, World
+from muster.collectives_bench.results.stats import timing
 
 
 def a_world(ranks: int = 2, *, nodes: int = 1, backend: str = "gloo", device: str = "cpu") -> World:

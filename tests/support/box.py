@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cloudlab.box.hosts import box_hosts
-from jobs.hosts import HostSet
+from muster.cloudlab.box.hosts import box_hosts
+from muster.jobs.hosts import HostSet
 
 CALL_S = 60.0
 
@@ -33,7 +33,7 @@ class LiveBox:
 
     def command(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Call `muster box`."""
-        argv = [sys.executable, "-m", "launch", "box", *words]
+        argv = [sys.executable, "-m", "muster", "box", *words]
         return subprocess.run(argv, capture_output=True, text=True, timeout=CALL_S, check=False)
 
     def argv(self, node: str, argv: Sequence[str]) -> list[str]:

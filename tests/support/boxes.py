@@ -6,16 +6,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloudlab.box.control import Box
-from cloudlab.box.paths import NETNS, BoxPaths
-from cloudlab.box.spec import netns_pattern
-from cloudlab.box.state import read_state
-from jobs.boot import CODE_ROOT
+from muster.cloudlab.box.control import Box
+from muster.cloudlab.box.paths import NETNS, BoxPaths
+from muster.cloudlab.box.spec import netns_pattern
+from muster.cloudlab.box.state import read_state
+from muster.jobs.boot import CODE_ROOT
 
 
 def muster(*words: str) -> list[str]:
     """Return the argv of a muster command."""
-    return [sys.executable, "-I", f"{CODE_ROOT}/launch/boot.py", "launch", *words]
+    return [sys.executable, "-I", f"{CODE_ROOT}/muster/launch/boot.py", "muster", *words]
 
 
 def number_of(name: str) -> int | None:

@@ -4,9 +4,9 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from collectives_bench.catalog import OPERATIONS, actual_bytes
-from collectives_bench.cost.second import Constants
-from collectives_bench.records import Block, Cell, Header, HostFacts, Result, Timing, World
+from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
+from muster.collectives_bench.cost.second import Constants
+from muster.collectives_bench.records import Block, Cell, Header, HostFacts, Result, Timing, World
 
 SIZES = tuple(2**power for power in range(14, 27, 2))  # 16 KB to 64 MB
 OnOneHost = Constants(

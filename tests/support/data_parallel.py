@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-import ddp
-from ddp.base import DataParallel
-from jobs.train.world import World
+from muster import ddp
+from muster.ddp.base import DataParallel
+from muster.jobs.train.world import World
 from support.data_parallel_models import CASES, Case
 
 WRAPPERS = sorted(ddp.__all__)

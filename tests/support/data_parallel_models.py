@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from jobs.shapes import POOL, GptShape, VggShape
-from jobs.train.models.gpt import build_gpt
-from jobs.train.models.vgg import build_vgg
+from muster.jobs.shapes import POOL, GptShape, VggShape
+from muster.jobs.train.models.gpt import build_gpt
+from muster.jobs.train.models.vgg import build_vgg
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import ddp
-from ddp import base, bucketed, means
+from muster import ddp
+from muster.ddp import base, bucketed, means
 
 
 @contextmanager

@@ -6,23 +6,23 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from jobs.failover_settings import RestartSettings
-from jobs.placement import Host
-from jobs.rundir import RunDir, make_run
-from jobs.site import Site
-from jobs.spec import CommandSettings, Job
-from launch.console import Console
-from launch.fingerprint import fingerprint
-from launch.submit.plan import Context
-from launch.submit.spares import place_crew
-from launch.supervision.supervisor import Supervisor
-from launch.supervision.verdict import Verdict
-from launch.transports.base import Gate
-from launch.wire import messages as wire
-from launch.wire.channel import START_BYTES
-from launch.wire.codec import decode, encode
-from launch.wire.handshake import AgentSide, node_key
-from launch.wire.listener import Listener
+from muster.jobs.failover_settings import RestartSettings
+from muster.jobs.placement import Host
+from muster.jobs.rundir import RunDir, make_run
+from muster.jobs.site import Site
+from muster.jobs.spec import CommandSettings, Job
+from muster.launch.console import Console
+from muster.launch.fingerprint import fingerprint
+from muster.launch.submit.plan import Context
+from muster.launch.submit.spares import place_crew
+from muster.launch.supervision.supervisor import Supervisor
+from muster.launch.supervision.verdict import Verdict
+from muster.launch.transports.base import Gate
+from muster.launch.wire import messages as wire
+from muster.launch.wire.channel import START_BYTES
+from muster.launch.wire.codec import decode, encode
+from muster.launch.wire.handshake import AgentSide, node_key
+from muster.launch.wire.listener import Listener
 from support.messages import exited, hello
 
 LOOPBACK = "127.0.0.1"

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jobs.files import read_lines
-from jobs.rundir import RunDir
-from launch.processes import of_run
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir
+from muster.launch.processes import of_run
 
 DEADLINE_S = 90.0
 SLEEP = "import time; print('ready'); time.sleep(1000)"
@@ -31,7 +31,7 @@ class LiveRun:
         self.root = folder / "runs"
         job = folder / "job.yaml"
         job.write_text(text)
-        argv = [sys.executable, "-m", "launch", "run", str(job), "--runs", str(self.root), *arguments]
+        argv = [sys.executable, "-m", "muster", "run", str(job), "--runs", str(self.root), *arguments]
         self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.started.append(self)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipe import Pipe
+from muster.pipe import Pipe
 
 PATIENCE_S = 20.0  # until a meeting that never comes is given up
 

@@ -5,11 +5,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from collectives_bench.catalog import OPERATIONS, actual_bytes
-from collectives_bench.plan import cells_of, order_of
-from collectives_bench.records import Block, Cell, End, Header, HostFacts, Load, Pair, Result, Timing, Wire, World
-from collectives_bench.settings import BenchSettings
-from jobs.files import append_lines
+from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
+from muster.collectives_bench.plan import cells_of, order_of
+from muster.collectives_bench.records import (
+    Block,
+    Cell,
+    End,
+    Header,
+    HostFacts,
+    Load,
+    Pair,
+    Result,
+    Timing,
+    Wire,
+    World,
+)
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.files import append_lines
 
 
 def settings(**values: Any) -> BenchSettings:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from launch.wire.messages import Exited, Hello
+from muster.launch.wire.messages import Exited, Hello
 
 
 def hello(**fields: Any) -> Hello:

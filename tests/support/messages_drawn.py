@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from hypothesis import strategies as st
 
-from launch.wire.codec import ANY_FLOAT, DEFAULTS, Bound
+from muster.launch.wire.codec import ANY_FLOAT, DEFAULTS, Bound
 
 SMALL = 3  # elements of what a test draws
 

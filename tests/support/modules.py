@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jobs import linux
-from jobs.train.world import World
+from muster.jobs import linux
+from muster.jobs.train.world import World
 
 Ended = tuple[str, str, int]  # standard output, standard error, exit code
 

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from collectives_bench.catalog import DTYPES, OPERATIONS, actual_bytes
-from collectives_bench.ranks.operations import Call, prepare, unsupported
-from collectives_bench.records import Cell
-from jobs.train.world import World
+from muster.collectives_bench.catalog import DTYPES, OPERATIONS, actual_bytes
+from muster.collectives_bench.ranks.operations import Call, prepare, unsupported
+from muster.collectives_bench.records import Cell
+from muster.jobs.train.world import World
 
 BOTH = ("sync", "async")
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jobs.shapes import POOL, VGG_SHAPES, GptShape, VggShape
-from jobs.train.keyed import key
-from jobs.train.models.gpt import build_gpt
-from jobs.train.models.stack import mean_loss
-from jobs.train.models.vgg import build_vgg
-from jobs.train.world import World
-from pipe.pipeline import Pipeline
-from pipe.schedules.tables import schedule
+from muster.jobs.shapes import POOL, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.train.keyed import key
+from muster.jobs.train.models.gpt import build_gpt
+from muster.jobs.train.models.stack import mean_loss
+from muster.jobs.train.models.vgg import build_vgg
+from muster.jobs.train.world import World
+from muster.pipe.pipeline import Pipeline
+from muster.pipe.schedules.tables import schedule
 from support.data_parallel import distance, same_bits
 
 CLASSES = 7

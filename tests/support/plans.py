@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs.placement import Host, place
-from jobs.rundir import RunDir
-from jobs.site import Site
-from jobs.spec import CommandSettings, Job
-from launch.submit.plan import (
+from muster.jobs.placement import Host, place
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import Site
+from muster.jobs.spec import CommandSettings, Job
+from muster.launch.submit.plan import (
     Context,
     Machine,
     NodePlan,

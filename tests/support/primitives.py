@@ -2,8 +2,8 @@
 
 import torch
 
-import ddp.primitives as primitives
-from jobs.train.world import World
+from muster.ddp import primitives
+from muster.jobs.train.world import World
 
 DTYPES = {
     "fp32": torch.float32,

@@ -8,18 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jobs import page
-from jobs.checkpoint.choose import newest_good
-from jobs.checkpoint.read import Reader
-from jobs.page import Page
-from jobs.reports import Reporter
-from jobs.rundir import RunDir
-from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.spec import Job
-from jobs.train.main import Start, make_deterministic, train_in
-from jobs.train.restoring import Resume
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs import page
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.page import Page
+from muster.jobs.reports import Reporter
+from muster.jobs.rundir import RunDir
+from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.spec import Job
+from muster.jobs.train.main import Start, make_deterministic, train_in
+from muster.jobs.train.restoring import Resume
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 ROOT = Path(__file__).parents[2]
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
@@ -91,7 +91,7 @@ def attempt_apart(folder: Path, settings: dict, device: str = "cuda:0", **more: 
         [
             "import sys, json, torch",
             "from support.resuming import attempt, hashes",
-            "from jobs.train.world import World",
+            "from muster.jobs.train.world import World",
             "from pathlib import Path",
             "alone = World(0, 1, None, torch.device(sys.argv[4]))",
             "settings, more = json.loads(sys.argv[2]), json.loads(sys.argv[3])",

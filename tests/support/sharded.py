@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.norms import clip_by, reproducible_norm
-from jobs.train.world import World
+from muster.ddp.norms import clip_by, reproducible_norm
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel, ShardedOptimizer
 from support.data_parallel import DTYPES, Gradients, Means, gradients_apart, one_process, parts_from_rank_0, same_bits
 from support.data_parallel_models import CASES, Case, squares
 from support.zero_models import OPTIMIZERS, Ragged, Several, own_groups, ragged_loss, seeded
-from zero import ShardedDataParallel, ShardedOptimizer
 
 HALF = (torch.bfloat16, torch.float32, torch.bfloat16)
 ALL_CASES = {
@@ -37,8 +37,8 @@ SMALL_MB = 1 / 1024  # a bucket or two of every module here
 def over_links() -> Iterator[None]:
     """Let ranks talk as ranks of several hosts do, who cannot read each other's memory."""
     with (
-        mock.patch("zero.gather.on_one_host", return_value=False),
-        mock.patch("zero.data_parallel.neighbours_of", return_value=None),
+        mock.patch("muster.zero.gather.on_one_host", return_value=False),
+        mock.patch("muster.zero.data_parallel.neighbours_of", return_value=None),
     ):
         yield
 

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel
+from muster.zero.windows import Windows
 from support.zero_models import row_major, seeded
 from support.zero_units import WIDTH, Case
-from zero import ShardedDataParallel
-from zero.windows import Windows
 
 
 def inputs_of(step: int, shard: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -8,8 +8,8 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from pipe.tensor import cross_entropy, linear, plan, sequences, split, vocabulary
-from pipe.tensor.region import Pending, Region
+from muster.pipe.tensor import cross_entropy, linear, plan, sequences, split, vocabulary
+from muster.pipe.tensor.region import Pending, Region
 
 
 class Silent(Region):

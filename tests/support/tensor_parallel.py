@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from jobs.shapes import GptShape
-from jobs.train.models.gpt import build_gpt
-from jobs.train.models.stack import Stack
-from jobs.train.models.tensor_plan import split_gpt
-from jobs.train.world import World
-from pipe.tensor.slices import TensorSlice
-from pipe.tensor.split import TensorParallel
+from muster.jobs.shapes import GptShape
+from muster.jobs.train.models.gpt import build_gpt
+from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.tensor_plan import split_gpt
+from muster.jobs.train.world import World
+from muster.pipe.tensor.slices import TensorSlice
+from muster.pipe.tensor.split import TensorParallel
 
 WITHIN = 1e-10
 BATCH, CONTEXT, VOCABULARY = 4, 8, 24

@@ -55,7 +55,7 @@ def environment() -> dict[str, str]:
 
 
 def muster_argv(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "launch", *arguments]
+    return [sys.executable, "-m", "muster", *arguments]
 
 
 def on_terminal(*arguments: str) -> tuple[int, str]:

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from jobs.files import append_lines
-from jobs.strict import Strict
-from jobs.timing.records import End, Header, Machine, Peak, Summary, Timed
-from jobs.timing.settings import TimingSettings
+from muster.jobs.files import append_lines
+from muster.jobs.strict import Strict
+from muster.jobs.timing.records import End, Header, Machine, Peak, Summary, Timed
+from muster.jobs.timing.settings import TimingSettings
 
 MACHINE = Machine(host="n1", cpu="EPYC", cores=16, threads=16, memory_bytes=64 << 30)
 GPU = MACHINE.model_copy(update={"gpu": "NVIDIA H200"})

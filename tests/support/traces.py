@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jobs.trace.events import MARK
+from muster.jobs.trace.events import MARK
 
 TICK_US = 10.0
 PROCESS = 4242

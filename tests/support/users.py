@@ -43,7 +43,7 @@ def muster_as(
     """Run `muster ...` as another user; its home is `cwd`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MUSTER", "XDG"))}
     return subprocess.run(
-        command(uid, sys.executable, "-m", "launch", *arguments, gid=gid, caps=reading_caps(uid) if uid else ""),
+        command(uid, sys.executable, "-m", "muster", *arguments, gid=gid, caps=reading_caps(uid) if uid else ""),
         env={**kept, "HOME": str(cwd), "PYTHONPATH": str(ROOT), "TMPDIR": "/tmp", **environment},
         cwd=cwd,
         umask=umask,

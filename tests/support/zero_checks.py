@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
 from support.zero_models import own_groups
 from support.zero_optimizer import Pair, pair
 

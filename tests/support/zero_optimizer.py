@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedOptimizer
 from support.data_parallel import same_bits
 from support.zero_models import OPTIMIZERS, Ragged, draw_gradients, row_major, seeded
-from zero import ShardedOptimizer
 
 Build = Callable[[], nn.Module]
 Groups = Callable[[nn.Module], Any]

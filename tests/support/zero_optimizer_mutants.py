@@ -8,11 +8,11 @@ from unittest import mock
 
 import torch
 
-from ddp.norms import plain_norm
-from zero import loading, optimizer, sources, states
-from zero.flat import FlatParameters
-from zero.gather import RingGather
-from zero.sources import Alone
+from muster.ddp.norms import plain_norm
+from muster.zero import loading, optimizer, sources, states
+from muster.zero.flat import FlatParameters
+from muster.zero.gather import RingGather
+from muster.zero.sources import Alone
 
 
 def nothing_sharded() -> AbstractContextManager[Any]:
@@ -31,7 +31,7 @@ def nothing_sharded() -> AbstractContextManager[Any]:
 def no_gather() -> AbstractContextManager[Any]:
     """Each rank has stepped its shard, and nobody hears of it."""
     made = ExitStack()
-    made.enter_context(mock.patch("zero.gather.on_one_host", return_value=False))
+    made.enter_context(mock.patch("muster.zero.gather.on_one_host", return_value=False))
     made.enter_context(mock.patch.object(RingGather, "start", return_value=lambda: None))
     return made
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel
 from support.data_parallel_models import ToyModel, seeded
 from support.sharded import SMALL_MB
-from zero import ShardedDataParallel
 
 
 def wrap(world: World, stage: int, build: Callable = ToyModel, **settings) -> ShardedDataParallel:

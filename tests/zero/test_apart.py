@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ddp import BucketedDDP
-from jobs.train.world import World
-from zero import ShardedDataParallel, ShardedOptimizer
-from zero.apart import require_own_memory
-from zero.layerwise import Layerwise
+from muster.ddp import BucketedDDP
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel, ShardedOptimizer
+from muster.zero.apart import require_own_memory
+from muster.zero.layerwise import Layerwise
 
 pytestmark = pytest.mark.ranks
 

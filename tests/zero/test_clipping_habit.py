@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from jobs.train.world import World
-from zero import ShardedDataParallel, ShardedOptimizer
-from zero.layerwise import Layerwise
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel, ShardedOptimizer
+from muster.zero.layerwise import Layerwise
 
 pytestmark = pytest.mark.ranks
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp import timeouts
-from jobs.train.world import World
+from muster.ddp import timeouts
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel, data_parallel, scatter
 from support.data_parallel_models import CASES, ToyModel, seeded
 from support.sharded import SMALL_MB
-from zero import ShardedDataParallel, data_parallel, scatter
 
 pytestmark = pytest.mark.ranks
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddp import BucketedDDP
-from jobs.train.world import World
-from zero import ShardedDataParallel, ShardedOptimizer
+from muster.ddp import BucketedDDP
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel, ShardedOptimizer
 
 pytestmark = pytest.mark.ranks
 

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ddp import BucketedDDP
-from jobs.shapes import GptShape
-from jobs.train.models.gpt import build_gpt
-from jobs.train.world import World
+from muster.ddp import BucketedDDP
+from muster.jobs.shapes import GptShape
+from muster.jobs.train.models.gpt import build_gpt
+from muster.jobs.train.world import World
+from muster.zero import layerwise
+from muster.zero.flat import ALIGNMENT
+from muster.zero.layerwise import Layerwise
 from support.tensors import apart
-from zero import layerwise
-from zero.flat import ALIGNMENT
-from zero.layerwise import Layerwise
 
 pytestmark = pytest.mark.ranks
 

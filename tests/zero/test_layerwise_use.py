@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero.layerwise import Layerwise
 from support.tensors import apart
-from zero.layerwise import Layerwise
 
 pytestmark = pytest.mark.ranks
 

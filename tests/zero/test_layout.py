@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.layout import Layout, Slice, runs
+from muster.zero.layout import Layout, Slice, runs
 
 SIZES = st.lists(st.integers(0, 40), max_size=8).map(tuple)
 

@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.base import DataParallel
-from ddp.primitives import ring_all_gather
-from jobs.train.world import World
+from muster.ddp.base import DataParallel
+from muster.ddp.primitives import ring_all_gather
+from muster.jobs.train.world import World
+from muster.zero import data_parallel, scatter, whole
+from muster.zero.flat import FlatParameters
+from muster.zero.gather import RingGather
+from muster.zero.gradients import PassingGradients
+from muster.zero.neighbours import Neighbours
+from muster.zero.optimizer import Segment
+from muster.zero.scatter import Scatter
+from muster.zero.sharded import Sharded
 from support.sharded import Run, not_sharded, over_links, wrong_training
-from zero import data_parallel, scatter, whole
-from zero.flat import FlatParameters
-from zero.gather import RingGather
-from zero.gradients import PassingGradients
-from zero.neighbours import Neighbours
-from zero.optimizer import Segment
-from zero.scatter import Scatter
-from zero.sharded import Sharded
 
 pytestmark = pytest.mark.ranks
 

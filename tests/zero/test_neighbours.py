@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel, neighbours
+from muster.zero.gather import NeighbourGather, RingGather
+from muster.zero.neighbours import neighbours_of
+from muster.zero.scatter import ExchangeScatter, NeighbourScatter, RingScatter
 from support.sharded import Run, over_links, wrong_training
-from zero import ShardedDataParallel, neighbours
-from zero.gather import NeighbourGather, RingGather
-from zero.neighbours import neighbours_of
-from zero.scatter import ExchangeScatter, NeighbourScatter, RingScatter
 
 pytestmark = pytest.mark.ranks
 

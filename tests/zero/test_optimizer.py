@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp import BucketedDDP
-from jobs.train.world import World
+from muster.ddp import BucketedDDP
+from muster.jobs.train.world import World
+from muster.zero import ShardedOptimizer, sources
+from muster.zero.sources import Alone
 from support.zero_checks import parts, written, wrong_events, wrong_steps
 from support.zero_models import OPTIMIZERS, Ragged, Several, own_groups, ragged_loss
 from support.zero_optimizer import pair
-from zero import ShardedOptimizer, sources
-from zero.sources import Alone
 
 pytestmark = pytest.mark.ranks
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedOptimizer
 from support.zero_models import Ragged, seeded
 from support.zero_optimizer import pair, photograph, refusal, unchanged
-from zero import ShardedOptimizer
 
 pytestmark = pytest.mark.ranks
 

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel, ShardedOptimizer
+from muster.zero.scaling import ShardedGradScaler
 from support.zero_models import Ragged, ragged_loss, seeded
 from support.zero_optimizer import Pair, pair, photograph, unchanged
-from zero import ShardedDataParallel, ShardedOptimizer
-from zero.scaling import ShardedGradScaler
 
 pytestmark = pytest.mark.ranks
 

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel
 from support.data_parallel import same_bits
 from support.stage3 import Alone, Watch, backwards, wrap
 from support.zero_units import CASES, Case
-from zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks
 
@@ -172,13 +172,13 @@ def keep(bucket: Any, mean: torch.Tensor) -> None:
 
 
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "never freed": ("zero.flat.FlatParameters.free", lambda home: setattr(home, "is_whole", False)),
-    "never gathered again": ("zero.window.Window.close", lambda window: None),
-    "freed in the end only": ("zero.windows.Windows._is_over", lambda self, window, runs: None),
-    "a neighbour's shard": ("zero.flat.FlatParameters.parts", backwards_parts),
-    "nothing reduced": ("zero.scatter.ordered_mean_part", lambda shards, mine, group: None),
-    "gradients kept": ("zero.data_parallel.PassingGradients.deliver", keep),
-    "nothing gathered ahead": ("zero.windows.Windows._next", lambda self, window: None),
+    "never freed": ("muster.zero.flat.FlatParameters.free", lambda home: setattr(home, "is_whole", False)),
+    "never gathered again": ("muster.zero.window.Window.close", lambda window: None),
+    "freed in the end only": ("muster.zero.windows.Windows._is_over", lambda self, window, runs: None),
+    "a neighbour's shard": ("muster.zero.flat.FlatParameters.parts", backwards_parts),
+    "nothing reduced": ("muster.zero.scatter.ordered_mean_part", lambda shards, mine, group: None),
+    "gradients kept": ("muster.zero.data_parallel.PassingGradients.deliver", keep),
+    "nothing gathered ahead": ("muster.zero.windows.Windows._next", lambda self, window: None),
 }
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from jobs.train.world import World
-from pipe import Pipe
+from muster.jobs.train.world import World
+from muster.pipe import Pipe
+from muster.zero import ShardedDataParallel
 from support.data_parallel import same_bits
 from support.stage3 import Watch, backwards, inputs_of, loss_of, wrap
 from support.zero_models import row_major, seeded
 from support.zero_units import CASES, Net, blocks
-from zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from ddp.primitives.peers import Peers
-from jobs.train.world import World
+from muster.ddp.primitives.peers import Peers
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel
+from muster.zero.flat import FlatParameters
+from muster.zero.gather import BroadcastGather, RingGather
 from support.data_parallel_models import CASES, seeded
 from support.sharded import not_sharded, over_links
 from support.zero_use import wrap
-from zero import ShardedDataParallel
-from zero.flat import FlatParameters
-from zero.gather import BroadcastGather, RingGather
 
 pytestmark = pytest.mark.ranks
 
@@ -109,7 +109,7 @@ def order_of_events(world: World) -> list[str]:
             waits.append(super().start(home, shard, out))
             return wait
 
-    with over_links(), mock.patch("zero.gather.RingGather", LateGather):
+    with over_links(), mock.patch("muster.zero.gather.RingGather", LateGather):
         module = seeded(Blocks, 1)
         model = ShardedDataParallel(module, world.group, stage=2, units=module.blocks, bucket_size_mb=1100 / 2**20)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel
 from support.data_parallel_models import CASES, ToyModel, seeded
 from support.zero_use import sgd, wrap
-from zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks
 

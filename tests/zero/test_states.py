@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel, ShardedOptimizer
 from support.data_parallel import one_process, same_bits
 from support.data_parallel_models import Case
 from support.zero_models import OPTIMIZERS, Ragged, Several, own_groups, ragged_loss, row_major, seeded
 from support.zero_optimizer import Pair, pair, photograph, refusal, states_apart, unchanged
-from zero import ShardedDataParallel, ShardedOptimizer
 
 pytestmark = pytest.mark.ranks
 

@@ -6,7 +6,7 @@ from collections import OrderedDict
 import pytest
 from torch import nn
 
-from zero.units import ROOT, units_of
+from muster.zero.units import ROOT, units_of
 
 
 def model() -> nn.Module:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.train.world import World
-from zero import ShardedDataParallel
-from zero.layerwise import Layerwise
-from zero.sharded import Sharded
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel
+from muster.zero.layerwise import Layerwise
+from muster.zero.sharded import Sharded
 
 pytestmark = pytest.mark.ranks
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.train.world import World
-from zero import ShardedDataParallel
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.train.world import World
+from muster.jobs.train.world import World
+from muster.zero import ShardedDataParallel
 from support.gpus import over
 from support.sharded import Run, not_sharded, wrong_training
-from zero import ShardedDataParallel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 

@@ -5,9 +5,9 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from jobs.errors import RefusedError
-from jobs.train.data import image_sets, token_sets
-from jobs.train_settings import TrainSettings
+from muster.jobs.errors import RefusedError
+from muster.jobs.train.data import image_sets, token_sets
+from muster.jobs.train_settings import TrainSettings
 
 
 class Data(Protocol):

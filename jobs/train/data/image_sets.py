@@ -6,12 +6,12 @@ from typing import Final
 
 import torch
 
-from jobs import datafiles
-from jobs.errors import RefusedError
-from jobs.train.data.images import SIDE, Images, Normalise, Part
-from jobs.train.data.mapped import map_bytes
-from jobs.train.keyed import SYNTHETIC, bits, key, uniform_ints
-from jobs.train_settings import TrainSettings
+from muster.jobs import datafiles
+from muster.jobs.errors import RefusedError
+from muster.jobs.train.data.images import SIDE, Images, Normalise, Part
+from muster.jobs.train.data.mapped import map_bytes
+from muster.jobs.train.keyed import SYNTHETIC, bits, key, uniform_ints
+from muster.jobs.train_settings import TrainSettings
 
 CLASSES: Final = 10
 PIXELS: Final = 3 * SIDE * SIDE

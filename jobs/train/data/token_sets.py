@@ -10,13 +10,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from jobs import datafiles
-from jobs.errors import RefusedError
-from jobs.model_shape import context_of
-from jobs.shapes import GptShape
-from jobs.train.data.mapped import map_bytes
-from jobs.train.keyed import SYNTHETIC, key, uniform_ints
-from jobs.train_settings import TrainSettings
+from muster.jobs import datafiles
+from muster.jobs.errors import RefusedError
+from muster.jobs.model_shape import context_of
+from muster.jobs.shapes import GptShape
+from muster.jobs.train.data.mapped import map_bytes
+from muster.jobs.train.keyed import SYNTHETIC, key, uniform_ints
+from muster.jobs.train_settings import TrainSettings
 
 BYTES: Final = 256
 SYNTHETIC_TRAIN_SAMPLES: Final = 8192

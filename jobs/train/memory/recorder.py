@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from jobs import resident
-from jobs.errors import MusterError
-from jobs.files import append_line
-from jobs.memory_rows import AFTER, BASELINE, BEFORE, END, INIT
-from jobs.train.memory import gauge
-from jobs.train.memory.held import bytes_by_kind
-from jobs.train.metrics import warn
+from muster.jobs import resident
+from muster.jobs.errors import MusterError
+from muster.jobs.files import append_line
+from muster.jobs.memory_rows import AFTER, BASELINE, BEFORE, END, INIT
+from muster.jobs.train.memory import gauge
+from muster.jobs.train.memory.held import bytes_by_kind
+from muster.jobs.train.metrics import warn
 
 if TYPE_CHECKING:
-    from jobs.train.engine import Engine
+    from muster.jobs.train.engine import Engine
 
 MOST_ASKED: Final = 32  # times a step: a schedule is full after a few micro-batches, and a walk of the heap costs time
 STEPS: Final = 3  # the first makes what is made lazily, buckets of PyTorch's are made anew in the second

@@ -1,11 +1,11 @@
 """Models by name: a table of builders, each a flat stack of named layers that stages can be cut from."""
 
-from jobs.model_shape import resolve_shape
-from jobs.shapes import VggShape
-from jobs.train.models.gpt import build_gpt
-from jobs.train.models.stack import Stack
-from jobs.train.models.vgg import build_vgg
-from jobs.train_settings import ModelSettings
+from muster.jobs.model_shape import resolve_shape
+from muster.jobs.shapes import VggShape
+from muster.jobs.train.models.gpt import build_gpt
+from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.models.vgg import build_vgg
+from muster.jobs.train_settings import ModelSettings
 
 
 def build_model(settings: ModelSettings, *, vocabulary: int, seed: int) -> Stack:

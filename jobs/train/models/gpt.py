@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jobs.shapes import GptShape
-from jobs.train.keyed import INITIALISE, key
-from jobs.train.models.stack import Stack
+from muster.jobs.shapes import GptShape
+from muster.jobs.train.keyed import INITIALISE, key
+from muster.jobs.train.models.stack import Stack
 
 EPSILON = 1e-5
 WEIGHT_STD = 0.02

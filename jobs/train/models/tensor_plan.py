@@ -8,12 +8,12 @@ from typing import Final
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from jobs.train.models.gpt import Attention
-from jobs.train.models.stack import Stack
-from pipe.tensor.cross_entropy import SplitCrossEntropy
-from pipe.tensor.plan import Column, Heads, Row, Sequence, SequenceStart, Vocabulary
-from pipe.tensor.split import Plan, TensorParallel, parallelize
-from pipe.tensor.vocabulary import VocabularyLinear
+from muster.jobs.train.models.gpt import Attention
+from muster.jobs.train.models.stack import Stack
+from muster.pipe.tensor.cross_entropy import SplitCrossEntropy
+from muster.pipe.tensor.plan import Column, Heads, Row, Sequence, SequenceStart, Vocabulary
+from muster.pipe.tensor.split import Plan, TensorParallel, parallelize
+from muster.pipe.tensor.vocabulary import VocabularyLinear
 
 GPT_PLAN: Final[Plan] = {
     "embed.token": Vocabulary(),

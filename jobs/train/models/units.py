@@ -8,7 +8,7 @@
 
 from torch import nn
 
-from jobs.train.models.gpt import Block
+from muster.jobs.train.models.gpt import Block
 
 Unit = tuple[nn.Module, ...]
 

@@ -5,9 +5,9 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from jobs.shapes import IMAGE_CHANNELS, POOL, VggShape
-from jobs.train.keyed import INITIALISE, key
-from jobs.train.models.stack import Stack
+from muster.jobs.shapes import IMAGE_CHANNELS, POOL, VggShape
+from muster.jobs.train.keyed import INITIALISE, key
+from muster.jobs.train.models.stack import Stack
 
 
 def build_vgg(shape: VggShape, seed: int) -> Stack:

@@ -12,8 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from jobs.train.models.stack import Stack, in_turn, mean_loss
-from jobs.train.numerics.numerics import Numerics
+from muster.jobs.train.models.stack import Stack, in_turn, mean_loss
+from muster.jobs.train.numerics.numerics import Numerics
 
 NONE: Final = "-"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jobs.train.numerics.pieces import compiled
+from muster.jobs.train.numerics.pieces import compiled
 
 CHUNK_BYTES: Final = 2**28  # of logits
 COMPILED_CHUNK_BYTES: Final = 2**32  # compiled they are read and written once, and weights' gradients need no sum

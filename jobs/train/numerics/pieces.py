@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from jobs.errors import RefusedError
-from jobs.train.models.gpt import Block, Embed
-from jobs.train.models.stack import Layers, Stack, in_turn
+from muster.jobs.errors import RefusedError
+from muster.jobs.train.models.gpt import Block, Embed
+from muster.jobs.train.models.stack import Layers, Stack, in_turn
 
 FIRST_OF_PIECE: Final = (Embed, Block, nn.Conv2d, nn.LayerNorm, nn.RMSNorm)
 AGAIN: Final = (Block, nn.Conv2d)  # a piece that begins with one is worth to be forwarded again

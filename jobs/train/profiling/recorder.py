@@ -18,16 +18,16 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 from typing_extensions import Self
 
-from jobs import page
-from jobs.page import Phase
-from jobs.profile_settings import ProfileSettings
-from jobs.trace.events import MARK, START
-from jobs.trace.paths import ProfileDir
-from jobs.trace.record import numbers
-from jobs.trace.window import Window, window_of
-from jobs.train.clock import Clock
-from jobs.train.profiling.memory import History
-from jobs.train.profiling.writing import write_profile
+from muster.jobs import page
+from muster.jobs.page import Phase
+from muster.jobs.profile_settings import ProfileSettings
+from muster.jobs.trace.events import MARK, START
+from muster.jobs.trace.paths import ProfileDir
+from muster.jobs.trace.record import numbers
+from muster.jobs.trace.window import Window, window_of
+from muster.jobs.train.clock import Clock
+from muster.jobs.train.profiling.memory import History
+from muster.jobs.train.profiling.writing import write_profile
 
 
 class NotProfiling:

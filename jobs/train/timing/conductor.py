@@ -16,18 +16,18 @@ from typing import Any, Final, cast
 
 import torch
 
-from jobs import linux
-from jobs.anatomy import anatomy
-from jobs.machine import cpu_name
-from jobs.page import Page
-from jobs.rowlog import RowLog
-from jobs.strict import Strict
-from jobs.timing.records import Dtypes, End, Header, LayerTypes, Machine, Peak, State, Summary, Timed
-from jobs.timing.settings import Case, TimingSettings
-from jobs.train.forked import Ended, Forked, Tell
-from jobs.train.timing import memory, work
-from jobs.train.timing.work import Task
-from jobs.words import counted
+from muster.jobs import linux
+from muster.jobs.anatomy import anatomy
+from muster.jobs.machine import cpu_name
+from muster.jobs.page import Page
+from muster.jobs.rowlog import RowLog
+from muster.jobs.strict import Strict
+from muster.jobs.timing.records import Dtypes, End, Header, LayerTypes, Machine, Peak, State, Summary, Timed
+from muster.jobs.timing.settings import Case, TimingSettings
+from muster.jobs.train.forked import Ended, Forked, Tell
+from muster.jobs.train.timing import memory, work
+from muster.jobs.train.timing.work import Task
+from muster.jobs.words import counted
 
 SURVEY_S: Final = 60.0
 POLL_S: Final = 1.0

@@ -13,10 +13,10 @@ from typing import Final
 
 import torch
 
-from jobs import free, resident
-from jobs.anatomy import Anatomy
-from jobs.timing.settings import Pass
-from jobs.train_settings import Precision
+from muster.jobs import free, resident
+from muster.jobs.anatomy import Anatomy
+from muster.jobs.timing.settings import Pass
+from muster.jobs.train_settings import Precision
 
 OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 FIRST_TO_GO: Final = "1000"

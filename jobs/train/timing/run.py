@@ -9,20 +9,20 @@ from typing import Any, Final
 
 import torch
 
-from jobs import ranks
-from jobs.errors import MusterError, RefusedError
-from jobs.files import folder_error
-from jobs.reports import Reporter
-from jobs.rowlog import RowLog
-from jobs.rundir import RunDir
-from jobs.timing.files import read_timings
-from jobs.timing.settings import TimingSettings
-from jobs.timing.table import report_lines
-from jobs.train.main import complain, guarded
-from jobs.train.numerics.pieces import require_compiler
-from jobs.train.timing.conductor import Conductor
-from jobs.train.world import choose_device, this_peer
-from jobs.words import counted
+from muster.jobs import ranks
+from muster.jobs.errors import MusterError, RefusedError
+from muster.jobs.files import folder_error
+from muster.jobs.reports import Reporter
+from muster.jobs.rowlog import RowLog
+from muster.jobs.rundir import RunDir
+from muster.jobs.timing.files import read_timings
+from muster.jobs.timing.settings import TimingSettings
+from muster.jobs.timing.table import report_lines
+from muster.jobs.train.main import complain, guarded
+from muster.jobs.train.numerics.pieces import require_compiler
+from muster.jobs.train.timing.conductor import Conductor
+from muster.jobs.train.world import choose_device, this_peer
+from muster.jobs.words import counted
 
 FAILED: Final = 1
 STANDARD_ERROR: Final = 2

@@ -16,18 +16,18 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from jobs.errors import RefusedError
-from jobs.page import Page
-from jobs.shapes import IMAGE_CHANNELS
-from jobs.timing.settings import CLASSES, Case, TimingSettings
-from jobs.train.forked import Tell
-from jobs.train.keyed import SYNTHETIC, key
-from jobs.train.models import build_model
-from jobs.train.numerics import Numerics, numerics_of
-from jobs.train.optim import gradients_of
-from jobs.train.timing import memory
-from jobs.train.timing.device import claim, synchronize, timed
-from jobs.train.timing.matmul import product_rate
+from muster.jobs.errors import RefusedError
+from muster.jobs.page import Page
+from muster.jobs.shapes import IMAGE_CHANNELS
+from muster.jobs.timing.settings import CLASSES, Case, TimingSettings
+from muster.jobs.train.forked import Tell
+from muster.jobs.train.keyed import SYNTHETIC, key
+from muster.jobs.train.models import build_model
+from muster.jobs.train.numerics import Numerics, numerics_of
+from muster.jobs.train.optim import gradients_of
+from muster.jobs.train.timing import memory
+from muster.jobs.train.timing.device import claim, synchronize, timed
+from muster.jobs.train.timing.matmul import product_rate
 
 IMAGE_SIDE = 32
 
@@ -76,7 +76,7 @@ def survey(settings: TimingSettings, device: torch.device, tell: Tell) -> None:
 
 def find_types(task: Task, tell: Tell) -> None:
     """Tell the types of each layer in a step."""
-    from jobs.train.numerics.dtypes import dtype_rows
+    from muster.jobs.train.numerics.dtypes import dtype_rows
 
     claim(task.device)
     memory.shield(task.device, task.allowed_bytes)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cloudlab.box.control import Box, box_up
-from cloudlab.box.remove import take_down
-from cloudlab.box.spec import BoxSpec
+from muster.cloudlab.box.control import Box, box_up
+from muster.cloudlab.box.remove import take_down
+from muster.cloudlab.box.spec import BoxSpec
 
 
 @pytest.fixture(scope="package")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cloudlab.box.control import Box
-from jobs import exits
-from launch.cli import main
+from muster.cloudlab.box.control import Box
+from muster.jobs import exits
+from muster.launch.cli import main
 from support.boxes import leftovers, muster, number_of
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cloudlab.box.control import box_up
-from cloudlab.box.machine import LINKS
-from cloudlab.box.make import make
-from cloudlab.box.paths import NETNS, BoxPaths
-from cloudlab.box.processes import wait_until
-from cloudlab.box.remove import take_down
-from cloudlab.box.spec import BoxSpec, netns_pattern
-from jobs.errors import RefusedError
+from muster.cloudlab.box.control import box_up
+from muster.cloudlab.box.machine import LINKS
+from muster.cloudlab.box.make import make
+from muster.cloudlab.box.paths import NETNS, BoxPaths
+from muster.cloudlab.box.processes import wait_until
+from muster.cloudlab.box.remove import take_down
+from muster.cloudlab.box.spec import BoxSpec, netns_pattern
+from muster.jobs.errors import RefusedError
 from support.boxes import leftovers, muster, number_of
 
 pytestmark = pytest.mark.cluster

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cloudlab.box import nodes
-from cloudlab.box.control import Box, box_up
-from cloudlab.box.failures import WAYS
-from cloudlab.box.processes import wait_until
-from cloudlab.box.spec import BoxSpec
-from cloudlab.box.status import NodeStatus
-from jobs.errors import RefusedError
+from muster.cloudlab.box import nodes
+from muster.cloudlab.box.control import Box, box_up
+from muster.cloudlab.box.failures import WAYS
+from muster.cloudlab.box.processes import wait_until
+from muster.cloudlab.box.spec import BoxSpec
+from muster.cloudlab.box.status import NodeStatus
+from muster.jobs.errors import RefusedError
 from support.boxes import leftovers, processes, ssh
 
 pytestmark = pytest.mark.cluster

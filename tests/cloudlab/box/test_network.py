@@ -2,8 +2,8 @@
 
 import pytest
 
-from cloudlab.box import network
-from cloudlab.box.spec import BoxSpec, Rates
+from muster.cloudlab.box import network
+from muster.cloudlab.box.spec import BoxSpec, Rates
 
 SPEC = BoxSpec(name="four", nodes=4, slurm=True, number=7)
 GBIT = 10**9

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cloudlab.box.control import Box, box_up
-from cloudlab.box.hosts import box_hosts
-from cloudlab.box.make import make
-from cloudlab.box.spec import BoxSpec
-from jobs.errors import RefusedError, UsageError
-from jobs.placement import Host, Login
+from muster.cloudlab.box.control import Box, box_up
+from muster.cloudlab.box.hosts import box_hosts
+from muster.cloudlab.box.make import make
+from muster.cloudlab.box.spec import BoxSpec
+from muster.jobs.errors import RefusedError, UsageError
+from muster.jobs.placement import Host, Login
 from support.boxes import leftovers, ssh
 
 pytestmark = pytest.mark.cluster

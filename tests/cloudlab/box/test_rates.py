@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from cloudlab.box.control import Box
-from cloudlab.box.network import burst_bytes
-from jobs.errors import UsageError
+from muster.cloudlab.box.control import Box
+from muster.cloudlab.box.network import burst_bytes
+from muster.jobs.errors import UsageError
 
 pytestmark = pytest.mark.cluster
 

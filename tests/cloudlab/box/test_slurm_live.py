@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cloudlab.box.control import Box
-from cloudlab.box.processes import wait_until
+from muster.cloudlab.box.control import Box
+from muster.cloudlab.box.processes import wait_until
 from support.boxes import ssh
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(120)]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloudlab.box.spec import (
+from muster.cloudlab.box.spec import (
     MAX_NODES,
     MAX_NUMBER,
     BoxSpec,
@@ -14,7 +14,7 @@ from cloudlab.box.spec import (
     parse_rate,
     rate_text,
 )
-from jobs.errors import UsageError
+from muster.jobs.errors import UsageError
 
 NODES = st.sampled_from([f"node{k}" for k in range(6)])
 RATES = st.integers(8_000, 400 * 10**9)

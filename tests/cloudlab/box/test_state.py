@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cloudlab.box import machine, paths, state
-from cloudlab.box.hosts import box_hosts, find_box
-from cloudlab.box.paths import BoxPaths
-from cloudlab.box.spec import BoxSpec, Rates
-from cloudlab.box.state import BoxState, boot_id, box_names, locked_folder, read_state, root_lock, write_state
-from cloudlab.box.tools import Tools
-from jobs.errors import RefusedError, RunFolderError, UsageError
+from muster.cloudlab.box import machine, paths, state
+from muster.cloudlab.box.hosts import box_hosts, find_box
+from muster.cloudlab.box.paths import BoxPaths
+from muster.cloudlab.box.spec import BoxSpec, Rates
+from muster.cloudlab.box.state import BoxState, boot_id, box_names, locked_folder, read_state, root_lock, write_state
+from muster.cloudlab.box.tools import Tools
+from muster.jobs.errors import RefusedError, RunFolderError, UsageError
 from support.users import AS_ATTACKER, ATTACKER, needs_root, public_folder
 
 SPECS = st.builds(

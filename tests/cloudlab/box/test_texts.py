@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from cloudlab.box import slurm, texts
-from cloudlab.box.paths import BoxPaths
-from cloudlab.box.plan import NodePlan, node_plan
-from cloudlab.box.spec import BoxSpec
+from muster.cloudlab.box import slurm, texts
+from muster.cloudlab.box.paths import BoxPaths
+from muster.cloudlab.box.plan import NodePlan, node_plan
+from muster.cloudlab.box.spec import BoxSpec
 
 GOLDEN = Path(__file__).parent / "golden"
 PATHS = BoxPaths.of("four")

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives_bench.cost import buckets
-from collectives_bench.cost.buckets import MB, Bucket, Gradient, Lanes, Point
-from ddp.buckets import ALONE_BYTES, Size, plan_buckets
-from jobs.anatomy import anatomy
-from jobs.errors import UsageError
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
-from jobs.train.models import build_model
-from jobs.train_settings import ModelSettings
+from muster.collectives_bench.cost import buckets
+from muster.collectives_bench.cost.buckets import MB, Bucket, Gradient, Lanes, Point
+from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets
+from muster.jobs.anatomy import anatomy
+from muster.jobs.errors import UsageError
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.train.models import build_model
+from muster.jobs.train_settings import ModelSettings
 
 ALPHA, RATE = 0.5e-3, 1.25e9
 

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.cost.fit import curves_of, fit, launches_of, series_of
-from collectives_bench.cost.heldout import medians
-from collectives_bench.cost.pieces import choose
-from collectives_bench.cost.profile import load, save
-from collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
-from collectives_bench.records import HostFacts, Load, Result
-from collectives_bench.results.rows import rows_of
-from jobs.errors import RefusedError
+from muster.collectives_bench.cost.fit import curves_of, fit, launches_of, series_of
+from muster.collectives_bench.cost.heldout import medians
+from muster.collectives_bench.cost.pieces import choose
+from muster.collectives_bench.cost.profile import load, save
+from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
+from muster.collectives_bench.records import HostFacts, Load, Result
+from muster.collectives_bench.results.rows import rows_of
+from muster.jobs.errors import RefusedError
 from support.costs import OnLinks, OnOneHost, block, drawn, header, world_of
 
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "scatter", "all_to_all", "barrier")

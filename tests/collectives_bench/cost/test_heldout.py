@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from collectives_bench.cost.heldout import (
+from muster.collectives_bench.cost.heldout import (
     Samples,
     errors_of,
     intervals,
@@ -14,7 +14,7 @@ from collectives_bench.cost.heldout import (
     residuals,
     sizes_left_out,
 )
-from collectives_bench.cost.pieces import choose
+from muster.collectives_bench.cost.pieces import choose
 from support.costs import SIZES
 
 

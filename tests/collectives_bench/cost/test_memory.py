@@ -5,13 +5,13 @@ from typing import get_args
 
 import pytest
 
-from collectives_bench.cost.known import deepspeed_bytes, layer_activations
-from collectives_bench.cost.load import MIXED_ADAM, SIZES, Load, Recipe, Split
-from collectives_bench.cost.memory import Memory, memories_of, memory_of, states
-from collectives_bench.cost.modes import WAYS
-from jobs.anatomy import anatomy, saved_bytes
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from jobs.train_settings import Precision
+from muster.collectives_bench.cost.known import deepspeed_bytes, layer_activations
+from muster.collectives_bench.cost.load import MIXED_ADAM, SIZES, Load, Recipe, Split
+from muster.collectives_bench.cost.memory import Memory, memories_of, memory_of, states
+from muster.collectives_bench.cost.modes import WAYS
+from muster.jobs.anatomy import anatomy, saved_bytes
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.train_settings import Precision
 
 TEN_BILLION = 10e9
 SGD = Recipe(4, 4, 0)

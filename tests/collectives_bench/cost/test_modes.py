@@ -2,12 +2,12 @@
 
 import pytest
 
-from collectives_bench.cost.exposed import EXPOSED
-from collectives_bench.cost.modes import WAYS, cut, messages, rank_of, ways
-from jobs.anatomy import anatomy
-from jobs.errors import UsageError
-from jobs.modes import MODES
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.collectives_bench.cost.exposed import EXPOSED
+from muster.collectives_bench.cost.modes import WAYS, cut, messages, rank_of, ways
+from muster.jobs.anatomy import anatomy
+from muster.jobs.errors import UsageError
+from muster.jobs.modes import MODES
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
 
 VGG, GPT = anatomy(VGG_SHAPES["vgg11"]), anatomy(GPT_SHAPES["gpt-small"])
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives_bench.cost.curves import Piece, around, monotone, seconds_at
-from collectives_bench.cost.pieces import CANDIDATES, Points, best_breaks, choose, left_out, line, mean_error
+from muster.collectives_bench.cost.curves import Piece, around, monotone, seconds_at
+from muster.collectives_bench.cost.pieces import CANDIDATES, Points, best_breaks, choose, left_out, line, mean_error
 
 SIZES = tuple(2**power for power in range(12, 28, 2))
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from collectives_bench.cost.formulas import cost
-from collectives_bench.cost.second import Constants
-from collectives_bench.cost.shared import FORMS, Point, fit_constants
+from muster.collectives_bench.cost.formulas import cost
+from muster.collectives_bench.cost.second import Constants
+from muster.collectives_bench.cost.shared import FORMS, Point, fit_constants
 from support.costs import SIZES, OnLinks, OnOneHost
 
 OPERATIONS = (

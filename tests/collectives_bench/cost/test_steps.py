@@ -4,15 +4,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from collectives_bench.cost import profile, steps
-from collectives_bench.cost.buckets import registered
-from collectives_bench.cost.exposed import Compute, own_buckets
-from collectives_bench.cost.load import Load, Recipe
-from collectives_bench.cost.modes import WAYS, cut, ways
-from collectives_bench.cost.steps import Row, Span, rank
-from jobs.anatomy import anatomy
-from jobs.errors import RefusedError
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.collectives_bench.cost import profile, steps
+from muster.collectives_bench.cost.buckets import registered
+from muster.collectives_bench.cost.exposed import Compute, own_buckets
+from muster.collectives_bench.cost.load import Load, Recipe
+from muster.collectives_bench.cost.modes import WAYS, cut, ways
+from muster.collectives_bench.cost.steps import Row, Span, rank
+from muster.jobs.anatomy import anatomy
+from muster.jobs.errors import RefusedError
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
 
 GBIT = 1e9
 VGG = Load(anatomy(VGG_SHAPES["vgg11"]), Recipe(4, 4, 0), ranks=4, batch=64, microbatches=8, itemsize=4)

@@ -1,8 +1,8 @@
 """What a failure leaves to measure."""
 
-from collectives_bench.plan import cells_of, order_of
-from collectives_bench.ranks.agenda import Agenda
-from collectives_bench.settings import BenchSettings
+from muster.collectives_bench.plan import cells_of, order_of
+from muster.collectives_bench.ranks.agenda import Agenda
+from muster.collectives_bench.settings import BenchSettings
 
 CELLS = cells_of(BenchSettings(operation=["all_reduce", "broadcast", "barrier"], sizes=[8, 16, 32]), 2)
 ALL_REDUCE, BROADCAST, BARRIER = [0, 1, 2], [3, 4, 5], [6]

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from collectives_bench.ranks.company import Company, Seat, assemble, device_of, hosts_of
-from collectives_bench.records import HostFacts, World
-from collectives_bench.settings import BenchSettings
-from jobs.errors import RefusedError
-from jobs.ranks import RankEnv
-from jobs.train.world import Peer
+from muster.collectives_bench.ranks.company import Company, Seat, assemble, device_of, hosts_of
+from muster.collectives_bench.records import HostFacts, World
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.errors import RefusedError
+from muster.jobs.ranks import RankEnv
+from muster.jobs.train.world import Peer
 
 TWO_GPUS = [Peer("a", None, 2), Peer("a", None, 2)]
 TOO_FEW = [Peer("a", None, 1), Peer("a", None, 1)]

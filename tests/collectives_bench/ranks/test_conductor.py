@@ -2,8 +2,8 @@
 
 import pytest
 
-from collectives_bench.records import Block, Header
-from jobs.files import read_lines
+from muster.collectives_bench.records import Block, Header
+from muster.jobs.files import read_lines
 from support.bench import blocks, free_port, measure
 
 pytestmark = pytest.mark.ranks

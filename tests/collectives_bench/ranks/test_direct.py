@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives_bench.ranks import direct
+from muster.collectives_bench.ranks import direct
 from support.bench import blocks
 
 pytestmark = pytest.mark.ranks
@@ -31,7 +31,7 @@ def start(*argv: str, folder: Path) -> "subprocess.Popen[str]":
 
 
 def test_torchrun_starts_it_its_own_store_is_used_and_rank_0_prints_and_writes(tmp_path: Path) -> None:
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "collectives_bench"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "muster.collectives_bench"]
     started = start(*torchrun, *QUICK, "--out", "mine.jsonl", folder=tmp_path)
     out, err = started.communicate(timeout=55)
     assert started.returncode == 0, err

@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from collectives_bench.ranks import facts
-from jobs import machine
-from jobs.ranks import RankEnv
+from muster.collectives_bench.ranks import facts
+from muster.jobs import machine
+from muster.jobs.ranks import RankEnv
 
 ENV = RankEnv(3, 4, 1, 2, 1, 2, "127.0.0.1", 29500)
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from collectives_bench.catalog import DTYPES
-from collectives_bench.ranks.fills import Pattern
+from muster.collectives_bench.catalog import DTYPES
+from muster.collectives_bench.ranks.fills import Pattern
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_a_buffer_is_written_and_judged_by_places_wherever_it_begins(count, star
 
 
 def test_a_long_buffer_is_compared_a_piece_at_a_time(monkeypatch):
-    monkeypatch.setattr("collectives_bench.ranks.fills.COMPARED", 40_000)
+    monkeypatch.setattr("muster.collectives_bench.ranks.fills.COMPARED", 40_000)
     pattern = Pattern("fp32", CPU, 1)
     long = torch.zeros(500_001)
     pattern.write(long, rank=0, call=1)

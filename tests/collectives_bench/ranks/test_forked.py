@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.leftovers import state_of
-from jobs.train.world import World
+from muster.jobs.leftovers import state_of
+from muster.jobs.train.world import World
 from support.live import wait_until
 
 pytestmark = pytest.mark.ranks
@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def told_and_ended(world: World) -> dict:
-    from collectives_bench.ranks.forked import Player
+    from muster.collectives_bench.ranks.forked import Player
 
     def play(tell, page) -> None:
         tell({"enter": 3})
@@ -38,7 +38,7 @@ def test_what_a_player_tells_arrives_whole_and_in_order(on_ranks):
 
 
 def last_words(world: World, how: str) -> list:
-    from collectives_bench.ranks.forked import Player
+    from muster.collectives_bench.ranks.forked import Player
 
     def play(tell, page) -> None:
         os.write(2, b"[W1121 17:00:00 socket.cpp:752] a warning of C++\nterminate called\n  what():  too short\n")
@@ -58,7 +58,7 @@ def test_a_player_that_dies_leaves_its_last_words(on_ranks):
 
 
 def lost(world: World) -> list:
-    from collectives_bench.ranks.forked import Player
+    from muster.collectives_bench.ranks.forked import Player
 
     def play(tell, page) -> None:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4242")
@@ -75,7 +75,7 @@ def test_a_player_that_lost_another_is_no_culprit(on_ranks):
 
 
 def silent(world: World, stopped: bool) -> dict:
-    from collectives_bench.ranks.forked import Player
+    from muster.collectives_bench.ranks.forked import Player
 
     def stand_still() -> None:
         time.sleep(600)
@@ -106,7 +106,7 @@ def test_a_silent_player_is_killed_and_shows_where_it_stood(on_ranks):
 def test_a_player_dies_with_its_conductor() -> None:
     code = """
 import os, time
-from collectives_bench.ranks.forked import Player
+from muster.collectives_bench.ranks.forked import Player
 print(Player(lambda tell, page: time.sleep(600)).pid, flush=True)
 time.sleep(600)
 """

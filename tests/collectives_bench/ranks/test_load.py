@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.ranks import load
-from collectives_bench.ranks.load import History, Reading
+from muster.collectives_bench.ranks import load
+from muster.collectives_bench.ranks.load import History, Reading
 
 
 def reading(own_s: float, busy_s: float, all_s: float, steal_s: float = 0.0) -> Reading:

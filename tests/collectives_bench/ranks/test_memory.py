@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives_bench.catalog import OPERATIONS, actual_bytes
-from collectives_bench.ranks import memory
-from collectives_bench.ranks.operations import prepare
-from collectives_bench.records import Cell
-from jobs import free
-from jobs.train.world import World
+from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
+from muster.collectives_bench.ranks import memory
+from muster.collectives_bench.ranks.operations import prepare
+from muster.collectives_bench.records import Cell
+from muster.jobs import free
+from muster.jobs.train.world import World
 
 MB = 2**20
 GB = 2**30

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
-from collectives_bench.ranks.pairs import PairGame
-from collectives_bench.ranks.sampling import Voices
-from collectives_bench.records import HostFacts, Pair
-from collectives_bench.records import World as BenchWorld
-from collectives_bench.settings import BenchSettings
-from jobs.ranks import RankEnv
-from jobs.train.world import World
+from muster.collectives_bench.ranks.pairs import PairGame
+from muster.collectives_bench.ranks.sampling import Voices
+from muster.collectives_bench.records import HostFacts, Pair
+from muster.collectives_bench.records import World as BenchWorld
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.ranks import RankEnv
+from muster.jobs.train.world import World
 
 pytestmark = pytest.mark.ranks
 

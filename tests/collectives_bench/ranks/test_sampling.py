@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from collectives_bench.ranks.sampling import HostClock, Run, Sampler, Voices
-from collectives_bench.settings import BenchSettings
-from jobs.train.world import World
+from muster.collectives_bench.ranks.sampling import HostClock, Run, Sampler, Voices
+from muster.collectives_bench.settings import BenchSettings
+from muster.jobs.train.world import World
 
 pytestmark = pytest.mark.ranks
 

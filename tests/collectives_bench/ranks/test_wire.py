@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives_bench.catalog import OPERATIONS, actual_bytes
-from collectives_bench.ranks import wire
-from collectives_bench.ranks.operations import prepare
-from collectives_bench.ranks.wire import WireCounter, audit, interfaces_of
-from collectives_bench.records import Cell
-from jobs.train.world import World
+from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
+from muster.collectives_bench.ranks import wire
+from muster.collectives_bench.ranks.operations import prepare
+from muster.collectives_bench.ranks.wire import WireCounter, audit, interfaces_of
+from muster.collectives_bench.records import Cell
+from muster.jobs.train.world import World
 
 MB = 2**20
 

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives_bench.records import Result
-from collectives_bench.results import shift
-from collectives_bench.results.compare import Comparison, compare, comparison
-from collectives_bench.results.rows import Row, rows_of
-from collectives_bench.results.sides import drift_of, pairs_in_time
-from collectives_bench.results.stats import median
-from jobs.errors import RefusedError
+from muster.collectives_bench.records import Result
+from muster.collectives_bench.results import shift
+from muster.collectives_bench.results.compare import Comparison, compare, comparison
+from muster.collectives_bench.results.rows import Row, rows_of
+from muster.collectives_bench.results.sides import drift_of, pairs_in_time
+from muster.collectives_bench.results.stats import median
+from muster.jobs.errors import RefusedError
 from support.bench_records import a_block, a_cell, a_world
 
 SPREAD = 0.095

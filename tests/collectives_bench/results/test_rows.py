@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.records import Block, Memory, Result, Wire
-from collectives_bench.results.rows import Row, rows_of
-from collectives_bench.results.stats import median
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.records import Block, Memory, Result, Wire
+from muster.collectives_bench.results.rows import Row, rows_of
+from muster.collectives_bench.results.stats import median
 from support.bench_records import a_block, a_cell, a_world
 
 

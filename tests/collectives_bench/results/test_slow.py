@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from collectives_bench.records import Pair, World
-from collectives_bench.results.slow import Findings, slow
-from collectives_bench.results.stats import timing
+from muster.collectives_bench.records import Pair, World
+from muster.collectives_bench.results.slow import Findings, slow
+from muster.collectives_bench.results.stats import timing
 
 MB = 2**20
 HEALTHY = 0.125  # GB/s

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives_bench.results import stats
+from muster.collectives_bench.results import stats
 
 times = st.lists(st.floats(0.0, 1e9), min_size=1, max_size=200)
 

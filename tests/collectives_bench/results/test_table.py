@@ -1,8 +1,8 @@
 """The table: one line a row under nccl-tests' headings, states in place of numbers, and a verdict."""
 
-from collectives_bench.records import Cell, HostFacts, Load, Memory, Result
-from collectives_bench.results import audit, matrix, table
-from collectives_bench.results.rows import rows_of
+from muster.collectives_bench.records import Cell, HostFacts, Load, Memory, Result
+from muster.collectives_bench.results import audit, matrix, table
+from muster.collectives_bench.results.rows import rows_of
 from support.measured import block, header, pairs, result, settings, wire, world
 
 CELL = Cell(operation="all_reduce", dtype="fp32", asked_bytes=1 << 20, place="in")

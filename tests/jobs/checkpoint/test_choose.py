@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from jobs.checkpoint import choose
-from jobs.checkpoint.choose import newest_good
-from jobs.checkpoint.verify import is_verified
-from jobs.errors import BadCheckpointError, NoCheckpointError, StorageError
+from muster.jobs.checkpoint import choose
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.checkpoint.verify import is_verified
+from muster.jobs.errors import BadCheckpointError, NoCheckpointError, StorageError
 
 A5, A9, A50 = "step-00000005.a000", "step-00000009.a000", "step-00000050.a000"
 
@@ -173,7 +173,7 @@ def test_a_disk_that_takes_no_writes_still_gives_its_checkpoints(saved, monkeypa
     def refuse(*arguments, **fields):
         raise StorageError("read-only file system")
 
-    monkeypatch.setattr("jobs.checkpoint.disk.write_file", refuse)
+    monkeypatch.setattr("muster.jobs.checkpoint.disk.write_file", refuse)
     assert chosen(saved) == A5
     assert saved.said == [
         "cannot commit what is pending: read-only file system",

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.checkpoint import commit
-from jobs.checkpoint import export as export_module
-from jobs.checkpoint.export import export
-from jobs.checkpoint.interval import mean_time_between_failures, young_daly
-from jobs.checkpoint.manifest import read_manifest
-from jobs.checkpoint.pieces import whole
-from jobs.checkpoint.shard import write_shard
-from jobs.errors import BadCheckpointError, NoCheckpointError, StorageError
+from muster.jobs.checkpoint import commit
+from muster.jobs.checkpoint import export as export_module
+from muster.jobs.checkpoint.export import export
+from muster.jobs.checkpoint.interval import mean_time_between_failures, young_daly
+from muster.jobs.checkpoint.manifest import read_manifest
+from muster.jobs.checkpoint.pieces import whole
+from muster.jobs.checkpoint.shard import write_shard
+from muster.jobs.errors import BadCheckpointError, NoCheckpointError, StorageError
 from support.checkpoints import content
 
 
@@ -71,7 +71,7 @@ def test_a_full_disk_leaves_no_export(saved, tmp_path, monkeypatch) -> None:
     def full(descriptor: int, size: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("jobs.checkpoint.disk._reserve", full)
+    monkeypatch.setattr("muster.jobs.checkpoint.disk._reserve", full)
     with pytest.raises(StorageError, match="No space left"):
         export(folder, read_manifest(folder), tmp_path / "x")
     assert [each.name for each in tmp_path.iterdir()] == ["run"]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.checkpoint.pieces import MAX_ELEMENTS, Piece, whole
+from muster.jobs.checkpoint.pieces import MAX_ELEMENTS, Piece, whole
 
 
 @st.composite

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.checkpoint import retain as retain_module
-from jobs.checkpoint.choose import newest_good
-from jobs.checkpoint.retain import Entry, plan, retain
-from jobs.errors import RunFolderError
+from muster.jobs.checkpoint import retain as retain_module
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.checkpoint.retain import Entry, plan, retain
+from muster.jobs.errors import RunFolderError
 
 
 def entry(text: str) -> Entry:

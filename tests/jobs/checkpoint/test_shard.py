@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import safetensors
 
-from jobs.checkpoint import commit, disk
-from jobs.checkpoint.layout import read_header
-from jobs.checkpoint.paths import CheckpointDir
-from jobs.checkpoint.pieces import ITEM_BYTES, Piece, whole
-from jobs.checkpoint.shard import ShardRecord, read_ok, write_shard
-from jobs.errors import BadCheckpointError, RunFolderError, StorageError
-from jobs.rundir import RunDir
+from muster.jobs.checkpoint import commit, disk
+from muster.jobs.checkpoint.layout import read_header
+from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.checkpoint.pieces import ITEM_BYTES, Piece, whole
+from muster.jobs.checkpoint.shard import ShardRecord, read_ok, write_shard
+from muster.jobs.errors import BadCheckpointError, RunFolderError, StorageError
+from muster.jobs.rundir import RunDir
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from jobs.errors import RefusedError
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from jobs.timing.settings import Case, TimingSettings
+from muster.jobs.errors import RefusedError
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.timing.settings import Case, TimingSettings
 
 
 def settings(**values: object) -> TimingSettings:

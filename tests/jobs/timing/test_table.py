@@ -1,7 +1,7 @@
 """The text of timings, from rows that are given."""
 
-from jobs.timing.records import Dtypes, LayerTypes, Timing, Timings
-from jobs.timing.table import number, report_lines, row_text, verdict
+from muster.jobs.timing.records import Dtypes, LayerTypes, Timing, Timings
+from muster.jobs.timing.table import number, report_lines, row_text, verdict
 from support.timings import header, peak, settings, timed, without_times
 
 GOLDEN = """\

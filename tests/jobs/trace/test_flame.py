@@ -3,10 +3,10 @@
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
-from jobs.trace.events import read_trace
-from jobs.trace.flame import NARROWEST, WIDTH, Frame, colour, device_flame, host_flame, lay_out, render, spell
-from jobs.trace.kinds import KINDS
-from jobs.trace.nesting import nest_trace
+from muster.jobs.trace.events import read_trace
+from muster.jobs.trace.flame import NARROWEST, WIDTH, Frame, colour, device_flame, host_flame, lay_out, render, spell
+from muster.jobs.trace.kinds import KINDS
+from muster.jobs.trace.nesting import nest_trace
 from support.traces import event, kernels, lane, steps
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.trace.intervals import difference, intersection, length, union
+from muster.jobs.trace.intervals import difference, intersection, length, union
 from support.traces import spans
 
 Interval = tuple[int, int]

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.trace.events import read_trace
-from jobs.trace.nesting import nest_trace
-from jobs.trace.overlap import Overlap, added, overlap_by_step, overlap_of
+from muster.jobs.trace.events import read_trace
+from muster.jobs.trace.nesting import nest_trace
+from muster.jobs.trace.overlap import Overlap, added, overlap_by_step, overlap_of
 from support.traces import kernels, lane, steps
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -2,12 +2,12 @@
 
 import gzip
 
-from jobs.trace.chrome import numbers_of_steps, read_document, with_phases, write_trace
-from jobs.trace.events import Span, Step, read_trace, steps_between
-from jobs.trace.kinds import kind_of
-from jobs.trace.nesting import nest, nest_trace
-from jobs.trace.operators import device_spans_of, kernels_of, kinds_of, matmul_share, operators_of, phases_of
-from jobs.trace.record import operators_csv, operators_text, record_of
+from muster.jobs.trace.chrome import numbers_of_steps, read_document, with_phases, write_trace
+from muster.jobs.trace.events import Span, Step, read_trace, steps_between
+from muster.jobs.trace.kinds import kind_of
+from muster.jobs.trace.nesting import nest, nest_trace
+from muster.jobs.trace.operators import device_spans_of, kernels_of, kinds_of, matmul_share, operators_of, phases_of
+from muster.jobs.trace.record import operators_csv, operators_text, record_of
 from support.traces import event, kernels, lane, steps
 
 FACTS = {"rank": 1, "attempt": 0, "steps_of_job": 20}

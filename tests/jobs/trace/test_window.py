@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jobs.profile_settings import OFF, ProfileSettings
-from jobs.trace.window import Window, window_of
+from muster.jobs.profile_settings import OFF, ProfileSettings
+from muster.jobs.trace.window import Window, window_of
 
 
 def settings(**values) -> ProfileSettings:

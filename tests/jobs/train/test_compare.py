@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.train.compare import compare, same_bits, ulp_distance
+from muster.jobs.train.compare import compare, same_bits, ulp_distance
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from jobs import datafiles
-from jobs.cifar10 import prepare_cifar10
-from jobs.errors import RefusedError
-from jobs.train.data import OPENERS, open_data, require_batch
-from jobs.train.keyed import AUGMENT, key, permutation
-from jobs.train_settings import DATA_NAMES, TrainSettings
+from muster.jobs import datafiles
+from muster.jobs.cifar10 import prepare_cifar10
+from muster.jobs.errors import RefusedError
+from muster.jobs.train.data import OPENERS, open_data, require_batch
+from muster.jobs.train.keyed import AUGMENT, key, permutation
+from muster.jobs.train_settings import DATA_NAMES, TrainSettings
 
 
 def settings(model: Any, data: Any, **others: Any) -> TrainSettings:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from jobs.errors import RefusedError
-from jobs.train.world import Peer, choose_device
+from muster.jobs.errors import RefusedError
+from muster.jobs.train.world import Peer, choose_device
 
 CPU = torch.device("cpu")
 

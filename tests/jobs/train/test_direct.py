@@ -1,4 +1,4 @@
-"""`python -m jobs.train` without an agent: by flags, under torchrun, and when a rank is missing or different.
+"""`python -m muster.jobs.train` without an agent: by flags, under torchrun, and when a rank is missing or different.
 
 What is said of the start itself is tested with processes that are started; the rest with forks of one that has torch.
 """
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.ranks import RankEnv
-from jobs.rundir import RunDir
-from jobs.train.direct_run import placement_of
-from launch.look.runstate import read_state
+from muster.jobs.ranks import RankEnv
+from muster.jobs.rundir import RunDir
+from muster.jobs.train.direct_run import placement_of
+from muster.launch.look.runstate import read_state
 from support.live import LiveRun
 from support.modules import run_module
 
@@ -55,7 +55,8 @@ def pasted(
 def by_hand(folder: Path, ranks: range, world_size: int, *more: str) -> list:
     """Start ranks as pasted lines do."""
     commands = [
-        [sys.executable, "-m", "jobs.train", *arguments] for arguments in pasted(folder, ranks, world_size, *more)
+        [sys.executable, "-m", "muster.jobs.train", *arguments]
+        for arguments in pasted(folder, ranks, world_size, *more)
     ]
     return finish(
         [
@@ -87,7 +88,7 @@ def hand(tmp_path_factory) -> Hand:
 def run_here(on_ranks, tmp_path_factory) -> Callable[..., list]:
     """Return a function that runs `jobs.train` with each list of arguments, in forks."""
     said = tmp_path_factory.mktemp("said")
-    return lambda *argvs: run_module(on_ranks, "jobs.train", argvs, environment(), said)
+    return lambda *argvs: run_module(on_ranks, "muster.jobs.train", argvs, environment(), said)
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_two_ranks_started_by_hand_and_by_torchrun_train_alike(hand, tmp_path):
 
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     port = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command = [*torchrun, *port, "-m", "jobs.train", str(JOB), "--runs", str(tmp_path / "torchrun")]
+    command = [*torchrun, *port, "-m", "muster.jobs.train", str(JOB), "--runs", str(tmp_path / "torchrun")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
     assert done.returncode == 0, done.stderr
     assert losses(only_run(tmp_path / "torchrun")) == losses(hand.run)
@@ -217,7 +218,7 @@ def test_a_job_of_two_ranks_that_is_started_as_one_says_so_and_goes_on(run_here,
 
 
 def test_help_does_not_wait_for_torch():
-    command = [sys.executable, "-X", "importtime", "-m", "jobs.train", "--help"]
+    command = [sys.executable, "-X", "importtime", "-m", "muster.jobs.train", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=environment(), check=False)
     assert done.returncode == 0
     assert "--master-ip" in done.stdout

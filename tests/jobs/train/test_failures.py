@@ -1,9 +1,9 @@
 import pytest
 import torch.distributed as dist
 
-from ddp.timeouts import CollectiveTimeoutError
-from jobs.errors import RefusedError, StartTimeoutError
-from jobs.train.failures import is_lost_connection
+from muster.ddp.timeouts import CollectiveTimeoutError
+from muster.jobs.errors import RefusedError, StartTimeoutError
+from muster.jobs.train.failures import is_lost_connection
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 

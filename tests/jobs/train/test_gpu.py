@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from jobs.files import read_lines
-from jobs.modes import MODES, TENSOR
-from jobs.rundir import RunDir
+from muster.jobs.files import read_lines
+from muster.jobs.modes import MODES, TENSOR
+from muster.jobs.rundir import RunDir
 from support.live import LiveRun
 from support.resuming import ADAMW, VGG, attempt_apart
 
@@ -92,7 +92,7 @@ def test_exact_on_one_and_two_gpus_has_the_same_bits(tmp_path: Path, mode: str) 
 def test_verify_passes_on_two_gpus(tmp_path: Path, mode: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(job(ranks=2, mode=mode))
-    argv = [sys.executable, "-m", "launch", "verify", str(path), "--steps", "2", "--runs", str(tmp_path / "runs")]
+    argv = [sys.executable, "-m", "muster", "verify", str(path), "--steps", "2", "--runs", str(tmp_path / "runs")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS" in done.stdout
@@ -102,7 +102,7 @@ def test_verify_passes_on_two_gpus(tmp_path: Path, mode: str) -> None:
 def test_split_layers_compute_on_two_gpus_what_one_does(tmp_path: Path, more: str) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(job(ranks=2, mode=TENSOR, model="gpt-nano", data="synthetic") + more)
-    argv = [sys.executable, "-m", "launch", "verify", str(path), "--steps", "2", "--runs", str(tmp_path / "runs")]
+    argv = [sys.executable, "-m", "muster", "verify", str(path), "--steps", "2", "--runs", str(tmp_path / "runs")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS  class near" in done.stdout

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.files import read_lines
-from jobs.shapes import VGG_SHAPES
-from jobs.train.clock import clock_for
-from jobs.train.engine import Engine, build_engine
-from jobs.train.graph import EAGER_STEPS, GraphedEngine
-from jobs.train.loading import MicroInput, ShardInput
-from jobs.train.models import build_model
-from jobs.train.numerics import numerics_of
-from jobs.train.optim import set_learning_rate
-from jobs.train.pipeline import PipelineEngine
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs.files import read_lines
+from muster.jobs.shapes import VGG_SHAPES
+from muster.jobs.train.clock import clock_for
+from muster.jobs.train.engine import Engine, build_engine
+from muster.jobs.train.graph import EAGER_STEPS, GraphedEngine
+from muster.jobs.train.loading import MicroInput, ShardInput
+from muster.jobs.train.models import build_model
+from muster.jobs.train.numerics import numerics_of
+from muster.jobs.train.optim import set_learning_rate
+from muster.jobs.train.pipeline import PipelineEngine
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 from support.gpus import over
 from support.live import LiveRun
 from support.resuming import TINY_VGG, attempt_apart

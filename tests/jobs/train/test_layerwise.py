@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from ddp.checks import gather_json
-from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.train.data import open_data
-from jobs.train.layerwise import LayerwiseReplica
-from jobs.train.loading import move
-from jobs.train.loop import Trainer, build_trainer
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.ddp.checks import gather_json
+from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.train.data import open_data
+from muster.jobs.train.layerwise import LayerwiseReplica
+from muster.jobs.train.loading import move
+from muster.jobs.train.loop import Trainer, build_trainer
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 

@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.modes import MODES, PIPELINES
-from jobs.reports import Reporter
-from jobs.train.data import open_data
-from jobs.train.failures import is_lost_connection
-from jobs.train.loop import Trainer, build_trainer, train
-from jobs.train.metrics import Files
-from jobs.train.numerics.scaling import Scaler
-from jobs.train.optim import build_optimizer
-from jobs.train.saving import NotSaving
-from jobs.train.soundness import NotFiniteError, Soundness
-from jobs.train.verify import digest
-from jobs.train.world import World
-from jobs.train_settings import OptimizerSettings, TrainSettings
+from muster.jobs.modes import MODES, PIPELINES
+from muster.jobs.reports import Reporter
+from muster.jobs.train.data import open_data
+from muster.jobs.train.failures import is_lost_connection
+from muster.jobs.train.loop import Trainer, build_trainer, train
+from muster.jobs.train.metrics import Files
+from muster.jobs.train.numerics.scaling import Scaler
+from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.saving import NotSaving
+from muster.jobs.train.soundness import NotFiniteError, Soundness
+from muster.jobs.train.verify import digest
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import OptimizerSettings, TrainSettings
 
 CPU = torch.device("cpu")
 GPT: dict[str, Any] = {

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 from torch.nn import functional as F
 
-from jobs import exits, ranks
-from jobs.errors import StorageError
-from jobs.reports import Reporter
-from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.train.data import open_data
-from jobs.train.loop import build_trainer
-from jobs.train.main import FAILED, guarded
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs import exits, ranks
+from muster.jobs.errors import StorageError
+from muster.jobs.reports import Reporter
+from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.train.data import open_data
+from muster.jobs.train.loop import build_trainer
+from muster.jobs.train.main import FAILED, guarded
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 4}
@@ -61,7 +61,7 @@ def test_a_failure_is_said_on_standard_error(capsys: pytest.CaptureFixture[str])
 def test_a_rank_writes_the_stack_of_every_thread_when_it_is_asked_and_goes_on() -> None:
     script = """
 import os, signal, threading
-from jobs.train.main import run_rank
+from muster.jobs.train.main import run_rank
 waiting = threading.Event()
 threading.Thread(target=waiting.wait, daemon=True).start()
 run_rank({"job": {}})  # no rank stands in the environment

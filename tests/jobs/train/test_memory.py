@@ -9,27 +9,27 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from collectives_bench.cost.memory import memories_of
-from jobs import page
-from jobs.errors import StorageError
-from jobs.files import read_lines
-from jobs.memory_rows import KINDS
-from jobs.reports import Reporter
-from jobs.rundir import RunDir
-from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.spec import Job
-from jobs.train.data import open_data
-from jobs.train.loop import build_trainer, train
-from jobs.train.memory import gauge, recorder
-from jobs.train.memory.held import bytes_by_kind, tensors_of
-from jobs.train.memory.recorder import MemoryRecorder
-from jobs.train.metrics import Files
-from jobs.train.numerics.masters import MasterWeights
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
-from launch.bench.loads import load_of
-from launch.bench.own_split import own_split
-from launch.look.memories import RankMemory, formula_of, read_memories
+from muster.collectives_bench.cost.memory import memories_of
+from muster.jobs import page
+from muster.jobs.errors import StorageError
+from muster.jobs.files import read_lines
+from muster.jobs.memory_rows import KINDS
+from muster.jobs.reports import Reporter
+from muster.jobs.rundir import RunDir
+from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.spec import Job
+from muster.jobs.train.data import open_data
+from muster.jobs.train.loop import build_trainer, train
+from muster.jobs.train.memory import gauge, recorder
+from muster.jobs.train.memory.held import bytes_by_kind, tensors_of
+from muster.jobs.train.memory.recorder import MemoryRecorder
+from muster.jobs.train.metrics import Files
+from muster.jobs.train.numerics.masters import MasterWeights
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
+from muster.launch.bench.loads import load_of
+from muster.launch.bench.own_split import own_split
+from muster.launch.look.memories import RankMemory, formula_of, read_memories
 
 SMALL_VGG = VggShape("vgg-small", (16, POOL, 32, POOL, 48, POOL, 48, POOL, 64, POOL))
 MODEL = {"d_model": 64, "d_ff": 256, "layers": 3, "heads": 4, "context": 32, "vocabulary": 128}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.memory_rows import KINDS
-from launch.look.memories import formula_of, read_memories
+from muster.jobs.memory_rows import KINDS
+from muster.launch.look.memories import formula_of, read_memories
 from support.live import LiveRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]

@@ -6,8 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from jobs.train.optim import build_optimizer, learning_rate
-from jobs.train_settings import OptimizerSettings, ScheduleSettings
+from muster.jobs.train.optim import build_optimizer, learning_rate
+from muster.jobs.train_settings import OptimizerSettings, ScheduleSettings
 
 
 def rates(steps: int, **schedule) -> list[float]:

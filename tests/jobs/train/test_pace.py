@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from jobs import page
-from jobs.page import NEVER, Page, Phase
-from jobs.train import pace as pace_module
-from jobs.train.pace import OF_LATE, Pace
+from muster.jobs import page
+from muster.jobs.page import NEVER, Page, Phase
+from muster.jobs.train import pace as pace_module
+from muster.jobs.train.pace import OF_LATE, Pace
 
 
 @pytest.fixture

@@ -9,18 +9,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp.reduced import Reduced
-from jobs.modes import PIPELINES
-from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.spec import Job
-from jobs.train import pipeline as engine
-from jobs.train import verify as verification
-from jobs.train.failures import is_lost_connection
-from jobs.train.models import build_model
-from jobs.train.world import World
-from jobs.train_parallel import layer_names
-from jobs.train_settings import ModelSettings, TrainSettings
-from pipe.ties import Ties
+from muster.ddp.reduced import Reduced
+from muster.jobs.modes import PIPELINES
+from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.spec import Job
+from muster.jobs.train import pipeline as engine
+from muster.jobs.train import verify as verification
+from muster.jobs.train.failures import is_lost_connection
+from muster.jobs.train.models import build_model
+from muster.jobs.train.world import World
+from muster.jobs.train_parallel import layer_names
+from muster.jobs.train_settings import ModelSettings, TrainSettings
+from muster.pipe.ties import Ties
 from support.resuming import attempt
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
@@ -136,8 +136,8 @@ def stages(world: World, trains: list[dict]) -> list[list[str]]:
 
 
 def _build(world: World, train: dict) -> Any:
-    from jobs.train.data import open_data
-    from jobs.train.loop import build_trainer
+    from muster.jobs.train.data import open_data
+    from muster.jobs.train.loop import build_trainer
 
     settings = TrainSettings.model_validate(train)
     return build_trainer(settings, open_data(settings), world)
@@ -160,7 +160,7 @@ def _last_micro_batch_only() -> None:
 
 
 def _no_share_of_the_batch() -> None:
-    from pipe.run import Run
+    from muster.pipe.run import Run
 
     real = Run._gradient
 

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.checkpoint.pieces import Piece
-from jobs.errors import RefusedError
-from jobs.files import read_lines
-from jobs.rundir import RunDir
-from jobs.train.clock import PHASES
-from jobs.train.optim import build_optimizer
-from jobs.train.shards import Forms
-from jobs.train.stage_state import StageState
-from jobs.train.state import DealtState
-from jobs.train.world import World
-from jobs.train_settings import OptimizerSettings
-from launch.look.timelines import read_timeline
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.errors import RefusedError
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir
+from muster.jobs.train.clock import PHASES
+from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.shards import Forms
+from muster.jobs.train.stage_state import StageState
+from muster.jobs.train.state import DealtState
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import OptimizerSettings
+from muster.launch.look.timelines import read_timeline
 from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
 
 PRODUCT = {"parallel": {"data": 2, "pipe": 2}}

@@ -11,19 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from jobs import page
-from jobs.files import read_lines
-from jobs.reports import Reporter
-from jobs.rundir import RunDir
-from jobs.trace.chrome import read_document
-from jobs.trace.events import Event, read_trace
-from jobs.train.data import open_data
-from jobs.train.loop import Trainer, build_trainer, train
-from jobs.train.metrics import Files
-from jobs.train.profiling import recorder
-from jobs.train.profiling.recorder import NOT_PROFILING, Recorder
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs import page
+from muster.jobs.files import read_lines
+from muster.jobs.reports import Reporter
+from muster.jobs.rundir import RunDir
+from muster.jobs.trace.chrome import read_document
+from muster.jobs.trace.events import Event, read_trace
+from muster.jobs.train.data import open_data
+from muster.jobs.train.loop import Trainer, build_trainer, train
+from muster.jobs.train.metrics import Files
+from muster.jobs.train.profiling import recorder
+from muster.jobs.train.profiling.recorder import NOT_PROFILING, Recorder
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 

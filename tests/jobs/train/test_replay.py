@@ -4,9 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jobs.files import append_lines
-from jobs.reports import Reporter
-from jobs.train.replay import Replay, logged_losses
+from muster.jobs.files import append_lines
+from muster.jobs.reports import Reporter
+from muster.jobs.train.replay import Replay, logged_losses
 
 
 class Told(Reporter):

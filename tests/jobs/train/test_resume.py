@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jobs.checkpoint.choose import newest_good
-from jobs.rundir import RunDir
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.rundir import RunDir
 from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
 
 pytestmark = pytest.mark.ranks

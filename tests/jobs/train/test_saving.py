@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.checkpoint.choose import newest_good
-from jobs.checkpoint.read import Reader
-from jobs.errors import RefusedError, StorageError
-from jobs.failover_settings import CheckpointSettings
-from jobs.rundir import RunDir
-from jobs.train.saving import Saver, Target
-from jobs.train.schedule import Schedule
-from jobs.train.state import Part, whole_part
-from jobs.train.world import World
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.errors import RefusedError, StorageError
+from muster.jobs.failover_settings import CheckpointSettings
+from muster.jobs.rundir import RunDir
+from muster.jobs.train.saving import Saver, Target
+from muster.jobs.train.schedule import Schedule
+from muster.jobs.train.state import Part, whole_part
+from muster.jobs.train.world import World
 from support.checkpoints import Told
 
 DEADLINE_S = 20.0

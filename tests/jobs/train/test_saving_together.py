@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from jobs import page
-from jobs.boot import module_argv
-from jobs.checkpoint.choose import newest_good
-from jobs.checkpoint.manifest import read_manifest
-from jobs.checkpoint.paths import CheckpointDir
-from jobs.errors import MusterError
-from jobs.page import NEVER, Page
-from jobs.reports import Reporter
-from jobs.rundir import RunDir
-from jobs.spec import Job
-from jobs.train import saving
-from jobs.train.helper import WriterProcess
-from jobs.train.main import Start, train_in
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs import page
+from muster.jobs.boot import module_argv
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.checkpoint.manifest import read_manifest
+from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.errors import MusterError
+from muster.jobs.page import NEVER, Page
+from muster.jobs.reports import Reporter
+from muster.jobs.rundir import RunDir
+from muster.jobs.spec import Job
+from muster.jobs.train import saving
+from muster.jobs.train.helper import WriterProcess
+from muster.jobs.train.main import Start, train_in
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 from support.checkpoints import Told
 from support.resuming import GPT, attempt
 
@@ -35,7 +35,7 @@ JOB = {**GPT, "mode": "ddp", "log_every": 1, "steps": 500}
 @pytest.fixture(scope="module", autouse=True)
 def _compiled() -> None:
     """Have the writer's modules compiled: one that may write 64 bytes a file would leave them cut short, for good."""
-    argv = [*module_argv(sys.executable, "jobs.checkpoint.writer"), "--help"]
+    argv = [*module_argv(sys.executable, "muster.jobs.checkpoint.writer"), "--help"]
     subprocess.run(argv, stdout=subprocess.DEVNULL, check=True)
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.failover_settings import CheckpointSettings
-from jobs.files import append_lines
-from jobs.rundir import RunDir
-from jobs.train.schedule import Schedule, failures_so_far
+from muster.jobs.failover_settings import CheckpointSettings
+from muster.jobs.files import append_lines
+from muster.jobs.rundir import RunDir
+from muster.jobs.train.schedule import Schedule, failures_so_far
 
 
 class Clock:

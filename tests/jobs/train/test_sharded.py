@@ -3,23 +3,23 @@
 import pytest
 import torch
 
-from jobs.anatomy import anatomy
-from jobs.checkpoint.pieces import Piece
-from jobs.errors import RefusedError
-from jobs.shapes import POOL, VGG_SHAPES, GptShape, VggShape
-from jobs.train.data import open_data
-from jobs.train.loading import move
-from jobs.train.loop import build_trainer
-from jobs.train.models.gpt import build_gpt
-from jobs.train.models.units import of_one_dtype, units_of
-from jobs.train.models.vgg import build_vgg
-from jobs.train.optim import build_optimizer
-from jobs.train.shards import Forms, SharedState
-from jobs.train.state import whole_part
-from jobs.train.verify import digest
-from jobs.train.world import World
-from jobs.train_settings import OptimizerSettings, TrainSettings
-from zero.flat import Held
+from muster.jobs.anatomy import anatomy
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.errors import RefusedError
+from muster.jobs.shapes import POOL, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.train.data import open_data
+from muster.jobs.train.loading import move
+from muster.jobs.train.loop import build_trainer
+from muster.jobs.train.models.gpt import build_gpt
+from muster.jobs.train.models.units import of_one_dtype, units_of
+from muster.jobs.train.models.vgg import build_vgg
+from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.shards import Forms, SharedState
+from muster.jobs.train.state import whole_part
+from muster.jobs.train.verify import digest
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import OptimizerSettings, TrainSettings
+from muster.zero.flat import Held
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 15, POOL, 16, POOL, 17, POOL))  # odd sizes too
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}

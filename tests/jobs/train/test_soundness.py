@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from jobs.reports import Reporter
-from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.train.data import open_data
-from jobs.train.evaluate import evaluate
-from jobs.train.loop import build_trainer, train
-from jobs.train.main import guarded
-from jobs.train.metrics import Files
-from jobs.train.saving import NotSaving
-from jobs.train.soundness import LOG_POINTS, NotFiniteError, Soundness, require_finite
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
-from launch.look.advice import next_step
+from muster.jobs.reports import Reporter
+from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.train.data import open_data
+from muster.jobs.train.evaluate import evaluate
+from muster.jobs.train.loop import build_trainer, train
+from muster.jobs.train.main import guarded
+from muster.jobs.train.metrics import Files
+from muster.jobs.train.saving import NotSaving
+from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError, Soundness, require_finite
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
+from muster.launch.look.advice import next_step
 
 pytestmark = pytest.mark.ranks
 

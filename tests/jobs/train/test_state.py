@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from jobs.errors import RefusedError
-from jobs.train.models import build_model
-from jobs.train.optim import build_optimizer
-from jobs.train.state import (
+from muster.jobs.errors import RefusedError
+from muster.jobs.train.models import build_model
+from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.state import (
     DealtState,
     Part,
     aliases,
@@ -24,7 +24,7 @@ from jobs.train.state import (
     wanted_replica,
     whole_part,
 )
-from jobs.train_settings import ModelSettings, OptimizerSettings
+from muster.jobs.train_settings import ModelSettings, OptimizerSettings
 
 SIZES = st.lists(st.integers(0, 50), max_size=8)
 

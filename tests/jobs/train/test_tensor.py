@@ -7,15 +7,15 @@ from unittest import mock
 import pytest
 import torch
 
-from ddp.norms import reproducible_norm
-from jobs.spec import Job
-from jobs.train import optim, reference
-from jobs.train import verify as verification
-from jobs.train.replica import LateReplica
-from jobs.train.tensor_replica import TensorReplica
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
-from pipe.tensor.region import Region
+from muster.ddp.norms import reproducible_norm
+from muster.jobs.spec import Job
+from muster.jobs.train import optim, reference
+from muster.jobs.train import verify as verification
+from muster.jobs.train.replica import LateReplica
+from muster.jobs.train.tensor_replica import TensorReplica
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
+from muster.pipe.tensor.region import Region
 
 pytestmark = pytest.mark.ranks
 

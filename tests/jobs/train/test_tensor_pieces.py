@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs.checkpoint import commit
-from jobs.checkpoint.pieces import whole
-from jobs.checkpoint.read import Reader
-from jobs.checkpoint.shard import write_shard
-from jobs.train.state import DTYPES, Part
-from jobs.train.tensor_pieces import parts_of
-from pipe.tensor.slices import TensorSlice
+from muster.jobs.checkpoint import commit
+from muster.jobs.checkpoint.pieces import whole
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.shard import write_shard
+from muster.jobs.train.state import DTYPES, Part
+from muster.jobs.train.tensor_pieces import parts_of
+from muster.pipe.tensor.slices import TensorSlice
 from support.checkpoints import Saved
 
 CUTS: dict[str, tuple[tuple[int, ...], int | None]] = {

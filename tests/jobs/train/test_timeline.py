@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from jobs.rundir import RunDir
-from jobs.train import timeline
-from jobs.train.world import World
-from launch.look.timelines import read_timeline
-from pipe.schedules.actions import Action
-from pipe.schedules.measured import Record
-from pipe.schedules.simulate import Span
-from pipe.schedules.tables import schedule
-from pipe.timeline import Offset
+from muster.jobs.rundir import RunDir
+from muster.jobs.train import timeline
+from muster.jobs.train.world import World
+from muster.launch.look.timelines import read_timeline
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.measured import Record
+from muster.pipe.schedules.simulate import Span
+from muster.pipe.schedules.tables import schedule
+from muster.pipe.timeline import Offset
 from support.resuming import GPT, attempt
 
 CPU = torch.device("cpu")

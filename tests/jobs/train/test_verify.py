@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ddp import means
-from ddp.all_reduce import AllReduce
-from ddp.base import DataParallel
-from ddp.gather_scatter import GatherScatter
-from jobs.modes import MODES, PIPELINES, SHARDED, TENSOR
-from jobs.shapes import POOL, VGG_SHAPES, VggShape
-from jobs.spec import Job
-from jobs.train import verify as verification
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.ddp import means
+from muster.ddp.all_reduce import AllReduce
+from muster.ddp.base import DataParallel
+from muster.ddp.gather_scatter import GatherScatter
+from muster.jobs.modes import MODES, PIPELINES, SHARDED, TENSOR
+from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.spec import Job
+from muster.jobs.train import verify as verification
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 
@@ -207,7 +207,7 @@ def test_exact_sums_in_another_order_fail_the_comparison(on_ranks, mode):
 
 
 def test_the_view_names_each_tensor_and_closes_with_the_verdict(on_ranks):
-    from launch.look.verify_view import render
+    from muster.launch.look.verify_view import render
 
     good = check(on_ranks, 2, mode="gather_scatter", **VGG)
     bad = on_ranks(2, verify, train={**VGG, "mode": "allreduce"}, fault="division")[0]

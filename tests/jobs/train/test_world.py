@@ -3,10 +3,10 @@ from itertools import product
 import pytest
 import torch
 
-from jobs.errors import RefusedError
-from jobs.modes import Parallel
-from jobs.train.world import World, check_interfaces
-from pipe.mesh import Mesh
+from muster.jobs.errors import RefusedError
+from muster.jobs.modes import Parallel
+from muster.jobs.train.world import World, check_interfaces
+from muster.pipe.mesh import Mesh
 
 
 def test_an_interface_that_is_not_there_is_refused_before_gloo_fails_over_it() -> None:

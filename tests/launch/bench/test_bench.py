@@ -14,18 +14,18 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.records import Result
-from jobs.rundir import RunDir
-from launch import cli
-from launch.bench.measuring import prepare_worlds
-from launch.commands.bench import configure
+from muster.collectives_bench.records import Result
+from muster.jobs.rundir import RunDir
+from muster.launch import cli
+from muster.launch.bench.measuring import prepare_worlds
+from muster.launch.commands.bench import configure
 from support.live import wait_until
 
 QUICK = ("--launches", "2", "--block-s", "0.02", "--sizes", "8,64K")
 
 
 def bench(*arguments: str, runs: Path, **fields) -> "subprocess.Popen[str]":
-    argv = [sys.executable, "-m", "launch", "bench", *arguments, "--runs", str(runs)]
+    argv = [sys.executable, "-m", "muster", "bench", *arguments, "--runs", str(runs)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **fields}
     return subprocess.Popen(argv, text=True, env={**os.environ, "COLUMNS": "120", "TERM": "xterm"}, **pipes)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.records import Result
+from muster.collectives_bench.records import Result
 from support.box import LiveBox
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -16,7 +16,7 @@ QUICK = ("--launches", "2", "--block-s", "0.02", "--sizes", "8,64K")
 
 
 def bench(box: LiveBox, runs: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-m", "launch", "bench", *arguments, "--hosts", box.spelt, "--runs", str(runs)]
+    argv = [sys.executable, "-m", "muster", "bench", *arguments, "--hosts", box.spelt, "--runs", str(runs)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=150, check=False, env={**os.environ, "CI": ""})
 
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.records import Result
-from collectives_bench.results.files import write_result
-from jobs.errors import RunFolderError, StorageError
-from jobs.rundir import RunDir
-from launch import cli
-from launch.bench import report
-from launch.bench.report import naming
+from muster.collectives_bench.records import Result
+from muster.collectives_bench.results.files import write_result
+from muster.jobs.errors import RunFolderError, StorageError
+from muster.jobs.rundir import RunDir
+from muster.launch import cli
+from muster.launch.bench import report
+from muster.launch.bench.report import naming
 from support.measured import block, header, pairs, result, settings, world, write_lines
 
 

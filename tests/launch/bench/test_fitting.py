@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.cost.curves import time_text
-from collectives_bench.cost.profile import load
-from collectives_bench.results.files import write_result
-from launch import cli
-from launch.bench.fitting import text
+from muster.collectives_bench.cost.curves import time_text
+from muster.collectives_bench.cost.profile import load
+from muster.collectives_bench.results.files import write_result
+from muster.launch import cli
+from muster.launch.bench.fitting import text
 from support.costs import OnOneHost, drawn
 
 OPERATIONS = ("all_reduce", "broadcast", "barrier")

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.cost.modes import WAYS
-from jobs.shapes import GPT_SHAPES
-from launch.cli import main
+from muster.collectives_bench.cost.modes import WAYS
+from muster.jobs.shapes import GPT_SHAPES
+from muster.launch.cli import main
 
 JOB = """
 name: held

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.rundir import RunDir
-from jobs.timing.files import read_timings
-from launch import cli
-from launch.bench.model_view import ModelView
+from muster.jobs.rundir import RunDir
+from muster.jobs.timing.files import read_timings
+from muster.launch import cli
+from muster.launch.bench.model_view import ModelView
 from support import measured
 from support.timings import end, header, peak, settings, timed, without_times, write_lines
 
@@ -20,7 +20,7 @@ TINY = ("--batch", "2", "--context", "16", "--vocabulary", "300", "--steps", "2"
 
 
 def bench_model(*arguments: str, runs: Path) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-m", "launch", "bench", "model", *arguments, "--runs", str(runs)]
+    argv = [sys.executable, "-m", "muster", "bench", "model", *arguments, "--runs", str(runs)]
     return subprocess.run(argv, text=True, capture_output=True, timeout=55)
 
 

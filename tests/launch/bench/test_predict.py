@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from collectives_bench.catalog import OPERATIONS
-from collectives_bench.cost.fit import fit
-from collectives_bench.cost.profile import save
-from collectives_bench.sizes import parse_sizes
-from jobs.errors import UsageError
-from launch import cli
-from launch.bench.source import parse_rate, parse_time
+from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.cost.fit import fit
+from muster.collectives_bench.cost.profile import save
+from muster.collectives_bench.sizes import parse_sizes
+from muster.jobs.errors import UsageError
+from muster.launch import cli
+from muster.launch.bench.source import parse_rate, parse_time
 from support.costs import OnLinks, OnOneHost, drawn
 
 MB = 2**20

@@ -4,14 +4,14 @@ import io
 import re
 from pathlib import Path
 
-from collectives_bench.plan import cells_of, order_of
-from collectives_bench.records import Cell, Result
-from jobs.files import append_line
-from jobs.rundir import RunDir
-from launch.bench import watching as watcher
-from launch.bench.live import CollectivesView, line_of, table
-from launch.bench.progress import Progress
-from launch.bench.watching import BenchConsole, watching
+from muster.collectives_bench.plan import cells_of, order_of
+from muster.collectives_bench.records import Cell, Result
+from muster.jobs.files import append_line
+from muster.jobs.rundir import RunDir
+from muster.launch.bench import watching as watcher
+from muster.launch.bench.live import CollectivesView, line_of, table
+from muster.launch.bench.progress import Progress
+from muster.launch.bench.watching import BenchConsole, watching
 from support.measured import block, header, pairs, result, settings, world, write_lines
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
+from muster.launch.cli import main
 
 FAST = ("--link", "1gbit", "--latency", "500us")
 JOB = """

@@ -4,11 +4,11 @@ import argparse
 
 import pytest
 
-from jobs.errors import UsageError
-from jobs.load import load_job
-from launch.bench import choices, words
-from launch.bench.words import changes, job_text, operations, overrides, worlds
-from launch.kinds import KINDS
+from muster.jobs.errors import UsageError
+from muster.jobs.load import load_job
+from muster.launch.bench import choices, words
+from muster.launch.bench.words import changes, job_text, operations, overrides, worlds
+from muster.launch.kinds import KINDS
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from launch.check.judges import BAD, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected
-from launch.check.preflight import Row, exit_code, remarks, rows, titles, without
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.launch.check.judges import BAD, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected
+from muster.launch.check.preflight import Row, exit_code, remarks, rows, titles, without
 from support.messages import hello
 
 CODE = "0123456789ab"

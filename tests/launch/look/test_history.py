@@ -5,10 +5,10 @@ from dataclasses import asdict
 
 import pytest
 
-from jobs.files import append_line
-from launch.look.history import read_history
-from launch.look.runstate import read_state
-from launch.supervision.verdict import Ending
+from muster.jobs.files import append_line
+from muster.launch.look.history import read_history
+from muster.launch.look.runstate import read_state
+from muster.launch.supervision.verdict import Ending
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from jobs.files import append_line, write_json
-from launch import cli
-from launch.look import fields, follow
-from launch.look.fields import typed
-from launch.look.follow import offset_of_last
-from launch.look.runrows import read_rows
-from launch.look.runstate import read_state
-from launch.scheduler.slurm_job import KEPT, SlurmJob
+from muster.jobs.files import append_line, write_json
+from muster.launch import cli
+from muster.launch.look import fields, follow
+from muster.launch.look.fields import typed
+from muster.launch.look.follow import offset_of_last
+from muster.launch.look.runrows import read_rows
+from muster.launch.look.runstate import read_state
+from muster.launch.scheduler.slurm_job import KEPT, SlurmJob
 from support.memory import little_memory
 
 HUGE = 3_000_000_000

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from jobs.files import append_lines
-from jobs.memory_rows import KINDS
-from jobs.rundir import RunDir
-from launch import cli
-from launch.look.memories import read_memories
-from launch.storage import Courier, files_of, keep
+from muster.jobs.files import append_lines
+from muster.jobs.memory_rows import KINDS
+from muster.jobs.rundir import RunDir
+from muster.launch import cli
+from muster.launch.look.memories import read_memories
+from muster.launch.storage import Courier, files_of, keep
 
 MB = 2**20
 JOB = """

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from jobs.files import append_lines, write_json
-from jobs.rundir import RunDir
-from jobs.trace.events import read_trace
-from jobs.trace.nesting import nest_trace
-from jobs.trace.record import record_of
-from launch import cli
-from launch.look.profiles import read_profiles
-from launch.storage import Courier, files_of, keep
+from muster.jobs.files import append_lines, write_json
+from muster.jobs.rundir import RunDir
+from muster.jobs.trace.events import read_trace
+from muster.jobs.trace.nesting import nest_trace
+from muster.jobs.trace.record import record_of
+from muster.launch import cli
+from muster.launch.look.profiles import read_profiles
+from muster.launch.storage import Courier, files_of, keep
 from support.traces import kernels, lane, steps
 
 FACTS = {"world_size": 3, "attempt": 0, "host": "n1", "mode": "bucketed", "device": "cpu", "steps_of_job": 9}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.errors import UsageError
-from launch.look import rankset
+from muster.jobs.errors import UsageError
+from muster.launch.look import rankset
 
 
 @given(st.frozensets(st.integers(0, 99), min_size=1))

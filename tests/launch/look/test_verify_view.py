@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jobs.modes import MODES
-from launch.look.verify_view import render
+from muster.jobs.modes import MODES
+from muster.launch.look.verify_view import render
 
 LONG_NAME = "block2.attention.output.weight"
 
@@ -85,7 +85,7 @@ def test_a_mode_holds_its_promise(mode: str, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     settings = f"{{model: gpt-nano, data: synthetic, mode: {mode}, batch_size: 7, steps: 2}}"
     job.write_text(f"ranks_per_node: {ranks}\ntrain: {settings}\n")
-    argv = [sys.executable, "-m", "launch", "verify", str(job), "--steps", "2", "--runs", str(tmp_path / "runs")]
+    argv = [sys.executable, "-m", "muster", "verify", str(job), "--steps", "2", "--runs", str(tmp_path / "runs")]
     done = subprocess.run([*argv, "--json"], capture_output=True, text=True, timeout=55)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -97,7 +97,7 @@ def test_a_mode_holds_its_promise(mode: str, tmp_path: Path) -> None:
 def test_only_training_can_be_verified(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("command: ['true']\n")
-    argv = [sys.executable, "-m", "launch", "verify", str(job), "--runs", str(tmp_path / "runs")]
+    argv = [sys.executable, "-m", "muster", "verify", str(job), "--runs", str(tmp_path / "runs")]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
     assert "only a train: job can be verified, this is a command: job" in done.stderr

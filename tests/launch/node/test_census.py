@@ -5,8 +5,8 @@ import os
 import pytest
 import torch.distributed as dist
 
-from jobs.train.world import World
-from launch.node.census import connected
+from muster.jobs.train.world import World
+from muster.launch.node.census import connected
 
 pytestmark = pytest.mark.ranks
 LOOPBACK = "127.0.0.1"

@@ -4,11 +4,11 @@ import socket
 import time
 from pathlib import Path
 
-from jobs import network
-from jobs.files import write_text
-from jobs.rundir import RunDir
-from launch.fingerprint import fingerprint
-from launch.wire.messages import Beat, Broken, Heartbeat, Prepare, Prepared, Reach, Reached, Start
+from muster.jobs import network
+from muster.jobs.files import write_text
+from muster.jobs.rundir import RunDir
+from muster.launch.fingerprint import fingerprint
+from muster.launch.wire.messages import Beat, Broken, Heartbeat, Prepare, Prepared, Reach, Reached, Start
 from support.agents import DEADLINE_S, LOOPBACK, Started, closed_port, port_of
 
 # Before the start -----------------------------------------------------------------------------------------------------

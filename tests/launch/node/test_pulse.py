@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.node.pulse import Pulse
+from muster.launch.node.pulse import Pulse
 
 
 def seen(

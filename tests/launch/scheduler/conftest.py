@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from jobs.hosts import HostSet
-from jobs.placement import Host, place
-from jobs.rundir import RunDir
-from jobs.rundir import make_run as make_folder
-from jobs.site import Site
-from jobs.slurm_settings import SlurmSettings
-from jobs.spec import CommandSettings, Job
-from launch.scheduler import slurm_follow
-from launch.submit.plan import Context
-from launch.submit.submission import Route, Submission
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, place
+from muster.jobs.rundir import RunDir
+from muster.jobs.rundir import make_run as make_folder
+from muster.jobs.site import Site
+from muster.jobs.slurm_settings import SlurmSettings
+from muster.jobs.spec import CommandSettings, Job
+from muster.launch.scheduler import slurm_follow
+from muster.launch.submit.plan import Context
+from muster.launch.submit.submission import Route, Submission
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player
 

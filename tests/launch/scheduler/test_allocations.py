@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.scheduler.allocations import allocations, disagreement, fruitless
+from muster.launch.scheduler.allocations import allocations, disagreement, fruitless
 
 
 def start(restarts: int, job: str = "12") -> dict[str, Any]:

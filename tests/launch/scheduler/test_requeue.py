@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 
-from jobs.files import append_line, read_lines
-from jobs.hosts import HostSet
-from jobs.placement import Host, place
-from jobs.rundir import RunDir, make_run
-from jobs.site import Site
-from jobs.slurm_settings import SlurmSettings
-from jobs.spec import CheckpointSettings, Job
-from jobs.train_settings import TrainSettings
-from launch import supervise
-from launch.scheduler.requeue import OwnJob, own_job
-from launch.scheduler.slurm_run import settings_of
-from launch.submit.plan import Context
-from launch.submit.submission import Route, Submission
-from launch.supervision.verdict import Verdict
+from muster.jobs.files import append_line, read_lines
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, place
+from muster.jobs.rundir import RunDir, make_run
+from muster.jobs.site import Site
+from muster.jobs.slurm_settings import SlurmSettings
+from muster.jobs.spec import CheckpointSettings, Job
+from muster.jobs.train_settings import TrainSettings
+from muster.launch import supervise
+from muster.launch.scheduler.requeue import OwnJob, own_job
+from muster.launch.scheduler.slurm_run import settings_of
+from muster.launch.submit.plan import Context
+from muster.launch.submit.submission import Route, Submission
+from muster.launch.supervision.verdict import Verdict
 from support.slurm_commands import FakeSlurm
 
 IN_JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}

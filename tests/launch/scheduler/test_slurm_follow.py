@@ -5,12 +5,12 @@ import signal
 
 import pytest
 
-from jobs.errors import UnreachableError
-from jobs.files import read_lines
-from launch.console import Console
-from launch.look.runstate import read_state
-from launch.scheduler import slurm_follow, slurm_run
-from launch.submit.submission import Submission
+from muster.jobs.errors import UnreachableError
+from muster.jobs.files import read_lines
+from muster.launch.console import Console
+from muster.launch.look.runstate import read_state
+from muster.launch.scheduler import slurm_follow, slurm_run
+from muster.launch.submit.submission import Submission
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import SUPERVISOR, Player, ended
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from launch.scheduler.slurm_output import BatchOutput
-from launch.submit.submission import Submission
-from launch.supervision.verdict import Ending, Stop
+from muster.launch.scheduler.slurm_output import BatchOutput
+from muster.launch.submit.submission import Submission
+from muster.launch.supervision.verdict import Ending, Stop
 
 
 def ending(**fields: Any) -> Ending:

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from jobs.errors import RefusedError
-from jobs.files import append_line, read_lines, write_json
-from jobs.rundir import RunDir
-from jobs.rundir import make_run as make_folder
-from launch.look.runstate import read_state
-from launch.scheduler import slurm_run
-from launch.scheduler.slurm_job import SlurmJob, ask_together
-from launch.submit.submission import Submission
+from muster.jobs.errors import RefusedError
+from muster.jobs.files import append_line, read_lines, write_json
+from muster.jobs.rundir import RunDir
+from muster.jobs.rundir import make_run as make_folder
+from muster.launch.look.runstate import read_state
+from muster.launch.scheduler import slurm_run
+from muster.launch.scheduler.slurm_job import SlurmJob, ask_together
+from muster.launch.submit.submission import Submission
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player, ended
 

@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from jobs.errors import StartTimeoutError, UnreachableError
-from jobs.files import read_lines
-from launch.console import Console
-from launch.scheduler import held_signals, slurm_follow, slurm_run
-from launch.submit.submission import Submission
+from muster.jobs.errors import StartTimeoutError, UnreachableError
+from muster.jobs.files import read_lines
+from muster.launch.console import Console
+from muster.launch.scheduler import held_signals, slurm_follow, slurm_run
+from muster.launch.submit.submission import Submission
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player, ended
 

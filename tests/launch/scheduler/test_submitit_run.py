@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from jobs import exits
-from jobs.files import read_lines
-from jobs.rundir import RunDir, list_runs
-from jobs.slurm_settings import SlurmSettings
-from launch.processes import of_run
-from launch.scheduler.submitit_order import slurm_parameters
+from muster.jobs import exits
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir, list_runs
+from muster.jobs.slurm_settings import SlurmSettings
+from muster.launch.processes import of_run
+from muster.launch.scheduler.submitit_order import slurm_parameters
 from support.box import LiveBox
 from support.live import LiveRun, argv, wait_until
 
@@ -110,7 +110,7 @@ def test_an_executor_of_another_transport_is_refused(tmp_path: Path) -> None:
 
 def test_help_does_not_import_submitit() -> None:
     code = (
-        "import sys; from launch.cli import main\n"
+        "import sys; from muster.launch.cli import main\n"
         "for words in ([], ['run', '--help'], ['submit', '--help'], ['sweep', '--help']): main(words)\n"
         "sys.exit('submitit' in sys.modules or 'cloudpickle' in sys.modules)"
     )
@@ -181,7 +181,7 @@ def test_ctrl_c_stops_the_run(tmp_path: Path, executor: tuple[str, ...]) -> None
 
 @pytest.mark.ranks
 def test_muster_stop_ends_a_run_that_was_left(tmp_path: Path) -> None:
-    from launch.cli import main
+    from muster.launch.cli import main
 
     (tmp_path / "job.yaml").write_text(job_of(SLEEP))
     runs = str(tmp_path / "runs")
@@ -256,7 +256,7 @@ class Boxed:
     def start(self, verb: str, text: str, *words: str) -> subprocess.Popen[str]:
         (self.folder / "job.yaml").write_text(text)
         on = ("--on", "submitit", "--executor", "slurm", "--hosts", self.box.spelt)
-        command = [sys.executable, "-m", "launch", verb, str(self.folder / "job.yaml"), *on, "--runs", str(self.runs)]
+        command = [sys.executable, "-m", "muster", verb, str(self.folder / "job.yaml"), *on, "--runs", str(self.runs)]
         process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.left.append(process)
         return process
@@ -340,7 +340,7 @@ def test_in_slurm_a_waiting_run_is_cancelled_by_muster_stop(boxed: Boxed) -> Non
     assert process.returncode == 0, err
     job_id = boxed.job_id()
     assert boxed.box.client("squeue", "--noheader", f"--jobs={job_id}", "--format=%T").stdout.split() == ["PENDING"]
-    stop = [sys.executable, "-m", "launch", "stop", out.strip(), "--runs", str(boxed.runs)]
+    stop = [sys.executable, "-m", "muster", "stop", out.strip(), "--runs", str(boxed.runs)]
     done = subprocess.run(stop, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     ended = [row for row in read_lines(boxed.run().events) if row["event"] == "ended"]
@@ -379,6 +379,6 @@ def test_a_dry_run_shows_the_script_and_submits_nothing(boxed: Boxed) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     words: list[Any] = [shlex.split(line) for line in out.splitlines() if line.startswith("srun ")]
-    assert "slurm.submitit_job" in words[0]
+    assert "muster.slurm.submitit_job" in words[0]
     assert "#SBATCH --nodes=2" in out
     assert not boxed.runs.exists()

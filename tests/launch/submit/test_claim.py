@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from jobs.errors import RefusedError, RunFolderError
-from jobs.files import write_json
-from jobs.rundir import RunDir
-from launch import processes
-from launch.submit.claim import claim, claimed, is_free, newest
-from launch.supervision.lease import DEAD_S
+from muster.jobs.errors import RefusedError, RunFolderError
+from muster.jobs.files import write_json
+from muster.jobs.rundir import RunDir
+from muster.launch import processes
+from muster.launch.submit.claim import claim, claimed, is_free, newest
+from muster.launch.supervision.lease import DEAD_S
 
 HERE = socket.gethostname()
 

@@ -6,14 +6,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.site import Site
-from launch.submit.plan import (
+from muster.jobs.site import Site
+from muster.launch.submit.plan import (
     plan_nodes,
     preload,
     start_message,
 )
-from launch.wire.codec import decode, encode
-from launch.wire.messages import TO_AGENT
+from muster.launch.wire.codec import decode, encode
+from muster.launch.wire.messages import TO_AGENT
 from support.plans import box, make_context, plan, values
 
 # Cores, GPUs and threads ----------------------------------------------------------------------------------------------
@@ -123,12 +123,12 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
 
 
 def test_a_function_is_called_with_the_job_and_the_commands_options() -> None:
-    context = replace(make_context(entry="jobs.train.main:run_rank", nodes=1), options={"steps": 3})
+    context = replace(make_context(entry="muster.jobs.train.main:run_rank", nodes=1), options={"steps": 3})
     message = start_message(context, plan(context, box(2))[0], store=True, master_port=1)
     (rank,) = message.ranks
     assert "argv" not in rank
-    assert rank["call"] == "jobs.train.main:run_rank"
+    assert rank["call"] == "muster.jobs.train.main:run_rank"
     job = {"name": "demo", "kind": "command", "nodes": 1, "settings": {"argv": ["program", "--flag", "a b"]}}
     assert rank["payload"] == {"job": job, "steps": 3}
     assert message.console == (0,)
-    assert message.warm["preload"] == preload(context) == "torch,torch.distributed,jobs.train.main"
+    assert message.warm["preload"] == preload(context) == "torch,torch.distributed,muster.jobs.train.main"

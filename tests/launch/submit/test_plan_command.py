@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import cli
+from muster.launch import cli
 from support.plans import box
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -42,10 +42,10 @@ def muster_plan(
 ) -> Callable[..., tuple[int, str]]:
     """Return a function that plans a job on a fixed machine: (exit code, standard output)."""
     machine = replace(box(6, "0", "1", host="box"), environ=os.environ)
-    monkeypatch.setattr("launch.submit.prepare.this_machine", lambda: machine)
-    monkeypatch.setattr("launch.submit.prepare.check_files", lambda job, environ: None)  # /srv/work is not there
+    monkeypatch.setattr("muster.launch.submit.prepare.this_machine", lambda: machine)
+    monkeypatch.setattr("muster.launch.submit.prepare.check_files", lambda job, environ: None)  # /srv/work is not there
     monkeypatch.setattr(sys, "executable", "/opt/muster/bin/python")
-    monkeypatch.setattr("jobs.boot.CODE_ROOT", Path("/opt/muster/code"))
+    monkeypatch.setattr("muster.jobs.boot.CODE_ROOT", Path("/opt/muster/code"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for name in ("GLOO_SOCKET_IFNAME", "MUSTER_SITE"):
         monkeypatch.delenv(name, raising=False)
@@ -94,7 +94,7 @@ def test_json_holds_the_same_plan_as_records_and_null_where_the_start_decides(mu
     assert (record["command"], record["function"]) == (["python3", "train.py", "--name", "it's"], None)
     node = record["nodes"][1]
     assert list(node) == ["node", "host", "address", "environment", "ranks"]
-    agent = ["/opt/muster/bin/python", "-I", "/opt/muster/code/launch/boot.py", "launch.agent", "--node"]
+    agent = ["/opt/muster/bin/python", "-I", "/opt/muster/code/muster/launch/boot.py", "muster.launch.agent", "--node"]
     assert record["start"] == [[*agent, "0"], [*agent, "1"]]
     rank = node["ranks"][1]
     assert [rank[key] for key in ("rank", "cores", "gpus", "threads")] == [3, [5], ["1"], 1]

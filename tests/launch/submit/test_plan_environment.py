@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.errors import RefusedError
-from jobs.ranks import RankEnv, read
-from jobs.rundir import RunDir
-from jobs.site import Site
-from launch.submit.plan import (
+from muster.jobs.errors import RefusedError
+from muster.jobs.ranks import RankEnv, read
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import Site
+from muster.launch.submit.plan import (
     plan_nodes,
     shared_environment,
     start_message,

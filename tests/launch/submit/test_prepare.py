@@ -9,13 +9,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs.errors import JobFileError, RefusedError, UsageError
-from jobs.placement import Host, Login
-from launch.commands import run as command
-from launch.submit import prepare as module
-from launch.submit.here import warn
-from launch.submit.plan import Machine, shared_environment
-from launch.submit.prepare import Prepared, prepare
+from muster.jobs.errors import JobFileError, RefusedError, UsageError
+from muster.jobs.placement import Host, Login
+from muster.launch.commands import run as command
+from muster.launch.submit import prepare as module
+from muster.launch.submit.here import warn
+from muster.launch.submit.plan import Machine, shared_environment
+from muster.launch.submit.prepare import Prepared, prepare
 
 COMMAND = "command: ['true']\n"
 IMAGES_FOR_ALL = "train: {model: vgg11, data: cifar10, batch_size: 300}\n"

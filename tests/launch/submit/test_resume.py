@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 import yaml
 
-from jobs.errors import RefusedError
-from jobs.files import append_line, read_lines, write_json
-from jobs.kept import DATA, KEPT, kept_settings
-from jobs.rundir import RunDir
-from jobs.train_settings import TrainSettings
-from launch import processes
-from launch.cli import main
-from launch.commands import run as run_command
-from launch.commands import submit
-from launch.submit import resume, start
-from launch.submit.prepare import prepare
-from launch.submit.submission import Submission
-from launch.supervision import lease
-from launch.supervision.resumption import with_checkpoint
+from muster.jobs.errors import RefusedError
+from muster.jobs.files import append_line, read_lines, write_json
+from muster.jobs.kept import DATA, KEPT, kept_settings
+from muster.jobs.rundir import RunDir
+from muster.jobs.train_settings import TrainSettings
+from muster.launch import processes
+from muster.launch.cli import main
+from muster.launch.commands import run as run_command
+from muster.launch.commands import submit
+from muster.launch.submit import resume, start
+from muster.launch.submit.prepare import prepare
+from muster.launch.submit.submission import Submission
+from muster.launch.supervision import lease
+from muster.launch.supervision.resumption import with_checkpoint
 from support.checkpoints import Saved
 
 TRAIN = {"model": "gpt-nano", "data": "python-source", "batch_size": 8, "epochs": 2}
@@ -296,6 +296,20 @@ def test_a_direct_run_and_a_folder_without_submission_are_refused(make, muster) 
     assert code == 73
     assert "submission.json: cannot be read" in err
     assert muster("nonesuch")[0] == 73
+
+
+def test_a_copy_of_the_code_in_the_layout_of_before_is_refused(make, muster, supervised) -> None:
+    """Its packages lay in <run>/code/muster itself, where this code would look for muster/launch."""
+    folder = make(COMMAND).ended("failed", 3)
+    old = folder.run.code / "muster"
+    (old / "launch").mkdir(parents=True)
+    submission = folder.submission()
+    replace(submission, context=replace(submission.context, code=str(old))).write()
+    code, err = muster()
+    assert (code, supervised) == (78, [])
+    assert f"{old} holds Muster's code in an older layout" in err
+    (old / "muster").mkdir()
+    assert muster()[0] == 42
 
 
 # A supervisor that is gone ------------------------------------------------------------------------------------------

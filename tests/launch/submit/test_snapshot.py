@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.boot import CODE_ROOT, module_argv
-from jobs.errors import RefusedError, RunFolderError, StorageError
-from jobs.rundir import RunDir
-from launch.fingerprint import fingerprint
-from launch.submit import snapshot
-from launch.submit.snapshot import Snapshot, moved_link, take
+from muster.jobs.boot import CODE_ROOT, module_argv
+from muster.jobs.errors import RefusedError, RunFolderError, StorageError
+from muster.jobs.rundir import RunDir
+from muster.launch.fingerprint import fingerprint
+from muster.launch.submit import snapshot
+from muster.launch.submit.snapshot import Snapshot, moved_link, take
 from support.worktrees import commit, git, repository, write
 
 
@@ -52,19 +52,22 @@ def names(folder: Path) -> set[str]:
 
 def test_muster_s_own_packages_are_copied_whole_and_nothing_else_of_it(run: RunDir, work: Path) -> None:
     taken = take(run, workdir=work, program=False)
-    assert taken == Snapshot(run.code / "muster", work)
+    assert taken == Snapshot(run.code, work)
     assert fingerprint(str(taken.code)) == fingerprint()
-    assert (taken.code / "jobs" / "train" / "data" / "digits").is_dir()
-    assert not {"tests", "benchmarks", "README.md", ".venv"} & {path.name for path in taken.code.iterdir()}
+    assert (taken.code / "muster" / "jobs" / "train" / "data" / "digits").is_dir()
+    assert {path.name for path in taken.code.iterdir()} == {"muster", "code.json"}
+    assert not [path for path in (taken.code / "muster").iterdir() if path.is_symlink()]
     assert not [name for name in names(taken.code) if "__pycache__" in name]
     assert not (run.code / "work").exists()
 
 
 def test_agents_start_from_the_copy(run: RunDir, work: Path) -> None:
     taken = take(run, workdir=work, program=False)
-    (taken.code / "launch" / "where.py").write_text("import jobs.errors; print(jobs.errors.__file__)\n")
-    argv = module_argv(sys.executable, "launch.where", str(taken.code))
-    assert subprocess.run(argv, capture_output=True, text=True).stdout.strip() == f"{taken.code}/jobs/errors.py"
+    (taken.code / "muster" / "launch" / "where.py").write_text(
+        "from muster.jobs import errors; print(errors.__file__)\n"
+    )
+    argv = module_argv(sys.executable, "muster.launch.where", str(taken.code))
+    assert subprocess.run(argv, capture_output=True, text=True).stdout.strip() == f"{taken.code}/muster/jobs/errors.py"
 
 
 def test_where_muster_came_from_is_recorded(run: RunDir, work: Path) -> None:
@@ -80,7 +83,9 @@ def test_an_installed_muster_is_not_taken_for_the_repository_around_it(
     repository(work, "site/\n")
     write(work, "a.py")
     commit(work)
-    shutil.copytree(CODE_ROOT / "jobs", work / "site" / "jobs", ignore=shutil.ignore_patterns("__pycache__", "data"))
+    shutil.copytree(
+        CODE_ROOT / "muster", work / "site" / "muster", ignore=shutil.ignore_patterns("__pycache__", "data")
+    )
     monkeypatch.setattr(snapshot, "CODE_ROOT", work / "site")
     take(run, workdir=work, program=False)
     assert record(run)["muster"]["origin"] is None
@@ -154,7 +159,7 @@ def test_without_a_commit_or_a_branch_the_record_says_so(work: Path, tmp_path: P
 
 
 def test_a_long_diff_is_cut(run: RunDir, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.submit.gitfacts.DIFF_BYTES", 100)
+    monkeypatch.setattr("muster.launch.submit.gitfacts.DIFF_BYTES", 100)
     repository(work)
     write(work, "a.py")
     commit(work)

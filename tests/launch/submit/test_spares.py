@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from jobs.errors import RefusedError
-from jobs.hosts import HostSet
-from jobs.placement import Host
-from jobs.rundir import RunDir, make_run
-from jobs.site import Site
-from jobs.spec import CommandSettings, Job, RestartSettings
-from launch.scheduler.slurm_run import script
-from launch.scheduler.submitit_order import order
-from launch.submit.plan import Context
-from launch.submit.routes import make_transport
-from launch.submit.spares import crew_size, place_crew
-from launch.submit.submission import Route, Submission
+from muster.jobs.errors import RefusedError
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host
+from muster.jobs.rundir import RunDir, make_run
+from muster.jobs.site import Site
+from muster.jobs.spec import CommandSettings, Job, RestartSettings
+from muster.launch.scheduler.slurm_run import script
+from muster.launch.scheduler.submitit_order import order
+from muster.launch.submit.plan import Context
+from muster.launch.submit.routes import make_transport
+from muster.launch.submit.spares import crew_size, place_crew
+from muster.launch.submit.submission import Route, Submission
 
 
 def job_of(nodes: int, spares: int, **fields: object) -> Job:

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.errors import RunFolderError
-from jobs.hosts import HostSet
-from jobs.placement import Host, Login, place
-from jobs.rundir import RunDir
-from jobs.site import Site
-from jobs.spec import CommandSettings, Job
-from jobs.train_settings import TrainSettings
-from launch.kinds import BY_KEY
-from launch.submit.plan import Context
-from launch.submit.submission import Route, Submission, hosts_of, hosts_record
+from muster.jobs.errors import RunFolderError
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, Login, place
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import Site
+from muster.jobs.spec import CommandSettings, Job
+from muster.jobs.train_settings import TrainSettings
+from muster.launch.kinds import BY_KEY
+from muster.launch.submit.plan import Context
+from muster.launch.submit.submission import Route, Submission, hosts_of, hosts_record
 
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 VARIABLES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]*", fullmatch=True)

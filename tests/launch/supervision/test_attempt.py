@@ -6,25 +6,25 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jobs import exits
-from jobs.failover_settings import CheckpointSettings
-from jobs.files import read_lines
-from jobs.placement import Host, place
-from jobs.rundir import RunDir
-from jobs.site import Site
-from jobs.spec import Job
-from jobs.train_settings import TrainSettings
-from launch.console import Console
-from launch.submit.plan import Context
-from launch.supervision import hangs
-from launch.supervision.attempt import Attempt
-from launch.supervision.crew import Node
-from launch.supervision.eventlog import EventLog
-from launch.supervision.progress import Hang
-from launch.supervision.stacks import Absent
-from launch.supervision.verdict import Stop
-from launch.wire.codec import ProtocolError, decode, encode
-from launch.wire.messages import (
+from muster.jobs import exits
+from muster.jobs.failover_settings import CheckpointSettings
+from muster.jobs.files import read_lines
+from muster.jobs.placement import Host, place
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import Site
+from muster.jobs.spec import Job
+from muster.jobs.train_settings import TrainSettings
+from muster.launch.console import Console
+from muster.launch.submit.plan import Context
+from muster.launch.supervision import hangs
+from muster.launch.supervision.attempt import Attempt
+from muster.launch.supervision.crew import Node
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.progress import Hang
+from muster.launch.supervision.stacks import Absent
+from muster.launch.supervision.verdict import Stop
+from muster.launch.wire.codec import ProtocolError, decode, encode
+from muster.launch.wire.messages import (
     FROM_AGENT,
     TO_AGENT,
     Dump,
@@ -170,8 +170,10 @@ def test_a_rank_that_ends_with_75_unasked_has_failed(played: Played) -> None:
 
 
 def test_a_hang_is_named_by_the_rank_that_is_elsewhere(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.supervision.progress.hang", lambda *_: Hang(31.0, 30.0, "run", 12))
-    monkeypatch.setattr("launch.supervision.stacks.absent", lambda _: Absent((1,), "rank 1 sleeps in data.py:12"))
+    monkeypatch.setattr("muster.launch.supervision.progress.hang", lambda *_: Hang(31.0, 30.0, "run", 12))
+    monkeypatch.setattr(
+        "muster.launch.supervision.stacks.absent", lambda _: Absent((1,), "rank 1 sleeps in data.py:12")
+    )
     played.attempt.tick(time.monotonic())
     assert [node for node, _ in played.orders(Dump)] == [0, 1]
     assert played.orders(StopRanks) == []
@@ -192,8 +194,8 @@ def test_a_hang_is_named_by_the_rank_that_is_elsewhere(played: Played, monkeypat
 
 
 def test_a_hang_whose_stacks_do_not_come_ends_all_the_same(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.supervision.progress.hang", lambda *_: Hang(31.0, 30.0, "run", 12))
-    monkeypatch.setattr("launch.supervision.stacks.absent", lambda _: Absent((), "no stacks came"))
+    monkeypatch.setattr("muster.launch.supervision.progress.hang", lambda *_: Hang(31.0, 30.0, "run", 12))
+    monkeypatch.setattr("muster.launch.supervision.stacks.absent", lambda _: Absent((), "no stacks came"))
     now = time.monotonic()
     played.attempt.tick(now)
     played.attempt.tick(now + hangs.STACKS_S / 2)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jobs.errors import RunFolderError
-from jobs.rundir import RunDir
-from launch.supervision import lease
-from launch.supervision.lease import Lease, age_s
+from muster.jobs.errors import RunFolderError
+from muster.jobs.rundir import RunDir
+from muster.launch.supervision import lease
+from muster.launch.supervision.lease import Lease, age_s
 
 
 class Clock:

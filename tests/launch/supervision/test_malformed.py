@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jobs import exits
-from jobs.files import read_lines
-from jobs.rundir import RunDir
-from launch.supervision import inbox
-from launch.supervision import supervisor as module
-from launch.supervision.supervisor import Supervisor
-from launch.wire.channel import LINE_BYTES
-from launch.wire.codec import encode
-from launch.wire.messages import (
+from muster.jobs import exits
+from muster.jobs.files import read_lines
+from muster.jobs.rundir import RunDir
+from muster.launch.supervision import inbox
+from muster.launch.supervision import supervisor as module
+from muster.launch.supervision.supervisor import Supervisor
+from muster.launch.wire.channel import LINE_BYTES
+from muster.launch.wire.codec import encode
+from muster.launch.wire.messages import (
     FROM_AGENT,
     Broken,
     File,

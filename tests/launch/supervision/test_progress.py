@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.page import Phase
-from launch.supervision.progress import FRESH_S, Hang, hang, limit_s
+from muster.jobs.page import Phase
+from muster.launch.supervision.progress import FRESH_S, Hang, hang, limit_s
 
 WORDS = [phase.word for phase in Phase]
 NOW = 1000.0

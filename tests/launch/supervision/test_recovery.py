@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs import exits
-from jobs.failover_settings import RestartSettings
-from launch.supervision.recovery import Choice, Past, blamed, choose, decide, in_vain
-from launch.supervision.verdict import Ending, Stop, Verdict, judge
+from muster.jobs import exits
+from muster.jobs.failover_settings import RestartSettings
+from muster.launch.supervision.recovery import Choice, Past, blamed, choose, decide, in_vain
+from muster.launch.supervision.verdict import Ending, Stop, Verdict, judge
 
 ALWAYS = RestartSettings(max=100)
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.placement import NodePlacement, Placement
-from launch.supervision.crew import ClockOffset, Node
-from launch.supervision.roster import Roster
+from muster.jobs.placement import NodePlacement, Placement
+from muster.launch.supervision.crew import ClockOffset, Node
+from muster.launch.supervision.roster import Roster
 from support.messages import hello
 
 

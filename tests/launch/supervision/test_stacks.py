@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from launch.node.dumping import bounded
-from launch.supervision.stacks import FRAME, Frame, absent, line_of, threads
+from muster.launch.node.dumping import bounded
+from muster.launch.supervision.stacks import FRAME, Frame, absent, line_of, threads
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 ALL_REDUCE = [

@@ -8,22 +8,22 @@ from typing import Any, TypeVar
 
 import pytest
 
-from jobs.errors import RefusedError, UnreachableError
-from jobs.files import read_lines
-from jobs.placement import Host, place
-from jobs.rundir import RunDir
-from jobs.site import Site
-from jobs.spec import CommandSettings, Job
-from launch.console import Console
-from launch.fingerprint import fingerprint
-from launch.submit.plan import Context
-from launch.supervision.crew import Node
-from launch.supervision.eventlog import EventLog
-from launch.supervision.roster import Roster
-from launch.supervision.startup import Startup
-from launch.supervision.verdict import Stop
-from launch.wire import messages as wire
-from launch.wire.codec import ProtocolError, decode
+from muster.jobs.errors import RefusedError, UnreachableError
+from muster.jobs.files import read_lines
+from muster.jobs.placement import Host, place
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import Site
+from muster.jobs.spec import CommandSettings, Job
+from muster.launch.console import Console
+from muster.launch.fingerprint import fingerprint
+from muster.launch.submit.plan import Context
+from muster.launch.supervision.crew import Node
+from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.roster import Roster
+from muster.launch.supervision.startup import Startup
+from muster.launch.supervision.verdict import Stop
+from muster.launch.wire import messages as wire
+from muster.launch.wire.codec import ProtocolError, decode
 from support.messages import hello
 
 Order = TypeVar("Order")

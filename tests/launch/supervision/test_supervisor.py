@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from jobs import exits
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from jobs.failover_settings import RestartSettings
-from jobs.placement import Host, place
-from jobs.rundir import RunDir
-from jobs.site import Site
-from jobs.spec import Job
-from jobs.train_settings import TrainSettings
-from launch.console import Console
-from launch.submit.plan import Context
-from launch.supervision import supervisor as module
-from launch.supervision.inbox import Heard
-from launch.supervision.recovery import Choice, Past
-from launch.supervision.supervisor import Supervisor
-from launch.supervision.verdict import Verdict
-from launch.wire.messages import ToAgent
+from muster.jobs import exits
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.failover_settings import RestartSettings
+from muster.jobs.placement import Host, place
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import Site
+from muster.jobs.spec import Job
+from muster.jobs.train_settings import TrainSettings
+from muster.launch.console import Console
+from muster.launch.submit.plan import Context
+from muster.launch.supervision import supervisor as module
+from muster.launch.supervision.inbox import Heard
+from muster.launch.supervision.recovery import Choice, Past
+from muster.launch.supervision.supervisor import Supervisor
+from muster.launch.supervision.verdict import Verdict
+from muster.launch.wire.messages import ToAgent
 from support.messages import hello
 
 LOST = 3
@@ -77,7 +77,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         run.path.mkdir()
         placement = place(job, [Host(f"n{number}", f"10.10.1.{number + 1}") for number in range(4)])
         context = Context(
-            job, Site(), placement, run, "/srv/job", "/opt/python", "jobs.train.main:run_rank", remote=True
+            job, Site(), placement, run, "/srv/job", "/opt/python", "muster.jobs.train.main:run_rank", remote=True
         )
         made = Supervisor(context, transport, Console())  # type: ignore[arg-type]
         for slot, node in enumerate(made.crew.nodes):

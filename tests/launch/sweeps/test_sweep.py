@@ -12,11 +12,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from jobs import exits
-from jobs.errors import JobFileError, RefusedError, RunFolderError, UsageError
-from jobs.rundir import list_runs
-from launch.cli import main
-from launch.sweeps.sweep import (
+from muster.jobs import exits
+from muster.jobs.errors import JobFileError, RefusedError, RunFolderError, UsageError
+from muster.jobs.rundir import list_runs
+from muster.launch.cli import main
+from muster.launch.sweeps.sweep import (
     Grid,
     Point,
     SweepRecord,
@@ -300,7 +300,7 @@ def test_what_is_wrong_is_one_message(sweep: Sweep, words: list[str], code: int,
 def test_ctrl_c_ends_the_point_and_the_sweep(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(SLEEP)
     runs = tmp_path / "runs"
-    command = [sys.executable, "-m", "launch", "sweep", str(tmp_path / "job.yaml"), "--grid", "nodes=1,2"]
+    command = [sys.executable, "-m", "muster", "sweep", str(tmp_path / "job.yaml"), "--grid", "nodes=1,2"]
     with subprocess.Popen([*command, "--runs", str(runs), "--json"], stdout=subprocess.PIPE, text=True) as process:
         wait_until(lambda: runs.is_dir() and list_runs(runs), "a run")
         run = list_runs(runs)[0]
@@ -328,7 +328,7 @@ class BoxedSweep:
 
     def start(self, text: str, *words: str) -> subprocess.Popen[str]:
         (self.folder / "job.yaml").write_text(text)
-        command = [sys.executable, "-m", "launch", "sweep", str(self.folder / "job.yaml"), "--hosts", self.box.spelt]
+        command = [sys.executable, "-m", "muster", "sweep", str(self.folder / "job.yaml"), "--hosts", self.box.spelt]
         command += ["--runs", str(self.runs), "--json", *words]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.left.append(process)

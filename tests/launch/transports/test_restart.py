@@ -10,27 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from jobs.boot import module_argv
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from jobs.hosts import HostSet
-from jobs.placement import Host, Login
-from jobs.rundir import RunDir
-from jobs.site import SshSettings
-from launch.agent import KEY
-from launch.processes import start_ticks
-from launch.transports.base import Transport
-from launch.transports.dialled import Dialled, Starter
-from launch.transports.local import Local
-from launch.transports.pdsh import pdsh_transport
-from launch.transports.srun import srun_transport
-from launch.transports.ssh import Ssh
-from launch.transports.submitit import Submitit
-from launch.wire.channel import Channel
-from launch.wire.handshake import node_key
-from launch.wire.messages import Bye, Hello
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, Login
+from muster.jobs.rundir import RunDir
+from muster.jobs.site import SshSettings
+from muster.launch.agent import KEY
+from muster.launch.processes import start_ticks
+from muster.launch.transports.base import Transport
+from muster.launch.transports.dialled import Dialled, Starter
+from muster.launch.transports.local import Local
+from muster.launch.transports.pdsh import pdsh_transport
+from muster.launch.transports.srun import srun_transport
+from muster.launch.transports.ssh import Ssh
+from muster.launch.transports.submitit import Submitit
+from muster.launch.wire.channel import Channel
+from muster.launch.wire.handshake import node_key
+from muster.launch.wire.messages import Bye, Hello
 
 DEADLINE_S = 30.0
-AGENT = shlex.join(module_argv(sys.executable, "launch.agent"))
+AGENT = shlex.join(module_argv(sys.executable, "muster.launch.agent"))
 
 
 class Gate:
@@ -188,14 +188,14 @@ def test_what_the_first_program_says_late_of_a_restarted_node_does_not_count(tmp
 
 
 def test_by_hand_somebody_is_asked_to_paste_the_line_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = [*module_argv(sys.executable, "launch.agent"), "--node", "0"]
+    own = [*module_argv(sys.executable, "muster.launch.agent"), "--node", "0"]
     transport = Dialled(
         "hand", 2, run=RunDir(tmp_path), starter=None, listen="127.0.0.1", secret="printed", own_agent=own
     )
 
     async def paste() -> asyncio.subprocess.Process:
         connect = f"127.0.0.1:{transport._listener.port}"
-        line = [*module_argv(sys.executable, "launch.agent"), "--node", "1", "--connect", connect]
+        line = [*module_argv(sys.executable, "muster.launch.agent"), "--node", "1", "--connect", connect]
         return await asyncio.create_subprocess_exec(*line, env={**os.environ, KEY: node_key("printed", 1)})
 
     async def test() -> None:

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jobs.boot import module_argv
-from jobs.errors import MusterError, RefusedError, UnreachableError
-from jobs.hosts import HostSet
-from jobs.placement import Host, Login
-from jobs.site import SshSettings
-from launch.transports.ssh_command import explain, ssh_argv
+from muster.jobs.boot import module_argv
+from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.hosts import HostSet
+from muster.jobs.placement import Host, Login
+from muster.jobs.site import SshSettings
+from muster.launch.transports.ssh_command import explain, ssh_argv
 from support.sshd import Sshd, closed_port, make_key
 
 ALIAS = Host("n0", "10.10.1.1")
@@ -135,7 +135,7 @@ def test_any_interpreter_path_and_any_arguments_survive_the_remote_shell(
     python = tmp_path_factory.mktemp("bin") / name
     python.write_text(PRINTER)
     python.chmod(0o755)
-    command = [*module_argv(str(python), "launch.agent", "/co de/it's"), *words]
+    command = [*module_argv(str(python), "muster.launch.agent", "/co de/it's"), *words]
     line = ssh_argv(ALIAS, HostSet((ALIAS,), ""), SshSettings(), command)[-1]
     assert through(shell, line) == command
 
@@ -340,16 +340,17 @@ def test_an_interpreter_that_cannot_be_run(client: Client, tmp_path: Path) -> No
 
 
 def test_code_that_is_not_there(client: Client) -> None:
-    found = client(*module_argv(sys.executable, "launch.agent", "/no/such/code"))
-    said(found, RefusedError, "Muster's code is not there: /no/such/code/launch/boot.py; run muster sync")
+    found = client(*module_argv(sys.executable, "muster.launch.agent", "/no/such/code"))
+    said(found, RefusedError, "Muster's code is not there: /no/such/code/muster/launch/boot.py; run muster sync")
 
 
 def test_a_copy_of_the_code_that_lacks_a_part(client: Client, tmp_path: Path) -> None:
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "launch" / "__init__.py").touch()
-    shutil.copy(module_argv("", "")[2], tmp_path / "launch" / "boot.py")
-    found = client(*module_argv(sys.executable, "launch.agent", str(tmp_path)))
-    said(found, RefusedError, f"there is no launch.agent in {tmp_path}; run muster sync")
+    for package in (tmp_path / "muster", tmp_path / "muster" / "launch"):
+        package.mkdir()
+        (package / "__init__.py").touch()
+    shutil.copy(module_argv("", "")[2], tmp_path / "muster" / "launch" / "boot.py")
+    found = client(*module_argv(sys.executable, "muster.launch.agent", str(tmp_path)))
+    said(found, RefusedError, f"there is no muster.launch.agent in {tmp_path}/muster; run muster sync")
 
 
 def test_a_python_that_lacks_a_library(client: Client) -> None:

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.agent import dial, hello, line
-from launch.wire.channel import CHATTER_LINES, Channel, ChannelClosed, NotAMessage, over_pipes, over_socket
-from launch.wire.handshake import node_key
-from launch.wire.listener import Listener
-from launch.wire.messages import Bye, Held, Log, Start, Swept
+from muster.launch.agent import dial, hello, line
+from muster.launch.wire.channel import CHATTER_LINES, Channel, ChannelClosed, NotAMessage, over_pipes, over_socket
+from muster.launch.wire.handshake import node_key
+from muster.launch.wire.listener import Listener
+from muster.launch.wire.messages import Bye, Held, Log, Start, Swept
 from support.agents import DEADLINE_S, LOOPBACK
 
 Ends = tuple[Channel, Channel]
@@ -244,7 +244,7 @@ def test_a_line_that_is_no_message_closes_the_channel(carrier, line: bytes, said
 def test_a_line_beyond_the_limit_closes_the_channel_instead_of_filling_the_memory(
     carrier, end: bytes, monkeypatch
 ) -> None:
-    monkeypatch.setattr("launch.wire.channel.LINE_BYTES", 1 << 10)
+    monkeypatch.setattr("muster.launch.wire.channel.LINE_BYTES", 1 << 10)
 
     async def test() -> None:
         async with carrier() as (supervisor, agent):

@@ -10,9 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.wire import codec
-from launch.wire.codec import ProtocolError, decode, encode, table
-from launch.wire.messages import FROM_AGENT, TO_AGENT, Beat, Exited, File, Held, Hello, Inspected, Log, Report, Started
+from muster.launch.wire import codec
+from muster.launch.wire.codec import ProtocolError, decode, encode, table
+from muster.launch.wire.messages import (
+    FROM_AGENT,
+    TO_AGENT,
+    Beat,
+    Exited,
+    File,
+    Held,
+    Hello,
+    Inspected,
+    Log,
+    Report,
+    Started,
+)
 from support.messages_drawn import instances
 
 KINDS = {**FROM_AGENT, **TO_AGENT}

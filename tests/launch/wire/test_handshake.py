@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.agent import KEY, SECRET
-from launch.wire import handshake
-from launch.wire.codec import encode
-from launch.wire.handshake import (
+from muster.launch.agent import KEY, SECRET
+from muster.launch.wire import handshake
+from muster.launch.wire.codec import encode
+from muster.launch.wire.handshake import (
     LONGEST,
     AgentSide,
     HandshakeError,
@@ -22,7 +22,7 @@ from launch.wire.handshake import (
     node_key,
     read_greeting,
 )
-from launch.wire.messages import Beat, Start
+from muster.launch.wire.messages import Beat, Start
 from support.agents import DEADLINE_S, LOOPBACK, RUN_SECRET, Started, port_of
 
 DIALLED = "10.10.1.1:61000"

@@ -11,14 +11,14 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
-from jobs.errors import RefusedError
-from launch.agent import dial, hello, line
-from launch.wire import listener as module
-from launch.wire.channel import Channel, over_socket
-from launch.wire.codec import encode
-from launch.wire.handshake import LONGEST, AgentSide, node_key
-from launch.wire.listener import Listener
-from launch.wire.messages import Held
+from muster.jobs.errors import RefusedError
+from muster.launch.agent import dial, hello, line
+from muster.launch.wire import listener as module
+from muster.launch.wire.channel import Channel, over_socket
+from muster.launch.wire.codec import encode
+from muster.launch.wire.handshake import LONGEST, AgentSide, node_key
+from muster.launch.wire.listener import Listener
+from muster.launch.wire.messages import Held
 from support.agents import DEADLINE_S, LOOPBACK
 
 MIB = 1 << 20

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipe import Pipe
-from pipe.local.turns import Turns
+from muster.pipe import Pipe
+from muster.pipe.local.turns import Turns
 from support.local_pipes import PATIENCE_S, Doing, pipe_of
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipe import Pipe
-from pipe.local import pipe as local
-from pipe.local.nested import join
-from pipe.local.turns import Turns
+from muster.pipe import Pipe
+from muster.pipe.local import pipe as local
+from muster.pipe.local.nested import join
+from muster.pipe.local.turns import Turns
 from support.local_pipes import PATIENCE_S, Doing, mlp, pipe_of
 
 SOON_S = 0.1  # how long threads wait for what must not come

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.shapes import GptShape
-from jobs.train.models.gpt import build_gpt
-from pipe import Pipe
-from pipe.local.pipe import clock_cycles, split_module
+from muster.jobs.shapes import GptShape
+from muster.jobs.train.models.gpt import build_gpt
+from muster.pipe import Pipe
+from muster.pipe.local.pipe import clock_cycles, split_module
 from support.local_pipes import PATIENCE_S, Doing, mlp, pipe_of
 
 

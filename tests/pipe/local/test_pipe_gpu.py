@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipe import Pipe
-from pipe.local.across import Streams
+from muster.pipe import Pipe
+from muster.pipe.local.across import Streams
 
 pytestmark = pytest.mark.gpu
 

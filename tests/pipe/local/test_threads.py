@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipe import Pipe
-from pipe.local.workers import Worker
+from muster.pipe import Pipe
+from muster.pipe.local.workers import Worker
 from support.live import wait_until
 from support.local_pipes import PATIENCE_S, Doing, mlp, pipe_of
 
@@ -146,7 +146,7 @@ def test_a_closed_pipe_starts_again_and_so_do_a_copy_a_pickle_and_a_fork():
 AT_WORK = """
 import sys, threading, torch
 from torch import nn
-from pipe import Pipe
+from muster.pipe import Pipe
 
 class Work(nn.Module):
     def __init__(self, do):

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipe.rows import row_of
-from pipe.schedules.backlog import backlogs
-from pipe.schedules.messages import with_messages
-from pipe.schedules.programs import Receive, Send
-from pipe.schedules.tables import schedule
+from muster.pipe.rows import row_of
+from muster.pipe.schedules.backlog import backlogs
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.programs import Receive, Send
+from muster.pipe.schedules.tables import schedule
 
 DRAWN = [
     # what a rank sends before it needs a word of the other: all of gpipe's, of 1f1b as many as it warms up with

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.schedules.cuts import Cuts, balanced, balanced_ranks, by_hand, even, lengths, sums
+from muster.pipe.schedules.cuts import Cuts, balanced, balanced_ranks, by_hand, even, lengths, sums
 
 WEIGHTS = st.lists(st.integers(0, 6), min_size=1, max_size=9)
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipe.schedules.actions import Action
-from pipe.schedules.draw import Bar, Rows, bar, extent, gaps, legend, text
-from pipe.schedules.programs import Receive, Send
-from pipe.schedules.svg import WIDTH, svg
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.draw import Bar, Rows, bar, extent, gaps, legend, text
+from muster.pipe.schedules.programs import Receive, Send
+from muster.pipe.schedules.svg import WIDTH, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 KINDS = st.sampled_from(["F", "B", "I", "W", "send", "receive"])

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from pipe.schedules.actions import Action, Schedule
-from pipe.schedules.draw import bar, text
-from pipe.schedules.measured import Record, bars, bubble, busy_s, compare, mean_costs, record_of, spread
-from pipe.schedules.messages import with_messages
-from pipe.schedules.programs import received_before, sent_after
-from pipe.schedules.simulate import Costs, simulate
-from pipe.schedules.tables import SCHEDULES, schedule
+from muster.pipe.schedules.actions import Action, Schedule
+from muster.pipe.schedules.draw import bar, text
+from muster.pipe.schedules.measured import Record, bars, bubble, busy_s, compare, mean_costs, record_of, spread
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.programs import received_before, sent_after
+from muster.pipe.schedules.simulate import Costs, simulate
+from muster.pipe.schedules.tables import SCHEDULES, schedule
 
 COSTS = Costs(forward=1.0, input_gradient=1.25, weight_gradient=0.75, message=0.125)
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipe.schedules.actions import Action
-from pipe.schedules.messages import with_messages
-from pipe.schedules.programs import sent_after
-from pipe.schedules.simulate import Costs, Simulated, bubble_formula, simulate
-from pipe.schedules.tables import SCHEDULES, schedule
-from pipe.schedules.times import needs
+from muster.pipe.schedules.actions import Action
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.programs import sent_after
+from muster.pipe.schedules.simulate import Costs, Simulated, bubble_formula, simulate
+from muster.pipe.schedules.tables import SCHEDULES, schedule
+from muster.pipe.schedules.times import needs
 
 RANKS, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 12), st.integers(1, 3)
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipe.schedules.actions import Action, Schedule
-from pipe.schedules.costs import Costs
-from pipe.schedules.messages import with_messages
-from pipe.schedules.simulate import simulate
-from pipe.schedules.tables import SCHEDULES, schedule
+from muster.pipe.schedules.actions import Action, Schedule
+from muster.pipe.schedules.costs import Costs
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.simulate import simulate
+from muster.pipe.schedules.tables import SCHEDULES, schedule
 
 NAMES = st.sampled_from(sorted(SCHEDULES))
 RANKS, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 12), st.integers(1, 3)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from pipe.splitting import compiled as split_compiled
-from pipe.splitting import layers
-from pipe.splitting.halves import WeightQueue
+from muster.pipe.splitting import compiled as split_compiled
+from muster.pipe.splitting import layers
+from muster.pipe.splitting.halves import WeightQueue
 
 
 class Block(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from pipe.splitting.halves import WeightQueue
-from pipe.splitting.layers import is_split
+from muster.pipe.splitting.halves import WeightQueue
+from muster.pipe.splitting.layers import is_split
 
 
 class Marked(nn.Linear):

@@ -12,10 +12,10 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from jobs.shapes import GptShape, VggShape
-from jobs.train.models.gpt import Block, build_gpt
-from jobs.train.models.vgg import build_vgg
-from pipe.splitting.halves import WeightQueue
+from muster.jobs.shapes import GptShape, VggShape
+from muster.jobs.train.models.gpt import Block, build_gpt
+from muster.jobs.train.models.vgg import build_vgg
+from muster.pipe.splitting.halves import WeightQueue
 
 Gradients = dict[str, Tensor | None]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipe.splitting.halves import WeightQueue
-from pipe.splitting.weight_gradients import Linear, Sums
+from muster.pipe.splitting.halves import WeightQueue
+from muster.pipe.splitting.weight_gradients import Linear, Sums
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp import BucketedDDP, GatherScatter
-from ddp.base import DataParallel
-from jobs.train.world import World
-from pipe.mesh import Mesh
-from pipe.pipeline import Pipeline
-from pipe.schedules.tables import schedule
-from pipe.splitting.halves import WeightQueue
+from muster.ddp import BucketedDDP, GatherScatter
+from muster.ddp.base import DataParallel
+from muster.jobs.train.world import World
+from muster.pipe.mesh import Mesh
+from muster.pipe.pipeline import Pipeline
+from muster.pipe.schedules.tables import schedule
+from muster.pipe.splitting.halves import WeightQueue
+from muster.zero import ShardedDataParallel
 from support.data_parallel import same_bits
 from support.pipelines import MODELS, Loop, batch_of, loss_of, seed_of
-from zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks
 

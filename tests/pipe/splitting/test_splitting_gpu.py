@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jobs.shapes import GptShape
-from jobs.train.models.gpt import Block
-from pipe.splitting.halves import WeightQueue
+from muster.jobs.shapes import GptShape
+from muster.jobs.train.models.gpt import Block
+from muster.pipe.splitting.halves import WeightQueue
 
 pytestmark = pytest.mark.gpu
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from jobs.train.world import World
-from pipe.tensor.draws import OwnDraws
-from pipe.tensor.region import Region
+from muster.jobs.train.world import World
+from muster.pipe.tensor.draws import OwnDraws
+from muster.pipe.tensor.region import Region
 from support.tensor_parallel import BATCH, Case, batch, build, far, split, wrong_copies, wrong_training
 
 pytestmark = pytest.mark.ranks

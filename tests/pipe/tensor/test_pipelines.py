@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from jobs.train.models.tensor_plan import loss_of
-from jobs.train.world import World
-from pipe.mesh import Mesh
-from pipe.pipeline import Pipeline
-from pipe.schedules.tables import schedule
-from pipe.splitting.halves import WeightQueue
-from pipe.tensor.linear import ColumnLinear
+from muster.jobs.train.models.tensor_plan import loss_of
+from muster.jobs.train.world import World
+from muster.pipe.mesh import Mesh
+from muster.pipe.pipeline import Pipeline
+from muster.pipe.schedules.tables import schedule
+from muster.pipe.splitting.halves import WeightQueue
+from muster.pipe.tensor.linear import ColumnLinear
 from support.tensor_parallel import WITHIN, Case, batch, build, far, part_of, split
 
 pytestmark = pytest.mark.ranks

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jobs.shapes import GptShape
-from jobs.train.models.gpt import assemble_gpt
-from jobs.train.world import World
-from pipe.tensor.slices import Box, TensorSlice
+from muster.jobs.shapes import GptShape
+from muster.jobs.train.models.gpt import assemble_gpt
+from muster.jobs.train.world import World
+from muster.pipe.tensor.slices import Box, TensorSlice
 from support.tensor_parallel import CASES, build, split
 
 

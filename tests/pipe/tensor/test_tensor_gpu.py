@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.train.world import World
-from pipe.mesh import AXES, Mesh
-from pipe.tensor.draws import OwnDraws
-from pipe.tensor.region import Region
+from muster.jobs.train.world import World
+from muster.pipe.mesh import AXES, Mesh
+from muster.pipe.tensor.draws import OwnDraws
+from muster.pipe.tensor.region import Region
 from support.gpus import over
 from support.tensor_parallel import CASES, Case, wrong_evaluation, wrong_training
 

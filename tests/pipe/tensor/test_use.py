@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp import BucketedDDP
-from jobs.train.world import World
-from pipe.mesh import Mesh
-from pipe.splitting.halves import WeightQueue
-from pipe.tensor import Column, Heads, Row, parallelize
-from pipe.tensor.cross_entropy import SplitCrossEntropy
-from pipe.tensor.linear import ColumnLinear, RowLinear, side_by_side
-from pipe.tensor.region import Pending, Region
+from muster.ddp import BucketedDDP
+from muster.jobs.train.world import World
+from muster.pipe.mesh import Mesh
+from muster.pipe.splitting.halves import WeightQueue
+from muster.pipe.tensor import Column, Heads, Row, parallelize
+from muster.pipe.tensor.cross_entropy import SplitCrossEntropy
+from muster.pipe.tensor.linear import ColumnLinear, RowLinear, side_by_side
+from muster.pipe.tensor.region import Pending, Region
+from muster.zero import ShardedDataParallel
 from support.tensor_parallel import WITHIN, Case, batch, build, far, part_of, split, wrong_copies, wrong_gradients
-from zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks
 

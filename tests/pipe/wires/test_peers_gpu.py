@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from jobs.train.world import World
-from pipe.wires.peers import PeerWire, peers_of
-from pipe.wires.wire import GlooWire, own_group
+from muster.jobs.train.world import World
+from muster.pipe.wires.peers import PeerWire, peers_of
+from muster.pipe.wires.wire import GlooWire, own_group
 from support.gpus import TIMEOUT, over
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.shapes import POOL, VggShape
-from jobs.train.models.vgg import build_vgg
-from jobs.train.numerics import Numerics
-from jobs.train.numerics.dtypes import DtypeRow, dtype_rows, render_dtypes
+from muster.jobs.shapes import POOL, VggShape
+from muster.jobs.train.models.vgg import build_vgg
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.numerics.dtypes import DtypeRow, dtype_rows, render_dtypes
 
 
 def toy() -> nn.Module:

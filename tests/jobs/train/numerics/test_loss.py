@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from jobs.train.models import build_model
-from jobs.train.models.stack import plain_loss
-from jobs.train.numerics import Numerics
-from jobs.train.numerics.loss import chunked_loss, row_gradients, row_gradients_by_comparing
-from jobs.train_settings import ModelSettings
+from muster.jobs.train.models import build_model
+from muster.jobs.train.models.stack import plain_loss
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.numerics.loss import chunked_loss, row_gradients, row_gradients_by_comparing
+from muster.jobs.train_settings import ModelSettings
 
 CPU = torch.device("cpu")
 CLASSES = 50
@@ -52,7 +52,7 @@ def test_without_gradients_none_are_made():
 
 def test_the_largest_tensor_of_a_bf16_step_is_a_chunk_and_not_the_logits(monkeypatch):
     # 64 x 8 tokens x 300 classes; a chunk has 16 rows.
-    monkeypatch.setattr("jobs.train.numerics.loss.CHUNK_BYTES", 16 * 300 * 2)
+    monkeypatch.setattr("muster.jobs.train.numerics.loss.CHUNK_BYTES", 16 * 300 * 2)
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from jobs.shapes import POOL, GptShape, VggShape
-from jobs.train.clock import clock_for
-from jobs.train.engine import Engine, build_engine
-from jobs.train.loading import MicroInput, ShardInput
-from jobs.train.models.gpt import build_gpt
-from jobs.train.models.stack import Stack, plain_loss
-from jobs.train.models.vgg import build_vgg
-from jobs.train.numerics import Numerics
-from jobs.train.numerics.loss import chunked_loss
-from jobs.train.numerics.pieces import require_compiler
-from jobs.train.world import World
-from jobs.train_settings import TrainSettings
+from muster.jobs.shapes import POOL, GptShape, VggShape
+from muster.jobs.train.clock import clock_for
+from muster.jobs.train.engine import Engine, build_engine
+from muster.jobs.train.loading import MicroInput, ShardInput
+from muster.jobs.train.models.gpt import build_gpt
+from muster.jobs.train.models.stack import Stack, plain_loss
+from muster.jobs.train.models.vgg import build_vgg
+from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.numerics.loss import chunked_loss
+from muster.jobs.train.numerics.pieces import require_compiler
+from muster.jobs.train.world import World
+from muster.jobs.train_settings import TrainSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from jobs.timing.settings import Case
-from jobs.train.forked import Ended
-from jobs.train.timing.conductor import judged
-from jobs.train.timing.memory import GB, refusal
+from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.timing.settings import Case
+from muster.jobs.train.forked import Ended
+from muster.jobs.train.timing.conductor import judged
+from muster.jobs.train.timing.memory import GB, refusal
 from support.timings import settings
 
 CASE = Case("gpt-nano", "step", "fp32")
@@ -75,7 +75,7 @@ def test_work_is_three_forwards_but_for_what_has_no_gradient_of_its_inputs(name)
 
 
 def test_a_row_is_refused_when_what_it_must_hold_is_more_than_it_may():
-    from jobs.anatomy import anatomy
+    from muster.jobs.anatomy import anatomy
 
     xl = anatomy(GPT_SHAPES["gpt-xl"])
     fields = {"precision": "fp32", "recompute": False, "allowed": 20 * GB}

@@ -1,8 +1,0 @@
-"""`python -m launch`: the `muster` command without an installed script."""
-
-import sys
-
-from launch.cli import main
-
-if __name__ == "__main__":
-    sys.exit(main())
