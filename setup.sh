@@ -3,7 +3,7 @@
 #
 # .venv/setup.state says what is complete: one line per fact, written after the fact. A call compares it with what is
 # asked for and does the rest, so a second call does nothing and an interrupted one is carried on or begun anew.
-# Exit codes are those of jobs/exits.py.
+# Exit codes are those of jobs/basics/exits.py.
 if [ -z "${BASH_VERSION:-}" ]; then exec bash "$0" "$@"; fi # somebody said: sh setup.sh
 set -euo pipefail
 

@@ -42,7 +42,7 @@ from muster.collectives_bench.results.compare import Comparison, comparison  # n
 from muster.collectives_bench.results.files import read_result  # noqa: E402
 from muster.collectives_bench.results.rows import rows_of  # noqa: E402
 from muster.collectives_bench.settings import BenchSettings  # noqa: E402
-from muster.jobs.ranks import RankEnv  # noqa: E402
+from muster.jobs.hosts.ranks import RankEnv  # noqa: E402
 
 ARMS = {"A": 1.0, "A'": 1.0, "+10": 1.10, "+25": 1.25}
 FALSE_REACH, FOUND_REACH = 0.05, {"+10": 0.95, "+25": 1.0}

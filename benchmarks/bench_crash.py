@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from muster.jobs import linux
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import list_runs
+from muster.jobs.basics.files import read_lines
+from muster.jobs.machine import linux
+from muster.jobs.runfolder.rundir import list_runs
 
 TIMEOUT_S = 2.0
 REACH_S = 2.0

@@ -27,12 +27,12 @@ from typing import Final
 
 from muster.jobs.checkpoint import commit
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.pieces import Piece, whole
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.checkpoint.verify import mark_verified
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 OLD, NEW = 5, 6
 ELEMENTS: Final = 1 << 15

@@ -18,8 +18,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.processes import of_run
 
 LANES = 4

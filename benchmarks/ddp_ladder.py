@@ -39,10 +39,10 @@ from muster.collectives_bench.cost.modes import ways
 from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.steps import predict
 from muster.collectives_bench.results.files import read_result
-from muster.jobs.anatomy import anatomy
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir, list_runs
-from muster.jobs.shapes import VGG_SHAPES
+from muster.jobs.basics.files import read_lines
+from muster.jobs.models.anatomy import anatomy
+from muster.jobs.models.shapes import VGG_SHAPES
+from muster.jobs.runfolder.rundir import RunDir, list_runs
 
 REACH = 0.10
 NODES, BATCH, ITEMSIZE = 4, 4, 4

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from muster.ddp import BucketedDDP
-from muster.jobs.shapes import VGG_SHAPES, GptShape, VggShape
+from muster.jobs.models.shapes import VGG_SHAPES, GptShape, VggShape
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.vgg import build_vgg
 

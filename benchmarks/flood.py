@@ -24,9 +24,9 @@ from pathlib import Path
 
 from pairs import interleaved, report
 
-from muster.jobs.boot import module_argv
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import list_runs
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import list_runs
 
 NODES, REACH, REACH_MIB, REACH_LINES = 4, 1.5, 100, 60
 LOOPBACK = "127.0.0.1"

@@ -89,10 +89,10 @@ class Scene:
 
 def build_model(scene: Scene) -> nn.Sequential:
     """Build the model on the device, the same weights every time."""
-    from muster.jobs.model_shape import resolve_shape
+    from muster.jobs.models.model_shape import resolve_shape
+    from muster.jobs.spec.train import ModelSettings
     from muster.jobs.train.models.gpt import assemble_gpt
     from muster.jobs.train.models.vgg import assemble_vgg
-    from muster.jobs.train_settings import ModelSettings
 
     settings = ModelSettings(name=None if "layers" in scene.shape else scene.model, **scene.shape)
     shape = resolve_shape(settings, scene.shape["vocabulary"] if scene.is_gpt else 10)
@@ -250,11 +250,11 @@ class EngineSide(Side):
     """Our engine, set up as the job file's `train:` would be."""
 
     def __init__(self, spec: Spec, scene: Scene) -> None:
+        from muster.jobs.spec.train import TrainSettings
         from muster.jobs.train.clock import clock_for
         from muster.jobs.train.engine import build_engine
         from muster.jobs.train.numerics import numerics_of
         from muster.jobs.train.world import World
-        from muster.jobs.train_settings import TrainSettings
 
         world = World(
             scene.rank if scene.ranks > 1 else 0,

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
     parallelize_module,
 )
 
-from muster.jobs.shapes import GptShape  # noqa: E402
+from muster.jobs.models.shapes import GptShape  # noqa: E402
 from muster.jobs.train.models.gpt import Block, assemble_gpt  # noqa: E402
 from muster.jobs.train.models.tensor_plan import GPT_PLAN  # noqa: E402
 from muster.pipe.tensor import parallelize  # noqa: E402

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from muster.jobs.basics.files import write_json
 from muster.jobs.checkpoint import commit
 from muster.jobs.checkpoint.choose import Chosen, newest_good
 from muster.jobs.checkpoint.commit import FencedError
@@ -34,8 +35,7 @@ from muster.jobs.checkpoint.pieces import Piece, whole
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.checkpoint.retain import retain
 from muster.jobs.checkpoint.shard import write_shard
-from muster.jobs.files import write_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
 
 WRITERS: Final = 2
 ELEMENTS: Final = 1 << 18  # of each of three tensors: a shard of 3 MB

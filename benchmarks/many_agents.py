@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pairs import interleaved, report
 
 from muster.cloudlab.box.hosts import box_hosts
-from muster.jobs.errors import MusterError
-from muster.jobs.hosts import HostSet
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.spec.site import SshSettings
 from muster.launch.transports.child import Child
 from muster.launch.transports.ssh import Ssh
 from muster.launch.transports.ssh_command import base_options

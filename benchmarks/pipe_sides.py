@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muster.jobs.shapes import GptShape
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import build_gpt
 
 TORCH_KINDS = {  # PyTorch's class and its stages a rank

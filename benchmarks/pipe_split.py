@@ -26,7 +26,7 @@ from pairs import interleaved, report
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from muster.jobs.shapes import GptShape
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import Block
 from muster.pipe.splitting.halves import WeightQueue
 

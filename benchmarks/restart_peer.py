@@ -17,10 +17,10 @@ from faults.work import MODEL
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.models import build_model
 from muster.jobs.train.optim import build_optimizer
-from muster.jobs.train_settings import TrainSettings
 
 TRAIN = {
     "data": "synthetic",

@@ -30,9 +30,9 @@ import torch.distributed.checkpoint as dcp
 from pairs import report
 from torch import nn
 
-from muster.jobs.failover_settings import CheckpointSettings
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.train.saving import Saver, Target
 from muster.jobs.train.schedule import Schedule
 from muster.jobs.train.state import DealtState, Part

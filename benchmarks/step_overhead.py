@@ -28,7 +28,8 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.jobs.reports import Reporter
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data, open_data
 from muster.jobs.train.loop import Trainer, build_trainer, run_steps
 from muster.jobs.train.metrics import Files, Metrics, Summary, Units
@@ -36,7 +37,6 @@ from muster.jobs.train.models import build_model
 from muster.jobs.train.optim import build_optimizer
 from muster.jobs.train.screen import Screen
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 GOAL = 1.02
 

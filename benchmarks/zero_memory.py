@@ -28,8 +28,8 @@ from rank_processes import on_loopback
 from muster.collectives_bench.cost.load import Load, Recipe
 from muster.collectives_bench.cost.memory import memory_of
 from muster.collectives_bench.cost.modes import WAYS
-from muster.jobs.anatomy import anatomy
-from muster.jobs.shapes import VGG_SHAPES, GptShape, VggShape
+from muster.jobs.models.anatomy import anatomy
+from muster.jobs.models.shapes import VGG_SHAPES, GptShape, VggShape
 
 REACH = 1.05
 STEPS = 3
@@ -59,7 +59,7 @@ def rank_main(model: str, mode: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from muster.jobs import resident
+    from muster.jobs.machine import resident
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -16,12 +16,12 @@ from typing import Final
 
 from muster.cloudlab import manifest_xml
 from muster.cloudlab.manifest_xml import Interface, Lan, Node
-from muster.jobs.errors import JobFileError, UsageError
-from muster.jobs.hostnames import check_user
-from muster.jobs.hosts import read_text
-from muster.jobs.placement import Host, Login
-from muster.jobs.reading import MOST_BYTES
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import JobFileError, UsageError
+from muster.jobs.basics.hostnames import check_user
+from muster.jobs.basics.reading import MOST_BYTES
+from muster.jobs.basics.words import counted
+from muster.jobs.hosts.hosts import read_text
+from muster.jobs.hosts.placement import Host, Login
 
 # Nodes that are there for the others: a remote data set, and what shapes or joins links.
 HELPERS: Final = {"emulab-blockstore": "holds a data set", "delay": "shapes a link"}

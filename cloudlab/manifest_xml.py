@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 from xml.etree import ElementTree as ET
 
-from muster.jobs.errors import JobFileError, UsageError
-from muster.jobs.hostnames import MAX_PORT, check_name
-from muster.jobs.placement import Login
+from muster.jobs.basics.errors import JobFileError, UsageError
+from muster.jobs.basics.hostnames import MAX_PORT, check_name
+from muster.jobs.hosts.placement import Login
 
 WHERE: Final = "take the Manifest tab of the experiment's page, or run geni-get manifest on a node"
 SERVES_STORAGE: Final = "nfs-server"  # as in the command that our profile, or CloudLab's NFS profile, gives that node

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-from muster.jobs.errors import UsageError
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.words import counted
 
 MAX_NODES: Final = 250
 HARDWARE: Final = "c220g5"

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from pydantic import Field
 
-from muster.jobs.strict import Strict, UnixTime
+from muster.jobs.spec.strict import Strict, UnixTime
 
 VERSION: Final = 1
 

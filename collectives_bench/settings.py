@@ -7,9 +7,9 @@ from typing_extensions import Self
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.sizes import parse_sizes
-from muster.jobs.errors import RefusedError
-from muster.jobs.strict import Positive, Strict, as_list, one_or_many
-from muster.jobs.words import unknown
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.words import unknown
+from muster.jobs.spec.strict import Positive, Strict, as_list, one_or_many
 
 HELLO: Final = "hello"
 ALL: Final = "all"  # every operation of the library's; ours: every one of our own building blocks

@@ -11,7 +11,7 @@ import sys
 from _frozen_importlib_external import spec_from_file_location
 
 OLDEST = (3, 10)
-REFUSED = 78  # of jobs/exits.py
+REFUSED = 78  # of jobs/basics/exits.py
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The `muster` command: a table of subcommands, each a module with `configure(parser)` and `run(args)`.
 
 Only the chosen subcommand is imported: `muster --help` costs little more than Python's own start. Errors of
-`jobs/errors.py` are printed here, as one line on standard error, and become the exit code; nowhere else.
+`jobs/basics/errors.py` are printed here, as one line on standard error, and become the exit code; nowhere else.
 """
 
 import argparse
@@ -82,7 +82,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit code (the table is `jobs/exits.py`)."""
+    """Run one subcommand and return the exit code (the table is `jobs/basics/exits.py`)."""
     _open_standard_streams()
     try:
         os.getcwd()  # noqa: PTH109 (pathlib costs 8 ms that --help does not have)
@@ -125,8 +125,8 @@ def _dispatch(arguments: list[str]) -> int:
 def _run(name: str, arguments: list[str]) -> int:
     from importlib import import_module
 
-    from muster.jobs import terminal
-    from muster.jobs.errors import MusterError
+    from muster.jobs.basics import terminal
+    from muster.jobs.basics.errors import MusterError
 
     command, phrase = import_module(f"muster.launch.commands.{name}"), PHRASES[name]
     if arguments[:1] and arguments[0] in (within := getattr(command, "WITHIN", {})):
@@ -149,10 +149,10 @@ def _run(name: str, arguments: list[str]) -> int:
 
 def _looking() -> AbstractContextManager[None]:
     """Let a command that only shows runs show those of colleagues, if both they and this user share theirs."""
-    from muster.jobs.ownership import looking
+    from muster.jobs.basics.ownership import looking
 
     def shares() -> bool:
-        from muster.jobs.site import load_site
+        from muster.jobs.spec.site import load_site
 
         return load_site(None).share is not None
 

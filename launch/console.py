@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from muster.jobs.terminal import rank_line, raw
+from muster.jobs.basics.terminal import rank_line, raw
 from muster.launch.look import screen
 from muster.launch.submit.plan import NodePlan
 from muster.launch.supervision.verdict import Verdict

@@ -5,7 +5,7 @@ import os
 from functools import cache
 from typing import Final
 
-from muster.jobs.boot import CODE_ROOT
+from muster.jobs.basics.boot import CODE_ROOT
 
 PACKAGE: Final = "muster"
 DIGITS: Final = 12

@@ -1,16 +1,16 @@
 """The kinds of job: which key a job file may have, the type of its section, and what a rank runs for it.
 
-`jobs/load.py` is handed this table, so that `jobs` need not know the packages behind it.
+`jobs/spec/load.py` is handed this table, so that `jobs` need not know the packages behind it.
 """
 
 from typing import Any, Final
 
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.model_shape import resolve_shape
-from muster.jobs.spec import CommandSettings, JobKind
+from muster.jobs.models.model_shape import resolve_shape
+from muster.jobs.spec.job import CommandSettings, JobKind
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_effects import unread
 from muster.jobs.timing.settings import TimingSettings
-from muster.jobs.train_effects import unread
-from muster.jobs.train_settings import TrainSettings
 
 
 def _check_train(settings: TrainSettings, world_size: int) -> None:

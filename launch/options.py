@@ -112,26 +112,26 @@ def add_login(parser: argparse._ActionsContainer, *names: str, help: str) -> Non
 
 
 def _login(given: str) -> str:
-    from muster.jobs.hostnames import check_user
+    from muster.jobs.basics.hostnames import check_user
 
     return _checked("--login", check_user, given)
 
 
 def _jump(given: str) -> str:
-    from muster.jobs.hostnames import check_jump
+    from muster.jobs.basics.hostnames import check_jump
 
     return _checked("--jump", check_jump, given)
 
 
 def _iface(given: str) -> str:
-    from muster.jobs.hostnames import check_network
+    from muster.jobs.basics.hostnames import check_network
 
     return _checked("--iface", check_network, given)
 
 
 def _port(given: str) -> int:
-    from muster.jobs.errors import UsageError
-    from muster.jobs.hostnames import MAX_PORT
+    from muster.jobs.basics.errors import UsageError
+    from muster.jobs.basics.hostnames import MAX_PORT
 
     if not (given.isdecimal() and 1 <= int(given[:6]) <= MAX_PORT):
         raise UsageError(f"--port: must be a number from 1 to {MAX_PORT}, got {given!r}")
@@ -139,7 +139,7 @@ def _port(given: str) -> int:
 
 
 def _checked(option: str, check: Callable[[str], str], given: str) -> str:
-    from muster.jobs.errors import UsageError
+    from muster.jobs.basics.errors import UsageError
 
     try:
         return check(given)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from muster.jobs import ranks
+from muster.jobs.hosts import ranks
 
 POLL_S: Final = 0.02
 

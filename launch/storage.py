@@ -18,12 +18,12 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.errors import RunFolderError, UnreachableError
-from muster.jobs.files import folder_error, make_folder
-from muster.jobs.ownership import check_folder, private_folder, warn_once
-from muster.jobs.reading import UntrustedError, read_bytes
-from muster.jobs.rundir import AttemptDir, RunDir
-from muster.jobs.trace.paths import PROFILE
+from muster.jobs.basics.errors import RunFolderError, UnreachableError
+from muster.jobs.basics.files import folder_error, make_folder
+from muster.jobs.basics.ownership import check_folder, private_folder, warn_once
+from muster.jobs.basics.reading import UntrustedError, read_bytes
+from muster.jobs.runfolder.profiledir import PROFILE
+from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 
 CHUNK_BYTES: Final = 1 << 18
 LONGEST_NONCE: Final = 1 << 10

@@ -8,9 +8,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from muster.jobs import terminal
-from muster.jobs.errors import MusterError, RunFolderError
-from muster.jobs.rundir import open_run
+from muster.jobs.basics import terminal
+from muster.jobs.basics.errors import MusterError, RunFolderError
+from muster.jobs.runfolder.rundir import open_run
 from muster.launch.console import Console
 from muster.launch.scheduler.requeue import own_job
 from muster.launch.submit.prepare import allocated

@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.boot import CODE_ROOT
-from muster.jobs.errors import MusterError, RefusedError, RunFolderError, UnreachableError
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host
-from muster.jobs.reading import parse_json
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.boot import CODE_ROOT
+from muster.jobs.basics.errors import MusterError, RefusedError, RunFolderError, UnreachableError
+from muster.jobs.basics.reading import parse_json
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host
+from muster.jobs.spec.site import SshSettings
 from muster.launch.fingerprint import PACKAGE, fingerprint
 from muster.launch.submit.snapshot import own_files
 from muster.launch.submit.worktree import survey
@@ -48,7 +48,7 @@ SCRIPT: Final = (
     'if [ -e "$d/$n" ]; then cat >/dev/null; echo shared; else '
     f'mkdir -p -- "$d" && cd -- "$d" || exit {BLOCKED}; t=$n.lock; '
     'if mkdir "$t" 2>/dev/null; then '
-    'if [ -e "$p/jobs" ] || [ -e jobs/rundir.py ]; then :; else '
+    'if [ -e "$p/jobs" ] || [ -e jobs/runfolder/rundir.py ]; then :; else '
     'f=$(ls -A | grep -v -x -F -e "$t" -e .venv | head -n 1); '
     f'if [ -n "$f" ]; then rmdir "$t"; echo "$f" >&2; exit {NOT_OURS}; fi; fi; '
     'mkdir "$t/new" "$t/old"; '

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.launchers import PASS_FLAGS, in_step, number, tasks_per_node
-from muster.jobs.nodelist import expand
-from muster.jobs.placement import Host
-from muster.jobs.ranks import STATUS_FD, RankEnv
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts.launchers import PASS_FLAGS, in_step, number, tasks_per_node
+from muster.jobs.hosts.nodelist import expand
+from muster.jobs.hosts.placement import Host
+from muster.jobs.hosts.ranks import STATUS_FD, RankEnv
 
 JOB_ID: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 NODELIST: Final = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")

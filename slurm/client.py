@@ -15,8 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from muster.jobs import exits
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
 from muster.slurm.refusals import NOT_SET_UP, essence, not_set_up
 from muster.slurm.states import JobState
 

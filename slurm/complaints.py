@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from muster.jobs import exits
+from muster.jobs.basics import exits
 from muster.slurm.states import FAILED, OUT_OF_MEMORY
 
 

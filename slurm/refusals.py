@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.slurm_settings import SlurmSettings
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.spec.slurm import SlurmSettings
 
 
 @dataclass(frozen=True)

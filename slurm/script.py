@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.exits import REFUSED
-from muster.jobs.slurm_settings import SlurmSettings, split_option
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.exits import REFUSED
+from muster.jobs.spec.slurm import SlurmSettings, split_option
 
 OUTPUT: Final = "slurm-%j.out"
 ARRAY_OUTPUT: Final = "slurm-%A_%a.out"

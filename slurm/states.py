@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from muster.jobs import exits
-from muster.jobs.nodelist import expand
+from muster.jobs.basics import exits
+from muster.jobs.hosts.nodelist import expand
 
 Phase = Literal["pending", "running", "over"]
 

@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs import exits
-from muster.jobs.files import write_json, write_secret
-from muster.jobs.linux import die_with_parent
-from muster.jobs.ownership import check_folder
-from muster.jobs.reading import read_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.files import write_json, write_secret
+from muster.jobs.basics.ownership import check_folder
+from muster.jobs.basics.reading import read_json
+from muster.jobs.machine.linux import die_with_parent
+from muster.jobs.runfolder.rundir import RunDir
 
 WAIT_S: Final = 120.0  # for the rendezvous: a file server may show a new file a minute late
 POLL_S: Final = 0.1

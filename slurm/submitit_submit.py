@@ -14,7 +14,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs import exits
+from muster.jobs.basics import exits
 from muster.slurm.submitit_job import Task
 
 if TYPE_CHECKING:

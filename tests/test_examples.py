@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.datafiles import prepare_python_source, write_facts
-from muster.jobs.files import read_lines
-from muster.jobs.load import EXAMPLES, load_job
-from muster.jobs.rundir import RunDir
-from muster.jobs.train_settings import TrainSettings
+from muster.jobs.basics.files import read_lines
+from muster.jobs.data.datafiles import prepare_python_source, write_facts
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.load import EXAMPLES, load_job
+from muster.jobs.spec.train import TrainSettings
 from muster.launch.kinds import KINDS
 from support.ahead import Ahead, parameters_of
 

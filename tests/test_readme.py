@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.jobs import exits
-from muster.jobs.modes import MODES
+from muster.jobs.basics import exits
+from muster.jobs.spec.modes import MODES
 from support.ahead import Ahead, parameters_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]

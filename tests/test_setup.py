@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import exits
+from muster.jobs.basics import exits
 from support.package_index import PackageIndex, serving, sha256, wheel
 from support.users import AS_ATTACKER, needs_root, public_folder
 
@@ -183,14 +183,14 @@ def test_a_users_own_jobs_folder_does_not_stand_before_ours(installed: Path, tmp
     )
     assert version.stdout.startswith("muster ")
     where = subprocess.run(
-        [installed / ".venv/bin/python", "-I", "-c", "import muster.jobs.exits; print(jobs.exits.__file__)"],
+        [installed / ".venv/bin/python", "-I", "-c", "import muster.jobs.basics.exits; print(jobs.exits.__file__)"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert where.stdout.strip() == str(installed / "jobs/exits.py")
+    assert where.stdout.strip() == str(installed / "jobs/basics/exits.py")
 
 
 @installing

@@ -85,7 +85,7 @@ EARLY = ("import", "disagree")
 
 def run_rank(payload: Mapping[str, Any]) -> int:
     """Run a rank of a `train:` job with the fault in it."""
-    from muster.jobs import ranks
+    from muster.jobs.hosts import ranks
     from muster.jobs.train import main
     from muster.jobs.train.engine import DataParallelEngine, PipelineEngine
 

@@ -19,9 +19,9 @@ from faults.bench import Bench, killed_then_resumed
 from faults.live import Live, read_json, signal_all
 from faults.table import Expected, Fault, Outcome
 from faults.work import job
-from muster.jobs import exits
+from muster.jobs.basics import exits
 from muster.jobs.checkpoint import sealed
-from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 PLAIN = job()
 HEADER_AT = 8  # the first 8 bytes of a safetensors file are the length of its header

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import processes
 
 DEADLINE_S = 90.0
@@ -145,9 +145,9 @@ class Live:
     def keepers(self) -> list[int]:
         """List the keepers: children of a warm process."""
         found = self.tree()
-        warm = [pid for pid in found if b"muster.jobs.warm" in arguments_of(pid)]
+        warm = [pid for pid in found if b"muster.jobs.node.warm" in arguments_of(pid)]
         # A fork has its parent's arguments: the warm process is the one whose parent is no warm process.
-        roots = [pid for pid in warm if b"muster.jobs.warm" not in arguments_of(parent(pid))]
+        roots = [pid for pid in warm if b"muster.jobs.node.warm" not in arguments_of(parent(pid))]
         return [pid for pid in warm if parent(pid) in roots]
 
     def store(self) -> int:

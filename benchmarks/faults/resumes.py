@@ -16,7 +16,8 @@ from faults.live import Live, resume, signal_all
 from faults.state import largest_difference, last_step, tensors
 from faults.table import Expected, Fault, Outcome
 from faults.work import MODEL, job
-from muster.jobs import exits, ports
+from muster.jobs.basics import exits
+from muster.jobs.machine import ports
 
 PLAIN = job()
 CLOSE = 1e-12

@@ -4,11 +4,11 @@ import hashlib
 from array import array
 from collections.abc import Mapping
 
-from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.checkpoint.verify import verify
-from muster.jobs.errors import MusterError
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 
 class NoStateError(Exception):

@@ -13,7 +13,7 @@ from faults.live import Live, resume, signal_all
 from faults.state import last_checkpoint, last_step
 from faults.table import Expected, Fault, Outcome
 from faults.work import job
-from muster.jobs import exits
+from muster.jobs.basics import exits
 
 LONG = job(steps=300)
 SMALL_MB = 4

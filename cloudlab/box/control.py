@@ -21,8 +21,8 @@ from muster.cloudlab.box.remove import take_down
 from muster.cloudlab.box.spec import BoxSpec
 from muster.cloudlab.box.state import BoxState, locked_folder, read_state, with_rates, write_state
 from muster.cloudlab.box.tools import Tools
-from muster.jobs.errors import RefusedError, UsageError
-from muster.jobs.hosts import HostSet
+from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.jobs.hosts.hosts import HostSet
 
 EXEC_S = 60.0
 

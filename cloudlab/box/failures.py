@@ -18,7 +18,7 @@ from muster.cloudlab.box.remove import remove_links
 from muster.cloudlab.box.spec import HEAD
 from muster.cloudlab.box.state import BoxState
 from muster.cloudlab.box.tools import Tools
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 
 FREEZE_S: Final = 10.0
 

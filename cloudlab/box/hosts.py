@@ -3,9 +3,9 @@
 from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.spec import DEFAULT_NAME
 from muster.cloudlab.box.state import BoxState, box_names, read_state
-from muster.jobs.errors import RefusedError, UsageError
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, Login
+from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, Login
 
 
 def box_hosts(name: str | None) -> HostSet:

@@ -21,7 +21,7 @@ from typing import Final
 
 from muster.cloudlab.box import kernel
 from muster.cloudlab.box.plan import NodePlan, Service
-from muster.jobs.reading import read_bytes
+from muster.jobs.basics.reading import read_bytes
 
 GO: Final = b"go\n"
 READY: Final = b"ready\n"

@@ -12,7 +12,7 @@ from typing import Final
 
 from muster.cloudlab.box.spec import DEFAULT_NAME, DEFAULT_NUMBER, MAX_NUMBER, BoxSpec
 from muster.cloudlab.box.tools import Tools
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 
 FOLDERS: Final = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"  # of programs that users may not have
 LINKS: Final = Path("/sys/class/net")

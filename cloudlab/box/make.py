@@ -23,7 +23,7 @@ from muster.cloudlab.box.state import (
     write_state,
 )
 from muster.cloudlab.box.tools import Tools
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 
 MUNGE_KEY_BYTES = 1024
 

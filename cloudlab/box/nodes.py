@@ -20,9 +20,9 @@ from muster.cloudlab.box.processes import Identity, is_listening, read_identity,
 from muster.cloudlab.box.spec import HEAD
 from muster.cloudlab.box.state import BoxState
 from muster.cloudlab.box.tools import Tools, wait_all
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import RefusedError
-from muster.jobs.reading import read_end
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.reading import read_end
 
 READY: Final = b"ready\n"
 GO: Final = b"go\n"

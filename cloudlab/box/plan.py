@@ -8,7 +8,7 @@ from typing import Any, Final
 from muster.cloudlab.box import slurm, texts
 from muster.cloudlab.box.paths import NETNS, BoxPaths
 from muster.cloudlab.box.spec import HEAD, BoxSpec
-from muster.jobs.reading import parse_json
+from muster.jobs.basics.reading import parse_json
 
 PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.reading import read_json
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.reading import read_json
 
 START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 STATE_FIELD: Final = 0

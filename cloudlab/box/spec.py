@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 
 DEFAULT_NAME: Final = "box"
 DEFAULT_NUMBER: Final = 1

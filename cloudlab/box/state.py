@@ -18,8 +18,8 @@ from typing import Any, Final
 from muster.cloudlab.box import paths as places
 from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.spec import BoxSpec, Rates
-from muster.jobs.errors import RefusedError
-from muster.jobs.reading import parse_json, read_bytes
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.reading import parse_json, read_bytes
 
 VERSION: Final = 1
 PREFIX: Final = "box-"

@@ -10,7 +10,7 @@ from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.processes import beside, is_listening
 from muster.cloudlab.box.spec import HEAD, rate_text
 from muster.cloudlab.box.state import BoxState
-from muster.jobs.errors import MusterError
+from muster.jobs.basics.errors import MusterError
 
 UP: Final = "up"
 DOWN: Final = "down"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Final
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 
 COMMAND_S: Final = 60.0
 SAID: Final = 500  # characters of a program's complaint that a message repeats

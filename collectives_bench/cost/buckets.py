@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Final
 
-from muster.jobs.anatomy import Anatomy
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.models.anatomy import Anatomy
 
 MB: Final = 2**20
 TORCH_BUCKET: Final = 25 * MB  # DistributedDataParallel's bucket_cap_mb

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from muster.collectives_bench.sizes import size_text
-from muster.jobs.strict import Strict
+from muster.jobs.spec.strict import Strict
 
 Kind = Literal["line", "pieces", "points", "smooth"]
 Points = tuple[tuple[int, float], ...]  # bytes, seconds; by size, sizes differ

@@ -25,7 +25,7 @@ from muster.collectives_bench.cost.buckets import (
 )
 from muster.collectives_bench.cost.load import Load
 from muster.collectives_bench.cost.modes import WAYS, Schedule, cut, messages
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 
 COPY_BYTES_S: Final = (
     4e9  # a rank's own passes over gradients: measured 3.75 GB/s of four ranks on two cores, 8.6 alone

@@ -14,7 +14,7 @@ from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
 from muster.collectives_bench.records import Result
 from muster.collectives_bench.results.rows import Row, rows_of
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 
 QUIET: Final = 0.10  # share of the cores that others took: launches below it are used alone where there are enough
 LEAST_QUIET: Final = 3  # launches

@@ -23,8 +23,8 @@ from dataclasses import astuple, dataclass
 from typing import Final
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.jobs.errors import UsageError
-from muster.jobs.words import unknown
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.words import unknown
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from muster.collectives_bench.cost.buckets import TORCH_BUCKET
-from muster.jobs.anatomy import Anatomy
+from muster.jobs.models.anatomy import Anatomy
 
 Accumulate = Literal["local", "sharded"]
 COUNTER_BYTES: Final = 8  # of each batch norm: how many batches it has seen

@@ -32,7 +32,7 @@ from muster.collectives_bench.cost.slices import (
     passed_share,
     stages_of,
 )
-from muster.jobs.anatomy import Part, saved_bytes
+from muster.jobs.models.anatomy import Part, saved_bytes
 
 ALONE: Final = Split()
 FULL: Final = 4  # bytes of the numbers that 16-bit gradients are stepped in

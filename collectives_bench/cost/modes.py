@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final, Literal
 
-from muster.jobs.anatomy import Anatomy, Part
-from muster.jobs.errors import UsageError
-from muster.jobs.modes import MODES
-from muster.jobs.words import unknown
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.words import unknown
+from muster.jobs.models.anatomy import Anatomy, Part
+from muster.jobs.spec.modes import MODES
 
 Family = Literal["single", "data", "pipe", "tensor"]
 Idle = Callable[[int, int, int], float]  # stages, micro-batches, chunks a stage -> share of the time

@@ -24,11 +24,11 @@ from muster.collectives_bench.cost.predicting import (
     nearest_type,
 )
 from muster.collectives_bench.cost.second import Constants
-from muster.jobs.errors import JobFileError, RefusedError, UsageError
-from muster.jobs.files import write_text
-from muster.jobs.reading import LARGEST, parse_json, read_bytes
-from muster.jobs.strict import Strict
-from muster.jobs.words import unknown
+from muster.jobs.basics.errors import JobFileError, RefusedError, UsageError
+from muster.jobs.basics.files import write_text
+from muster.jobs.basics.reading import LARGEST, parse_json, read_bytes
+from muster.jobs.basics.words import unknown
+from muster.jobs.spec.strict import Strict
 
 __all__ = ["Prediction", "Profile", "link", "load", "save"]
 

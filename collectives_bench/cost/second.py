@@ -10,7 +10,7 @@ from pydantic import Field
 
 from muster.collectives_bench.cost.curves import Errors
 from muster.collectives_bench.cost.formulas import Cost, cost
-from muster.jobs.strict import Strict
+from muster.jobs.spec.strict import Strict
 
 UNSURE: Final = (0.5, 2.0)  # interval of what the constants were not tried on: an operation, or a world
 

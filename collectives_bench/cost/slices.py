@@ -11,7 +11,7 @@ from typing import Final
 
 from muster.collectives_bench.cost.load import Load, Split
 from muster.collectives_bench.cost.modes import Schedule, Stage, cut
-from muster.jobs.anatomy import Part, TensorShape
+from muster.jobs.models.anatomy import Part, TensorShape
 
 GOING: Final = 1  # messages of a boundary on their way, as `pipe/wires/channels.py` lets them be
 AHEAD: Final = 1  # and receives posted ahead

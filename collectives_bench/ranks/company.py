@@ -22,11 +22,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from muster.collectives_bench.ranks import facts
 from muster.collectives_bench.records import HostFacts, World
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs import linux
-from muster.jobs.errors import RefusedError, StartTimeoutError
-from muster.jobs.ranks import RankEnv
-from muster.jobs.reading import parse_json
-from muster.jobs.store import serve
+from muster.jobs.basics.errors import RefusedError, StartTimeoutError
+from muster.jobs.basics.reading import parse_json
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.machine import linux
+from muster.jobs.node.store import serve
 from muster.jobs.train.meeting import connect, listen, meet
 from muster.jobs.train.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device, spell_ranks
 

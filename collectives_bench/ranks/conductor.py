@@ -30,7 +30,7 @@ from muster.collectives_bench.ranks.ledger import Ledger
 from muster.collectives_bench.ranks.player import LEAST_INIT_S, Order, play
 from muster.collectives_bench.records import Cell, State
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.errors import StartTimeoutError
+from muster.jobs.basics.errors import StartTimeoutError
 from muster.jobs.train.world import spell_ranks
 
 POLL_S: Final = 0.2

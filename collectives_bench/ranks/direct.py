@@ -13,9 +13,10 @@ from pydantic import ValidationError
 
 from muster.collectives_bench.ranks.run import Task, complain, conduct, run_operation
 from muster.collectives_bench.settings import HELLO, BenchSettings
-from muster.jobs import exits, network
-from muster.jobs.detect import Flags, detect
-from muster.jobs.errors import MusterError, RefusedError
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.hosts.detect import Flags, detect
+from muster.jobs.machine import network
 from muster.jobs.train.world import GLOO_INTERFACES
 
 NCCL_INTERFACES: Final = "NCCL_SOCKET_IFNAME"

@@ -17,9 +17,9 @@ from typing import Final
 import torch
 
 from muster.collectives_bench.records import HostFacts
-from muster.jobs import network
-from muster.jobs.machine import cpu_name, driver_gpus
-from muster.jobs.ranks import RankEnv
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.machine import network
+from muster.jobs.machine.hardware import cpu_name, driver_gpus
 
 MEMORY_INFO: Final = Path("/proc/meminfo")
 CONGESTION: Final = Path("/proc/sys/net/ipv4/tcp_congestion_control")

@@ -14,7 +14,7 @@ from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks.company import Company
 from muster.collectives_bench.records import Block, Cell, End, Header, Pair, State
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.rowlog import RowLog
+from muster.jobs.basics.rowlog import RowLog
 
 BAD: Final[tuple[State, ...]] = ("wrong", "failed", "timeout")
 

@@ -17,7 +17,7 @@ from muster.collectives_bench.known import SEGMENT
 from muster.collectives_bench.records import Cell
 from muster.collectives_bench.sizes import size_text
 from muster.ddp.primitives.columns import SEGMENT_BYTES, UNDER_WAY
-from muster.jobs import free, resident
+from muster.jobs.machine import free, resident
 
 # glibc's largest threshold for mapping: a smaller copy may lie in memory that the warm-up left to a thread's own arena.
 LEAST_MEASURED: Final = 32 * 2**20

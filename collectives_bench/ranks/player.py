@@ -31,7 +31,7 @@ from muster.collectives_bench.ranks.sampling import Clock, HostClock, Sampler, T
 from muster.collectives_bench.records import Block, Cell, Memory, Wire
 from muster.collectives_bench.results import stats
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.page import Page
+from muster.jobs.node.page import Page
 from muster.jobs.train.forked import Tell
 
 LEAST_INIT_S: Final = 30.0  # c10d may look up names for 5 s and more when a group is made

@@ -24,15 +24,15 @@ from muster.collectives_bench.records import Cell
 from muster.collectives_bench.results.files import read_result
 from muster.collectives_bench.results.report import report_lines
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs import ranks
-from muster.jobs.errors import MusterError, StartTimeoutError
-from muster.jobs.files import folder_error
-from muster.jobs.ranks import RankEnv
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
-from muster.jobs.spec import Job
+from muster.jobs.basics.errors import MusterError, StartTimeoutError
+from muster.jobs.basics.files import folder_error
+from muster.jobs.basics.words import counted
+from muster.jobs.hosts import ranks
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import Job
 from muster.jobs.train.failures import is_lost_connection
-from muster.jobs.words import counted
 
 FAILED: Final = 1
 STANDARD_ERROR: Final = 2

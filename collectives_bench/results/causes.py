@@ -15,8 +15,8 @@ from muster.collectives_bench.results.finding import Finding
 from muster.collectives_bench.results.rows import Row, rows_of
 from muster.collectives_bench.results.stats import median
 from muster.collectives_bench.results.symptoms import SYMPTOMS
-from muster.jobs.errors import RefusedError
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.words import counted
 
 # Loopback of a 2-core machine, kernel 6.18, gloo, 100 MB, against reno.
 BBR_ALL_REDUCE: Final = 1.35

@@ -33,7 +33,7 @@ from muster.collectives_bench.results.rows import FOREIGN_LIMIT, Row
 from muster.collectives_bench.results.shift import Shift, student_quantile, unpaired_ranks
 from muster.collectives_bench.results.sides import EQUAL, LEAST_LAUNCHES, Sides, sides_of, together, values_of
 from muster.collectives_bench.results.stats import median
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 
 ALPHA: Final = 0.02  # of any false verdict in a comparison
 HOGGED: Final = 0.30  # foreign load above which results of different times are not compared

@@ -16,11 +16,11 @@ from pydantic import BaseModel, ValidationError
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.records import VERSION, Block, Cell, End, Header, Pair, Result, Timing, World
 from muster.collectives_bench.results.rows import Row
-from muster.jobs.errors import JobFileError, RunFolderError
-from muster.jobs.files import write_text
-from muster.jobs.reading import LARGEST, parse_json, read_bytes
-from muster.jobs.rundir import RunDir
-from muster.jobs.words import unknown
+from muster.jobs.basics.errors import JobFileError, RunFolderError
+from muster.jobs.basics.files import write_text
+from muster.jobs.basics.reading import LARGEST, parse_json, read_bytes
+from muster.jobs.basics.words import unknown
+from muster.jobs.runfolder.rundir import RunDir
 
 Model = TypeVar("Model", bound=BaseModel)
 

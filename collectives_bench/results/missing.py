@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from muster.collectives_bench.plan import cells_of
 from muster.collectives_bench.records import Cell, Header, Result, World
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.errors import JobFileError
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import JobFileError
+from muster.jobs.basics.words import counted
 
 MOST_BLOCKS: Final = 1_000_000
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.results.table import world_text
 from muster.collectives_bench.sizes import size_text
-from muster.jobs.files import write_bytes
+from muster.jobs.basics.files import write_bytes
 
 if TYPE_CHECKING:
     from muster.collectives_bench.results.rows import Row

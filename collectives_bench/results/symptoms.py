@@ -9,7 +9,7 @@ from muster.collectives_bench.results.finding import Finding
 from muster.collectives_bench.results.rows import FOREIGN_LIMIT, STEAL_LIMIT, SYMMETRIC, Row
 from muster.collectives_bench.results.stats import median, quantile
 from muster.collectives_bench.sizes import size_text
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
 
 SMALL_BYTES: Final = 2**20
 LOADED: Final = 0.30  # foreign load that has been seen to cost a median of 1.24x

@@ -18,7 +18,7 @@ from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.records import Cell, Header, HostFacts, World
 from muster.collectives_bench.settings import itemsize
 from muster.collectives_bench.sizes import size_text
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
 
 if TYPE_CHECKING:
     from muster.collectives_bench.results.rows import Row

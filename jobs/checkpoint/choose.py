@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster.jobs.basics.errors import BadCheckpointError, MusterError, NoCheckpointError, StorageError
 from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.commit import roll_forward
 from muster.jobs.checkpoint.lineage import candidates, folder_names
 from muster.jobs.checkpoint.manifest import Manifest
 from muster.jobs.checkpoint.names import step_and_attempt
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.verify import is_verified, mark_verified, verify
-from muster.jobs.errors import BadCheckpointError, MusterError, NoCheckpointError, StorageError
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 
 @dataclass(frozen=True)

@@ -13,16 +13,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from muster.jobs import exits
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import BadCheckpointError, MusterError, RunFolderError
+from muster.jobs.basics.files import make_folder
 from muster.jobs.checkpoint import disk, sealed
 from muster.jobs.checkpoint.lineage import candidates
 from muster.jobs.checkpoint.manifest import Manifest, manifest_of, parse_manifest
 from muster.jobs.checkpoint.names import identity
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.shard import ShardRecord, read_ok
-from muster.jobs.errors import BadCheckpointError, MusterError, RunFolderError
-from muster.jobs.files import make_folder
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 POLL_S: Final = 0.01
 MAX_POLL_S: Final = 0.25

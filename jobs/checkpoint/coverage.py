@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Final
 
+from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint.pieces import Piece, Range
-from muster.jobs.errors import BadCheckpointError
 
 MAX_COMPARISONS: Final = 1_000_000  # pairs of boxes that are compared; thousands of columns stay far below
 

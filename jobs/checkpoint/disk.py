@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.errors import BadCheckpointError, MusterError, RunFolderError, StorageError
-from muster.jobs.reading import is_trusted
+from muster.jobs.basics.errors import BadCheckpointError, MusterError, RunFolderError, StorageError
+from muster.jobs.basics.reading import is_trusted
 
 POLL_S: Final = 0.2
 FAILING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EFBIG)

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from muster.jobs.basics.errors import BadCheckpointError, NoCheckpointError
 from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.layout import header_of
 from muster.jobs.checkpoint.manifest import Manifest
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.read import Reader
-from muster.jobs.errors import BadCheckpointError, NoCheckpointError
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 PREFIX: Final = "model/"
 CHUNK_BYTES: Final = 16 << 20

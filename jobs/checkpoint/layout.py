@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import sealed
 from muster.jobs.checkpoint.disk import pread
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.errors import BadCheckpointError
 
 LENGTH_BYTES: Final = 8
 MAX_HEADER_BYTES: Final = 100_000_000

@@ -8,11 +8,11 @@ nothing yet, and the one before it stands.
 from dataclasses import dataclass
 from typing import Any
 
+from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import disk, sealed
 from muster.jobs.checkpoint.names import step_and_attempt
-from muster.jobs.checkpoint.paths import CheckpointDir
-from muster.jobs.errors import BadCheckpointError
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 MAX_RESUME_BYTES = 1 << 20
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
+from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import disk, sealed
 from muster.jobs.checkpoint.coverage import check_coverage
 from muster.jobs.checkpoint.layout import LENGTH_BYTES, Part, check_tiling
 from muster.jobs.checkpoint.names import identity
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.pieces import MAX_ELEMENTS, Piece, whole
 from muster.jobs.checkpoint.shard import MAX_WRITERS, ShardRecord, read_part
-from muster.jobs.errors import BadCheckpointError
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 VERSION: Final = 1
 _KEYS: Final = {"version", "step", "attempt", "files", "tensors", "meta"}

@@ -1,11 +1,11 @@
-"""The names of checkpoint folders, read back: only the exact spelling of `jobs/rundir.py` counts."""
+"""The names of checkpoint folders, read back: only the exact spelling of `jobs/runfolder/rundir.py` counts."""
 
 import re
 from pathlib import Path
 
-from muster.jobs.checkpoint.paths import CheckpointDir
-from muster.jobs.errors import BadCheckpointError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import BadCheckpointError
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 _NAME = re.compile(r"step-([0-9]{8,15})\.a([0-9]{3,9})")
 

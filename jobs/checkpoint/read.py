@@ -7,12 +7,12 @@ from typing import Final
 
 from typing_extensions import Buffer, Self
 
+from muster.jobs.basics.errors import BadCheckpointError, RefusedError
 from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.layout import Part
 from muster.jobs.checkpoint.manifest import Manifest
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.errors import BadCheckpointError, RefusedError
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 DIRECT_BYTES: Final = 64 << 10  # runs from this size on are read where they belong, shorter ones in windows
 WINDOW_BYTES: Final = 1 << 20

@@ -7,15 +7,15 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import disk
 from muster.jobs.checkpoint.choose import quarantine
 from muster.jobs.checkpoint.lineage import began_from, candidates, folder_names
 from muster.jobs.checkpoint.manifest import read_manifest
 from muster.jobs.checkpoint.names import step_and_attempt
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.verify import is_verified, mark_verified, verify
-from muster.jobs.errors import BadCheckpointError
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 LEAST: Final = 2
 State = Literal["verified", "committed", "unfinished", "bad", "trash"]

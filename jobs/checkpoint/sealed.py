@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from muster.jobs.errors import BadCheckpointError
+from muster.jobs.basics.errors import BadCheckpointError
 
 MAX_BYTES: Final = 64 << 20
 MAX_VALUES: Final = 4_000_000  # a parsed value costs about 20 times its text

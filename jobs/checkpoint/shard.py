@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from typing_extensions import Buffer
 
+from muster.jobs.basics.errors import BadCheckpointError, RunFolderError
 from muster.jobs.checkpoint import disk, sealed
 from muster.jobs.checkpoint.layout import Part, as_tuple, header_of
 from muster.jobs.checkpoint.names import identity
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.errors import BadCheckpointError, RunFolderError
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 CHUNK_BYTES: Final = 4 << 20
 MAX_WRITERS: Final = 100_000

@@ -6,11 +6,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
+from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import disk, sealed
 from muster.jobs.checkpoint.layout import read_header
 from muster.jobs.checkpoint.manifest import Manifest, read_manifest
-from muster.jobs.checkpoint.paths import CheckpointDir
-from muster.jobs.errors import BadCheckpointError
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 MAX_THREADS: Final = 8
 

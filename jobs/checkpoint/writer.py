@@ -32,15 +32,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs import linux
+from muster.jobs.basics.errors import MusterError, StorageError
 from muster.jobs.checkpoint.commit import IncompleteError, abandon, begin, commit
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.retain import retain
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.checkpoint.verify import mark_verified, verify
-from muster.jobs.errors import MusterError, StorageError
-from muster.jobs.rundir import RunDir
+from muster.jobs.machine import linux
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 NICE: Final = 10
 LISTEN_S: Final = 0.5  # how often a commit that waits looks whether it should give up

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.errors import JobFileError, RunFolderError
-from muster.jobs.files import write_text
-from muster.jobs.reading import LARGEST, open_file, parse_json, read_bytes
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import JobFileError, RunFolderError
+from muster.jobs.basics.files import write_text
+from muster.jobs.basics.reading import LARGEST, open_file, parse_json, read_bytes
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.records import VERSION, Dtypes, End, Header, Peak, Timed, Timing, Timings
 
 Record = Header | Peak | Timed | Dtypes | End
@@ -78,12 +78,12 @@ def gather(records: Sequence[Record]) -> Timing | None:
 
 
 def write_timings(timings: Timings, path: Path) -> None:
-    """Write timings as JSON by rename; errors as `jobs.files.write_text`."""
+    """Write timings as JSON by rename; errors as `jobs.basics.files.write_text`."""
     write_text(path, timings.model_dump_json(indent=1) + "\n")
 
 
 def write_csv(timings: Timings, path: Path) -> None:
-    """Write all rows as CSV: a line of names, then a line for each row; errors as `jobs.files.write_text`."""
+    """Write all rows as CSV: a line of names, then a line for each row; errors as `jobs.basics.files.write_text`."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -4,16 +4,16 @@
     result.json                  {"muster_timing": 1, "timings": [{"header": ..., "peaks": [...], "rows": [...], ...}]}
 
 Times are seconds, sizes bytes. Work is counted in floating-point operations, a multiply-add as two, of what the model
-needs (`jobs/anatomy.py`: causal attention by half); what activation checkpointing computes again does not count.
+needs (`jobs/models/anatomy.py`: causal attention by half); what activation checkpointing computes again does not count.
 """
 
 from typing import Final, Literal
 
 from pydantic import Field
 
-from muster.jobs.strict import Strict, UnixTime
+from muster.jobs.spec.strict import Strict, UnixTime
+from muster.jobs.spec.train import Precision
 from muster.jobs.timing.settings import Pass, TimingSettings
-from muster.jobs.train_settings import Precision
 
 VERSION: Final = 1
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.model_shape import resolve_shape
-from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
-from muster.jobs.strict import NonNegative, Positive, Seed, Strict, as_list, one_or_many
-from muster.jobs.train_settings import Precision, TrainSettings
-from muster.jobs.words import unknown
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.words import unknown
+from muster.jobs.models.model_shape import resolve_shape
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict, as_list, one_or_many
+from muster.jobs.spec.train import Precision, TrainSettings
 
 ALL: Final = "all"
 NAMES: Final = (*VGG_SHAPES, *GPT_SHAPES)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import Final
 
-from muster.jobs.shapes import GPT_SHAPES
+from muster.jobs.basics.words import counted
+from muster.jobs.models.shapes import GPT_SHAPES
 from muster.jobs.timing.records import Dtypes, Header, Peak, State, Timed, Timing, Timings
 from muster.jobs.timing.settings import TimingSettings
-from muster.jobs.words import counted
 
 MB: Final = 2**20
 BLOCK: Final = re.compile(r"\bblock\d+\b")

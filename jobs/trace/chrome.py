@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.files import write_bytes
-from muster.jobs.reading import open_file, parse_json, read_rest
+from muster.jobs.basics.files import write_bytes
+from muster.jobs.basics.reading import open_file, parse_json, read_rest
 from muster.jobs.trace.events import MARK, PROFILER_STEP, Step
 from muster.jobs.trace.nesting import Nested
 from muster.jobs.trace.operators import step_at

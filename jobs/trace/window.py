@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from muster.jobs.profile_settings import ProfileSettings
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
+from muster.jobs.spec.profile import ProfileSettings
 
 
 @dataclass(frozen=True)

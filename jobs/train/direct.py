@@ -13,20 +13,21 @@ from typing import Final, NoReturn
 
 import torch
 
-from muster.jobs import exits, network
-from muster.jobs.detect import LOCAL, Detected, Flags, detect
-from muster.jobs.errors import RefusedError
-from muster.jobs.load import load_job
-from muster.jobs.ranks import RankEnv
-from muster.jobs.reports import Reporter
-from muster.jobs.spec import Job, JobKind
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts.detect import LOCAL, Detected, Flags, detect
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.machine import network
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.job import Job, JobKind
+from muster.jobs.spec.load import load_job
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_effects import unread
 from muster.jobs.train.direct_run import begin_attempt, record, share_start
 from muster.jobs.train.main import complain, guarded, join_group, make_deterministic, settings_of, train_in
 from muster.jobs.train.meeting import connect, meet
 from muster.jobs.train.modes import needs_group
 from muster.jobs.train.world import GLOO_INTERFACES, World, choose_device
-from muster.jobs.train_effects import unread
-from muster.jobs.train_settings import TrainSettings
 
 KIND: Final = JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank", TrainSettings.check, unread)
 RUN_FOLDER_KEY: Final = "run-folder"

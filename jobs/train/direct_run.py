@@ -17,15 +17,15 @@ from typing import Any, Final
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from muster.jobs import exits
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, NoCheckpointError
+from muster.jobs.basics.files import append_line, write_json, write_secret
+from muster.jobs.basics.reading import parse_json
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.errors import MusterError, NoCheckpointError
-from muster.jobs.files import append_line, write_json, write_secret
-from muster.jobs.load import LoadedJob
-from muster.jobs.placement import NodePlacement, Placement
-from muster.jobs.ranks import RankEnv
-from muster.jobs.reading import parse_json
-from muster.jobs.rundir import RunDir, find_run, new_run, runs_root
+from muster.jobs.hosts.placement import NodePlacement, Placement
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.runfolder.rundir import RunDir, find_run, new_run, runs_root
+from muster.jobs.spec.load import LoadedJob
 from muster.jobs.train.main import FAILED, Start
 from muster.jobs.train.restoring import Resume
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.clock import Clock
 from muster.jobs.train.graph import GraphedEngine, require_cuda
 from muster.jobs.train.layer_seeds import forward_seed
@@ -28,7 +29,6 @@ from muster.jobs.train.shards import Forms
 from muster.jobs.train.state import Part
 from muster.jobs.train.tensor_replica import split_layers
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 
 class Engine(Protocol):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from muster.jobs import page
+from muster.jobs.node import page
 from muster.jobs.train.data import Data
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.loading import move_inputs

@@ -8,7 +8,7 @@ import re
 from typing import Final
 
 from muster.ddp.timeouts import CollectiveTimeoutError
-from muster.jobs.errors import StartTimeoutError
+from muster.jobs.basics.errors import StartTimeoutError
 from muster.pipe.wires.failures import StageFailedError
 
 # What the transports say when a peer is gone or silent.

@@ -4,7 +4,7 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from muster.jobs.ranks import DEFAULT_MASTER_PORT
+from muster.jobs.hosts.ranks import DEFAULT_MASTER_PORT
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

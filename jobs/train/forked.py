@@ -1,7 +1,7 @@
 """A process forked to do one piece of work, as its parent holds it: a pipe it tells through, last words, how far it is.
 
     pipe        JSON lines, one for each thing told
-    page        jobs/page.py: `beats` grows with everything that it begins, so that one that stands still shows
+    page        jobs/node/page.py: `beats` grows with everything that it begins, so that one that stands still shows
     last words  its standard error, an anonymous file: what C++ says before an abort, and the stacks of a stuck process
 
 It dies with its parent, which must have no threads when it forks.
@@ -24,9 +24,9 @@ from typing import Any, Final, Literal, NoReturn
 
 import torch
 
-from muster.jobs import linux
-from muster.jobs.leftovers import state_of
-from muster.jobs.page import Page
+from muster.jobs.machine import linux
+from muster.jobs.node.leftovers import state_of
+from muster.jobs.node.page import Page
 from muster.jobs.train.failures import is_lost_connection
 
 CHUNK: Final = 1 << 16

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from muster.ddp.base import broadcast
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.clock import Clock
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.numerics import Numerics
@@ -26,7 +27,6 @@ from muster.jobs.train.sharded import Waits
 from muster.jobs.train.shards import Forms, SharedState
 from muster.jobs.train.state import HeldState
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from muster.zero.flat import Held
 from muster.zero.scatter import all_gather, reduce_scatter
 

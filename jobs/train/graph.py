@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.errors import RefusedError
 from muster.jobs.train.clock import Clock
 from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.memory.held import Held

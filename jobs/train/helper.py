@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, Final
 
-from muster.jobs.boot import module_argv
+from muster.jobs.basics.boot import module_argv
 from muster.jobs.checkpoint.writer import Order
 
 MESSAGE_BYTES: Final = 1 << 16

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself beside its tensors (`jobs/kept.py`: of that, what must stay equal)."""
+"""What a checkpoint says of itself beside its tensors (`jobs/spec/kept.py`: of that, what must stay equal)."""
 
 import hashlib
 import json
@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from muster.jobs.kept import DATA, KEPT, RANDOMNESS, kept_settings
+from muster.jobs.spec.kept import DATA, KEPT, RANDOMNESS, kept_settings
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data
 from muster.jobs.train.sampling import Plan
-from muster.jobs.train_settings import TrainSettings
 
 
 def kept_of(settings: TrainSettings, data: Data, plan: Plan) -> dict[str, Any]:

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from muster.jobs import page
-from muster.jobs.page import Phase
-from muster.jobs.reports import Reporter
+from muster.jobs.node import page
+from muster.jobs.node.page import Phase
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.clock import Clock, clock_for
 from muster.jobs.train.data import Data
 from muster.jobs.train.engine import Engine, build_engine
@@ -34,7 +35,6 @@ from muster.jobs.train.screen import Screen
 from muster.jobs.train.soundness import Soundness, require_finite
 from muster.jobs.train.timeline import NotRecording, Recorder
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 NOT_SAVING = NotSaving()
 NOT_RECORDING = NotRecording()

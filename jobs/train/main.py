@@ -23,14 +23,18 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from muster.ddp.malloc import keep_freed_memory
-from muster.jobs import exits, ranks
-from muster.jobs.errors import MusterError, RefusedError, StartTimeoutError
-from muster.jobs.failover_settings import CheckpointSettings
-from muster.jobs.files import folder_error
-from muster.jobs.ranks import RankEnv
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
-from muster.jobs.spec import Job
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError
+from muster.jobs.basics.files import folder_error
+from muster.jobs.basics.words import counted
+from muster.jobs.hosts import ranks
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.failover import CheckpointSettings
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_parallel import split_text
 from muster.jobs.train.data import Data, open_data, require_batch
 from muster.jobs.train.failures import is_lost_connection
 from muster.jobs.train.identity import kept_of, meta_of
@@ -47,9 +51,6 @@ from muster.jobs.train.saving import Saver, Target
 from muster.jobs.train.schedule import Schedule, failures_so_far
 from muster.jobs.train.soundness import NotFiniteError
 from muster.jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
-from muster.jobs.train_parallel import split_text
-from muster.jobs.train_settings import TrainSettings
-from muster.jobs.words import counted
 
 FAILED: Final = 1
 STANDARD_ERROR: Final = 2

@@ -12,9 +12,9 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from muster.jobs.errors import RefusedError, StartTimeoutError
-from muster.jobs.ranks import RankEnv
-from muster.jobs.reading import parse_json
+from muster.jobs.basics.errors import RefusedError, StartTimeoutError
+from muster.jobs.basics.reading import parse_json
+from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.train.world import Peer, spell_ranks, this_peer
 
 POLL_S: Final = 0.1

@@ -23,8 +23,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from muster.jobs.files import read_lines
-from muster.jobs.rowlog import RowLog
+from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.train.clock import Clock, StepTimes
 from muster.jobs.train.sampling import GlobalBatch
 from muster.jobs.train.world import World, add_in_order

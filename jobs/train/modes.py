@@ -1,4 +1,4 @@
-"""The rank side of `jobs/modes.py`: how a `sync` wraps a model, as a table."""
+"""The rank side of `jobs/spec/modes.py`: how a `sync` wraps a model, as a table."""
 
 import inspect
 from collections.abc import Callable
@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muster.ddp import AllReduce, BucketedDDP, FlatAllReduce, GatherScatter, OverlappedDDP
 from muster.ddp.base import DataParallel, broadcast
-from muster.jobs.errors import RefusedError
-from muster.jobs.modes import Parallel, Sync
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.modes import Parallel, Sync
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.clock import Clock
 from muster.jobs.train.fsdp import FsdpReplica
 from muster.jobs.train.layerwise import LayerwiseReplica
@@ -22,7 +23,6 @@ from muster.jobs.train.replica import LateReplica, OverlappedReplica, Replica, T
 from muster.jobs.train.sharded import ShardedReplica
 from muster.jobs.train.shards import Forms
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from muster.zero import ShardedDataParallel
 from muster.zero.layerwise import Layerwise
 

@@ -7,8 +7,8 @@ at: whoever is behind goes on until then, so that all of them save the same stat
 import time
 from typing import Final
 
-from muster.jobs import page
-from muster.jobs.page import NEVER, Phase
+from muster.jobs.node import page
+from muster.jobs.node.page import NEVER, Phase
 
 HELD_POLL_S: Final = 0.001
 OF_LATE: Final = 100  # steps

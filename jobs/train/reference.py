@@ -15,6 +15,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.compare import gradient_bound
 from muster.jobs.train.data import Data
 from muster.jobs.train.layer_seeds import LayerSeeds, forward_seed
@@ -27,7 +28,6 @@ from muster.jobs.train.rounding import Rounding, Values
 from muster.jobs.train.sampling import Plan
 from muster.jobs.train.tensor_draws import draw_as_split
 from muster.jobs.train.world import add_in_order
-from muster.jobs.train_settings import TrainSettings
 from muster.pipe.rows import part_lengths
 
 USES: Final = 2  # of a tied weight: in the embedding and in the head

@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from muster.jobs.files import read_lines
-from muster.jobs.reports import Reporter
-from muster.jobs.words import counted
+from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.words import counted
+from muster.jobs.node.reports import Reporter
 
 
 def logged_losses(metrics: Path, *, after: int, attempt: int) -> dict[int, float | None]:

@@ -13,14 +13,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from muster.jobs import page
+from muster.jobs.basics.errors import MusterError, NoCheckpointError, RefusedError
 from muster.jobs.checkpoint.manifest import Manifest, read_manifest
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.read import Reader
-from muster.jobs.errors import MusterError, NoCheckpointError, RefusedError
-from muster.jobs.kept import KEPT, require_kept
-from muster.jobs.page import Phase
-from muster.jobs.rundir import RunDir
+from muster.jobs.node import page
+from muster.jobs.node.page import Phase
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.kept import KEPT, require_kept
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.loading import ShardInput
 from muster.jobs.train.state import Part

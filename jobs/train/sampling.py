@@ -14,8 +14,8 @@ from typing import Final
 
 from torch import Tensor
 
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.keyed import permutation
-from muster.jobs.train_settings import TrainSettings
 
 DEFAULT_EPOCHS: Final = 1
 

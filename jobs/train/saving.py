@@ -18,13 +18,13 @@ from typing import Any, Final
 
 import torch
 
-from muster.jobs import page
+from muster.jobs.basics.errors import RefusedError, StorageError
 from muster.jobs.checkpoint.writer import Order
-from muster.jobs.errors import RefusedError, StorageError
-from muster.jobs.failover_settings import CheckpointSettings
-from muster.jobs.page import Phase
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
+from muster.jobs.node import page
+from muster.jobs.node.page import Phase
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.helper import WriterGone, WriterProcess
 from muster.jobs.train.schedule import Schedule

@@ -8,10 +8,10 @@ import math
 import time
 from collections.abc import Callable
 
+from muster.jobs.basics.files import read_lines
 from muster.jobs.checkpoint.interval import mean_time_between_failures, young_daly
-from muster.jobs.failover_settings import CheckpointSettings
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.failover import CheckpointSettings
 
 GUESSED_STALL_S = 0.05  # before the first save has shown it
 

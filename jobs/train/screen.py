@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from muster.jobs import ranks
-from muster.jobs.reports import Reporter
+from muster.jobs.hosts import ranks
+from muster.jobs.node.reports import Reporter
 from muster.jobs.train.metrics import Summary
 from muster.jobs.train.world import World
 

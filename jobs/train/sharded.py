@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.clock import Clock, Phase
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.optim import make_state, recipe
@@ -13,7 +14,6 @@ from muster.jobs.train.replica import WrappedReplica
 from muster.jobs.train.shards import Forms, SharedState
 from muster.jobs.train.state import HeldState
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from muster.zero import ShardedOptimizer
 from muster.zero.flat import Held
 from muster.zero.sharded import Sharded

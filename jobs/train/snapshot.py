@@ -13,8 +13,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.errors import RefusedError
 from muster.jobs.train.state import Part
 
 ALIGNMENT: Final = 64

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from muster.ddp import BucketedDDP, FlatAllReduce
 from muster.ddp.base import broadcast
 from muster.ddp.reduced import Reduced
-from muster.jobs.modes import Parallel
+from muster.jobs.spec.modes import Parallel
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.optim import gradients_of, named_gradients
 from muster.jobs.train.sharded import sharded_optimizer, shares_of
@@ -30,7 +31,6 @@ from muster.jobs.train.state import HeldState
 from muster.jobs.train.tensor_parts import Parts
 from muster.jobs.train.tensor_state import TensorState
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from muster.pipe import Pipeline
 from muster.pipe.mesh import Groups
 from muster.zero import ShardedDataParallel, ShardedOptimizer

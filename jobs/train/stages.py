@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.errors import RefusedError
-from muster.jobs.model_shape import context_of
-from muster.jobs.shapes import IMAGE_CHANNELS
+from muster.jobs.models.model_shape import context_of
+from muster.jobs.models.shapes import IMAGE_CHANNELS
+from muster.jobs.spec.train import ModelSettings, TrainSettings
+from muster.jobs.spec.train_parallel import first_layers
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.state import DTYPES
 from muster.jobs.train.world import World
-from muster.jobs.train_parallel import first_layers
-from muster.jobs.train_settings import ModelSettings, TrainSettings
 from muster.pipe.boundaries import weights_of
 from muster.pipe.schedules.cuts import Cuts, balanced_ranks, by_hand
 

@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece, whole
-from muster.jobs.errors import RefusedError
 
 MODEL: Final = "model/"
 OPTIMIZER: Final = "optimizer/"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.clock import Clock
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.modes import WRAP
@@ -30,7 +31,6 @@ from muster.jobs.train.state import HeldState
 from muster.jobs.train.tensor_parts import Parts, groups_of, split_parts
 from muster.jobs.train.tensor_state import TensorState
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 
 class TensorReplica(Replica):

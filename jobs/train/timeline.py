@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from muster.jobs.errors import MusterError
-from muster.jobs.files import append_line
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.files import append_line
 from muster.jobs.train.metrics import warn
 from muster.jobs.train.pipeline import PipelineEngine
 from muster.jobs.train.world import World

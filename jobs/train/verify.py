@@ -14,11 +14,14 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from muster.jobs import ranks
-from muster.jobs.files import write_json
-from muster.jobs.modes import MODES, Exactness
-from muster.jobs.reports import Reporter
-from muster.jobs.spec import Job
+from muster.jobs.basics.files import write_json
+from muster.jobs.basics.words import counted
+from muster.jobs.hosts import ranks
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.modes import MODES, Exactness
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_parallel import split_text
 from muster.jobs.train.compare import Row, compare, max_difference
 from muster.jobs.train.evaluate import block_indices
 from muster.jobs.train.loading import move, move_inputs
@@ -29,9 +32,6 @@ from muster.jobs.train.optim import set_learning_rate
 from muster.jobs.train.reference import LOSS, OUTPUT, Outcome, Reference, Setting
 from muster.jobs.train.sampling import total_steps
 from muster.jobs.train.world import World
-from muster.jobs.train_parallel import split_text
-from muster.jobs.train_settings import TrainSettings
-from muster.jobs.words import counted
 
 NOWHERE: Final[Mapping[str, float]] = MappingProxyType({})
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from muster.jobs.errors import RefusedError, StartTimeoutError
-from muster.jobs.ranks import RankEnv
+from muster.jobs.basics.errors import RefusedError, StartTimeoutError
+from muster.jobs.hosts.ranks import RankEnv
 
 # A collective may wait for a rank that loads data or writes a checkpoint; a dead peer shows at once as a lost
 # connection, so this bound is for what hangs without dying. Torch's own default for gloo.

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from pydantic import BaseModel
 
-from muster.jobs import mistakes
-from muster.jobs.errors import UsageError
-from muster.jobs.yamlfile import Document, KeyPath, Place
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.spec import mistakes
+from muster.jobs.spec.yamlfile import Document, KeyPath, Place
 
 PLOTS: Final = (".png", ".svg", ".pdf")
 

@@ -5,7 +5,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
 from muster.launch.bench import results
 from muster.launch.options import add_json, add_runs
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from muster.jobs.errors import RunFolderError, StorageError
+from muster.jobs.basics.errors import RunFolderError, StorageError
 from muster.launch.bench import results
 
 if TYPE_CHECKING:

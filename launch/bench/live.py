@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Final
 from muster.collectives_bench.records import Block, Cell, Header, Pair
 from muster.collectives_bench.results.table import cell_text, number, way_of, world_text
 from muster.collectives_bench.sizes import size_text
-from muster.jobs.rundir import RunDir
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.bench.progress import Progress, Record
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from muster.jobs.errors import RefusedError, UsageError
+from muster.jobs.basics.errors import RefusedError, UsageError
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.load import Load
-    from muster.jobs.spec import Job
+    from muster.jobs.spec.job import Job
 
 MICROBATCHES: Final = 8  # of a pipeline, where the job says nothing
 UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -23,7 +23,7 @@ def train_job(path: str, overrides: Sequence[str]) -> "Job":
         JobFileError: it is wrong.
         RefusedError: it does not train.
     """
-    from muster.jobs.load import load_job
+    from muster.jobs.spec.load import load_job
     from muster.launch.kinds import KINDS
 
     job = load_job(Path(path), KINDS, list(overrides), allow_unread=True).job  # another mode may read the key
@@ -46,11 +46,11 @@ def ranks_of(job: "Job", path: str, option: str) -> int:
 def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = None) -> "Load":
     """Return what a rank holds and computes of a job; `microbatches` of pipelines, by default the job's."""
     from muster.collectives_bench.cost.load import SIZES, Load, Recipe
-    from muster.jobs.anatomy import anatomy
-    from muster.jobs.model_shape import resolve_shape
-    from muster.jobs.shapes import GptShape, VggShape
-    from muster.jobs.train_parallel import FILL
-    from muster.jobs.train_settings import TrainSettings
+    from muster.jobs.models.anatomy import anatomy
+    from muster.jobs.models.model_shape import resolve_shape
+    from muster.jobs.models.shapes import GptShape, VggShape
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.spec.train_parallel import FILL
 
     settings = job.settings
     assert isinstance(settings, TrainSettings)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Final
 
 from muster.collectives_bench.settings import ALL, BenchSettings
-from muster.jobs import exits
-from muster.jobs.errors import MusterError, RefusedError, UsageError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, RefusedError, UsageError
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.bench import choices, words
 from muster.launch.bench.live import CollectivesView
 from muster.launch.bench.report import deliver

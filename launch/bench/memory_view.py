@@ -5,14 +5,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.errors import RefusedError, UsageError
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.jobs.basics.words import counted
 from muster.launch.bench import loads
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.load import Load
     from muster.collectives_bench.cost.modes import Way
-    from muster.jobs.train_settings import TrainSettings
+    from muster.jobs.spec.train import TrainSettings
 
 COLUMNS: Final = (
     "",
@@ -41,7 +41,7 @@ def predict(args: argparse.Namespace) -> dict[str, Any]:
         UsageError, JobFileError: options or files are wrong.
         RefusedError: the job does not train.
     """
-    from muster.jobs.train_settings import TrainSettings
+    from muster.jobs.spec.train import TrainSettings
 
     job = loads.train_job(args.target, args.overrides)
     settings = job.settings
@@ -71,7 +71,7 @@ def _modes(
 ) -> list[dict[str, Any]]:
     """Return a row for every mode that is asked for, and one for the job's own product."""
     from muster.collectives_bench.cost import modes
-    from muster.jobs.train_parallel import split_text
+    from muster.jobs.spec.train_parallel import split_text
     from muster.launch.bench.own_split import at_world, own_split
 
     chosen = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])

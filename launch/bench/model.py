@@ -5,20 +5,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from muster.jobs import yamlfile
-from muster.jobs.errors import RefusedError, UsageError
+from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.jobs.basics.words import unknown
+from muster.jobs.spec import yamlfile
+from muster.jobs.spec.train import Precision
 from muster.jobs.timing.files import read_timings, write_csv, write_timings
 from muster.jobs.timing.settings import ALL, NAMES, Pass, TimingSettings
 from muster.jobs.timing.table import report_lines, verdict
-from muster.jobs.train_settings import Precision
-from muster.jobs.words import unknown
 from muster.launch.bench import choices
 from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
 from muster.launch.bench.report import naming, say
 from muster.launch.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
 
 if TYPE_CHECKING:
-    from muster.jobs.rundir import RunDir
+    from muster.jobs.runfolder.rundir import RunDir
     from muster.jobs.timing.records import Timings
 
 COMMAND_LINE: Final = "command line"  # what mistakes of a job without a file are said of

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.words import counted
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.files import Record, gather, parse
 from muster.jobs.timing.records import Dtypes, Header, Timed
 from muster.jobs.timing.table import heading, row_text, table
-from muster.jobs.words import counted
 from muster.launch.bench.watching import NewestLines
 
 if TYPE_CHECKING:

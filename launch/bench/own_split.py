@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.load import Load
     from muster.collectives_bench.cost.modes import Way
-    from muster.jobs.anatomy import Anatomy, Part
-    from muster.jobs.modes import Parallel
-    from muster.jobs.train_settings import TrainSettings
+    from muster.jobs.models.anatomy import Anatomy, Part
+    from muster.jobs.spec.modes import Parallel
+    from muster.jobs.spec.train import TrainSettings
 
 
 def own_split(settings: "TrainSettings", load: "Load") -> "tuple[Way, Load]":
@@ -45,7 +45,7 @@ def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
     Raises:
         RefusedError: the other degrees do not divide the ranks.
     """
-    from muster.jobs.train_parallel import ParallelSettings
+    from muster.jobs.spec.train_parallel import ParallelSettings
 
     given = settings.parallel
     assert given is not None
@@ -58,7 +58,7 @@ def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
 
 def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -> list[list[str]]:
     """Return the names of every stage's layers, as `jobs/train/stages.py` cuts them."""
-    from muster.jobs.train_parallel import first_layers, layer_names
+    from muster.jobs.spec.train_parallel import first_layers, layer_names
     from muster.pipe.schedules.cuts import balanced_ranks, by_hand, lengths
     from muster.pipe.schedules.tables import SCHEDULES
 

@@ -8,8 +8,8 @@ from muster.collectives_bench.plan import cells_of, order_of
 from muster.collectives_bench.records import Block, Cell, End, Header, Pair
 from muster.collectives_bench.results.files import RECORDS
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.reading import parse_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.reading import parse_json
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.bench.watching import NewestLines
 
 Record = Header | Block | Pair | End

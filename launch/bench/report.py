@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from muster.jobs.errors import RunFolderError, StorageError, UsageError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import RunFolderError, StorageError, UsageError
+from muster.jobs.runfolder.rundir import RunDir
 
 if TYPE_CHECKING:
     from muster.collectives_bench.records import Result

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from muster.jobs.errors import RunFolderError, UsageError
-from muster.jobs.rundir import find_run, runs_root
+from muster.jobs.basics.errors import RunFolderError, UsageError
+from muster.jobs.runfolder.rundir import find_run, runs_root
 from muster.jobs.timing.files import is_timing
 
 if TYPE_CHECKING:

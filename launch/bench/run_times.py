@@ -5,14 +5,14 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
 from muster.launch.look.fields import real
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.exposed import Compute
-    from muster.jobs.spec import Job
+    from muster.jobs.spec.job import Job
 
 MOST_STEPS: Final = 1_000_000
 SKIPPED: Final = 2  # steps: caches, first calls, and DistributedDataParallel's new deal of buckets
@@ -46,7 +46,7 @@ def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "
 
 
 def _must_be_alike(run: RunDir, job: "Job") -> None:
-    from muster.jobs.load import load_job
+    from muster.jobs.spec.load import load_job
     from muster.launch.kinds import KINDS
 
     other = load_job(run.job, KINDS, allow_unread=True).job

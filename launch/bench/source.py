@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Profile

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from muster.jobs.files import write_bytes
+from muster.jobs.basics.files import write_bytes
 
 
 def plot(record: dict[str, Any], path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
 
 COLUMNS: Final = ("mode", "compute>", "exposed>", "from>", "to>", "step>", "memory a rank>", "note")
 ONLY_NETWORK: Final = ("mode", "communication>", "from>", "to>", "memory a rank>", "note")

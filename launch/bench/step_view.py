@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 from muster.launch import options
 from muster.launch.bench import loads
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from muster.collectives_bench.cost.load import Load
     from muster.collectives_bench.cost.profile import Profile
     from muster.collectives_bench.cost.steps import Ranking, Row
-    from muster.jobs.spec import Job
+    from muster.jobs.spec.job import Job
 
 STANDARD_ERROR: Final = 0.10  # of a profile that was not measured, or does not say
 
@@ -108,8 +108,8 @@ def _own_product(job: "Job", load: "Load", limit: float | None) -> list[dict[str
     """Return the row of a job that is split in more ways than one, of which memory alone is predicted."""
     from muster.collectives_bench.cost import steps
     from muster.collectives_bench.cost.memory import memory_of
-    from muster.jobs.train_parallel import split_text
-    from muster.jobs.train_settings import TrainSettings
+    from muster.jobs.spec.train import TrainSettings
+    from muster.jobs.spec.train_parallel import split_text
     from muster.launch.bench.own_split import own_split
 
     assert isinstance(job.settings, TrainSettings)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from muster.jobs import exits
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.console import Console
 from muster.launch.look import screen
 from muster.launch.look.follow import LineFollower

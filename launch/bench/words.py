@@ -8,9 +8,9 @@ from typing import Any, Final
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.settings import ALL, HELLO, OURS, BenchSettings
 from muster.collectives_bench.sizes import parse_size, parse_sizes
-from muster.jobs import yamlfile
-from muster.jobs.errors import UsageError
-from muster.jobs.words import unknown
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.words import unknown
+from muster.jobs.spec import yamlfile
 from muster.launch.bench import choices
 from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
 

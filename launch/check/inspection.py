@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.files import write_text
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.basics.files import write_text
 from muster.launch.check.judges import Answer
 from muster.launch.submit.plan import Context
 from muster.launch.supervision.crew import ClockOffset

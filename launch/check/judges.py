@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Final
 
-from muster.jobs.errors import MusterError
+from muster.jobs.basics.errors import MusterError
 from muster.launch.supervision.startup import SKEW_BAD_S, SKEW_WARN_S
 from muster.launch.wire.messages import Hello
 from muster.launch.wire.records import Facts

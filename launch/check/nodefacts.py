@@ -20,9 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, cast
 
-from muster.jobs import network
-from muster.jobs.boot import CODE_ROOT
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.boot import CODE_ROOT
+from muster.jobs.machine import network
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.fingerprint import fingerprint
 from muster.launch.storage import is_shared
 from muster.launch.submit import gitfacts

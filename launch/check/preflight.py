@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from muster.jobs import exits, nodelist
+from muster.jobs.basics import exits
+from muster.jobs.hosts import nodelist
 from muster.launch.check.judges import BAD, COLUMNS, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected, Usual
 
 QUIET: Final = ("GPUs", "files")

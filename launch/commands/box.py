@@ -14,9 +14,9 @@ from muster.cloudlab.box.remove import take_down
 from muster.cloudlab.box.spec import DEFAULT_NAME, MAX_NODES, BoxSpec, check_name, parse_clocks, parse_rate
 from muster.cloudlab.box.state import box_names
 from muster.cloudlab.box.status import BoxStatus
-from muster.jobs.errors import UsageError
-from muster.jobs.rundir import runs_root
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.words import counted
+from muster.jobs.runfolder.rundir import runs_root
 from muster.launch import options
 from muster.launch.look import screen
 

@@ -41,8 +41,8 @@ def check(prepared: "Prepared", *, as_json: bool) -> int:
     from contextlib import suppress
     from dataclasses import replace
 
-    from muster.jobs.errors import RefusedError
-    from muster.jobs.rundir import make_run
+    from muster.jobs.basics.errors import RefusedError
+    from muster.jobs.runfolder.rundir import make_run
     from muster.launch.check.inspection import Inspection
     from muster.launch.check.preflight import exit_code, rows
     from muster.launch.submit.routes import make_transport

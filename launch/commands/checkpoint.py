@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from muster.jobs import exits
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import BadCheckpointError, NoCheckpointError, StorageError, UsageError
 from muster.jobs.checkpoint.export import export
 from muster.jobs.checkpoint.lineage import candidates, folder_names
 from muster.jobs.checkpoint.manifest import Manifest, read_manifest
 from muster.jobs.checkpoint.names import identity, step_and_attempt
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.verify import is_verified, verify
-from muster.jobs.errors import BadCheckpointError, NoCheckpointError, StorageError, UsageError
-from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
 from muster.launch import options
 from muster.launch.look import screen
 

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         print(text, end="")
         return 0
-    from muster.jobs.errors import RunFolderError
+    from muster.jobs.basics.errors import RunFolderError
 
     try:
         Path(args.output).write_text(text, encoding="utf-8")

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs import datafiles
-from muster.jobs.errors import UsageError
-from muster.jobs.reading import read_json
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.reading import read_json
+from muster.jobs.data import datafiles
 from muster.launch.look import screen
 from muster.launch.options import add_json
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cifar10(args: argparse.Namespace) -> Record:
-    from muster.jobs.cifar10 import prepare_cifar10
+    from muster.jobs.data.cifar10 import prepare_cifar10
 
     with _progress("cifar10") as progress:
         files = prepare_cifar10(

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from muster.jobs.detect import Flags, detect, seen
-from muster.jobs.errors import MusterError
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.hosts.detect import Flags, detect, seen
 from muster.launch.options import add_json
 
 

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from muster.jobs.nodelist import expand, fold
+from muster.jobs.hosts.nodelist import expand, fold
 from muster.launch.options import add_json, add_login
 
 if TYPE_CHECKING:
-    from muster.jobs.placement import Host
+    from muster.jobs.hosts.placement import Host
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +68,7 @@ def _names(words: Sequence[str]) -> list[str]:
 
 
 def _from_hostfile(args: argparse.Namespace) -> tuple[Any, str]:
-    from muster.jobs.hosts import hostfile_text, read_hostfile
+    from muster.jobs.hosts.hosts import hostfile_text, read_hostfile
 
     hosts = read_hostfile(Path(args.file))
     return [_record(host) for host in hosts], hostfile_text(hosts)
@@ -76,7 +76,7 @@ def _from_hostfile(args: argparse.Namespace) -> tuple[Any, str]:
 
 def _from_manifest(args: argparse.Namespace) -> tuple[Any, str]:
     from muster.cloudlab.manifest import survey_manifest
-    from muster.jobs.hosts import hostfile_text
+    from muster.jobs.hosts.hosts import hostfile_text
 
     found = survey_manifest(Path(args.file), user=args.login, lan=args.lan)
     for warning in found.warnings:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from muster.jobs.rundir import find_run, list_runs, runs_root
+from muster.jobs.runfolder.rundir import find_run, list_runs, runs_root
 from muster.launch import options
 from muster.launch.look import screen
 from muster.launch.look.runstate import RunState, read_state

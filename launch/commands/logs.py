@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from muster.jobs import terminal
-from muster.jobs.errors import UsageError
-from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.jobs.basics import terminal
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
 from muster.launch import options
 from muster.launch.look import rankset
 from muster.launch.look.follow import LineFollower, decoded, offset_of_last

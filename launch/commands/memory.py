@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 from muster.launch import options
 
 MOST_SHOWN: Final = 8  # ranks
@@ -85,7 +85,7 @@ def _of_job(args: argparse.Namespace) -> int:
 
 
 def _of_run(args: argparse.Namespace) -> int:
-    from muster.jobs.rundir import find_run, runs_root
+    from muster.jobs.runfolder.rundir import find_run, runs_root
     from muster.launch.look import memories, memory_view, rankset
 
     if args.attempt is not None and args.attempt < 0:

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
 from muster.launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from muster.jobs.spec import Job
+    from muster.jobs.spec.job import Job
     from muster.launch.submit.plan import NodePlan
     from muster.launch.submit.prepare import Prepared
 
@@ -91,7 +91,7 @@ def places_of(job: "Job", world_size: int) -> Callable[[int], dict[str, int]]:
     """Return where the ranks of a job are among those that a model, or a batch, is split over."""
     if job.kind != "train":
         return lambda rank: {}
-    from muster.jobs.train_settings import TrainSettings
+    from muster.jobs.spec.train import TrainSettings
 
     assert isinstance(job.settings, TrainSettings)
     return job.settings.split(world_size).places
@@ -104,13 +104,13 @@ def pipeline_of(job: "Job", world_size: int) -> dict[str, Any] | None:
     """
     if job.kind != "train":
         return None
-    from muster.jobs.train_settings import TrainSettings
+    from muster.jobs.spec.train import TrainSettings
 
     assert isinstance(job.settings, TrainSettings)
     split = job.settings.split(world_size)
     if not split.schedule:
         return None
-    from muster.jobs.train_parallel import split_text
+    from muster.jobs.spec.train_parallel import split_text
     from muster.launch.bench.loads import load_of
     from muster.launch.bench.own_split import own_split
     from muster.pipe.schedules.tables import SCHEDULES

@@ -3,8 +3,8 @@
 import argparse
 import json
 
-from muster.jobs.errors import RunFolderError, UsageError
-from muster.jobs.rundir import find_run, runs_root
+from muster.jobs.basics.errors import RunFolderError, UsageError
+from muster.jobs.runfolder.rundir import find_run, runs_root
 from muster.launch import options
 from muster.launch.look import rankset
 from muster.launch.look.profile_view import render

@@ -9,7 +9,7 @@ from muster.launch import options
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from muster.jobs.rundir import RunDir
+    from muster.jobs.runfolder.rundir import RunDir
     from muster.launch.submit.prepare import Prepared
 
 
@@ -32,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check that it can go on, then start as `muster run` does; the exit code is the verdict's."""
-    from muster.jobs.rundir import find_run, runs_root
+    from muster.jobs.runfolder.rundir import find_run, runs_root
     from muster.launch.submit.claim import claimed
 
     def say(text: str) -> None:
@@ -53,7 +53,7 @@ def _resume(folder: "RunDir", args: argparse.Namespace, say: "Callable[[str], No
     prepared = resume.again(folder, args, say)
     if prepared.submission.route.transport == "hand":
         if args.detach:
-            from muster.jobs.errors import UsageError
+            from muster.jobs.basics.errors import UsageError
 
             raise UsageError("--detach: by hand, node 0's line is the supervisor, and stays; leave it out")
         prepared = by_hand(prepared, args)

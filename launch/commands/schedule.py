@@ -5,7 +5,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 from muster.launch.options import add_json
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import sys
 import time
 from typing import Final
 
-from muster.jobs.rundir import RunDir, find_run, runs_root
-from muster.jobs.terminal import raw
-from muster.jobs.words import counted
+from muster.jobs.basics.terminal import raw
+from muster.jobs.basics.words import counted
+from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
 from muster.launch import options
 from muster.launch.look import screen
 from muster.launch.look.runstate import DIRECT, RunState, read_state

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from muster.jobs import exits
-from muster.jobs.errors import StartTimeoutError, UnreachableError, UsageError
-from muster.jobs.files import append_line, write_json
-from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import StartTimeoutError, UnreachableError, UsageError
+from muster.jobs.basics.files import append_line, write_json
+from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
 from muster.launch import options, processes
 from muster.launch.look import screen
 from muster.launch.look.runrows import read_rows, real

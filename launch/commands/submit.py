@@ -64,7 +64,7 @@ def leave(prepared: "Prepared", *, snapshot: bool) -> str:
         UsageError: a run by hand cannot be left to itself.
         MusterError: it could not be started or submitted.
     """
-    from muster.jobs.errors import UsageError
+    from muster.jobs.basics.errors import UsageError
     from muster.launch.submit.start import check_torch, detach, write_run
 
     if prepared.submission.route.transport == "hand":

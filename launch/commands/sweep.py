@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from muster.launch.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
-    from muster.jobs.errors import MusterError
+    from muster.jobs.basics.errors import MusterError
     from muster.launch.submit.prepare import Prepared
     from muster.launch.sweeps.sweep import Grid, Point, SweepRecord
 
@@ -44,8 +44,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare every point, run them, print the table; the exit code is that of the first point that failed."""
-    from muster.jobs import exits
-    from muster.jobs.rundir import runs_root
+    from muster.jobs.basics import exits
+    from muster.jobs.runfolder.rundir import runs_root
     from muster.launch.sweeps.sweep import SweepRecord, find_sweep, read_grids
 
     if args.show:
@@ -67,7 +67,7 @@ def check(args: argparse.Namespace) -> None:
     Raises:
         UsageError: they do.
     """
-    from muster.jobs.errors import UsageError
+    from muster.jobs.basics.errors import UsageError
 
     keys = {word.partition("=")[0] for word in args.grids}
     for key, given, option in (
@@ -89,7 +89,7 @@ def prepare_points(args: argparse.Namespace, grids: "list[Grid]") -> "tuple[str,
     Raises:
         UsageError, JobFileError, RefusedError: what is wrong with any of them, all at once.
     """
-    from muster.jobs.errors import MusterError, UsageError
+    from muster.jobs.basics.errors import MusterError, UsageError
     from muster.launch.submit.prepare import prepare
     from muster.launch.sweeps.sweep import complaint, points_of
     from muster.launch.sweeps.sweep_run import is_array
@@ -119,7 +119,7 @@ def prepare_points(args: argparse.Namespace, grids: "list[Grid]") -> "tuple[str,
 
 def refuse_unread(tried: "list[Prepared | MusterError]") -> "list[Prepared | MusterError]":
     """Put an error in the place of each point with a key that no point reads, if the key has values that matter."""
-    from muster.jobs.errors import JobFileError, MusterError
+    from muster.jobs.basics.errors import JobFileError, MusterError
 
     loaded = [each.loaded for each in tried if not isinstance(each, MusterError)]
     common = set.intersection(*(set(each.unread) for each in loaded)) if loaded else set()
@@ -138,7 +138,7 @@ def make_sweep(job: str, name: str, points: "list[Point]", prepared: "list[Prepa
     Raises:
         RunFolderError, StorageError: it cannot be written.
     """
-    from muster.jobs.rundir import RunDir, make_run
+    from muster.jobs.runfolder.rundir import RunDir, make_run
     from muster.launch.sweeps.sweep import SweepRecord, sweep_path
 
     folder = sweep_path(prepared[0].context.run.path.parent, name)

@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
         UsageError, JobFileError, RefusedError: there are no hosts, or they cannot be read.
         RunFolderError: the code cannot be read here.
     """
-    from muster.jobs.boot import CODE_ROOT
-    from muster.jobs.errors import UsageError
+    from muster.jobs.basics.boot import CODE_ROOT
+    from muster.jobs.basics.errors import UsageError
     from muster.launch.fingerprint import fingerprint
     from muster.launch.submit.hostsource import host_set
     from muster.launch.submit.prepare import interpreter_of, site_of
@@ -61,7 +61,7 @@ def record(outcome: "Outcome") -> dict[str, str | None]:
 
 def report(outcomes: Sequence["Outcome"], to: str, code: str) -> list[str]:
     """Say what became of the hosts, one line for each thing that did."""
-    from muster.jobs.nodelist import fold
+    from muster.jobs.hosts.nodelist import fold
 
     texts = {
         "brought": f"now have this code ({code}) in {to}",
@@ -74,7 +74,7 @@ def report(outcomes: Sequence["Outcome"], to: str, code: str) -> list[str]:
 
 def code_of(outcomes: Sequence["Outcome"]) -> int:
     """Return the exit code: 69 when a host cannot be reached, else that of the first failure."""
-    from muster.jobs import exits
+    from muster.jobs.basics import exits
 
     codes = [each.error.exit_code for each in outcomes if each.error is not None]
     return exits.UNREACHABLE if exits.UNREACHABLE in codes else next(iter(codes), exits.DONE)

@@ -4,8 +4,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Final
 
-from muster.jobs.errors import UsageError
-from muster.jobs.rundir import find_run, runs_root
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.runfolder.rundir import find_run, runs_root
 from muster.launch import options
 
 if TYPE_CHECKING:

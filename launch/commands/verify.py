@@ -19,8 +19,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the mode and the reference in one run, then show how they compare."""
-    from muster.jobs.errors import UsageError
-    from muster.jobs.reading import read_json
+    from muster.jobs.basics.errors import UsageError
+    from muster.jobs.basics.reading import read_json
     from muster.launch.submit.prepare import prepare
     from muster.launch.submit.start import start
 

@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from muster.jobs import exits
-from muster.jobs.rundir import RunDir, find_run, runs_root
+from muster.jobs.basics import exits
+from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
 from muster.launch import options, processes
 from muster.launch.look import rankset, screen
 from muster.launch.look.advice import next_step

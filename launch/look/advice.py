@@ -1,6 +1,6 @@
 """The next step after a failure: one table, read from the top; the first row that fits speaks.
 
-A row fits by the class of the verdict (jobs/exits.py), by what the first failure is (signal, code), and by what was
+A row fits by the class of the verdict (jobs/basics/exits.py), by what the first failure is (signal, code), and by what was
 said: its message, its last lines, and the verdict's own message. The special stands before the general.
 """
 
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from muster.jobs import exits
-from muster.jobs.linux import signal_name
+from muster.jobs.basics import exits
+from muster.jobs.machine.linux import signal_name
 
 
 @dataclass(frozen=True)

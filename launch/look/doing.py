@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from muster.jobs.checkpoint.names import step_and_attempt
-from muster.jobs.checkpoint.paths import CheckpointDir
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.runrows import Rows
 
 

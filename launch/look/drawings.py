@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from muster.jobs.errors import RunFolderError
+from muster.jobs.basics.errors import RunFolderError
 from muster.pipe.schedules.draw import Rows, legend, text
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
 from muster.launch.look.fields import typed
 
 Row = Mapping[str, Any]

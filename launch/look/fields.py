@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.files import read_lines
-from muster.jobs.linux import signal_number
-from muster.jobs.reading import LATEST_S, parse_json
+from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.reading import LATEST_S, parse_json
+from muster.jobs.machine.linux import signal_number
 
 MOST_RANKS: Final = 100_000  # the names of their files have five digits
 MOST_ATTEMPTS: Final = 10_000
@@ -175,5 +175,5 @@ def typed_line(line: bytes) -> dict[str, Any]:
 
 
 def typed_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log with typed values; errors as `jobs.files.read_lines`."""
+    """Yield the records of a log with typed values; errors as `jobs.basics.files.read_lines`."""
     return map(typed, read_lines(path))

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.reading import open_file, read_end
-from muster.jobs.terminal import last_state
+from muster.jobs.basics.reading import open_file, read_end
+from muster.jobs.basics.terminal import last_state
 
 CHUNK_BYTES: Final = 1 << 18
 MOST_TAIL_BYTES: Final = 1 << 26

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.fields import MOST_ATTEMPTS, typed_lines
 from muster.launch.look.runrows import first_and_last_step
 from muster.launch.look.runstate import RunState

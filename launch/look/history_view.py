@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
 from muster.launch.look import screen
 from muster.launch.look.history import PARTS, AttemptRecord, History
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.errors import MusterError, RunFolderError
-from muster.jobs.files import read_lines
-from muster.jobs.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
-from muster.jobs.rundir import AttemptDir, RunDir
+from muster.jobs.basics.errors import MusterError, RunFolderError
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
+from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch.look.fields import number, typed
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
 def formula_of(run: RunDir, memory: RankMemory) -> "Memory | None":
     """Return what the formulas say of a rank of this run; None where its job cannot be read."""
     from muster.collectives_bench.cost.memory import memories_of
-    from muster.jobs.train_settings import TrainSettings
+    from muster.jobs.spec.train import TrainSettings
     from muster.launch.bench import loads
     from muster.launch.bench.own_split import own_split
 

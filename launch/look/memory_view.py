@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.memory_rows import KINDS
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
+from muster.jobs.runfolder.memory_rows import KINDS
 from muster.launch.look import screen
 from muster.launch.look.memories import RankMemory
 

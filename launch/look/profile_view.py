@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from muster.jobs.basics.words import counted
 from muster.jobs.trace.kinds import COMMUNICATION
 from muster.jobs.trace.record import numbers, table_of
-from muster.jobs.words import counted
 from muster.launch.look import screen
 from muster.launch.look.profiles import PHASES, RankProfile
 

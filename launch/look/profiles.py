@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.errors import RunFolderError
-from muster.jobs.files import read_lines
-from muster.jobs.reading import read_json
-from muster.jobs.rundir import AttemptDir, RunDir
+from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.reading import read_json
+from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch.look.fields import MOST_RANKS, below, fits, number, optional, real, reals, text, texts
 
 PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "replay")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 
 
 def parse(text: str, *, option: str, count: int) -> frozenset[int]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs import reading
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import reading
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.fields import MOST_RANKS, below, typed_line, typed_lines
 from muster.launch.look.fields import number as number  # those who read rows look for them here
 from muster.launch.look.fields import real as real

@@ -15,8 +15,8 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from muster.jobs import exits
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import processes
 from muster.launch.look.doing import Saved, doing, left_out, newest_saved
 from muster.launch.look.runrows import Rows, last_metrics, read_rows

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.terminal import printable, raw
+from muster.jobs.basics.terminal import printable, raw
 from muster.launch.look.runstate import RunState
 
 if TYPE_CHECKING:

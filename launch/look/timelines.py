@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.errors import RunFolderError
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look import fields
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.draw import COMPUTE

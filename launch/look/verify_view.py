@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from muster.jobs.words import counted
+from muster.jobs.basics.words import counted
 
 KINDS: Final = {
     "gradient": "gradients",

@@ -12,8 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from muster.jobs.files import write_json
-from muster.jobs.rundir import AttemptDir, RunDir
+from muster.jobs.basics.files import write_json
+from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch import processes, storage
 from muster.launch.agent import identity
 from muster.launch.look.follow import LineFollower, tail_lines

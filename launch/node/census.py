@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from muster.jobs import linux
+from muster.jobs.machine import linux
 
 ESTABLISHED: Final = "01"
 

@@ -1,4 +1,4 @@
-"""The agent's end of the socket to its keeper: JSON lines, and once an attempt a descriptor; see `jobs/keeper.py`.
+"""The agent's end of the socket to its keeper: JSON lines, and once an attempt a descriptor; see `jobs/node/keeper.py`.
 
 asyncio's queue knows of no descriptors. So every order is sent to its last byte before the next one begins, and a
 descriptor goes out over a second handle of the same socket while that queue is empty.
@@ -14,8 +14,8 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
-from muster.jobs import linux
-from muster.jobs.boot import module_argv
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.machine import linux
 from muster.launch.limits import restore_open_files
 from muster.launch.wire.channel import START_BYTES
 
@@ -31,7 +31,13 @@ def start_warm(
     It is in a session of its own, so that a terminal's Ctrl-C does not reach it or its ranks.
     """
     descriptors = [each.fileno() for each in sockets]
-    argv = [*module_argv(python, "muster.jobs.warm"), "--fds", ",".join(map(str, descriptors)), "--preload", preload]
+    argv = [
+        *module_argv(python, "muster.jobs.node.warm"),
+        "--fds",
+        ",".join(map(str, descriptors)),
+        "--preload",
+        preload,
+    ]
     warm = subprocess.Popen(
         argv,
         pass_fds=descriptors,

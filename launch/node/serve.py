@@ -15,10 +15,12 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs import leftovers, linux, network, ports, terminal
-from muster.jobs.errors import MusterError
-from muster.jobs.exits import UNREACHABLE
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import terminal
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.exits import UNREACHABLE
+from muster.jobs.machine import linux, network, ports
+from muster.jobs.node import leftovers
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import storage
 from muster.launch.node import setup_lines
 from muster.launch.node.attempt import NodeAttempt, RankProcessId, gone

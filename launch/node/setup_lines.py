@@ -7,9 +7,9 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from muster.jobs import linux
-from muster.jobs.errors import RefusedError
-from muster.jobs.files import open_log
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import open_log
+from muster.jobs.machine import linux
 from muster.launch.look.follow import tail_lines
 
 

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from muster.jobs import exits
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.fields import typed_lines
 from muster.launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocations, disagreement, fruitless
 from muster.launch.scheduler.slurm_output import BatchOutput

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
-from muster.jobs import exits
-from muster.jobs.errors import MusterError, StartTimeoutError, UnreachableError
-from muster.jobs.files import write_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, StartTimeoutError, UnreachableError
+from muster.jobs.basics.files import write_json
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.console import Console
 from muster.launch.look.event_texts import lines_of
 from muster.launch.look.fields import typed_line

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs import exits
-from muster.jobs.errors import MusterError, RunFolderError
-from muster.jobs.files import write_json
-from muster.jobs.reading import LONGEST_LINE_BYTES, open_file, target_of
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, RunFolderError
+from muster.jobs.basics.files import write_json
+from muster.jobs.basics.reading import LONGEST_LINE_BYTES, open_file, target_of
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.fields import typed, typed_line
 from muster.launch.look.follow import tail_lines
 from muster.launch.look.runrows import Rows, number, read_json, read_rows
@@ -76,7 +76,7 @@ class SlurmJob:
         )
 
     def write(self, run: RunDir) -> None:
-        """Write it; errors as `jobs.rundir.write_json`."""
+        """Write it; errors as `jobs.runfolder.rundir.write_json`."""
         write_json(run.slurm, asdict(self))
 
     def client(self) -> Client:

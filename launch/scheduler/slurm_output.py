@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 from typing import Final
 
-from muster.jobs import exits
-from muster.jobs.reading import MOST_BYTES, open_file, target_of
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.reading import MOST_BYTES, open_file, target_of
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.supervision.verdict import Ending, Stop
 from muster.slurm.complaints import Complaint, complaint
 from muster.slurm.script import OUTPUT

@@ -9,13 +9,13 @@ import os
 import time
 from typing import Any, Final
 
-from muster.jobs import exits
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import MusterError
-from muster.jobs.files import append_line, write_secret
-from muster.jobs.rundir import RunDir
-from muster.jobs.slurm_settings import SlurmSettings, merged, seconds_of
-from muster.jobs.spec import Job
+from muster.jobs.basics import exits
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.files import append_line, write_secret
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.slurm import SlurmSettings, merged, seconds_of
 from muster.launch.console import Console
 from muster.launch.look.advice import next_step
 from muster.launch.look.fields import typed_lines

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
-from muster.jobs import exits
-from muster.jobs.errors import MusterError
-from muster.jobs.files import read_lines, write_json
-from muster.jobs.reading import read_end
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.files import read_lines, write_json
+from muster.jobs.basics.reading import read_end
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import processes
 from muster.launch.console import Console
 from muster.launch.look.event_texts import lines_of

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.boot import module_argv
-from muster.jobs.slurm_settings import SlurmSettings, seconds_of, split_option
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.spec.slurm import SlurmSettings, seconds_of, split_option
 from muster.launch.scheduler.slurm_run import cores_of, settings_of
 from muster.launch.submit.spares import crew_size
 from muster.launch.submit.submission import Submission

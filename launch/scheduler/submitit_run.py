@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import MusterError, RefusedError, StartTimeoutError, UsageError
-from muster.jobs.files import folder_error, open_log
-from muster.jobs.reading import parse_json
-from muster.jobs.slurm_settings import merged
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError, UsageError
+from muster.jobs.basics.files import folder_error, open_log
+from muster.jobs.basics.reading import parse_json
+from muster.jobs.spec.slurm import merged
 from muster.launch.console import Console
 from muster.launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
 from muster.launch.scheduler.slurm_run import close

@@ -12,9 +12,9 @@ import secrets
 import shlex
 from typing import Final
 
-from muster.jobs import nodelist
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.hosts import nodelist
 from muster.launch.agent import KEY, SECRET
 from muster.launch.submit.prepare import Prepared
 from muster.launch.transports.base import LEASE_S

@@ -17,9 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.files import folder_error, write_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import folder_error, write_json
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import processes
 from muster.launch.look.runrows import number, read_json, real
 from muster.launch.look.runstate import is_here

@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.datafiles import cifar10_files, data_root, text_file
-from muster.jobs.errors import RefusedError
-from muster.jobs.spec import Job
-from muster.jobs.train_settings import TrainSettings
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.words import counted
+from muster.jobs.data.datafiles import cifar10_files, data_root, text_file
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.train import TrainSettings
 from muster.launch.submit.spares import crew_size
 
 LOCAL_NODES: Final = 256  # each is an agent and a warm process

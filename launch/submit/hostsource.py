@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from muster.jobs import hosts as hostfile
-from muster.jobs.errors import UsageError
-from muster.jobs.hosts import HostSet
-from muster.jobs.site import BOX, Site, SshSettings
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.hosts import hosts as hostfile
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.spec.site import BOX, Site, SshSettings
 
 SOURCES: Final = ("hosts", "nodelist", "manifest")
 SSH_OPTION: Final = re.compile(r"[A-Za-z]+[ =].+")

@@ -1,6 +1,6 @@
 """From a placement to what is started on each node: pure, so that `muster plan` is `muster run` minus its last step.
 
-A node's start message holds one RankStart (`jobs/rank_start.py`) per rank. What only the machine knows - cores, GPUs,
+A node's start message holds one RankStart (`jobs/node/rank_start.py`) per rank. What only the machine knows - cores, GPUs,
 whether torch is there - comes in as `Machine`; the master port as a number, or None where it is not bound yet.
 """
 
@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.placement import NodePlacement, Placement, divide, pin
-from muster.jobs.ranks import STATUS_FD, RankEnv
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import Site
-from muster.jobs.spec import Job
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts.placement import NodePlacement, Placement, divide, pin
+from muster.jobs.hosts.ranks import STATUS_FD, RankEnv
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.site import Site
 from muster.launch.wire.messages import Start
 
 RANK_VARIABLES: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {STATUS_FD}

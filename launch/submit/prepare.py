@@ -15,16 +15,16 @@ from pathlib import Path
 
 import yaml
 
-from muster.jobs.errors import RefusedError, UsageError
-from muster.jobs.hosts import HostSet
-from muster.jobs.load import LoadedJob, load_job
-from muster.jobs.network import is_own
-from muster.jobs.nodelist import expand
-from muster.jobs.placement import Host, divide
-from muster.jobs.rundir import RunDir, run_path, runs_root
-from muster.jobs.site import Site, load_site, placed
-from muster.jobs.slurm_settings import merged
-from muster.jobs.spec import VARIABLE, Job
+from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.nodelist import expand
+from muster.jobs.hosts.placement import Host, divide
+from muster.jobs.machine.network import is_own
+from muster.jobs.runfolder.rundir import RunDir, run_path, runs_root
+from muster.jobs.spec.job import VARIABLE, Job
+from muster.jobs.spec.load import LoadedJob, load_job
+from muster.jobs.spec.site import Site, load_site, placed
+from muster.jobs.spec.slurm import merged
 from muster.launch.kinds import BY_KEY, KINDS
 from muster.launch.submit.here import check_files, check_size
 from muster.launch.submit.hostsource import QUEUED, SOURCES, check_options, host_set, ssh_settings

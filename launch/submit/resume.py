@@ -16,17 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from muster.jobs.basics.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
+from muster.jobs.basics.files import write_secret
+from muster.jobs.basics.reading import read_bytes
+from muster.jobs.basics.words import counted
 from muster.jobs.checkpoint.choose import has_commits, newest_good
-from muster.jobs.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
-from muster.jobs.files import write_secret
-from muster.jobs.hosts import HostSet, choose
-from muster.jobs.kept import KEPT, require_settings
-from muster.jobs.placement import Placement
-from muster.jobs.reading import read_bytes
-from muster.jobs.rundir import RunDir
-from muster.jobs.spec import Job
-from muster.jobs.train_settings import TrainSettings
-from muster.jobs.words import counted
+from muster.jobs.hosts.hosts import HostSet, choose
+from muster.jobs.hosts.placement import Placement
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.kept import KEPT, require_settings
+from muster.jobs.spec.train import TrainSettings
 from muster.launch.commands.stop import end_leftovers, stop
 from muster.launch.look.runrows import read_json
 from muster.launch.look.runstate import DIRECT, RunState, read_state

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Final
 
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import RefusedError
-from muster.jobs.placement import Host
-from muster.jobs.slurm_settings import merged
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts.placement import Host
+from muster.jobs.spec.slurm import merged
 from muster.launch.submit.submission import Submission
 from muster.launch.transports.base import Transport
 from muster.launch.transports.dialled import Dialled

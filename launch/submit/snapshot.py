@@ -1,6 +1,6 @@
 """The code as it was submitted, in the run folder: what waits in a queue never sees a later edit.
 
-    <run>/code/muster    our own package, which agents are started from (jobs/boot.py)
+    <run>/code/muster    our own package, which agents are started from (jobs/basics/boot.py)
     <run>/code/work      of a `command:` job, the user's working folder, as far as it is code (worktree.py)
     <run>/code/code.json where both came from: commit, branch, what differs from the commit, the names of all files
 
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.boot import CODE_ROOT
-from muster.jobs.errors import MusterError, RefusedError
-from muster.jobs.files import folder_error, write_text
-from muster.jobs.rundir import RunDir, all_runs
-from muster.jobs.words import counted
+from muster.jobs.basics.boot import CODE_ROOT
+from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.basics.files import folder_error, write_text
+from muster.jobs.basics.words import counted
+from muster.jobs.runfolder.rundir import RunDir, all_runs
 from muster.launch.fingerprint import PACKAGE, fingerprint
 from muster.launch.submit import gitfacts
 from muster.launch.submit.gitfacts import GitError

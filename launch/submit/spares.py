@@ -8,10 +8,10 @@ place_crew(job, hosts)     nodes: 2, restart: {spares: 1}, hosts n01 n02 n03
 from collections.abc import Sequence
 from dataclasses import replace
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.placement import Host, NodePlacement, Placement, place
-from muster.jobs.spec import Job
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.words import counted
+from muster.jobs.hosts.placement import Host, NodePlacement, Placement, place
+from muster.jobs.spec.job import Job
 
 
 def spares_of(job: Job) -> int:

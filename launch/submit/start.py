@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import MusterError, RefusedError, StartTimeoutError
-from muster.jobs.files import open_log, read_lines, write_secret
-from muster.jobs.rundir import RunDir, make_run
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError
+from muster.jobs.basics.files import open_log, read_lines, write_secret
+from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.launch.console import Console
 from muster.launch.submit.plan import preload, shared_environment
 from muster.launch.submit.prepare import Prepared, this_machine

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-from muster.jobs import reading
-from muster.jobs.errors import MusterError, RunFolderError
-from muster.jobs.files import write_secret
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, Login, NodePlacement, Placement
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import Site
-from muster.jobs.spec import Job
+from muster.jobs.basics import reading
+from muster.jobs.basics.errors import MusterError, RunFolderError
+from muster.jobs.basics.files import write_secret
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, Login, NodePlacement, Placement
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.site import Site
 from muster.launch.kinds import BY_KEY
 from muster.launch.submit.plan import Context
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
-from muster.jobs import exits
-from muster.jobs.words import counted
+from muster.jobs.basics import exits
+from muster.jobs.basics.words import counted
 from muster.launch import storage
 from muster.launch.console import Console
 from muster.launch.submit.plan import Context

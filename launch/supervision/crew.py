@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from muster.jobs.errors import MusterError
-from muster.jobs.placement import NodePlacement
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.hosts.placement import NodePlacement
 from muster.launch.wire.channel import Channel, ChannelClosed
 from muster.launch.wire.codec import ProtocolError
 from muster.launch.wire.messages import Beat, Heartbeat, Hello, Reached, ToAgent

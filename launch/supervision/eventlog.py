@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from muster.jobs.rowlog import RowLog
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.rowlog import RowLog
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.advice import next_step
 from muster.launch.processes import start_ticks
 from muster.launch.submit.plan import Context

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from muster.jobs import exits
+from muster.jobs.basics import exits
 from muster.launch.supervision import progress, stacks
 from muster.launch.supervision.roster import Roster
 from muster.launch.supervision.verdict import Ending, Stop

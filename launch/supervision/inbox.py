@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
-from muster.jobs import exits
-from muster.jobs.errors import MusterError, UnreachableError
-from muster.jobs.reading import UntrustedError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, UnreachableError
+from muster.jobs.basics.reading import UntrustedError
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.look.runrows import number, read_json, real
 from muster.launch.wire.channel import Channel, ChannelClosed, NotAMessage
 from muster.launch.wire.messages import Bye, FromAgent

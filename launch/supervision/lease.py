@@ -11,10 +11,10 @@ import socket
 import time
 from typing import Final
 
-from muster.jobs.errors import StorageError
-from muster.jobs.files import folder_error, mode_in
-from muster.jobs.reading import read_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import StorageError
+from muster.jobs.basics.files import folder_error, mode_in
+from muster.jobs.basics.reading import read_json
+from muster.jobs.runfolder.rundir import RunDir
 
 RENEW_S: Final = 2.0
 LEASE_BYTES: Final = 256

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from muster.jobs import network
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.machine import network
 
 
 def own_address(host: str, greeted: str, addresses: Sequence[Sequence[str]], iface: str | None) -> str:

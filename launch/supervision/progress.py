@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from muster.jobs.page import Phase
+from muster.jobs.node.page import Phase
 
 SHORTEST_S: Final = 30.0
 STEPS: Final = 10

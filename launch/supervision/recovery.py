@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from muster.jobs import exits
-from muster.jobs.failover_settings import RestartSettings
-from muster.jobs.words import counted
+from muster.jobs.basics import exits
+from muster.jobs.basics.words import counted
+from muster.jobs.spec.failover import RestartSettings
 from muster.launch.supervision.verdict import Verdict
 
 IN_VAIN: Final = 3  # attempts without a new checkpoint

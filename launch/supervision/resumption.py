@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from muster.jobs.basics.errors import NoCheckpointError
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.errors import NoCheckpointError
 from muster.launch.submit.plan import Context
 
 TRAIN = "train"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
-from muster.jobs.placement import Placement
+from muster.jobs.hosts.placement import Placement
 from muster.launch.supervision.crew import Node
 from muster.launch.wire.codec import ProtocolError
 

@@ -17,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from muster.jobs import exits, nodelist
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.files import write_json, write_text
-from muster.jobs.rundir import RunDir
-from muster.jobs.words import counted
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.basics.files import write_json, write_text
+from muster.jobs.basics.words import counted
+from muster.jobs.hosts import nodelist
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.console import Console
 from muster.launch.fingerprint import fingerprint
 from muster.launch.submit.plan import Context, Machine, NodePlan, plan_nodes, start_message

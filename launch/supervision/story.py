@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from muster.jobs import exits
-from muster.jobs.reading import UntrustedError
+from muster.jobs.basics import exits
+from muster.jobs.basics.reading import UntrustedError
 from muster.launch.console import Console
 from muster.launch.look.advice import next_step
 from muster.launch.look.runrows import last_metrics, number

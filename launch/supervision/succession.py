@@ -6,10 +6,10 @@ Whether there is a next one is decided in `launch/supervision/recovery.py`.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.placement import Placement
-from muster.jobs.spec import Job
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.words import counted
+from muster.jobs.hosts.placement import Placement
+from muster.jobs.spec.job import Job
 from muster.launch.console import Console
 from muster.launch.kinds import BY_KEY
 from muster.launch.supervision.attempt import Attempt

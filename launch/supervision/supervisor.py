@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
-from muster.jobs import exits
-from muster.jobs.errors import MusterError, RunFolderError, StorageError, UnreachableError
-from muster.jobs.words import counted
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError, UnreachableError
+from muster.jobs.basics.words import counted
 from muster.launch import processes
 from muster.launch.console import Console
 from muster.launch.limits import raise_open_files

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from muster.jobs import errors, exits
-from muster.jobs.linux import signal_number
+from muster.jobs.basics import errors, exits
+from muster.jobs.machine.linux import signal_number
 from muster.launch.wire.messages import Exited
 
 Cause = Literal["done", "stopped", "peer", "own"]

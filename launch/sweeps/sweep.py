@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.errors import JobFileError, MusterError, RunFolderError, UsageError
-from muster.jobs.files import write_json
-from muster.jobs.ownership import check_folder
-from muster.jobs.reading import read_json
-from muster.jobs.rundir import RUN_ID, RunDir, open_run, run_path
+from muster.jobs.basics.errors import JobFileError, MusterError, RunFolderError, UsageError
+from muster.jobs.basics.files import write_json
+from muster.jobs.basics.ownership import check_folder
+from muster.jobs.basics.reading import read_json
+from muster.jobs.runfolder.rundir import RUN_ID, RunDir, open_run, run_path
 
 VERSION: Final = 1
 MOST_POINTS: Final = 1000  # Slurm's own limit for an array, unless the site raised it
@@ -63,7 +63,7 @@ class SweepRecord:
     run_ids: tuple[str, ...]
 
     def write(self, folder: Path) -> None:
-        """Write it; errors as `jobs.rundir.write_json`."""
+        """Write it; errors as `jobs.runfolder.rundir.write_json`."""
         points = [{**asdict(point), "run_id": run_id} for point, run_id in zip(self.points, self.run_ids, strict=True)]
         head = {"version": VERSION, "name": self.name, "job": self.job, "transport": self.transport}
         write_json(folder / RECORD, {**head, "time": self.time, "points": points})

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from muster.jobs import exits
-from muster.jobs.errors import MusterError
-from muster.jobs.files import write_json
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.files import write_json
 from muster.launch.look.runrows import Rows, number, read_rows, real
 from muster.launch.scheduler.slurm_job import SlurmJob, has_begun, last_words
 from muster.launch.scheduler.slurm_run import close, stopped

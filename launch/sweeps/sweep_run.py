@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from muster.jobs import exits
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import MusterError
-from muster.jobs.files import write_secret
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.files import write_secret
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.console import Console
 from muster.launch.look.runrows import read_rows
 from muster.launch.scheduler import submitit_run

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Final, Protocol
 
-from muster.jobs.errors import MusterError
+from muster.jobs.basics.errors import MusterError
 from muster.launch.wire.channel import Channel
 
 LEASE_S: Final = 8.0  # that agents on other machines wait for a sign of the supervisor; their keeper needs 1 s more

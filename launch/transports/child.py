@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from muster.launch.limits import restore_open_files
 from muster.launch.wire.channel import LINE_BYTES, Channel, over_pipes
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from muster.jobs import network
-from muster.jobs.errors import MusterError, UnreachableError
-from muster.jobs.files import write_secret
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import MusterError, UnreachableError
+from muster.jobs.basics.files import write_secret
+from muster.jobs.machine import network
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.agent import SECRET
 from muster.launch.transports.base import Gate
 from muster.launch.transports.child import FAREWELL_S, Child

@@ -11,8 +11,8 @@ import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import UnreachableError
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import UnreachableError
 from muster.launch.node.keeper_link import start_warm
 from muster.launch.transports.base import Gate
 from muster.launch.transports.child import FAREWELL_S, Child

@@ -4,12 +4,12 @@ import shlex
 import shutil
 from collections.abc import Sequence
 
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import MusterError, RefusedError
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, Login
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, Login
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.site import SshSettings
 from muster.launch.transports.base import LEASE_S
 from muster.launch.transports.dialled import Dialled, Starter
 from muster.launch.transports.ssh_command import base_options, explain

@@ -5,10 +5,10 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.placement import Host
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.hosts.placement import Host
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.transports.base import LEASE_S
 from muster.launch.transports.dialled import Dialled, Starter
 from muster.launch.transports.ssh_command import explain

@@ -5,10 +5,10 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
-from muster.jobs.boot import module_argv
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host
+from muster.jobs.spec.site import SshSettings
 from muster.launch.transports.base import LEASE_S, Gate
 from muster.launch.transports.child import FAREWELL_S, Child
 from muster.launch.transports.ssh_command import explain, ssh_argv

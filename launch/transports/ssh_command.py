@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, Login
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, Login
+from muster.jobs.spec.site import SshSettings
 
 NO_SETTINGS: Final = SshSettings()
 SSH_FAILED: Final = 255  # ssh's own failures, and a remote shell that was killed

@@ -7,9 +7,9 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import RefusedError, UnreachableError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import RefusedError, UnreachableError
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.agent import SECRET
 from muster.launch.transports.base import LEASE_S, Gate
 from muster.launch.transports.child import Child

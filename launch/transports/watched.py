@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from muster.jobs.errors import MusterError
+from muster.jobs.basics.errors import MusterError
 from muster.launch.transports.base import Gate
 from muster.launch.transports.child import Child
 from muster.launch.wire.channel import Channel

@@ -22,7 +22,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any, Final
 
-from muster.jobs.reading import parse_json
+from muster.jobs.basics.reading import parse_json
 
 KIND: Final = "message"
 LONGEST_FLOAT: Final = 1000  # bits of a whole number that still is a float

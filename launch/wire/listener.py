@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from muster.jobs import ports
-from muster.jobs.errors import RefusedError
-from muster.jobs.words import counted
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.words import counted
+from muster.jobs.machine import ports
 from muster.launch.wire.channel import Channel, over_socket
 from muster.launch.wire.handshake import (
     LONGEST,

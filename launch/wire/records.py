@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final, Literal, TypedDict
 
-from muster.jobs.linux import signal_name
+from muster.jobs.machine.linux import signal_name
 from muster.launch.wire.codec import ANY_FLOAT, Bound
 
 MOST_RANKS: Final = 1 << 20
@@ -103,7 +103,7 @@ class Missed(TypedDict):
     message: Text
 
 
-RankReport = StepReport | Arrived | FirstStep | Saved | Loaded | Replayed | Missed  # of jobs/reports.py
+RankReport = StepReport | Arrived | FirstStep | Saved | Loaded | Replayed | Missed  # of jobs/node/reports.py
 
 
 class _Failure(TypedDict):
@@ -115,7 +115,7 @@ class _Failure(TypedDict):
 
 
 class Failure(_Failure, total=False):
-    """Why a rank ended, in its own words (jobs/reports.py)."""
+    """Why a rank ended, in its own words (jobs/node/reports.py)."""
 
     step: Count
 

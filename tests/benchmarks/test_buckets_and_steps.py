@@ -8,7 +8,7 @@ import pytest
 
 from muster.collectives_bench.cost import profile
 from muster.collectives_bench.cost.exposed import Compute
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
 
 SINGLES = {str(size): [0.3e-3 + size / 1.3e9] * 4 + [1.0] for size in bucket_size.SIZES}
 

@@ -11,7 +11,7 @@ from faults.matrix import FAULTS
 from faults.table import Fault
 from random_kills import torment
 
-from muster.jobs.checkpoint.paths import CheckpointDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 # A hang, which no other test does as a whole; the rest of the quick part is a soak. The random kills below, which are
 # always tested, kill a rank, a node and the supervisor, and hurt the newest checkpoint as "12 one bit flipped" does.

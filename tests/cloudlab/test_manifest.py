@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from muster.cloudlab.manifest import Manifest, ManifestNode, read_manifest, survey_manifest
-from muster.jobs.errors import JobFileError, MusterError, UsageError
-from muster.jobs.placement import Host, Login
+from muster.jobs.basics.errors import JobFileError, MusterError, UsageError
+from muster.jobs.hosts.placement import Host, Login
 
 FOLDER = Path(__file__).parent / "manifests"
 GENI = "http://www.geni.net/resources/rspec/3"

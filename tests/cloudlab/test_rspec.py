@@ -9,8 +9,8 @@ import pytest
 
 from muster.cloudlab.manifest import read_manifest
 from muster.cloudlab.rspec import BOOT, MAX_NODES, RspecSpec, rate, rspec_text
-from muster.jobs.errors import UsageError
-from muster.jobs.placement import Host, Login
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.hosts.placement import Host, Login
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NS = {"g": "http://www.geni.net/resources/rspec/3", "e": "http://www.protogeni.net/resources/rspec/ext/emulab/1"}

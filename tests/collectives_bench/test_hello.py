@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.placement import Host, place
-from muster.jobs.ranks import RankEnv
-from muster.jobs.spec import CommandSettings, Job
+from muster.jobs.hosts.placement import Host, place
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.spec.job import CommandSettings, Job
 from muster.launch import cli
 from support.live import LiveRun
 

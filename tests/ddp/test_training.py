@@ -79,7 +79,7 @@ def test_running_statistics_are_each_ranks_own(on_ranks):
 
 def whole_vgg11(world: World) -> list[str]:
     from muster import ddp
-    from muster.jobs.shapes import VGG_SHAPES
+    from muster.jobs.models.shapes import VGG_SHAPES
     from muster.jobs.train.models.vgg import build_vgg
 
     model = ddp.BucketedDDP(build_vgg(VGG_SHAPES["vgg11"], world.rank), world.group, bucket_size_mb=8)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 
-from muster.jobs.errors import MusterError
+from muster.jobs.basics.errors import MusterError
 from support.memory import little_memory
 
 CORPUS = Path(__file__).parent / "corpus"

@@ -6,9 +6,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 from fuzz.engine import CORPUS, Target
-from muster.jobs import exits
-from muster.jobs.errors import MusterError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.trace.chrome import read_document
 from muster.launch import cli
 from muster.launch.scheduler.slurm_job import SlurmJob, last_words

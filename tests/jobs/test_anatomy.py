@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.anatomy import anatomy
-from muster.jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.models.anatomy import anatomy
+from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape, VggShape
 from muster.jobs.train.models.gpt import assemble_gpt
 from muster.jobs.train.models.vgg import assemble_vgg
 from muster.jobs.train.numerics.pieces import cut

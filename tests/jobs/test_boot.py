@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.boot import CODE_ROOT, module_argv
+from muster.jobs.basics.boot import CODE_ROOT, module_argv
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BOOT = REPOSITORY / "launch" / "boot.py"
 TELL = """
 import json, sys
-from muster.jobs import exits
+from muster.jobs.basics import exits
 print(json.dumps({"name": __name__, "file": __file__, "jobs": exits.__file__, "argv": sys.argv[1:]}))
 """
 
@@ -47,7 +47,7 @@ def shadows(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make_root(tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that makes a code root: boot.py, jobs/exits.py, and the given files."""
+    """Return a function that makes a code root: boot.py, jobs/basics/exits.py, and the given files."""
 
     def make(name: str = "snapshot", **files: str) -> Path:
         root = tmp_path / name
@@ -70,13 +70,13 @@ def test_the_code_root_is_the_folder_that_holds_our_packages() -> None:
 
 
 def test_the_argv_is_isolated_and_absolute() -> None:
-    assert module_argv("/opt/python", "muster.jobs.warm", "/srv/code") == [
+    assert module_argv("/opt/python", "muster.jobs.node.warm", "/srv/code") == [
         "/opt/python",
         "-I",
         "/srv/code/muster/launch/boot.py",
-        "muster.jobs.warm",
+        "muster.jobs.node.warm",
     ]
-    assert module_argv("/opt/python", "muster.jobs.warm")[2] == f"{CODE_ROOT}/muster/launch/boot.py"
+    assert module_argv("/opt/python", "muster.jobs.node.warm")[2] == f"{CODE_ROOT}/muster/launch/boot.py"
     assert CODE_ROOT.is_absolute()
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.cifar10 import prepare_cifar10, read_batch
-from muster.jobs.datafiles import locked
-from muster.jobs.errors import RefusedError, StorageError
+from muster.jobs.basics.errors import RefusedError, StorageError
+from muster.jobs.data.cifar10 import prepare_cifar10, read_batch
+from muster.jobs.data.datafiles import locked
 from muster.launch.commands import data as data_command
 
 

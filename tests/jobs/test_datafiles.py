@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import datafiles
-from muster.jobs.errors import RefusedError, StorageError
+from muster.jobs.basics.errors import RefusedError, StorageError
+from muster.jobs.data import datafiles
 
 
 def test_the_data_folder_is_the_variable_else_the_cache_else_home(tmp_path: Path):
@@ -79,7 +79,7 @@ def test_the_real_library_gives_megabytes_of_source(tmp_path: Path):
 
 def test_ranks_that_ask_at_once_all_get_the_one_file(library: Path, tmp_path: Path):
     code = (
-        "import sys, pathlib; from muster.jobs.datafiles import prepare_python_source as prepare; "
+        "import sys, pathlib; from muster.jobs.data.datafiles import prepare_python_source as prepare; "
         "print(prepare(*map(pathlib.Path, sys.argv[1:])).sha256)"
     )
     command = [sys.executable, "-c", code, str(tmp_path), str(library)]

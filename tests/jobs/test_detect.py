@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.detect import Flags, detect, numeric_address, seen
-from muster.jobs.errors import RefusedError, UsageError
-from muster.jobs.launchers import tasks_per_node
-from muster.jobs.nodelist import fold
-from muster.jobs.ranks import RankEnv
+from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.jobs.hosts.detect import Flags, detect, numeric_address, seen
+from muster.jobs.hosts.launchers import tasks_per_node
+from muster.jobs.hosts.nodelist import fold
+from muster.jobs.hosts.ranks import RankEnv
 
 NONE = Flags()
 ADDRESSES = {"n01": "10.0.0.1", "n02": "10.0.0.2", "self": "127.0.1.1"}

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import exits
-from muster.jobs.download import download
-from muster.jobs.errors import RefusedError, StorageError, UnreachableError, UsageError
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import RefusedError, StorageError, UnreachableError, UsageError
+from muster.jobs.data.download import download
 
 BODY = random.Random(1).randbytes(3 * 2**20 + 17)
 MD5 = hashlib.md5(BODY).hexdigest()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from muster.jobs import errors, exits
-from muster.jobs.exits import TABLE, class_of
+from muster.jobs.basics import errors, exits
+from muster.jobs.basics.exits import TABLE, class_of
 
 
 def test_the_table_is_the_documented_one() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import free
+from muster.jobs.machine import free
 
 GB = 2**30
 

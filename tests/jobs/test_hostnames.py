@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.errors import JobFileError, UsageError
-from muster.jobs.hostnames import check_jump, check_name, check_network, check_user, is_numeric
-from muster.jobs.hosts import from_nodelist, parse_hostfile
-from muster.jobs.placement import Login
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.errors import JobFileError, UsageError
+from muster.jobs.basics.hostnames import check_jump, check_name, check_network, check_user, is_numeric
+from muster.jobs.hosts.hosts import from_nodelist, parse_hostfile
+from muster.jobs.hosts.placement import Login
+from muster.jobs.spec.site import SshSettings
 
 SHELL_TEXT = ["$(touch${IFS}/x)", ";id;", "a b", "a;b", "`id`", "-oProxyCommand=x", "a\nb", "a&b", "x|y", "~", "*", "'"]
 LOOKALIKES = ["node\uff11", "n\u0661", "nöde", "\u202enode", "no\u200bde", "node\x1b[0m", "\u0430dmin"]

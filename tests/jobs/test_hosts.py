@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.errors import JobFileError, UsageError
-from muster.jobs.hostnames import is_numeric
-from muster.jobs.hosts import HostSet, choose, from_nodelist, hostfile_text, parse_hostfile, read_hostfile
-from muster.jobs.placement import Host, Login
+from muster.jobs.basics.errors import JobFileError, UsageError
+from muster.jobs.basics.hostnames import is_numeric
+from muster.jobs.hosts.hosts import HostSet, choose, from_nodelist, hostfile_text, parse_hostfile, read_hostfile
+from muster.jobs.hosts.placement import Host, Login
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.page import NEVER
+from muster.jobs.node.page import NEVER
 from muster.launch.processes import start_ticks
 from support.live import wait_until
 from support.warm import DEAF, ESCAPES, SLEEP, Warm, state_of
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.ranks
 
 RUNS = """
 import time
-from muster.jobs import page
-from muster.jobs.page import Phase
+from muster.jobs.node import page
+from muster.jobs.node.page import Phase
 page.own.enter(Phase.RUN)
 page.own.step_done(12, 0.5)
 print("ready")
@@ -27,7 +27,7 @@ time.sleep(1000)
 """
 DRAINS = """
 import sys, time
-from muster.jobs import page
+from muster.jobs.node import page
 page.own.step_done(3, 0.001)
 print("ready")
 while not page.own.is_asked_to_hold:
@@ -40,7 +40,8 @@ sys.exit(75)
 """
 POWERLESS = """
 import socket, sys
-from muster.jobs import keeper, linux
+from muster.jobs.node import keeper
+from muster.jobs.machine import linux
 send = linux.kill_quietly
 linux.kill_quietly = lambda pid, number, group=False: None if number == 9 else send(pid, number, group=group)
 keeper.KILL_S = 0.3
@@ -188,7 +189,7 @@ def test_the_grace_of_one_attempt_does_not_end_the_next(warm: Warm) -> None:
 
 
 def test_every_message_of_an_attempt_carries_its_number(warm: Warm) -> None:
-    reports = "import os; from muster.jobs.reports import Reporter; Reporter(os.environ).arrived()"
+    reports = "import os; from muster.jobs.node.reports import Reporter; Reporter(os.environ).arrived()"
     for attempt in (4, 7):
         warm.tell({"do": "start", "attempt": attempt, "ranks": [warm.rank(0, code=reports)]})
         kinds = [warm.next(kind) for kind in ("started", "report", "exited")]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from muster.jobs import leftovers
+from muster.jobs.node import leftovers
 
 pytestmark = pytest.mark.ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import linux
+from muster.jobs.machine import linux
 from muster.launch.processes import start_ticks
 from support.live import wait_until
 
@@ -19,7 +19,7 @@ ROOT = str(Path(linux.__file__).parents[1])
 TREE = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
-from muster.jobs import linux
+from muster.jobs.machine import linux
 
 def say(name):
     os.write(1, f"{name} {os.getpid()}\\n".encode())

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from muster.jobs import load, yamlfile
-from muster.jobs.errors import JobFileError, UsageError
-from muster.jobs.load import load_job
-from muster.jobs.spec import CommandSettings, Job, JobKind
-from muster.jobs.strict import Strict
-from muster.jobs.train_settings import TrainSettings
+from muster.jobs.basics.errors import JobFileError, UsageError
+from muster.jobs.spec import load, yamlfile
+from muster.jobs.spec.job import CommandSettings, Job, JobKind
+from muster.jobs.spec.load import load_job
+from muster.jobs.spec.strict import Strict
+from muster.jobs.spec.train import TrainSettings
 
 
 class TryoutSettings(Strict):

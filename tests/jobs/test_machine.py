@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import machine
+from muster.jobs.machine import hardware as machine
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.modes import MODES, PIPELINES, SHARDED, TENSOR, Parallel, mode_of
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.modes import MODES, PIPELINES, SHARDED, TENSOR, Parallel, mode_of
 
 
 @pytest.mark.parametrize("name", [name for name in MODES if name != "single"])

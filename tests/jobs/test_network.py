@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from muster.jobs import network
+from muster.jobs.machine import network
 
 OTHERS = [("eth0", "192.168.7.2"), ("eth1", "10.10.1.3"), ("ib0", "10.20.0.3"), ("ib0", "10.30.0.3")]
 
@@ -85,9 +85,9 @@ def node() -> Iterator[str]:
 
 def inside(node: str, expression: str) -> object:
     """Evaluate an expression on our module in a node, whose /sys still shows this machine's interfaces."""
-    from muster.jobs.boot import CODE_ROOT
+    from muster.jobs.basics.boot import CODE_ROOT
 
-    code = f"import json, sys; sys.path.insert(0, {str(CODE_ROOT)!r}); from muster.jobs import network; "
+    code = f"import json, sys; sys.path.insert(0, {str(CODE_ROOT)!r}); from muster.jobs.machine import network; "
     code += f"print(json.dumps({expression}))"
     argv = ["nsenter", f"--net=/run/netns/{node}", shutil.which("python3") or "python3", "-I", "-c", code]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=20)

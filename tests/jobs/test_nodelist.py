@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.errors import UsageError
-from muster.jobs.nodelist import MAX_NAMES, expand, fold
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.hosts.nodelist import MAX_NAMES, expand, fold
 
 
 @pytest.mark.parametrize(

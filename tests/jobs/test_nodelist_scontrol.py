@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from muster.jobs.nodelist import expand, fold
+from muster.jobs.hosts.nodelist import expand, fold
 
 LISTS = [
     "n1",

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import files, ownership, rundir
-from muster.jobs.errors import RunFolderError
-from muster.jobs.ownership import check_folder, check_parents, private_folder
-from muster.jobs.reading import UntrustedError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import files, ownership
+from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.basics.ownership import check_folder, check_parents, private_folder
+from muster.jobs.basics.reading import UntrustedError
+from muster.jobs.runfolder import rundir
+from muster.jobs.runfolder.rundir import RunDir
 from support.users import ATTACKER, needs_root
 
 EVERY_UMASK = [0o000, 0o002, 0o022, 0o077]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from muster.jobs import page
-from muster.jobs.page import NEVER, Page, Phase
+from muster.jobs.node import page
+from muster.jobs.node.page import NEVER, Page, Phase
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.errors import RefusedError, RunFolderError
-from muster.jobs.placement import Host, Login, NodePlacement, Placement, divide, pin, place
-from muster.jobs.spec import CommandSettings, Job
+from muster.jobs.basics.errors import RefusedError, RunFolderError
+from muster.jobs.hosts.placement import Host, Login, NodePlacement, Placement, divide, pin, place
+from muster.jobs.spec.job import CommandSettings, Job
 
 HOSTS = (Host("n01", "10.0.0.1", 4), Host("n02", "10.0.0.2", 2), Host("n03", "10.0.0.3"))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs import ports
+from muster.jobs.machine import ports
 
 LOOPBACK = "127.0.0.1"
 RANGE = st.tuples(st.integers(1, 65535), st.integers(1, 65535)).map(lambda pair: (min(pair), max(pair)))

@@ -135,7 +135,7 @@ def test_without_a_place_for_its_output_a_rank_is_refused_too(warm: Warm) -> Non
 def test_reports_are_forwarded_in_order_and_the_failed_one_comes_with_the_exit(warm: Warm) -> None:
     code = """
 import os, sys
-from muster.jobs.reports import Reporter
+from muster.jobs.node.reports import Reporter
 reporter = Reporter(os.environ)
 reporter.arrived()
 reporter.joined()
@@ -159,7 +159,7 @@ sys.exit(4)
 def test_the_time_of_a_failure_is_when_the_rank_noticed_it_not_when_it_had_ended(warm: Warm) -> None:
     code = """
 import os, sys, time
-from muster.jobs.reports import Reporter
+from muster.jobs.node.reports import Reporter
 Reporter(os.environ).failed(ValueError("early"), peer=False)
 print("ready")
 while not os.path.exists("go"):

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs import ranks
-from muster.jobs.errors import RefusedError
-from muster.jobs.ranks import RankEnv
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts import ranks
+from muster.jobs.hosts.ranks import RankEnv
 
 numbers = st.integers(0, 10**6)
 envs = st.builds(

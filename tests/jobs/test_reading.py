@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import yamlfile
-from muster.jobs.errors import JobFileError, RunFolderError
-from muster.jobs.files import read_lines
-from muster.jobs.hosts import read_hostfile
-from muster.jobs.reading import MOST_VALUES, SETTINGS_BYTES, UntrustedError, parse_json, read_bytes, read_end, target_of
+from muster.jobs.basics.errors import JobFileError, RunFolderError
+from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.reading import (
+    MOST_VALUES,
+    SETTINGS_BYTES,
+    UntrustedError,
+    parse_json,
+    read_bytes,
+    read_end,
+    target_of,
+)
+from muster.jobs.hosts.hosts import read_hostfile
+from muster.jobs.spec import yamlfile
 from support.memory import little_memory
 from support.users import ATTACKER, needs_root
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.reports import Reporter
+from muster.jobs.node.reports import Reporter
 
 Pipe = tuple[int, int]
 

@@ -3,7 +3,7 @@
 import gc
 import mmap
 
-from muster.jobs import resident
+from muster.jobs.machine import resident
 
 MB = 2**20
 SIZE = 64 * MB

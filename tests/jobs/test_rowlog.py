@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.errors import StorageError
-from muster.jobs.files import read_lines
-from muster.jobs.rowlog import MOST_KEPT, RowLog
+from muster.jobs.basics.errors import StorageError
+from muster.jobs.basics.files import read_lines
+from muster.jobs.basics.rowlog import MOST_KEPT, RowLog
 
 
 class Disk:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import files, rundir
-from muster.jobs.errors import RunFolderError, StorageError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import files
+from muster.jobs.basics.errors import RunFolderError, StorageError
+from muster.jobs.runfolder import rundir
+from muster.jobs.runfolder.rundir import RunDir
 
 
 def a_run(root: Path, run_id: str) -> RunDir:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from muster.jobs import yamlfile
-from muster.jobs.errors import JobFileError
-from muster.jobs.load import EXAMPLES, load_job
-from muster.jobs.modes import MODES
-from muster.jobs.schema import job_schema
+from muster.jobs.basics.errors import JobFileError
+from muster.jobs.spec import yamlfile
+from muster.jobs.spec.load import EXAMPLES, load_job
+from muster.jobs.spec.modes import MODES
+from muster.jobs.spec.schema import job_schema
 from muster.launch.kinds import KINDS
 
 TRAIN = {"model": "vgg11", "data": "digits"}

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.model_shape import context_of, resolve_shape
-from muster.jobs.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
-from muster.jobs.train_settings import ModelSettings
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.model_shape import context_of, resolve_shape
+from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
+from muster.jobs.spec.train import ModelSettings
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import yamlfile
-from muster.jobs.errors import JobFileError
-from muster.jobs.site import Site, SshSettings, load_site, site_path
+from muster.jobs.basics.errors import JobFileError
+from muster.jobs.spec import yamlfile
+from muster.jobs.spec.site import Site, SshSettings, load_site, site_path
 
 
 def _write(path: Path, text: str) -> Path:

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.slurm_settings import SlurmSettings, merged, seconds_of, split_option
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.slurm import SlurmSettings, merged, seconds_of, split_option
 
 TIMES = [
     (30, 1800),

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.modes import Parallel
-from muster.jobs.spec import MAX_STRING_BYTES, CommandSettings, Job
-from muster.jobs.train_settings import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
-from muster.jobs.words import unknown
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.words import unknown
+from muster.jobs.spec.job import MAX_STRING_BYTES, CommandSettings, Job
+from muster.jobs.spec.modes import Parallel
+from muster.jobs.spec.train import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
 
 
 def train(**settings: Any) -> TrainSettings:

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from muster.jobs import ports
-from muster.jobs.boot import module_argv
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.machine import ports
 
 ELSEWHERE = "127.0.0.2"  # all of 127.0.0.0/8 is this host
 WAIT = timedelta(seconds=20)
@@ -24,7 +24,7 @@ def port() -> Iterator[int]:
         number: int = listening.getsockname()[1]
         descriptor = listening.fileno()
         argv = [
-            *module_argv(sys.executable, "muster.jobs.store"),
+            *module_argv(sys.executable, "muster.jobs.node.store"),
             "--fd",
             str(descriptor),
             "--parent",

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs import terminal
-from muster.jobs.terminal import last_state, printable, rank_line, shown
+from muster.jobs.basics import terminal
+from muster.jobs.basics.terminal import last_state, printable, rank_line, shown
 from support.terminals import ATTACKS, forbidden_in
 
 SEQUENCES = [

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from muster.jobs.errors import JobFileError
-from muster.jobs.load import LoadedJob, load_job
-from muster.jobs.modes import MODES
-from muster.jobs.spec import JobKind
-from muster.jobs.train_effects import READERS, unread
-from muster.jobs.train_settings import TrainSettings
+from muster.jobs.basics.errors import JobFileError
+from muster.jobs.spec.job import JobKind
+from muster.jobs.spec.load import LoadedJob, load_job
+from muster.jobs.spec.modes import MODES
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_effects import READERS, unread
 
 KINDS = (JobKind("train", TrainSettings, "somewhere:run", lambda settings, world_size: None, unread),)
 GPT = {"model": {"name": "gpt-nano", "tied": False}, "data": "synthetic"}

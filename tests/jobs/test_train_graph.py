@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.train_graph import why_not_recorded
-from muster.jobs.train_settings import TrainSettings
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_graph import why_not_recorded
 
 GPT = {"model": "gpt-nano", "data": "synthetic", "mode": "bucketed", "cuda_graph": True}
 

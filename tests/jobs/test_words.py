@@ -1,6 +1,6 @@
 import pytest
 
-from muster.jobs.words import counted, unknown
+from muster.jobs.basics.words import counted, unknown
 
 
 @pytest.mark.parametrize(("number", "text"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks")])

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs import yamlfile
-from muster.jobs.errors import JobFileError
-from muster.jobs.yamlfile import Place
+from muster.jobs.basics.errors import JobFileError
+from muster.jobs.spec import yamlfile
+from muster.jobs.spec.yamlfile import Place
 
 
 @pytest.mark.parametrize(

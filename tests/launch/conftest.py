@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from muster.jobs import ranks
-from muster.jobs.files import append_line
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import append_line
+from muster.jobs.hosts import ranks
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import processes
 from support.agents import LOOPBACK, Started
 from support.sshd import Sshd

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.boot import module_argv
+from muster.jobs.basics.boot import module_argv
 from muster.launch import agent
 from muster.launch.processes import start_ticks
 from muster.launch.wire.codec import decode

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from muster.jobs.files import append_line, write_json
+from muster.jobs.basics.files import append_line, write_json
 from muster.launch.look.doing import doing, newest_saved
 from muster.launch.look.runrows import read_rows
 from muster.launch.look.runstate import read_state

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.boot import CODE_ROOT, module_argv
+from muster.jobs.basics.boot import CODE_ROOT, module_argv
 
 SHOW = "import json, sys\nprint(json.dumps([__name__, __file__, __package__, __spec__.name, sys.argv, sys.path]))\n"
 LOADED = "import sys\nprint(*sys.modules)\n"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from muster.launch.check import inspection
 from muster.launch.cli import main
 from muster.launch.fingerprint import fingerprint

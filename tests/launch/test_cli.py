@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from muster.jobs import errors
+from muster.jobs.basics import errors
 from muster.launch import cli
 
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir, list_runs
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.processes import of_run
 from support.box import LiveBox
 from support.live import wait_until

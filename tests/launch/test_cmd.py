@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import list_runs
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import list_runs
 from muster.launch.agent import KEY, SECRET
 from muster.launch.processes import of_run
 from muster.launch.wire.handshake import node_key

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.placement import NodePlacement
-from muster.jobs.rundir import RunDir
-from muster.jobs.terminal import guard
+from muster.jobs.basics.terminal import guard
+from muster.jobs.hosts.placement import NodePlacement
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.console import Console
 from muster.launch.submit.plan import NodePlan, RankPlan
 from muster.launch.supervision.verdict import Ending, Verdict, judge

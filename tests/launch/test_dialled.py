@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, Login
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, Login
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.site import SshSettings
 from muster.launch.agent import KEY, SECRET
 from muster.launch.processes import start_ticks
 from muster.launch.transports.dialled import Dialled, Starter

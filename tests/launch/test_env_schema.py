@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from muster.jobs.schema import job_schema
+from muster.jobs.spec.schema import job_schema
 from muster.launch.cli import main
 from muster.launch.commands.env import describe, render
 from muster.launch.kinds import KINDS
@@ -54,7 +54,7 @@ def test_schema_prints_the_schema_of_all_kinds(capsys: pytest.CaptureFixture[str
 
 
 def test_reading_jobs_sites_and_ranks_imports_no_torch() -> None:
-    modules = "muster.jobs.load, jobs.schema, jobs.site, jobs.placement, jobs.detect, launch.commands.env"
+    modules = "muster.jobs.spec.load, jobs.schema, jobs.site, jobs.placement, jobs.detect, launch.commands.env"
     script = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}} & {{'torch', 'numpy'}})"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert found.stdout.strip() == ""

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.boot import CODE_ROOT
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir, list_runs
+from muster.jobs.basics.boot import CODE_ROOT
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.scheduler.slurm_job import SlurmJob
 from support.box import LiveBox
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import yamlfile
-from muster.jobs.boot import module_argv
-from muster.jobs.rundir import list_runs
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.runfolder.rundir import list_runs
+from muster.jobs.spec import yamlfile
 from support.live import DEADLINE_S
 from support.sshd import ADDRESSES, Sshd
 

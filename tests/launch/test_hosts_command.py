@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.hosts import read_hostfile
+from muster.jobs.hosts.hosts import read_hostfile
 from muster.launch.cli import main
 
 MANIFESTS = Path(__file__).resolve().parents[1] / "cloudlab" / "manifests"

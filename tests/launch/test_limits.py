@@ -5,7 +5,7 @@ import resource
 import subprocess
 import sys
 
-from muster.jobs.boot import CODE_ROOT
+from muster.jobs.basics.boot import CODE_ROOT
 
 LOOK = "import json, resource; print(json.dumps(resource.getrlimit(resource.RLIMIT_NOFILE)))"
 CODE = f"""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.page import NEVER
+from muster.jobs.node.page import NEVER
 from muster.launch.processes import start_ticks
 from muster.launch.wire.messages import (
     Beat,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.ranks
 SLEEPS = "import os, time\nprint('ready')\ntime.sleep(1000)"
 RUNS = """
 import time
-from muster.jobs import page
+from muster.jobs.node import page
 page.own.enter(page.Phase.RUN)
 page.own.step_done(5, 0.25)
 print("ready")
@@ -48,7 +48,7 @@ time.sleep(1000)
 """
 HOLDS = """
 import sys, time
-from muster.jobs import page
+from muster.jobs.node import page
 page.own.enter(page.Phase.RUN)
 page.own.step_done(5, 0.25)
 print("ready")

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from muster.jobs import rank_start
-from muster.jobs.files import append_line
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import append_line
+from muster.jobs.node import rank_start
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import storage, supervise
 from muster.launch.cli import main
 from muster.launch.processes import start_ticks

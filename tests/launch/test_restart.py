@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from muster.jobs import exits
-from muster.jobs.files import read_lines, write_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.files import read_lines, write_json
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.processes import command_line
 from support.live import LiveRun, argv, wait_until
 
@@ -151,7 +151,7 @@ def test_the_keeper_that_dies_takes_its_node_and_the_next_attempt_has_another(tm
     live = LiveRun(tmp_path, job(SLEEPING.format(failures=1), "{max: 1}"))
     rank = live.pid_of(2)
     keeper = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    assert "muster.jobs.warm" in command_line(keeper)
+    assert "muster.jobs.node.warm" in command_line(keeper)
     os.kill(keeper, signal.SIGKILL)
     assert live.end() == 0, live.err
     assert len(rows(live.run)) == 2

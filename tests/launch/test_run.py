@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.rundir import RunDir, list_runs, make_run, run_path
+from muster.jobs.runfolder.rundir import RunDir, list_runs, make_run, run_path
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two
 
 pytestmark = pytest.mark.ranks

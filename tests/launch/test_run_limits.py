@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.files import read_lines
-from muster.jobs.leftovers import state_of
-from muster.jobs.linux import descendants
+from muster.jobs.basics.files import read_lines
+from muster.jobs.machine.linux import descendants
+from muster.jobs.node.leftovers import state_of
 from muster.launch.processes import command_line, of_run
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
 
@@ -49,7 +49,7 @@ def test_training_ranks_that_never_come_are_named(tmp_path: Path) -> None:
     stopped: set[int] = set()  # the warm process, which imports torch, and what it has forked if that took no time
 
     def stands_still() -> bool:
-        found = {pid for pid in descendants(live.process.pid) if "muster.jobs.warm" in command_line(pid)}
+        found = {pid for pid in descendants(live.process.pid) if "muster.jobs.node.warm" in command_line(pid)}
         fresh = found - stopped
         for pid in fresh:
             os.kill(pid, signal.SIGSTOP)

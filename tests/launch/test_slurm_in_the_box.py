@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir, list_runs
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.console import Console
 from muster.launch.scheduler import slurm_follow
 from muster.launch.scheduler.slurm_job import SlurmJob

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from muster.jobs import yamlfile
-from muster.jobs.boot import CODE_ROOT
-from muster.jobs.errors import RefusedError
-from muster.jobs.hosts import HostSet
-from muster.jobs.linux import descendants
-from muster.jobs.placement import Host, Login
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.boot import CODE_ROOT
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, Login
+from muster.jobs.machine.linux import descendants
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec import yamlfile
+from muster.jobs.spec.site import SshSettings
 from muster.launch.agent import KEY, SECRET
 from muster.launch.fingerprint import PACKAGE
 from muster.launch.processes import is_same, of_run

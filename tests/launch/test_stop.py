@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from muster.jobs.files import read_lines
+from muster.jobs.basics.files import read_lines
 from muster.launch import processes
 from muster.launch.commands import stop as stop_command
 from support.live import wait_until

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from muster.jobs.errors import RunFolderError, StorageError, UnreachableError
-from muster.jobs.files import append_line, write_json, write_text
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import RunFolderError, StorageError, UnreachableError
+from muster.jobs.basics.files import append_line, write_json, write_text
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import storage
 from muster.launch.storage import Courier, find, keep
 
@@ -25,7 +25,7 @@ def made(path: Path, attempt: int = 0) -> RunDir:
 
 @pytest.fixture(autouse=True)
 def _nothing_warned_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muster.jobs.ownership._warned", set())
+    monkeypatch.setattr("muster.jobs.basics.ownership._warned", set())
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.boot import CODE_ROOT
-from muster.jobs.errors import RefusedError, RunFolderError, UnreachableError
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, Login
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.boot import CODE_ROOT
+from muster.jobs.basics.errors import RefusedError, RunFolderError, UnreachableError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, Login
+from muster.jobs.spec.site import SshSettings
 from muster.launch import sync as module
 from muster.launch.cli import main
 from muster.launch.commands.sync import code_of, report

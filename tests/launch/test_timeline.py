@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.files import append_line, read_lines
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import append_line, read_lines
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.train.timeline import row_of
 from muster.launch import cli
 from muster.launch.storage import Courier

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from muster.jobs import exits
+from muster.jobs.basics import exits
 from muster.launch.look.advice import TABLE, next_step
 
 ID = "vgg-20250101T000000Z-abc123"

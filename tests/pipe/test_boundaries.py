@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.train.models.gpt import assemble_gpt
 from muster.jobs.train.models.vgg import assemble_vgg
 from muster.pipe.boundaries import boundaries, boundary_sizes, weights_of

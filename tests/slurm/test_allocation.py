@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from muster.slurm.allocation import clean_environment, inside_allocation, inside_task, read_allocation, step_node
 
 # A batch script on two nodes of a real cluster, `env | grep SLURM`.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.errors import RefusedError, UnreachableError
+from muster.jobs.basics.errors import RefusedError, UnreachableError
 from muster.slurm import client as client_module
 from muster.slurm.client import Client, SubmissionRefusedError, from_sacct, from_scontrol, from_squeue, unix_s
 from muster.slurm.states import JobState

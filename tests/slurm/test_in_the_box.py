@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.errors import RefusedError, UnreachableError
-from muster.jobs.slurm_settings import SlurmSettings
+from muster.jobs.basics.errors import RefusedError, UnreachableError
+from muster.jobs.spec.slurm import SlurmSettings
 from muster.slurm.allocation import inside_allocation, inside_task, read_allocation, step_node
 from muster.slurm.client import Client, SubmissionRefusedError
 from muster.slurm.refusals import refusal

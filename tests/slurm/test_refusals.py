@@ -2,8 +2,8 @@
 
 import pytest
 
-from muster.jobs.errors import RefusedError, UnreachableError
-from muster.jobs.slurm_settings import SlurmSettings
+from muster.jobs.basics.errors import RefusedError, UnreachableError
+from muster.jobs.spec.slurm import SlurmSettings
 from muster.slurm.refusals import not_set_up, refusal
 
 FAILED = "sbatch: error: Batch job submission failed: "

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.slurm_settings import SlurmSettings
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.slurm import SlurmSettings
 from muster.slurm.script import Array, Option, options_of, overriding_variables, quoted, sbatch_text
 
 GOLDEN = Path(__file__).parent / "golden"

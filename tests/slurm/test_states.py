@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.jobs import exits
+from muster.jobs.basics import exits
 from muster.slurm.states import STATES, JobState, is_hopeless, is_orphan, outcome, waiting
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import exits
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.runfolder.rundir import RunDir
 from muster.slurm.submitit_job import Task, await_rendezvous, publish, start_key
 from muster.slurm.submitit_submit import default_minutes, minutes_of
 from support.live import wait_until

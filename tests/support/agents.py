@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from muster.jobs.boot import module_argv
-from muster.jobs.rundir import AttemptDir, RunDir
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch import agent
 from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import decode, encode

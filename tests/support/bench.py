@@ -16,8 +16,8 @@ import torch.distributed as dist
 from muster.collectives_bench.ranks import conductor, operations
 from muster.collectives_bench.ranks.run import Task, conduct
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.files import read_lines
-from muster.jobs.ranks import RankEnv
+from muster.jobs.basics.files import read_lines
+from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.train.world import World
 
 

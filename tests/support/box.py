@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from muster.cloudlab.box.hosts import box_hosts
-from muster.jobs.hosts import HostSet
+from muster.jobs.hosts.hosts import HostSet
 
 CALL_S = 60.0
 

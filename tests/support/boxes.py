@@ -10,7 +10,7 @@ from muster.cloudlab.box.control import Box
 from muster.cloudlab.box.paths import NETNS, BoxPaths
 from muster.cloudlab.box.spec import netns_pattern
 from muster.cloudlab.box.state import read_state
-from muster.jobs.boot import CODE_ROOT
+from muster.jobs.basics.boot import CODE_ROOT
 
 
 def muster(*words: str) -> list[str]:

@@ -4,15 +4,15 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from muster.jobs.basics.files import write_json
 from muster.jobs.checkpoint import commit
 from muster.jobs.checkpoint.manifest import Manifest
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.pieces import Piece, whole
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.checkpoint.shard import write_shard
-from muster.jobs.files import write_json
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 SHAPE = (6, 4)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from muster.jobs.shapes import POOL, GptShape, VggShape
+from muster.jobs.models.shapes import POOL, GptShape, VggShape
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.vgg import build_vgg
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from muster.jobs.failover_settings import RestartSettings
-from muster.jobs.placement import Host
-from muster.jobs.rundir import RunDir, make_run
-from muster.jobs.site import Site
-from muster.jobs.spec import CommandSettings, Job
+from muster.jobs.hosts.placement import Host
+from muster.jobs.runfolder.rundir import RunDir, make_run
+from muster.jobs.spec.failover import RestartSettings
+from muster.jobs.spec.job import CommandSettings, Job
+from muster.jobs.spec.site import Site
 from muster.launch.console import Console
 from muster.launch.fingerprint import fingerprint
 from muster.launch.submit.plan import Context

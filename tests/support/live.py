@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.processes import of_run
 
 DEADLINE_S = 90.0

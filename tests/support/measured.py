@@ -21,7 +21,7 @@ from muster.collectives_bench.records import (
     World,
 )
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.files import append_lines
+from muster.jobs.basics.files import append_lines
 
 
 def settings(**values: Any) -> BenchSettings:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from muster.jobs import linux
+from muster.jobs.machine import linux
 from muster.jobs.train.world import World
 
 Ended = tuple[str, str, int]  # standard output, standard error, exit code

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muster.jobs.shapes import POOL, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, GptShape, VggShape
 from muster.jobs.train.keyed import key
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import mean_loss

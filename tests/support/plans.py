@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from muster.jobs.placement import Host, place
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import Site
-from muster.jobs.spec import CommandSettings, Job
+from muster.jobs.hosts.placement import Host, place
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import CommandSettings, Job
+from muster.jobs.spec.site import Site
 from muster.launch.submit.plan import (
     Context,
     Machine,

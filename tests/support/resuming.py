@@ -8,18 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-from muster.jobs import page
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.checkpoint.read import Reader
-from muster.jobs.page import Page
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
-from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
-from muster.jobs.spec import Job
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.node import page
+from muster.jobs.node.page import Page
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.main import Start, make_deterministic, train_in
 from muster.jobs.train.restoring import Resume
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 ROOT = Path(__file__).parents[2]
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))

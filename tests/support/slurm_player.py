@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from muster.jobs.files import append_line, read_lines, write_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import append_line, read_lines, write_json
+from muster.jobs.runfolder.rundir import RunDir
 from support.slurm_commands import FakeSlurm
 
 ID = "demo-20250101T000000.000Z-abc123"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.jobs.shapes import GptShape
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.tensor_plan import split_gpt

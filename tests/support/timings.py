@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from muster.jobs.files import append_lines
-from muster.jobs.strict import Strict
+from muster.jobs.basics.files import append_lines
+from muster.jobs.spec.strict import Strict
 from muster.jobs.timing.records import End, Header, Machine, Peak, Summary, Timed
 from muster.jobs.timing.settings import TimingSettings
 

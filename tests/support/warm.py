@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from muster.jobs import ranks
+from muster.jobs.hosts import ranks
 from muster.launch.processes import kill_all, of_run
 from support.live import wait_until
 
@@ -54,7 +54,7 @@ class Warm:
         pairs = [socket.socketpair() for _ in range(keepers)]
         descriptors = [theirs.fileno() for _, theirs in pairs]
         fds = ",".join(map(str, descriptors))
-        what = ["-c", code, fds] if code else ["-m", "muster.jobs.warm", "--fds", fds, "--preload", preload]
+        what = ["-c", code, fds] if code else ["-m", "muster.jobs.node.warm", "--fds", fds, "--preload", preload]
         argv = [sys.executable, "-I", *what]
         self.said = (folder / "warm.err").open("w+")
         self.process = subprocess.Popen(

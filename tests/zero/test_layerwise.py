@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from muster.ddp import BucketedDDP
-from muster.jobs.shapes import GptShape
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.world import World
 from muster.zero import layerwise

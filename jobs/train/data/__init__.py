@@ -5,9 +5,9 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import image_sets, token_sets
-from muster.jobs.train_settings import TrainSettings
 
 
 class Data(Protocol):

@@ -6,12 +6,12 @@ from typing import Final
 
 import torch
 
-from muster.jobs import datafiles
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.data import datafiles
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data.images import SIDE, Images, Normalise, Part
 from muster.jobs.train.data.mapped import map_bytes
 from muster.jobs.train.keyed import SYNTHETIC, bits, key, uniform_ints
-from muster.jobs.train_settings import TrainSettings
 
 CLASSES: Final = 10
 PIXELS: Final = 3 * SIDE * SIDE

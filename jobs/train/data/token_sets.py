@@ -10,13 +10,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from muster.jobs import datafiles
-from muster.jobs.errors import RefusedError
-from muster.jobs.model_shape import context_of
-from muster.jobs.shapes import GptShape
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.data import datafiles
+from muster.jobs.models.model_shape import context_of
+from muster.jobs.models.shapes import GptShape
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data.mapped import map_bytes
 from muster.jobs.train.keyed import SYNTHETIC, key, uniform_ints
-from muster.jobs.train_settings import TrainSettings
 
 BYTES: Final = 256
 SYNTHETIC_TRAIN_SAMPLES: Final = 8192

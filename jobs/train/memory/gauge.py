@@ -12,7 +12,7 @@ from typing import Final
 
 import torch
 
-from muster.jobs import resident
+from muster.jobs.machine import resident
 
 _BEFORE: Final[dict[str, int]] = {}  # the peaks that were set back: of this process, as the counters are
 _COUNTS: Final = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks")

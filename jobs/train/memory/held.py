@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.memory_rows import KINDS
+from muster.jobs.runfolder.memory_rows import KINDS
 
 Held = Mapping[str, Iterable[Tensor]]
 

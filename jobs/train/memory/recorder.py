@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from muster.jobs import resident
-from muster.jobs.errors import MusterError
-from muster.jobs.files import append_line
-from muster.jobs.memory_rows import AFTER, BASELINE, BEFORE, END, INIT
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.files import append_line
+from muster.jobs.machine import resident
+from muster.jobs.runfolder.memory_rows import AFTER, BASELINE, BEFORE, END, INIT
 from muster.jobs.train.memory import gauge
 from muster.jobs.train.memory.held import bytes_by_kind
 from muster.jobs.train.metrics import warn

@@ -1,11 +1,11 @@
 """Models by name: a table of builders, each a flat stack of named layers that stages can be cut from."""
 
-from muster.jobs.model_shape import resolve_shape
-from muster.jobs.shapes import VggShape
+from muster.jobs.models.model_shape import resolve_shape
+from muster.jobs.models.shapes import VggShape
+from muster.jobs.spec.train import ModelSettings
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.vgg import build_vgg
-from muster.jobs.train_settings import ModelSettings
 
 
 def build_model(settings: ModelSettings, *, vocabulary: int, seed: int) -> Stack:

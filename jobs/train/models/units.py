@@ -3,7 +3,7 @@
     gpt    block1 | block2 | ...            around them, for the whole step: embed, norm, head
     vgg    conv1 norm1 | conv2 norm2 | ... | head
 
-`jobs/anatomy.py` has the same units by their shapes; a test compares the two.
+`jobs/models/anatomy.py` has the same units by their shapes; a test compares the two.
 """
 
 from torch import nn

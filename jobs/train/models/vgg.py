@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from muster.jobs.shapes import IMAGE_CHANNELS, POOL, VggShape
+from muster.jobs.models.shapes import IMAGE_CHANNELS, POOL, VggShape
 from muster.jobs.train.keyed import INITIALISE, key
 from muster.jobs.train.models.stack import Stack
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from muster.jobs.spec.train import OptimizerSettings, Precision, TrainSettings
 from muster.jobs.train.models.gpt import Attention
 from muster.jobs.train.models.stack import Stack, plain_loss
 from muster.jobs.train.numerics.loss import chunked_loss
@@ -27,7 +28,6 @@ from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.numerics.pieces import Body, Piece, compiled, cut, require_compiler
 from muster.jobs.train.numerics.scaling import LossScaler, Scaler
 from muster.jobs.train.optim import build_optimizer
-from muster.jobs.train_settings import OptimizerSettings, Precision, TrainSettings
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.models.gpt import Block, Embed
 from muster.jobs.train.models.stack import Layers, Stack, in_turn
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import torch
 
-from muster.jobs.files import write_bytes
+from muster.jobs.basics.files import write_bytes
 from muster.jobs.train.memory.gauge import overall
 
 MOST_EVENTS: Final = 1_000_000  # of the allocator, in a snapshot: the newest

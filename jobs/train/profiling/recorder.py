@@ -18,11 +18,11 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 from typing_extensions import Self
 
-from muster.jobs import page
-from muster.jobs.page import Phase
-from muster.jobs.profile_settings import ProfileSettings
+from muster.jobs.node import page
+from muster.jobs.node.page import Phase
+from muster.jobs.runfolder.profiledir import ProfileDir
+from muster.jobs.spec.profile import ProfileSettings
 from muster.jobs.trace.events import MARK, START
-from muster.jobs.trace.paths import ProfileDir
 from muster.jobs.trace.record import numbers
 from muster.jobs.trace.window import Window, window_of
 from muster.jobs.train.clock import Clock

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch.profiler import profile
 
-from muster.jobs.files import folder_error, make_folder, write_json, write_text
+from muster.jobs.basics.files import folder_error, make_folder, write_json, write_text
+from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.trace.chrome import read_document, with_phases, write_trace
 from muster.jobs.trace.events import read_trace
 from muster.jobs.trace.flame import device_flame, host_flame, render
 from muster.jobs.trace.nesting import Nested, nest_trace
-from muster.jobs.trace.paths import ProfileDir
 from muster.jobs.trace.record import numbers, operators_csv, operators_text, record_of
 from muster.jobs.train.profiling.memory import History, peaks
 

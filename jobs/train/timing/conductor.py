@@ -16,18 +16,18 @@ from typing import Any, Final, cast
 
 import torch
 
-from muster.jobs import linux
-from muster.jobs.anatomy import anatomy
-from muster.jobs.machine import cpu_name
-from muster.jobs.page import Page
-from muster.jobs.rowlog import RowLog
-from muster.jobs.strict import Strict
+from muster.jobs.basics.rowlog import RowLog
+from muster.jobs.basics.words import counted
+from muster.jobs.machine import linux
+from muster.jobs.machine.hardware import cpu_name
+from muster.jobs.models.anatomy import anatomy
+from muster.jobs.node.page import Page
+from muster.jobs.spec.strict import Strict
 from muster.jobs.timing.records import Dtypes, End, Header, LayerTypes, Machine, Peak, State, Summary, Timed
 from muster.jobs.timing.settings import Case, TimingSettings
 from muster.jobs.train.forked import Ended, Forked, Tell
 from muster.jobs.train.timing import memory, work
 from muster.jobs.train.timing.work import Task
-from muster.jobs.words import counted
 
 SURVEY_S: Final = 60.0
 POLL_S: Final = 1.0

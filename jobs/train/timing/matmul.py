@@ -4,9 +4,9 @@ from typing import Final
 
 import torch
 
+from muster.jobs.spec.train import Precision
 from muster.jobs.train.numerics.numerics import ROWS
 from muster.jobs.train.timing.device import synchronize, timed
-from muster.jobs.train_settings import Precision
 
 CPU_SIDES: Final = (256, 512, 1024, 2048)
 CUDA_SIDE: Final = 8192

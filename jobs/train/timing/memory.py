@@ -13,10 +13,10 @@ from typing import Final
 
 import torch
 
-from muster.jobs import free, resident
-from muster.jobs.anatomy import Anatomy
+from muster.jobs.machine import free, resident
+from muster.jobs.models.anatomy import Anatomy
+from muster.jobs.spec.train import Precision
 from muster.jobs.timing.settings import Pass
-from muster.jobs.train_settings import Precision
 
 OOM_SCORE: Final = Path("/proc/self/oom_score_adj")
 FIRST_TO_GO: Final = "1000"

@@ -9,12 +9,13 @@ from typing import Any, Final
 
 import torch
 
-from muster.jobs import ranks
-from muster.jobs.errors import MusterError, RefusedError
-from muster.jobs.files import folder_error
-from muster.jobs.reports import Reporter
-from muster.jobs.rowlog import RowLog
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.basics.files import folder_error
+from muster.jobs.basics.rowlog import RowLog
+from muster.jobs.basics.words import counted
+from muster.jobs.hosts import ranks
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.files import read_timings
 from muster.jobs.timing.settings import TimingSettings
 from muster.jobs.timing.table import report_lines
@@ -22,7 +23,6 @@ from muster.jobs.train.main import complain, guarded
 from muster.jobs.train.numerics.pieces import require_compiler
 from muster.jobs.train.timing.conductor import Conductor
 from muster.jobs.train.world import choose_device, this_peer
-from muster.jobs.words import counted
 
 FAILED: Final = 1
 STANDARD_ERROR: Final = 2

@@ -16,9 +16,9 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.page import Page
-from muster.jobs.shapes import IMAGE_CHANNELS
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.shapes import IMAGE_CHANNELS
+from muster.jobs.node.page import Page
 from muster.jobs.timing.settings import CLASSES, Case, TimingSettings
 from muster.jobs.train.forked import Tell
 from muster.jobs.train.keyed import SYNTHETIC, key

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from muster.cloudlab.box.control import Box
-from muster.jobs import exits
+from muster.jobs.basics import exits
 from muster.launch.cli import main
 from support.boxes import leftovers, muster, number_of
 

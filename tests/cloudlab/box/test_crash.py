@@ -16,7 +16,7 @@ from muster.cloudlab.box.paths import NETNS, BoxPaths
 from muster.cloudlab.box.processes import wait_until
 from muster.cloudlab.box.remove import take_down
 from muster.cloudlab.box.spec import BoxSpec, netns_pattern
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from support.boxes import leftovers, muster, number_of
 
 pytestmark = pytest.mark.cluster

@@ -15,7 +15,7 @@ from muster.cloudlab.box.failures import WAYS
 from muster.cloudlab.box.processes import wait_until
 from muster.cloudlab.box.spec import BoxSpec
 from muster.cloudlab.box.status import NodeStatus
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from support.boxes import leftovers, processes, ssh
 
 pytestmark = pytest.mark.cluster

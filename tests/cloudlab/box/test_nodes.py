@@ -13,8 +13,8 @@ from muster.cloudlab.box.control import Box, box_up
 from muster.cloudlab.box.hosts import box_hosts
 from muster.cloudlab.box.make import make
 from muster.cloudlab.box.spec import BoxSpec
-from muster.jobs.errors import RefusedError, UsageError
-from muster.jobs.placement import Host, Login
+from muster.jobs.basics.errors import RefusedError, UsageError
+from muster.jobs.hosts.placement import Host, Login
 from support.boxes import leftovers, ssh
 
 pytestmark = pytest.mark.cluster

@@ -7,7 +7,7 @@ import pytest
 
 from muster.cloudlab.box.control import Box
 from muster.cloudlab.box.network import burst_bytes
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 
 pytestmark = pytest.mark.cluster
 

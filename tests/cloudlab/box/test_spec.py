@@ -14,7 +14,7 @@ from muster.cloudlab.box.spec import (
     parse_rate,
     rate_text,
 )
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 
 NODES = st.sampled_from([f"node{k}" for k in range(6)])
 RATES = st.integers(8_000, 400 * 10**9)

@@ -15,7 +15,7 @@ from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.spec import BoxSpec, Rates
 from muster.cloudlab.box.state import BoxState, boot_id, box_names, locked_folder, read_state, root_lock, write_state
 from muster.cloudlab.box.tools import Tools
-from muster.jobs.errors import RefusedError, RunFolderError, UsageError
+from muster.jobs.basics.errors import RefusedError, RunFolderError, UsageError
 from support.users import AS_ATTACKER, ATTACKER, needs_root, public_folder
 
 SPECS = st.builds(

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from muster.collectives_bench.cost import buckets
 from muster.collectives_bench.cost.buckets import MB, Bucket, Gradient, Lanes, Point
 from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets
-from muster.jobs.anatomy import anatomy
-from muster.jobs.errors import UsageError
-from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.models.anatomy import anatomy
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.spec.train import ModelSettings
 from muster.jobs.train.models import build_model
-from muster.jobs.train_settings import ModelSettings
 
 ALPHA, RATE = 0.5e-3, 1.25e9
 

@@ -12,7 +12,7 @@ from muster.collectives_bench.cost.profile import load, save
 from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
 from muster.collectives_bench.records import HostFacts, Load, Result
 from muster.collectives_bench.results.rows import rows_of
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from support.costs import OnLinks, OnOneHost, block, drawn, header, world_of
 
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "scatter", "all_to_all", "barrier")

@@ -6,7 +6,7 @@ import pytest
 
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.cost.formulas import ALGORITHMS, LIBRARIES, TEXTBOOK, Cost, algorithm_of, cost, rounds
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 
 MB = 10**6
 WORLDS = (2, 3, 4, 5, 8, 16)

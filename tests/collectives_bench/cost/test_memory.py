@@ -9,9 +9,9 @@ from muster.collectives_bench.cost.known import deepspeed_bytes, layer_activatio
 from muster.collectives_bench.cost.load import MIXED_ADAM, SIZES, Load, Recipe, Split
 from muster.collectives_bench.cost.memory import Memory, memories_of, memory_of, states
 from muster.collectives_bench.cost.modes import WAYS
-from muster.jobs.anatomy import anatomy, saved_bytes
-from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
-from muster.jobs.train_settings import Precision
+from muster.jobs.models.anatomy import anatomy, saved_bytes
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.spec.train import Precision
 
 TEN_BILLION = 10e9
 SGD = Recipe(4, 4, 0)

@@ -4,10 +4,10 @@ import pytest
 
 from muster.collectives_bench.cost.exposed import EXPOSED
 from muster.collectives_bench.cost.modes import WAYS, cut, messages, rank_of, ways
-from muster.jobs.anatomy import anatomy
-from muster.jobs.errors import UsageError
-from muster.jobs.modes import MODES
-from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.models.anatomy import anatomy
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.spec.modes import MODES
 
 VGG, GPT = anatomy(VGG_SHAPES["vgg11"]), anatomy(GPT_SHAPES["gpt-small"])
 

@@ -8,7 +8,7 @@ import pytest
 from muster.collectives_bench.cost.curves import Curve, Piece
 from muster.collectives_bench.cost.heldout import errors_of
 from muster.collectives_bench.cost.profile import Profile, link, load, save
-from muster.jobs.errors import JobFileError, MusterError, RefusedError, UsageError
+from muster.jobs.basics.errors import JobFileError, MusterError, RefusedError, UsageError
 from support.costs import OnLinks, OnOneHost
 
 MB = 2**20

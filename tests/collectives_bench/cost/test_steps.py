@@ -10,9 +10,9 @@ from muster.collectives_bench.cost.exposed import Compute, own_buckets
 from muster.collectives_bench.cost.load import Load, Recipe
 from muster.collectives_bench.cost.modes import WAYS, cut, ways
 from muster.collectives_bench.cost.steps import Row, Span, rank
-from muster.jobs.anatomy import anatomy
-from muster.jobs.errors import RefusedError
-from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.anatomy import anatomy
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 
 GBIT = 1e9
 VGG = Load(anatomy(VGG_SHAPES["vgg11"]), Recipe(4, 4, 0), ranks=4, batch=64, microbatches=8, itemsize=4)

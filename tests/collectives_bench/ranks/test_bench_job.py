@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import linux
-from muster.jobs.files import read_lines
+from muster.jobs.basics.files import read_lines
+from muster.jobs.machine import linux
 from support.bench import blocks
 from support.box import LiveBox
 from support.live import LiveRun, wait_until

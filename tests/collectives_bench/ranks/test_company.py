@@ -6,8 +6,8 @@ import torch
 from muster.collectives_bench.ranks.company import Company, Seat, assemble, device_of, hosts_of
 from muster.collectives_bench.records import HostFacts, World
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.errors import RefusedError
-from muster.jobs.ranks import RankEnv
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.train.world import Peer
 
 TWO_GPUS = [Peer("a", None, 2), Peer("a", None, 2)]

@@ -3,7 +3,7 @@
 import pytest
 
 from muster.collectives_bench.records import Block, Header
-from muster.jobs.files import read_lines
+from muster.jobs.basics.files import read_lines
 from support.bench import blocks, free_port, measure
 
 pytestmark = pytest.mark.ranks

@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from muster.collectives_bench.ranks import facts
-from muster.jobs import machine
-from muster.jobs.ranks import RankEnv
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.machine import hardware as machine
 
 ENV = RankEnv(3, 4, 1, 2, 1, 2, "127.0.0.1", 29500)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.leftovers import state_of
+from muster.jobs.node.leftovers import state_of
 from muster.jobs.train.world import World
 from support.live import wait_until
 

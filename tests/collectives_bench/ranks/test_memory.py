@@ -8,7 +8,7 @@ from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks import memory
 from muster.collectives_bench.ranks.operations import prepare
 from muster.collectives_bench.records import Cell
-from muster.jobs import free
+from muster.jobs.machine import free
 from muster.jobs.train.world import World
 
 MB = 2**20

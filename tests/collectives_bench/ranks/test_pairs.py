@@ -10,7 +10,7 @@ from muster.collectives_bench.ranks.sampling import Voices
 from muster.collectives_bench.records import HostFacts, Pair
 from muster.collectives_bench.records import World as BenchWorld
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.ranks import RankEnv
+from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.train.world import World
 
 pytestmark = pytest.mark.ranks

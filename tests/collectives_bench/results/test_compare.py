@@ -20,7 +20,7 @@ from muster.collectives_bench.results.compare import Comparison, compare, compar
 from muster.collectives_bench.results.rows import Row, rows_of
 from muster.collectives_bench.results.sides import drift_of, pairs_in_time
 from muster.collectives_bench.results.stats import median
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from support.bench_records import a_block, a_cell, a_world
 
 SPREAD = 0.095

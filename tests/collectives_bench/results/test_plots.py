@@ -7,7 +7,7 @@ import pytest
 from muster.collectives_bench.records import Cell, Result
 from muster.collectives_bench.results import plots
 from muster.collectives_bench.results.rows import rows_of
-from muster.jobs.errors import RunFolderError
+from muster.jobs.basics.errors import RunFolderError
 from support.measured import block, result, settings, world
 
 ROWS = rows_of(result(settings(operation=["all_reduce", "all_gather"], places="both")))

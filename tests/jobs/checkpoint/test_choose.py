@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
+from muster.jobs.basics.errors import BadCheckpointError, NoCheckpointError, StorageError
 from muster.jobs.checkpoint import choose
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.checkpoint.verify import is_verified
-from muster.jobs.errors import BadCheckpointError, NoCheckpointError, StorageError
 
 A5, A9, A50 = "step-00000005.a000", "step-00000009.a000", "step-00000050.a000"
 

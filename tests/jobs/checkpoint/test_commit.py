@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from muster.jobs.basics.errors import BadCheckpointError, MusterError, RunFolderError, StorageError
 from muster.jobs.checkpoint import commit, sealed
 from muster.jobs.checkpoint.commit import FencedError, IncompleteError, abandon, begin, roll_forward
 from muster.jobs.checkpoint.manifest import read_manifest
 from muster.jobs.checkpoint.pieces import Piece, whole
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.checkpoint.verify import verify
-from muster.jobs.errors import BadCheckpointError, MusterError, RunFolderError, StorageError
 
 
 def test_a_checkpoint_is_invisible_until_all_writers_are_done(saved) -> None:

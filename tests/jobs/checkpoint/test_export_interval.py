@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muster.jobs.basics.errors import BadCheckpointError, NoCheckpointError, StorageError
 from muster.jobs.checkpoint import commit
 from muster.jobs.checkpoint import export as export_module
 from muster.jobs.checkpoint.export import export
@@ -13,7 +14,6 @@ from muster.jobs.checkpoint.interval import mean_time_between_failures, young_da
 from muster.jobs.checkpoint.manifest import read_manifest
 from muster.jobs.checkpoint.pieces import whole
 from muster.jobs.checkpoint.shard import write_shard
-from muster.jobs.errors import BadCheckpointError, NoCheckpointError, StorageError
 from support.checkpoints import content
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import sealed
 from muster.jobs.checkpoint.layout import Header, read_header
 from muster.jobs.checkpoint.manifest import Manifest, parse_manifest
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.checkpoint.verify import verify
-from muster.jobs.errors import BadCheckpointError
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from support.checkpoints import Saved
 
 NUMBERS = (-1, 0, 1, 7, 8, 2**31, 2**52, 2**63, 2**64, 1.5)

@@ -6,13 +6,13 @@ import time
 
 import pytest
 
+from muster.jobs.basics.errors import BadCheckpointError
 from muster.jobs.checkpoint import sealed
 from muster.jobs.checkpoint.coverage import check_coverage
 from muster.jobs.checkpoint.layout import read_header
 from muster.jobs.checkpoint.manifest import parse_manifest, read_manifest
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.verify import verify
-from muster.jobs.errors import BadCheckpointError
 
 
 def body_of(folder) -> dict:

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from muster.jobs.basics.errors import BadCheckpointError, RefusedError
 from muster.jobs.checkpoint import commit, read
 from muster.jobs.checkpoint.manifest import Manifest, read_manifest
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.pieces import ITEM_BYTES, Piece, whole
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.checkpoint.shard import write_shard
-from muster.jobs.errors import BadCheckpointError, RefusedError
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 
 def split_flat(draw: random.Random, name: str, dtype: str, shape: tuple[int, ...]) -> list[Piece]:

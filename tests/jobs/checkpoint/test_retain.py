@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muster.jobs.basics.errors import RunFolderError
 from muster.jobs.checkpoint import retain as retain_module
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.checkpoint.retain import Entry, plan, retain
-from muster.jobs.errors import RunFolderError
 
 
 def entry(text: str) -> Entry:

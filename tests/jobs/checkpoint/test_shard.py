@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import safetensors
 
+from muster.jobs.basics.errors import BadCheckpointError, RunFolderError, StorageError
 from muster.jobs.checkpoint import commit, disk
 from muster.jobs.checkpoint.layout import read_header
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.pieces import ITEM_BYTES, Piece, whole
 from muster.jobs.checkpoint.shard import ShardRecord, read_ok, write_shard
-from muster.jobs.errors import BadCheckpointError, RunFolderError, StorageError
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from muster.jobs.basics.errors import BadCheckpointError, StorageError
 from muster.jobs.checkpoint import verify as verify_module
-from muster.jobs.checkpoint.paths import CheckpointDir
 from muster.jobs.checkpoint.verify import is_verified, mark_verified, verify
-from muster.jobs.errors import BadCheckpointError, StorageError
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 once = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

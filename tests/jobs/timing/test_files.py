@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from muster.jobs.errors import JobFileError, RunFolderError
+from muster.jobs.basics.errors import JobFileError, RunFolderError
 from muster.jobs.timing.files import is_timing, parse, read_timings, write_csv, write_timings
 from support import measured
 from support.timings import end, header, peak, settings, timed, without_times, write_lines

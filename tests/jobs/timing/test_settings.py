@@ -5,8 +5,8 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.timing.settings import Case, TimingSettings
 
 

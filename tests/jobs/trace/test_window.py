@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from muster.jobs.profile_settings import OFF, ProfileSettings
+from muster.jobs.spec.profile import OFF, ProfileSettings
 from muster.jobs.trace.window import Window, window_of
 
 

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
-from muster.jobs import datafiles
-from muster.jobs.cifar10 import prepare_cifar10
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.data import datafiles
+from muster.jobs.data.cifar10 import prepare_cifar10
+from muster.jobs.spec.train import DATA_NAMES, TrainSettings
 from muster.jobs.train.data import OPENERS, open_data, require_batch
 from muster.jobs.train.keyed import AUGMENT, key, permutation
-from muster.jobs.train_settings import DATA_NAMES, TrainSettings
 
 
 def settings(model: Any, data: Any, **others: Any) -> TrainSettings:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.train.world import Peer, choose_device
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.ranks import RankEnv
-from muster.jobs.rundir import RunDir
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.train.direct_run import placement_of
 from muster.launch.look.runstate import read_state
 from support.live import LiveRun

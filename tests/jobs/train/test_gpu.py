@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.files import read_lines
-from muster.jobs.modes import MODES, TENSOR
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.modes import MODES, TENSOR
 from support.live import LiveRun
 from support.resuming import ADAMW, VGG, attempt_apart
 

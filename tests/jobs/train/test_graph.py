@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.train import OptimizerSettings
 from muster.jobs.train.clock import PHASES, Clock
 from muster.jobs.train.graph import GraphedEngine, form_of
 from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.optim import build_optimizer, set_learning_rate
-from muster.jobs.train_settings import OptimizerSettings
 
 
 def shard(samples: int = 2, virtual_rank: int = 0) -> ShardInput:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from muster.jobs.files import read_lines
-from muster.jobs.shapes import VGG_SHAPES
+from muster.jobs.basics.files import read_lines
+from muster.jobs.models.shapes import VGG_SHAPES
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.clock import clock_for
 from muster.jobs.train.engine import Engine, build_engine
 from muster.jobs.train.graph import EAGER_STEPS, GraphedEngine
@@ -19,7 +20,6 @@ from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.optim import set_learning_rate
 from muster.jobs.train.pipeline import PipelineEngine
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from support.gpus import over
 from support.live import LiveRun
 from support.resuming import TINY_VGG, attempt_apart

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from muster.ddp.checks import gather_json
-from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.layerwise import LayerwiseReplica
 from muster.jobs.train.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 

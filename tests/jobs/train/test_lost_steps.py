@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.modes import MODES, PIPELINES
-from muster.jobs.reports import Reporter
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.modes import MODES, PIPELINES
+from muster.jobs.spec.train import OptimizerSettings, TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.failures import is_lost_connection
 from muster.jobs.train.loop import Trainer, build_trainer, train
@@ -21,7 +22,6 @@ from muster.jobs.train.saving import NotSaving
 from muster.jobs.train.soundness import NotFiniteError, Soundness
 from muster.jobs.train.verify import digest
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import OptimizerSettings, TrainSettings
 
 CPU = torch.device("cpu")
 GPT: dict[str, Any] = {

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.jobs.reports import Reporter
-from muster.jobs.shapes import VGG_SHAPES
+from muster.jobs.models.shapes import VGG_SHAPES
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import NotFiniteError, Soundness
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from support.gpus import over
 from support.resuming import TINY_VGG
 

@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 from torch.nn import functional as F
 
-from muster.jobs import exits, ranks
-from muster.jobs.errors import StorageError
-from muster.jobs.reports import Reporter
-from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import StorageError
+from muster.jobs.hosts import ranks
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.main import FAILED, guarded
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 4}

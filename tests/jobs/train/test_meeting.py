@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
-from muster.jobs.errors import RefusedError, StartTimeoutError
-from muster.jobs.ranks import RankEnv
+from muster.jobs.basics.errors import RefusedError, StartTimeoutError
+from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.train.meeting import answers, connect, listen, meet
 
 ALONE = RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 29500)

@@ -10,14 +10,15 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from muster.collectives_bench.cost.memory import memories_of
-from muster.jobs import page
-from muster.jobs.errors import StorageError
-from muster.jobs.files import read_lines
-from muster.jobs.memory_rows import KINDS
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
-from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
-from muster.jobs.spec import Job
+from muster.jobs.basics.errors import StorageError
+from muster.jobs.basics.files import read_lines
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.node import page
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.memory_rows import KINDS
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer, train
 from muster.jobs.train.memory import gauge, recorder
@@ -26,7 +27,6 @@ from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.numerics.masters import MasterWeights
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from muster.launch.bench.loads import load_of
 from muster.launch.bench.own_split import own_split
 from muster.launch.look.memories import RankMemory, formula_of, read_memories

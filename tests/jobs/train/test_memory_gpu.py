@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.memory_rows import KINDS
+from muster.jobs.runfolder.memory_rows import KINDS
 from muster.launch.look.memories import formula_of, read_memories
 from support.live import LiveRun
 

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.model_shape import resolve_shape
-from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES, GptShape
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.model_shape import resolve_shape
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape
+from muster.jobs.spec.train import ModelSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.models.gpt import assemble_gpt, build_gpt
 from muster.jobs.train.models.vgg import assemble_vgg
-from muster.jobs.train_settings import ModelSettings
 
 TINY = GptShape("tiny", d_model=16, d_ff=32, layers=2, heads=4, context=8, vocabulary=11)
 

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 
 from muster.ddp.base import DataParallel
-from muster.jobs.modes import MODES, PIPELINES, SHARDED, Sync
-from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.spec.modes import MODES, PIPELINES, SHARDED, Sync
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.modes import WRAP
 from muster.jobs.train.replica import Replica, WrappedReplica
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 24, "evaluate": False}

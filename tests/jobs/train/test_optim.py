@@ -6,8 +6,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
+from muster.jobs.spec.train import OptimizerSettings, ScheduleSettings
 from muster.jobs.train.optim import build_optimizer, learning_rate
-from muster.jobs.train_settings import OptimizerSettings, ScheduleSettings
 
 
 def rates(steps: int, **schedule) -> list[float]:

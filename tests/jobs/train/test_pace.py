@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from muster.jobs import page
-from muster.jobs.page import NEVER, Page, Phase
+from muster.jobs.node import page
+from muster.jobs.node.page import NEVER, Page, Phase
 from muster.jobs.train import pace as pace_module
 from muster.jobs.train.pace import OF_LATE, Pace
 

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 
 from muster.ddp.reduced import Reduced
-from muster.jobs.modes import PIPELINES
-from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
-from muster.jobs.spec import Job
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.modes import PIPELINES
+from muster.jobs.spec.train import ModelSettings, TrainSettings
+from muster.jobs.spec.train_parallel import layer_names
 from muster.jobs.train import pipeline as engine
 from muster.jobs.train import verify as verification
 from muster.jobs.train.failures import is_lost_connection
 from muster.jobs.train.models import build_model
 from muster.jobs.train.world import World
-from muster.jobs.train_parallel import layer_names
-from muster.jobs.train_settings import ModelSettings, TrainSettings
 from muster.pipe.ties import Ties
 from support.resuming import attempt
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.modes import MODES, PIPELINES, TENSOR
-from muster.jobs.spec import Job
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import verify as verification
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from support.resuming import TINY_VGG, attempt, hashes
 
 pytestmark = pytest.mark.ranks
@@ -81,7 +81,7 @@ def test_every_precision_resumes_bit_by_bit(on_ranks, tmp_path, settings, precis
 
 def proofs(world: World, **settings) -> list[tuple[str, dict | None]]:
     """Verify both models in every precision of 16 bits."""
-    from muster.jobs.shapes import VGG_SHAPES
+    from muster.jobs.models.shapes import VGG_SHAPES
 
     VGG_SHAPES["vgg-tiny"] = TINY_VGG
     records = []

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muster.jobs import page
-from muster.jobs.files import read_lines
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import read_lines
+from muster.jobs.node import page
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.trace.chrome import read_document
 from muster.jobs.trace.events import Event, read_trace
 from muster.jobs.train.data import open_data
@@ -23,7 +24,6 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.profiling import recorder
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, Recorder
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 

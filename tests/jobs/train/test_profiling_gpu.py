@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from muster.jobs.runfolder.profiledir import ProfileDir
 from muster.jobs.trace.chrome import read_document
 from muster.jobs.trace.events import Trace, read_trace
 from muster.jobs.trace.kinds import is_communication_kernel
-from muster.jobs.trace.paths import ProfileDir
 from support.live import LiveRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]

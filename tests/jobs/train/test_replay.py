@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from muster.jobs.files import append_lines
-from muster.jobs.reports import Reporter
+from muster.jobs.basics.files import append_lines
+from muster.jobs.node.reports import Reporter
 from muster.jobs.train.replay import Replay, logged_losses
 
 

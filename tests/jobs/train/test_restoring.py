@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import page
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.errors import MusterError
-from muster.jobs.page import Page
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
-from muster.jobs.shapes import VGG_SHAPES
-from muster.jobs.spec import Job
+from muster.jobs.models.shapes import VGG_SHAPES
+from muster.jobs.node import page
+from muster.jobs.node.page import Page
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.main import Start, train_in
 from muster.jobs.train.restoring import Resume
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from support.resuming import GPT, TINY_VGG, VGG, attempt
 
 pytestmark = pytest.mark.ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
 from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
 
 pytestmark = pytest.mark.ranks

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from muster.jobs.spec.train import ModelSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.rounding import Rounding
-from muster.jobs.train_settings import ModelSettings
 
 SETTINGS = {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 4, "context": 16, "bias": True}
 

@@ -3,8 +3,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.sampling import Plan, part, plan_of, total_steps
-from muster.jobs.train_settings import TrainSettings
 
 
 @st.composite

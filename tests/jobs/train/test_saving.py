@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from muster.jobs.basics.errors import RefusedError, StorageError
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.checkpoint.read import Reader
-from muster.jobs.errors import RefusedError, StorageError
-from muster.jobs.failover_settings import CheckpointSettings
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.train.saving import Saver, Target
 from muster.jobs.train.schedule import Schedule
 from muster.jobs.train.state import Part, whole_part

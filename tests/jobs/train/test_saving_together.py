@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs import page
-from muster.jobs.boot import module_argv
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.checkpoint.manifest import read_manifest
-from muster.jobs.checkpoint.paths import CheckpointDir
-from muster.jobs.errors import MusterError
-from muster.jobs.page import NEVER, Page
-from muster.jobs.reports import Reporter
-from muster.jobs.rundir import RunDir
-from muster.jobs.spec import Job
+from muster.jobs.node import page
+from muster.jobs.node.page import NEVER, Page
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import saving
 from muster.jobs.train.helper import WriterProcess
 from muster.jobs.train.main import Start, train_in
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from support.checkpoints import Told
 from support.resuming import GPT, attempt
 

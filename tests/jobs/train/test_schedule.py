@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.failover_settings import CheckpointSettings
-from muster.jobs.files import append_lines
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import append_lines
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.train.schedule import Schedule, failures_so_far
 
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from muster.jobs.anatomy import anatomy
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.errors import RefusedError
-from muster.jobs.shapes import POOL, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.models.anatomy import anatomy
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, GptShape, VggShape
+from muster.jobs.spec.train import OptimizerSettings, TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loading import move
 from muster.jobs.train.loop import build_trainer
@@ -18,7 +19,6 @@ from muster.jobs.train.shards import Forms, SharedState
 from muster.jobs.train.state import whole_part
 from muster.jobs.train.verify import digest
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import OptimizerSettings, TrainSettings
 from muster.zero.flat import Held
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 15, POOL, 16, POOL, 17, POOL))  # odd sizes too

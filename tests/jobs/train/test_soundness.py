@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from muster.jobs.reports import Reporter
-from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.evaluate import evaluate
 from muster.jobs.train.loop import build_trainer, train
@@ -17,7 +18,6 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.saving import NotSaving
 from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError, Soundness, require_finite
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from muster.launch.look.advice import next_step
 
 pytestmark = pytest.mark.ranks

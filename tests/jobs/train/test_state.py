@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.train import ModelSettings, OptimizerSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.optim import build_optimizer
 from muster.jobs.train.state import (
@@ -24,7 +25,6 @@ from muster.jobs.train.state import (
     wanted_replica,
     whole_part,
 )
-from muster.jobs.train_settings import ModelSettings, OptimizerSettings
 
 SIZES = st.lists(st.integers(0, 50), max_size=8)
 

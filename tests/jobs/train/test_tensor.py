@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from muster.ddp.norms import reproducible_norm
-from muster.jobs.spec import Job
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import optim, reference
 from muster.jobs.train import verify as verification
 from muster.jobs.train.replica import LateReplica
 from muster.jobs.train.tensor_replica import TensorReplica
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 from muster.pipe.tensor.region import Region
 
 pytestmark = pytest.mark.ranks

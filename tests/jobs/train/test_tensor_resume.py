@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from muster.jobs.basics.files import read_lines
 from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
 from support.resuming import ADAMW, agree_within_rounding, attempt
 
 pytestmark = pytest.mark.ranks

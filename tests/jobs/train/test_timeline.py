@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.train import timeline
 from muster.jobs.train.world import World
 from muster.launch.look.timelines import read_timeline

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.modes import MODES, PIPELINES
-from muster.jobs.reports import Reporter
-from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.modes import MODES, PIPELINES
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.evaluate import BLOCK_SAMPLES, evaluate
 from muster.jobs.train.loop import build_trainer, train
@@ -18,7 +19,6 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError
 from muster.jobs.train.verify import digest
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 
@@ -166,8 +166,8 @@ def test_an_evaluation_has_the_same_bits_on_any_world_and_is_the_mean_over_all_s
 
 
 def full_disk(world: World) -> str:
-    from muster.jobs.errors import StorageError
-    from muster.jobs.files import append_lines
+    from muster.jobs.basics.errors import StorageError
+    from muster.jobs.basics.files import append_lines
 
     try:
         append_lines(Path("/dev/full"), [{"step": 1}])

@@ -12,12 +12,12 @@ from muster.ddp import means
 from muster.ddp.all_reduce import AllReduce
 from muster.ddp.base import DataParallel
 from muster.ddp.gather_scatter import GatherScatter
-from muster.jobs.modes import MODES, PIPELINES, SHARDED, TENSOR
-from muster.jobs.shapes import POOL, VGG_SHAPES, VggShape
-from muster.jobs.spec import Job
+from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.modes import MODES, PIPELINES, SHARDED, TENSOR
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import verify as verification
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 pytestmark = pytest.mark.ranks
 

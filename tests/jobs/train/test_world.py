@@ -3,8 +3,8 @@ from itertools import product
 import pytest
 import torch
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.modes import Parallel
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.modes import Parallel
 from muster.jobs.train.world import World, check_interfaces
 from muster.pipe.mesh import Mesh
 

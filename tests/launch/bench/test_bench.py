@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from muster.collectives_bench.records import Result
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import cli
 from muster.launch.bench.measuring import prepare_worlds
 from muster.launch.commands.bench import configure

@@ -8,8 +8,8 @@ import pytest
 
 from muster.collectives_bench.records import Result
 from muster.collectives_bench.results.files import write_result
-from muster.jobs.errors import RunFolderError, StorageError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import RunFolderError, StorageError
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import cli
 from muster.launch.bench import report
 from muster.launch.bench.report import naming

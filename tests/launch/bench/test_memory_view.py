@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from muster.collectives_bench.cost.modes import WAYS
-from muster.jobs.shapes import GPT_SHAPES
+from muster.jobs.models.shapes import GPT_SHAPES
 from muster.launch.cli import main
 
 JOB = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.timing.files import read_timings
 from muster.launch import cli
 from muster.launch.bench.model_view import ModelView

@@ -9,7 +9,7 @@ from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.cost.fit import fit
 from muster.collectives_bench.cost.profile import save
 from muster.collectives_bench.sizes import parse_sizes
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 from muster.launch import cli
 from muster.launch.bench.source import parse_rate, parse_time
 from support.costs import OnLinks, OnOneHost, drawn

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from muster.collectives_bench.plan import cells_of, order_of
 from muster.collectives_bench.records import Cell, Result
-from muster.jobs.files import append_line
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import append_line
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.bench import watching as watcher
 from muster.launch.bench.live import CollectivesView, line_of, table
 from muster.launch.bench.progress import Progress

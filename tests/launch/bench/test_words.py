@@ -4,8 +4,8 @@ import argparse
 
 import pytest
 
-from muster.jobs.errors import UsageError
-from muster.jobs.load import load_job
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.spec.load import load_job
 from muster.launch.bench import choices, words
 from muster.launch.bench.words import changes, job_text, operations, overrides, worlds
 from muster.launch.kinds import KINDS

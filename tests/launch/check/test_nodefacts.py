@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.boot import module_argv
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.check import nodefacts
 from muster.launch.check.nodefacts import control_groups, facts, run_probes
 from muster.launch.fingerprint import fingerprint

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
 from muster.launch.check.judges import BAD, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected
 from muster.launch.check.preflight import Row, exit_code, remarks, rows, titles, without
 from support.messages import hello

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.jobs.terminal import last_state
+from muster.jobs.basics.terminal import last_state
 from muster.launch.look import follow
 from muster.launch.look.follow import LineFollower, decoded, offset_of_last, tail_lines
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 import pytest
 
-from muster.jobs.files import append_line
+from muster.jobs.basics.files import append_line
 from muster.launch.look.history import read_history
 from muster.launch.look.runstate import read_state
 from muster.launch.supervision.verdict import Ending

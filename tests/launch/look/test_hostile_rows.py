@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.files import append_line, write_json
+from muster.jobs.basics.files import append_line, write_json
 from muster.launch import cli
 from muster.launch.look import fields, follow
 from muster.launch.look.fields import typed

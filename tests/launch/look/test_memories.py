@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.files import append_lines
-from muster.jobs.memory_rows import KINDS
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import append_lines
+from muster.jobs.runfolder.memory_rows import KINDS
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import cli
 from muster.launch.look.memories import read_memories
 from muster.launch.storage import Courier, files_of, keep

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.files import append_lines, write_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.files import append_lines, write_json
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.trace.events import read_trace
 from muster.jobs.trace.nesting import nest_trace
 from muster.jobs.trace.record import record_of

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.errors import UsageError
+from muster.jobs.basics.errors import UsageError
 from muster.launch.look import rankset
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from muster.jobs.modes import MODES
+from muster.jobs.spec.modes import MODES
 from muster.launch.look.verify_view import render
 
 LONG_NAME = "block2.attention.output.weight"

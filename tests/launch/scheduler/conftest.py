@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, place
-from muster.jobs.rundir import RunDir
-from muster.jobs.rundir import make_run as make_folder
-from muster.jobs.site import Site
-from muster.jobs.slurm_settings import SlurmSettings
-from muster.jobs.spec import CommandSettings, Job
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, place
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.runfolder.rundir import make_run as make_folder
+from muster.jobs.spec.job import CommandSettings, Job
+from muster.jobs.spec.site import Site
+from muster.jobs.spec.slurm import SlurmSettings
 from muster.launch.scheduler import slurm_follow
 from muster.launch.submit.plan import Context
 from muster.launch.submit.submission import Route, Submission

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.files import append_line, read_lines
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, place
-from muster.jobs.rundir import RunDir, make_run
-from muster.jobs.site import Site
-from muster.jobs.slurm_settings import SlurmSettings
-from muster.jobs.spec import CheckpointSettings, Job
-from muster.jobs.train_settings import TrainSettings
+from muster.jobs.basics.files import append_line, read_lines
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, place
+from muster.jobs.runfolder.rundir import RunDir, make_run
+from muster.jobs.spec.job import CheckpointSettings, Job
+from muster.jobs.spec.site import Site
+from muster.jobs.spec.slurm import SlurmSettings
+from muster.jobs.spec.train import TrainSettings
 from muster.launch import supervise
 from muster.launch.scheduler.requeue import OwnJob, own_job
 from muster.launch.scheduler.slurm_run import settings_of

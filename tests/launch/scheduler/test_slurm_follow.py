@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from muster.jobs.errors import UnreachableError
-from muster.jobs.files import read_lines
+from muster.jobs.basics.errors import UnreachableError
+from muster.jobs.basics.files import read_lines
 from muster.launch.console import Console
 from muster.launch.look.runstate import read_state
 from muster.launch.scheduler import slurm_follow, slurm_run

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.files import append_line, read_lines, write_json
-from muster.jobs.rundir import RunDir
-from muster.jobs.rundir import make_run as make_folder
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import append_line, read_lines, write_json
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.runfolder.rundir import make_run as make_folder
 from muster.launch.look.runstate import read_state
 from muster.launch.scheduler import slurm_run
 from muster.launch.scheduler.slurm_job import SlurmJob, ask_together

@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from muster.jobs.errors import StartTimeoutError, UnreachableError
-from muster.jobs.files import read_lines
+from muster.jobs.basics.errors import StartTimeoutError, UnreachableError
+from muster.jobs.basics.files import read_lines
 from muster.launch.console import Console
 from muster.launch.scheduler import held_signals, slurm_follow, slurm_run
 from muster.launch.submit.submission import Submission

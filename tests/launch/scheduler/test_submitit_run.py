@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from muster.jobs import exits
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir, list_runs
-from muster.jobs.slurm_settings import SlurmSettings
+from muster.jobs.basics import exits
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir, list_runs
+from muster.jobs.spec.slurm import SlurmSettings
 from muster.launch.processes import of_run
 from muster.launch.scheduler.submitit_order import slurm_parameters
 from support.box import LiveBox

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.errors import RefusedError, RunFolderError
-from muster.jobs.files import write_json
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import RefusedError, RunFolderError
+from muster.jobs.basics.files import write_json
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import processes
 from muster.launch.submit.claim import claim, claimed, is_free, newest
 from muster.launch.supervision.lease import DEAD_S

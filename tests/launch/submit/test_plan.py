@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.site import Site
+from muster.jobs.spec.site import Site
 from muster.launch.submit.plan import (
     plan_nodes,
     preload,

@@ -45,7 +45,7 @@ def muster_plan(
     monkeypatch.setattr("muster.launch.submit.prepare.this_machine", lambda: machine)
     monkeypatch.setattr("muster.launch.submit.prepare.check_files", lambda job, environ: None)  # /srv/work is not there
     monkeypatch.setattr(sys, "executable", "/opt/muster/bin/python")
-    monkeypatch.setattr("muster.jobs.boot.CODE_ROOT", Path("/opt/muster/code"))
+    monkeypatch.setattr("muster.jobs.basics.boot.CODE_ROOT", Path("/opt/muster/code"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     for name in ("GLOO_SOCKET_IFNAME", "MUSTER_SITE"):
         monkeypatch.delenv(name, raising=False)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.ranks import RankEnv, read
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import Site
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts.ranks import RankEnv, read
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.site import Site
 from muster.launch.submit.plan import (
     plan_nodes,
     shared_environment,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from muster.jobs.errors import JobFileError, RefusedError, UsageError
-from muster.jobs.placement import Host, Login
+from muster.jobs.basics.errors import JobFileError, RefusedError, UsageError
+from muster.jobs.hosts.placement import Host, Login
 from muster.launch.commands import run as command
 from muster.launch.submit import prepare as module
 from muster.launch.submit.here import warn

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.files import append_line, read_lines, write_json
-from muster.jobs.kept import DATA, KEPT, kept_settings
-from muster.jobs.rundir import RunDir
-from muster.jobs.train_settings import TrainSettings
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import append_line, read_lines, write_json
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.kept import DATA, KEPT, kept_settings
+from muster.jobs.spec.train import TrainSettings
 from muster.launch import processes
 from muster.launch.cli import main
 from muster.launch.commands import run as run_command

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.boot import CODE_ROOT, module_argv
-from muster.jobs.errors import RefusedError, RunFolderError, StorageError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.boot import CODE_ROOT, module_argv
+from muster.jobs.basics.errors import RefusedError, RunFolderError, StorageError
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.fingerprint import fingerprint
 from muster.launch.submit import snapshot
 from muster.launch.submit.snapshot import Snapshot, moved_link, take
@@ -64,7 +64,7 @@ def test_muster_s_own_packages_are_copied_whole_and_nothing_else_of_it(run: RunD
 def test_agents_start_from_the_copy(run: RunDir, work: Path) -> None:
     taken = take(run, workdir=work, program=False)
     (taken.code / "muster" / "launch" / "where.py").write_text(
-        "from muster.jobs import errors; print(errors.__file__)\n"
+        "from muster.jobs.basics import errors; print(errors.__file__)\n"
     )
     argv = module_argv(sys.executable, "muster.launch.where", str(taken.code))
     assert subprocess.run(argv, capture_output=True, text=True).stdout.strip() == f"{taken.code}/muster/jobs/errors.py"

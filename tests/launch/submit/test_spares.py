@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host
-from muster.jobs.rundir import RunDir, make_run
-from muster.jobs.site import Site
-from muster.jobs.spec import CommandSettings, Job, RestartSettings
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host
+from muster.jobs.runfolder.rundir import RunDir, make_run
+from muster.jobs.spec.job import CommandSettings, Job, RestartSettings
+from muster.jobs.spec.site import Site
 from muster.launch.scheduler.slurm_run import script
 from muster.launch.scheduler.submitit_order import order
 from muster.launch.submit.plan import Context

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.jobs.errors import RunFolderError
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, Login, place
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import Site
-from muster.jobs.spec import CommandSettings, Job
-from muster.jobs.train_settings import TrainSettings
+from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, Login, place
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import CommandSettings, Job
+from muster.jobs.spec.site import Site
+from muster.jobs.spec.train import TrainSettings
 from muster.launch.kinds import BY_KEY
 from muster.launch.submit.plan import Context
 from muster.launch.submit.submission import Route, Submission, hosts_of, hosts_record

@@ -6,14 +6,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from muster.jobs import exits
-from muster.jobs.failover_settings import CheckpointSettings
-from muster.jobs.files import read_lines
-from muster.jobs.placement import Host, place
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import Site
-from muster.jobs.spec import Job
-from muster.jobs.train_settings import TrainSettings
+from muster.jobs.basics import exits
+from muster.jobs.basics.files import read_lines
+from muster.jobs.hosts.placement import Host, place
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.failover import CheckpointSettings
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.site import Site
+from muster.jobs.spec.train import TrainSettings
 from muster.launch.console import Console
 from muster.launch.submit.plan import Context
 from muster.launch.supervision import hangs

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.errors import RunFolderError
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.supervision import lease
 from muster.launch.supervision.lease import Lease, age_s
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from muster.jobs import exits
-from muster.jobs.files import read_lines
-from muster.jobs.rundir import RunDir
+from muster.jobs.basics import exits
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.supervision import inbox
 from muster.launch.supervision import supervisor as module
 from muster.launch.supervision.supervisor import Supervisor

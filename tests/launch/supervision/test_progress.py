@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.page import Phase
+from muster.jobs.node.page import Phase
 from muster.launch.supervision.progress import FRESH_S, Hang, hang, limit_s
 
 WORDS = [phase.word for phase in Phase]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs import exits
-from muster.jobs.failover_settings import RestartSettings
+from muster.jobs.basics import exits
+from muster.jobs.spec.failover import RestartSettings
 from muster.launch.supervision.recovery import Choice, Past, blamed, choose, decide, in_vain
 from muster.launch.supervision.verdict import Ending, Stop, Verdict, judge
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.placement import NodePlacement, Placement
+from muster.jobs.hosts.placement import NodePlacement, Placement
 from muster.launch.supervision.crew import ClockOffset, Node
 from muster.launch.supervision.roster import Roster
 from support.messages import hello

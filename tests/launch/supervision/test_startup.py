@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from muster.jobs.errors import RefusedError, UnreachableError
-from muster.jobs.files import read_lines
-from muster.jobs.placement import Host, place
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import Site
-from muster.jobs.spec import CommandSettings, Job
+from muster.jobs.basics.errors import RefusedError, UnreachableError
+from muster.jobs.basics.files import read_lines
+from muster.jobs.hosts.placement import Host, place
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.job import CommandSettings, Job
+from muster.jobs.spec.site import Site
 from muster.launch.console import Console
 from muster.launch.fingerprint import fingerprint
 from muster.launch.submit.plan import Context

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from muster.jobs import exits
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.failover_settings import RestartSettings
-from muster.jobs.placement import Host, place
-from muster.jobs.rundir import RunDir
-from muster.jobs.site import Site
-from muster.jobs.spec import Job
-from muster.jobs.train_settings import TrainSettings
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.hosts.placement import Host, place
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.failover import RestartSettings
+from muster.jobs.spec.job import Job
+from muster.jobs.spec.site import Site
+from muster.jobs.spec.train import TrainSettings
 from muster.launch.console import Console
 from muster.launch.submit.plan import Context
 from muster.launch.supervision import supervisor as module

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from muster.jobs import exits
-from muster.jobs.errors import JobFileError, RefusedError, RunFolderError, UsageError
-from muster.jobs.rundir import list_runs
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import JobFileError, RefusedError, RunFolderError, UsageError
+from muster.jobs.runfolder.rundir import list_runs
 from muster.launch.cli import main
 from muster.launch.sweeps.sweep import (
     Grid,

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.jobs.boot import module_argv
-from muster.jobs.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.hosts import HostSet
-from muster.jobs.placement import Host, Login
-from muster.jobs.site import SshSettings
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
+from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.placement import Host, Login
+from muster.jobs.spec.site import SshSettings
 from muster.launch.transports.ssh_command import explain, ssh_argv
 from support.sshd import Sshd, closed_port, make_key
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
-from muster.jobs.errors import RefusedError
+from muster.jobs.basics.errors import RefusedError
 from muster.launch.agent import dial, hello, line
 from muster.launch.wire import listener as module
 from muster.launch.wire.channel import Channel, over_socket

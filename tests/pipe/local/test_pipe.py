@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.shapes import GptShape
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import build_gpt
 from muster.pipe import Pipe
 from muster.pipe.local.pipe import clock_cycles, split_module

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from muster.jobs.shapes import GptShape, VggShape
+from muster.jobs.models.shapes import GptShape, VggShape
 from muster.jobs.train.models.gpt import Block, build_gpt
 from muster.jobs.train.models.vgg import build_vgg
 from muster.pipe.splitting.halves import WeightQueue

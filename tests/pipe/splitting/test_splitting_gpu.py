@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.shapes import GptShape
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import Block
 from muster.pipe.splitting.halves import WeightQueue
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muster.jobs.shapes import VGG_SHAPES, GptShape
+from muster.jobs.models.shapes import VGG_SHAPES, GptShape
 from muster.jobs.train.models.gpt import assemble_gpt
 from muster.jobs.train.models.tensor_plan import GPT_PLAN, split_gpt
 from muster.jobs.train.models.vgg import build_vgg

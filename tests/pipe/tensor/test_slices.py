@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.shapes import GptShape
+from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import assemble_gpt
 from muster.jobs.train.world import World
 from muster.pipe.tensor.slices import Box, TensorSlice

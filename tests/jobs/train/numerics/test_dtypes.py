@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.shapes import POOL, VggShape
+from muster.jobs.models.shapes import POOL, VggShape
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.dtypes import DtypeRow, dtype_rows, render_dtypes

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from muster.jobs.spec.train import ModelSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.models.stack import plain_loss
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.loss import chunked_loss, row_gradients, row_gradients_by_comparing
-from muster.jobs.train_settings import ModelSettings
 
 CPU = torch.device("cpu")
 CLASSES = 50

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from muster.jobs.spec.train import ModelSettings, OptimizerSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.optim import clip, gradients_of, set_learning_rate
-from muster.jobs.train_settings import ModelSettings, OptimizerSettings
 
 CPU = torch.device("cpu")
 ADAMW = OptimizerSettings(name="adamw", lr=1e-3, weight_decay=0.1)

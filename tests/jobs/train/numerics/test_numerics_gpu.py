@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.jobs.shapes import POOL, GptShape, VggShape
+from muster.jobs.models.shapes import POOL, GptShape, VggShape
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.clock import clock_for
 from muster.jobs.train.engine import Engine, build_engine
 from muster.jobs.train.loading import MicroInput, ShardInput
@@ -18,7 +19,6 @@ from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.loss import chunked_loss
 from muster.jobs.train.numerics.pieces import require_compiler
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.errors import RefusedError
-from muster.jobs.shapes import POOL, GptShape, VggShape
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.shapes import POOL, GptShape, VggShape
+from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loading import move
 from muster.jobs.train.loop import build_trainer
@@ -20,7 +21,6 @@ from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics import Numerics, pieces
 from muster.jobs.train.numerics.pieces import cut, require_compiler
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import TrainSettings
 
 CPU = torch.device("cpu")
 GPT = GptShape("tiny", d_model=16, d_ff=32, layers=3, heads=2, context=8, vocabulary=11, dropout=0.2)

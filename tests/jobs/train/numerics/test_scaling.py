@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.modes import MODES, PIPELINES
+from muster.jobs.spec.modes import MODES, PIPELINES
+from muster.jobs.spec.train import OptimizerSettings
 from muster.jobs.train.numerics.scaling import LossScaler
 from muster.jobs.train.optim import build_optimizer
 from muster.jobs.train.world import World
-from muster.jobs.train_settings import OptimizerSettings
 
 CPU = torch.device("cpu")
 SGD = OptimizerSettings(name="sgd", lr=0.1, momentum=0.9)
@@ -73,11 +73,11 @@ def test_a_scaler_s_state_is_what_a_checkpoint_fills():
 
 def overflow(world: World, mode: str, accumulate: int) -> list:
     """Train 4 steps in fp16; on the last rank, in step 1, the last micro-batch's gradient has an infinity."""
+    from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
     from muster.jobs.train.loading import move
     from muster.jobs.train.loop import build_trainer
     from muster.jobs.train.verify import digest
-    from muster.jobs.train_settings import TrainSettings
 
     settings = TrainSettings.model_validate(
         {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.jobs.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.timing.settings import Case
 from muster.jobs.train.forked import Ended
 from muster.jobs.train.timing.conductor import judged
@@ -75,7 +75,7 @@ def test_work_is_three_forwards_but_for_what_has_no_gradient_of_its_inputs(name)
 
 
 def test_a_row_is_refused_when_what_it_must_hold_is_more_than_it_may():
-    from muster.jobs.anatomy import anatomy
+    from muster.jobs.models.anatomy import anatomy
 
     xl = anatomy(GPT_SHAPES["gpt-xl"])
     fields = {"precision": "fp32", "recompute": False, "allowed": 20 * GB}

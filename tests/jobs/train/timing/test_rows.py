@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from muster.jobs.rowlog import RowLog
-from muster.jobs.shapes import VGG_SHAPES
+from muster.jobs.basics.rowlog import RowLog
+from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.timing.settings import Case, TimingSettings
 from muster.jobs.train.timing import memory, work
 from muster.jobs.train.timing.conductor import Conductor

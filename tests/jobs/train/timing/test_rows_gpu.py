@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from muster.jobs.rowlog import RowLog
+from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.timing.settings import TimingSettings
 from muster.jobs.train.timing import work
 from muster.jobs.train.timing.conductor import Conductor

@@ -1,0 +1,81 @@
+"""What a user can get wrong, as exceptions that carry their exit code.
+
+    MusterError
+    ├── UsageError            2   the command line
+    ├── JobFileError         65   the job file or the site file
+    ├── UnreachableError     69   a node or its agent
+    ├── RunFolderError       73   the run folder cannot be made, written or found
+    ├── StorageError         74   disk full or failing
+    ├── RefusedError         78   job, hosts and machine do not fit together
+    ├── StartTimeoutError   124   a rank or a node did not arrive in time
+    └── StoppedError        130   the user stopped it
+
+A message is one line that says where, what was found, what was wanted and what to do. Only the command line
+prints it, without a traceback. `assert` is for our own bugs.
+"""
+
+from muster.jobs.basics import exits
+
+
+class MusterError(Exception):
+    """The root: never raised itself."""
+
+    exit_code: int = 1
+
+
+class UsageError(MusterError):
+    """The command line is wrong."""
+
+    exit_code = exits.USAGE
+
+
+class JobFileError(MusterError):
+    """The job file or the site file is wrong; may hold several lines, one per mistake."""
+
+    exit_code = exits.BAD_JOB
+
+
+class UnreachableError(MusterError):
+    """A node cannot be reached, or its agent has gone."""
+
+    exit_code = exits.UNREACHABLE
+
+
+class RunFolderError(MusterError):
+    """The run folder cannot be made, written or found."""
+
+    exit_code = exits.RUN_FOLDER
+
+
+class StorageError(MusterError):
+    """A disk is full or failing."""
+
+    exit_code = exits.STORAGE
+
+
+class RefusedError(MusterError):
+    """Job, hosts, data and machine are each well-formed but do not fit together."""
+
+    exit_code = exits.REFUSED
+
+
+class StartTimeoutError(MusterError):
+    """A node or a rank did not arrive before the start time-out."""
+
+    exit_code = exits.TIMEOUT
+
+
+class NoCheckpointError(MusterError):
+    """There is no checkpoint that could be used."""
+
+    exit_code = exits.NO_CHECKPOINT
+
+
+class BadCheckpointError(NoCheckpointError):
+    """A checkpoint is torn, changed, or not one of ours; it is not used."""
+
+
+class StoppedError(MusterError):
+    """The user stopped the run."""
+
+    exit_code = exits.STOPPED

@@ -1,0 +1,142 @@
+"""How files of a run are written and read: whole ones by rename, logs by appending whole lines.
+
+What is read may be half written, torn by a full disk, or not there yet: none of that is an error to a reader.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError
+from muster.jobs.basics.reading import json_lines
+
+_APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
+_NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+def mode_in(folder: Path) -> int:
+    """Return the mode of a new file of a run: its group may read it if the group may read its folder, others never."""
+    return 0o600 | folder.stat().st_mode & 0o040
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder in a folder of a run, for those who may read the one above.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    above = path.parent.stat().st_mode
+    path.mkdir(mode=0o700)
+    if above & 0o050:
+        path.chmod(0o700 | above & 0o2050)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole file under a temporary name, then rename it into place; errors as `write_bytes`."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes, *, mode: int | None = None) -> None:
+    """Write a whole file under a temporary name, then rename it into place; without a mode, the umask decides.
+
+    Raises:
+        RunFolderError, StorageError: as `folder_error` says.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    try:
+        descriptor = os.open(temporary, _NEW, 0o666 if mode is None else 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            if mode is not None:
+                os.fchmod(descriptor, mode)
+            file.write(data)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise folder_error(path, error) from error
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Write a whole file that only this user may read; errors as `write_bytes`."""
+    write_bytes(path, text.encode(), mode=0o600)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON into a folder of a run, by rename; errors as `write_bytes`."""
+    try:
+        mode = mode_in(path.parent)
+    except OSError as error:
+        raise folder_error(path, error) from error
+    write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(), mode=mode)
+
+
+def open_log(path: Path) -> int:
+    """Open a log of a run for appending, and make it if it is not there; a link is not followed.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    try:
+        return os.open(path, _APPEND)
+    except FileNotFoundError:
+        descriptor = os.open(path, _APPEND | os.O_CREAT, 0o600)
+        if (mode := mode_in(path.parent)) != 0o600:
+            os.fchmod(descriptor, mode)
+        return descriptor
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one record as one line; errors as `append_lines`."""
+    append_lines(path, [record])
+
+
+def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
+    """Append records as JSON lines with one write, so that a reader never sees half of one among whole ones.
+
+    Raises:
+        RunFolderError, StorageError: as `folder_error` says; the lines before stay whole.
+    """
+    if not records:
+        return
+    data = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+    try:
+        descriptor = open_log(path)
+        try:
+            written = os.write(descriptor, data)
+            if written != len(data):  # half a row would spoil the one after it; nobody else writes this file
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise folder_error(path, error) from error
+    if written != len(data):
+        raise StorageError(f"{path}: the disk is full ({written} of {len(data)} bytes written); free some space")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a log of a run (`jobs.basics.reading.json_lines`); a missing file yields nothing.
+
+    Raises:
+        RunFolderError: it cannot be read, or belongs to another user.
+    """
+    try:
+        yield from json_lines(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
+
+
+def expanded(path: str) -> Path:
+    """Return a path whose `~` is the home folder; that of an unknown user stays."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (pathlib raises)
+
+
+def folder_error(path: Path, error: OSError) -> MusterError:
+    """Turn a failed write into the error that says what to do."""
+    import errno
+
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return StorageError(f"{path}: {error.strerror}; free some space, or choose another folder with --runs DIR")
+    return RunFolderError(f"{path}: cannot write here: {error.strerror}; choose another folder with --runs DIR")

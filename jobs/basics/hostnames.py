@@ -1,0 +1,90 @@
+"""What hosts and users may be called: one grammar, without letters that a shell, ssh or a terminal takes for more.
+
+Names come from hosts files, node lists, manifests, the site file and the command line. They end up in commands of ssh
+and pdsh, and in commands that messages print for the user to paste.
+"""
+
+import ipaddress
+import re
+from typing import Final
+
+from muster.jobs.basics.errors import UsageError
+
+MAX_PORT: Final = 65535
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
+_NUMBERS: Final = re.compile(r"[0-9]+(\.[0-9]+)+")
+_ZONE: Final = re.compile(r"[A-Za-z0-9_.-]{1,15}")  # an interface: fe80::1%eth0
+_INTERFACE: Final = re.compile(r"[A-Za-z0-9_.:@-]{1,15}")  # Linux allows 15 bytes
+_USER: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+# The user; a host in brackets, one without colons, or an IPv6 address; the port.
+_HOP: Final = re.compile(r"(?:ssh://)?(?:([^@]*)@)?(?:\[([^][]*)\]|([^][:]*)|([^][]*))(?::([0-9]{1,5}))?")
+
+
+def is_numeric(name: str) -> bool:
+    """True for an IPv4 or IPv6 address; one of a link may name its interface."""
+    address, percent, zone = name.partition("%")
+    try:
+        ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return not percent or (":" in address and _ZONE.fullmatch(zone) is not None)
+
+
+def check_name(name: str) -> str:
+    """Return a host name that ssh, Slurm and a hosts file can all carry.
+
+    Raises:
+        UsageError: if it is not a host name or an address.
+    """
+    if is_numeric(name):
+        return name
+    if _NUMBERS.fullmatch(name):
+        raise UsageError(f"{name!r} is no address; wanted four numbers of at most 255, such as 10.10.1.1")
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} is no host name; wanted letters, digits, dots, - and _, such as node0")
+    return name
+
+
+def check_user(user: str) -> str:
+    """Return a user name that can stand before an @.
+
+    Raises:
+        UsageError: if it is not a user name.
+    """
+    if not _USER.fullmatch(user):
+        raise UsageError(f"{user!r} is no user name; wanted letters, digits, dots, - and _, such as alice")
+    return user
+
+
+def check_jump(jump: str) -> str:
+    """Return the hosts to go through, as `ssh -J` takes them: [USER@]HOST[:PORT], several with commas.
+
+    Raises:
+        UsageError: if one of them is malformed.
+    """
+    for hop in jump.split(","):
+        match = _HOP.fullmatch(hop)
+        if match is None or not 1 <= int(match[5] or 1) <= MAX_PORT:
+            raise UsageError(f"{hop!r} is no jump host; wanted [USER@]HOST[:PORT], such as alice@gate:2222 or [::1]:22")
+        if match[1] is not None:
+            check_user(match[1])
+        check_name(next(name for name in match.groups()[1:4] if name is not None))
+    return jump
+
+
+def check_network(given: str) -> str:
+    """Return the name of an interface, or a network as a CIDR.
+
+    Raises:
+        UsageError: if it is neither.
+    """
+    try:
+        if "/" in given:
+            ipaddress.ip_network(given, strict=False)
+            return given
+    except ValueError:
+        pass
+    if is_numeric(given) or not _INTERFACE.fullmatch(given):
+        raise UsageError(f"{given!r} is no interface and no network; wanted a name such as eth1, or 10.10.1.0/24")
+    return given

@@ -1,0 +1,162 @@
+"""Who else can change a run: the rules for folders, as `jobs/basics/reading.py` has them for files.
+
+check_folder     a run folder belongs to this user or root, and not everybody may write in it
+check_parents    nobody can exchange it for another folder, as in a world-writable folder without the sticky bit
+made_by_us       a folder that was just made is ours, and closed to others
+private_folder   make a folder for this user alone, on a machine that others use too
+looking          within it, runs that a colleague shares (`share: group` in the site file) may be read as well
+"""
+
+import os
+import pwd
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Final
+
+from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.basics.reading import UntrustedError, check_owner, is_trusted, trust, trusting
+
+ALONE: Final = 0o700
+SHARED: Final = 0o750
+_FOLDER: Final = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_OTHER_FOLDER: Final = "choose another folder with --runs DIR"
+
+_shares: ContextVar[Callable[[], bool] | None] = ContextVar("_shares", default=None)
+_warned: set[str] = set()
+
+
+@contextmanager
+def looking(shares: Callable[[], bool]) -> Iterator[None]:
+    """Let a command that only shows runs also read those of colleagues; `shares` says whether this user wants that."""
+    token = _shares.set(shares)
+    try:
+        with trusting():
+            yield
+    finally:
+        _shares.reset(token)
+
+
+def check_folder(path: Path, *, warn: bool = True) -> None:
+    """Refuse a run folder that somebody else could have written.
+
+    Raises:
+        UntrustedError: it belongs to another user, is a link of another user's, or everybody may write in it.
+        RunFolderError: it is no folder, or cannot be opened.
+    """
+    try:
+        link = path.lstat()
+        if stat.S_ISLNK(link.st_mode):
+            check_owner(path, link)
+        descriptor = os.open(path, _FOLDER | (0 if stat.S_ISLNK(link.st_mode) else os.O_NOFOLLOW))
+        try:
+            status = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise RunFolderError(f"{path}: cannot be opened: {error.strerror}; name the folder of a run") from error
+    if not is_trusted(status.st_uid) and _is_shared(status):
+        trust(status.st_uid)
+    check_owner(path, status)
+    if status.st_mode & stat.S_IWOTH:
+        raise UntrustedError(
+            f"{path}: every user may write in it, so it was not used; "
+            f"if its files are yours, close it first: chmod o-w {path}"
+        )
+    if status.st_mode & stat.S_IWGRP and warn:
+        warn_once(f"{path}: its group may write in it; to prevent that: chmod -R g-w {path}", "run folder")
+
+
+def check_parents(path: Path, *, warn: bool = True) -> None:
+    """Refuse a folder that any user could rename and replace with another one.
+
+    Raises:
+        UntrustedError: a folder above it is world-writable and has no sticky bit.
+        RunFolderError: a folder above it cannot be examined.
+    """
+    parents = Path(os.path.realpath(path)).parents
+    try:
+        modes = [(parent, parent.stat().st_mode) for parent in parents]
+    except OSError as error:
+        raise RunFolderError(f"{error.filename}: cannot be examined: {error.strerror}; {_OTHER_FOLDER}") from error
+    for parent, mode in modes:
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            raise UntrustedError(
+                f"{parent}: every user can replace the folders in it; close it (chmod o-w {parent}), or {_OTHER_FOLDER}"
+            )
+    parent, mode = modes[0]
+    if warn and mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
+        warn_once(f"{parent}: its group can replace the runs in it; to prevent that: chmod g-w {parent}", "parent")
+
+
+def made_by_us(path: Path, *, shared: bool = False) -> None:
+    """Close a folder that was just made; with `shared` its group may read it. It is removed if that does not work.
+
+    Raises:
+        RunFolderError: the file system says that it belongs to another user, or that others may write in it.
+        OSError: its mode cannot be changed.
+    """
+    status = path.lstat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        path.rmdir()
+        found = f"belong to user {status.st_uid} with mode {status.st_mode & 0o777:o}"
+        raise RunFolderError(
+            f"{path}: new folders on this file system {found}, expected user {os.geteuid()} (you) and mode 700; "
+            f"{_OTHER_FOLDER}"
+        )
+    path.chmod((SHARED if shared else ALONE) | status.st_mode & stat.S_ISGID)
+
+
+def private_folder(path: Path) -> None:
+    """Make a folder for this user alone, or check the one that is there, and every folder on the way to it.
+
+    Raises:
+        UntrustedError: one of them belongs to another user, or others may exchange or write what is in it.
+        OSError: it cannot be made.
+    """
+    real = Path(os.path.realpath(path))
+    here, within = Path("/"), os.open("/", _FOLDER)
+    try:
+        for name in real.parts[1:]:
+            here /= name
+            child = _enter(within, name)
+            os.close(within)
+            within = child
+            status = os.fstat(within)
+            check_owner(here, status)
+            open_to = status.st_mode & (0o022 if here == real else stat.S_IWOTH)
+            if open_to and (here == real or not status.st_mode & stat.S_ISVTX):
+                raise UntrustedError(f"{here}: other users may write in it, so it was not used; close it: chmod go-w")
+    finally:
+        os.close(within)
+
+
+def warn_once(text: str, kind: str) -> None:
+    """Warn on standard error, once per kind of warning in the life of this process."""
+    if kind not in _warned:
+        _warned.add(kind)
+        print(f"muster: warning: {text}", file=sys.stderr)
+
+
+def _enter(within: int, name: str) -> int:
+    """Open a folder in an open folder, and never a link; make it if it is not there."""
+    with suppress(FileNotFoundError):
+        return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=within)
+    with suppress(FileExistsError):  # another process of ours was faster; anybody else's will be refused
+        os.mkdir(name, ALONE, dir_fd=within)
+    return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=within)
+
+
+def _is_shared(status: os.stat_result) -> bool:
+    """Return whether the owner lets a group read it that both he and this user are in, and this user wants to look."""
+    shares = _shares.get()
+    if shares is None or status.st_mode & 0o072 != 0o050 or status.st_gid not in (os.getegid(), *os.getgroups()):
+        return False
+    try:
+        owner = pwd.getpwuid(status.st_uid)
+    except KeyError:
+        return False
+    return status.st_gid in os.getgrouplist(owner.pw_name, owner.pw_gid) and shares()

@@ -1,0 +1,232 @@
+"""Read files that somebody else may have written: only files of a trusted owner, and never more than a bound.
+
+    open_file     a regular file of a trusted owner; a link as the last part of the path is not followed
+    target_of     where a link of a trusted owner points
+    read_bytes    a whole file of at most `most` bytes
+    read_rest     the rest of an open file
+    read_end      the last bytes of a file of any size
+    parse_json    text to a value of bounded depth and size, with numbers of bounded length
+    read_json     both
+    json_lines    the records of a log, one at a time; a line that is too long or no JSON object is skipped
+
+Trusted owners are this user and root. `trusting` adds another one while a command only looks at a run (`share: group`).
+With `owned=False` a file is one that the user names on the command line: whoever owns it, a link or a pipe.
+"""
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any, Final
+
+from muster.jobs.basics.errors import RunFolderError
+
+MOST_BYTES: Final = 1 << 24  # a record of 100,000 ranks fits
+SETTINGS_BYTES: Final = 1 << 20  # job, site and hosts files are written by hand, and YAML takes a second a megabyte
+LONGEST_LINE_BYTES: Final = 1 << 22
+DEEPEST: Final = 64  # levels of lists and objects
+MOST_VALUES: Final = 1 << 20  # a parsed value takes up to 100 bytes
+MOST_DIGITS: Final = 400  # no float needs more, and int() takes quadratic time
+CHUNK_BYTES: Final = 1 << 20
+
+LATEST_S: Final = 253_402_300_799  # 9999-12-31, the last day that `datetime` knows
+LARGEST: Final = 1e60  # of what is measured: a sum of squares stays finite
+_STRINGS: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
+_BRACKETS: Final = re.compile(r"[\[\]{}]")
+_STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
+_extra_owners: ContextVar[frozenset[int]] = ContextVar("_extra_owners", default=frozenset())
+
+
+class UntrustedError(RunFolderError):
+    """A file or folder belongs to another user; nothing of it was used."""
+
+
+@contextmanager
+def trusting(*owners: int) -> Iterator[None]:
+    """Also read files of these users, for commands that only show what they read; `trust` adds others meanwhile."""
+    token = _extra_owners.set(frozenset(owners))
+    try:
+        yield
+    finally:
+        _extra_owners.reset(token)
+
+
+def trust(owner: int) -> None:
+    """Also read files of one other user, until the end of the `trusting` block."""
+    _extra_owners.set(_extra_owners.get() | {owner})
+
+
+def is_trusted(owner: int) -> bool:
+    """Return whether files of this user id are read."""
+    return owner in (os.geteuid(), 0) or owner in _extra_owners.get()
+
+
+def check_owner(path: Path, status: os.stat_result) -> None:
+    """Refuse a file or folder of another user.
+
+    Raises:
+        UntrustedError: if it belongs neither to this user nor to root.
+    """
+    if not is_trusted(status.st_uid):
+        raise UntrustedError(
+            f"{path}: belongs to user {status.st_uid}, expected {os.geteuid()} (you) or root; "
+            "it was not used: choose another folder with --runs DIR"
+        )
+
+
+def open_file(path: Path, *, owned: bool = True) -> IO[bytes]:
+    """Open a file for reading.
+
+    Raises:
+        OSError: if it cannot be opened.
+        UntrustedError: if `owned`, and it belongs to another user, is a link or is no regular file.
+    """
+    if not owned:
+        return path.open("rb")
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise UntrustedError(f"{path}: is a link, expected a file; it was not used: remove it") from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise UntrustedError(f"{path}: is not a regular file; it was not used: remove it")
+        check_owner(path, status)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def target_of(path: Path) -> Path:
+    """Return where a link that a trusted owner has made points, or `path` itself if it is no link.
+
+    Raises:
+        UntrustedError: if the link belongs to another user.
+    """
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return path
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISLNK(status.st_mode):
+            return path
+        check_owner(path, status)
+        return path.parent / os.readlink("", dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_bytes(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> bytes:
+    """Read a whole file.
+
+    Raises:
+        OSError: if it cannot be read.
+        UntrustedError: if `owned`, and it belongs to another user.
+        ValueError: if it has more than `most` bytes.
+    """
+    with open_file(path, owned=owned) as file:
+        try:
+            return read_rest(file.read, most)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def read_rest(read: Callable[[int], bytes], most: int) -> bytes:
+    """Read the rest of an open file or stream.
+
+    Raises:
+        ValueError: if it has more than `most` bytes.
+    """
+    data = bytearray()
+    while piece := read(min(CHUNK_BYTES, most + 1 - len(data))):
+        data += piece
+    if len(data) > most:
+        raise ValueError(f"has more than {most} bytes")
+    return bytes(data)
+
+
+def read_end(path: Path, most: int, *, owned: bool = True) -> bytes:
+    """Read at most the last `most` bytes of a file; errors as `open_file`."""
+    with open_file(path, owned=owned) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        return file.read(most)
+
+
+def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VALUES, largest: float = math.inf) -> Any:
+    """Parse JSON of bounded depth.
+
+    Raises:
+        ValueError: if it is not JSON, nested deeper than `deepest`, or has over `most` values, a number of over 400
+            digits or one beyond `largest`.
+    """
+    text = data if isinstance(data, str) else data.decode()
+    brackets = text.count("[") + text.count("{")
+    if brackets + text.count(",") > most and sum(map(_STRINGS.sub("", text).count, "[{,")) > most:
+        raise ValueError(f"more than {most} values")
+    if brackets > deepest and _is_deeper(text, deepest):
+        raise ValueError(f"nested deeper than {deepest} levels")
+    if largest < math.inf or _has_long_number(text):
+        return json.loads(text, parse_int=partial(_number, int, largest), parse_float=partial(_number, float, largest))
+    return json.loads(text)
+
+
+def read_json(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> Any:
+    """Read a JSON file; errors as `read_bytes` and `parse_json`."""
+    return parse_json(read_bytes(path, most, owned=owned))
+
+
+def json_lines(path: Path, longest: int = LONGEST_LINE_BYTES, *, owned: bool = True) -> Iterator[dict[str, Any]]:
+    """Yield the records of a log line by line, whatever its size.
+
+    An unfinished last line, a line of over `longest` bytes and a line that is no JSON object are skipped.
+
+    Raises:
+        OSError: if it cannot be read.
+        UntrustedError: if `owned`, and it belongs to another user.
+    """
+    with open_file(path, owned=owned) as file:
+        while line := file.readline(longest):
+            if not line.endswith(b"\n"):
+                while line and not line.endswith(b"\n"):  # the rest of a line that is too long
+                    line = file.readline(longest)
+                continue
+            if not line.lstrip().startswith(b"{"):  # no record, and errors take time
+                continue
+            try:
+                record = parse_json(line)
+            except ValueError:  # torn by a full disk: the lines around it still count
+                continue
+            if isinstance(record, dict):
+                yield record
+
+
+def _number(kind: type[int] | type[float], largest: float, digits: str) -> int | float:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    if not -largest <= (value := kind(digits)) <= largest:
+        raise ValueError(f"{digits:.20} is beyond {largest:g}")
+    return value
+
+
+def _has_long_number(text: str) -> bool:
+    """Return whether a number may have over MOST_DIGITS digits: it then fills a block of half as many."""
+    block = MOST_DIGITS // 2
+    return any(text[begin : begin + block].isdigit() for begin in range(0, len(text), block))
+
+
+def _is_deeper(text: str, deepest: int) -> bool:
+    """Return whether lists and objects are nested deeper than so many levels; brackets within strings do not count."""
+    steps = map(_STEPS.__getitem__, _BRACKETS.findall(_STRINGS.sub("", text)))
+    return any(depth > deepest for depth in accumulate(steps))

@@ -1,0 +1,284 @@
+"""Where a job runs, as the user says it: hosts files, node lists, and which of the hosts are wanted.
+
+A hosts file has one host a line, or several alike; these are all understood, and may be mixed:
+
+    worker-0 slots=4                    DeepSpeed's
+    node0 slots=2 max_slots=4           Open MPI's
+    node1:4                             MPICH's: four slots; ssh's port is port=
+    n[01-16] slots=8                    a node list
+    alice@node2                         who logs in
+    node3 address=10.10.1.4 ssh=pc7.example.org port=2222 user=alice       ours
+
+`address` is the number its peers reach it by, `ssh` the name ssh is given where that is another one. What stands
+behind a # is a comment. A host stands there once: one that would repeat it for more slots says slots=N.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Final
+
+from muster.jobs.basics.errors import JobFileError, UsageError
+from muster.jobs.basics.hostnames import MAX_PORT, check_name, check_user, is_numeric
+from muster.jobs.basics.reading import SETTINGS_BYTES, read_bytes
+from muster.jobs.hosts.nodelist import MAX_NAMES, expand, fold
+from muster.jobs.hosts.placement import Host, Login
+
+KEYS: Final = ("slots", "max_slots", "address", "ssh", "port", "user")
+MAX_BARE_SLOTS: Final = 1024  # behind a colon more than that is somebody's ssh port
+MAX_MISTAKES: Final = 10
+MOST_READ: Final = 1000  # mistakes
+
+_COMMENT: Final = re.compile(r"(?:^|\s)#.*")
+
+
+@dataclass(frozen=True)
+class HostSet:
+    """The hosts of one command, where they came from, and what the commands that reach them need."""
+
+    hosts: tuple[Host, ...]
+    origin: str  # for messages: "hostfile hosts.txt", "-w n[1-4]", "manifest m.xml", "box four"
+    ssh_options: tuple[str, ...] = ()  # such as ("-F", "/.../ssh_config")
+    environment: Mapping[str, str] = field(default_factory=dict)  # for client commands here, such as SLURM_CONF
+
+
+def read_hostfile(path: Path) -> list[Host]:
+    """Read a hosts file.
+
+    Raises:
+        JobFileError: it cannot be read, is empty, or has wrong lines; one line of the message for each.
+    """
+    return parse_hostfile(read_text(path, "a hosts file"), str(path))
+
+
+def parse_hostfile(text: str, name: str) -> list[Host]:
+    """Read the text of a hosts file; `name` is what messages call it.
+
+    Raises:
+        JobFileError: it is empty, or has wrong lines; one line of the message for each.
+    """
+    hosts: list[Host] = []
+    mistakes: list[str] = []
+    lines: dict[str, int] = {}
+    left = MAX_NAMES
+    for number, line in enumerate(text.splitlines(), start=1):
+        plain = " ".join(_COMMENT.sub("", line).split())
+        words = plain.replace(" =", "=").replace("= ", "=").split()
+        if not words:
+            continue
+        try:
+            names = expand(words[0], left)
+            left -= len(names)
+            found = _hosts_of_line(names, words)
+            twice = next((host.name for host in found if host.name in lines), None)
+            if twice is not None:
+                raise UsageError(
+                    f"{twice} stands in line {lines[twice]} already; name it once, with slots=N for several ranks"
+                )
+        except UsageError as error:
+            mistakes.append(f"{name}:{number}: {error}")
+            if len(mistakes) == MOST_READ:
+                break
+            continue
+        hosts += found
+        lines |= dict.fromkeys((host.name for host in found), number)
+    if mistakes:
+        raise JobFileError(_listed(mistakes, text, name))
+    if not hosts:
+        raise JobFileError(f"{name}: names no host; wanted one a line, such as: node0 slots=4")
+    return hosts
+
+
+def _listed(mistakes: Sequence[str], text: str, name: str) -> str:
+    """Write the first mistakes; a file that is wrong all over is another kind of file."""
+    if text.lstrip().startswith("<"):
+        return f"{name}: is XML, wanted a hosts file; a CloudLab manifest is given with --manifest"
+    more, least = len(mistakes) - MAX_MISTAKES, "at least " * (len(mistakes) == MOST_READ)
+    return "\n".join([*mistakes[:MAX_MISTAKES], *([f"{name}: and {least}{more} more wrong lines"] if more > 0 else [])])
+
+
+def hostfile_text(hosts: Iterable[Host]) -> str:
+    """Write hosts as a hosts file that reads back as the same hosts."""
+    return "".join(f"{_line_of(host)}\n" for host in hosts)
+
+
+def from_nodelist(text: str) -> list[Host]:
+    """Return the hosts of a node list such as `n[01-16],alice@login`.
+
+    Raises:
+        UsageError: it is no node list, or a name in it is no host name or comes twice.
+    """
+    words = expand(text)
+    try:
+        hosts = [_host(*_user_name_slots(word)) for word in words]
+    except UsageError as error:
+        raise UsageError(f"node list: {error}") from error
+    seen: set[str] = set()
+    for host in hosts:
+        if host.name in seen:  # the list itself has no repeats: n1,alice@n1
+            raise UsageError(f"node list {text!r}: {host.name} comes twice, in two spellings; name it once")
+        seen.add(host.name)
+    return hosts
+
+
+def choose(hosts: Sequence[Host], include: str | None, exclude: str | None) -> list[Host]:
+    """Return the hosts that are wanted, in their own order; first `include` chooses, then `exclude` leaves out.
+
+    Both are node lists; DeepSpeed's `host1@host2` is understood.
+
+    Raises:
+        UsageError: one names a host that is not there, or none is left.
+    """
+    chosen = list(hosts)
+    if include is not None:
+        wanted = _among(hosts, include, "--include")
+        chosen = [host for host in chosen if host.name in wanted]
+    if exclude is not None:
+        unwanted = _among(hosts, exclude, "--exclude")
+        chosen = [host for host in chosen if host.name not in unwanted]
+    if not chosen and hosts:
+        given = " and ".join(name for name, value in (("--include", include), ("--exclude", exclude)) if value)
+        raise UsageError(f"{given}: no host is left of {_short(hosts)}; leave out fewer")
+    return chosen
+
+
+def read_text(path: Path, wanted: str, most: int = SETTINGS_BYTES) -> str:
+    """Return the text of a file of the user's.
+
+    Raises:
+        JobFileError: it is not there, cannot be read, is larger than `most` bytes or not text; `wanted` says what it
+            should be.
+    """
+    try:
+        return read_bytes(path, most, owned=False).decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise JobFileError(f"{path}: no such file; wanted {wanted}") from error
+    except OSError as error:
+        reason = (error.strerror or "unknown reason").lower()
+        raise JobFileError(f"{path}: cannot be read: {reason}; wanted {wanted}") from error
+    except UnicodeDecodeError as error:
+        raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted {wanted}") from error
+    except ValueError as error:
+        raise JobFileError(f"{error}; wanted {wanted}") from error
+
+
+def _hosts_of_line(names: Sequence[str], words: Sequence[str]) -> list[Host]:
+    values = _values(words[1:])
+    named = [_user_name_slots(word) for word in names]
+    if len(named) > 1 and (only := next((key for key in ("address", "ssh") if key in values), None)):
+        raise UsageError(f"{only}= belongs to one host, and {words[0]} names {len(named)}; give each its own line")
+    slots = _number(values, "slots")
+    most = _number(values, "max_slots")
+    if slots is not None and most is not None and most < slots:
+        raise UsageError(f"max_slots must be at least slots ({slots}), got {most}")
+    port = _number(values, "port", most=MAX_PORT)
+    if (address := values.get("address", "")) and not is_numeric(address):
+        raise UsageError(f"address must be a number such as 10.10.1.1, got {address!r}; names go to ssh=")
+    hosts = []
+    for user, name, bare in named:
+        if bare is not None and slots is not None:
+            raise UsageError(f"slots are given twice: :{bare} and slots={slots}; keep one")
+        if user is not None and "user" in values:
+            raise UsageError(f"the user is given twice: {user}@ and user={values['user']}; keep one")
+        hosts.append(_host(values.get("user", user), name, slots or bare, address, values.get("ssh"), port))
+    return hosts
+
+
+def _host(
+    user: str | None,
+    name: str,
+    slots: int | None,
+    address: str = "",
+    target: str | None = None,
+    port: int | None = None,
+) -> Host:
+    login = None
+    if (user, target, port) != (None, None, None):
+        login = Login(name if target is None else target, user, port)
+    return Host(name, address or (name if is_numeric(name) else ""), slots, login)
+
+
+def _user_name_slots(word: str) -> tuple[str | None, str, int | None]:
+    """Take `alice@node0:4` apart."""
+    user, at, rest = word.rpartition("@")
+    if at:
+        check_user(user)
+    if is_numeric(rest):  # an IPv6 address has colons of its own
+        return user or None, rest, None
+    name, colon, count = rest.partition(":")
+    check_name(name)
+    if not colon:
+        return user or None, name, None
+    if not count.isdecimal() or not count.isascii() or len(count) > 9 or int(count) < 1:
+        raise UsageError(f"{word!r}: behind the colon must be a number of slots, as in node0:4, got {count!r}")
+    if int(count) > MAX_BARE_SLOTS:
+        raise UsageError(
+            f"{word!r}: {count} behind the colon would be slots; for ssh's port write port={count}, else slots={count}"
+        )
+    return user or None, name, int(count)
+
+
+def _values(words: Sequence[str]) -> dict[str, str]:
+    """Read `key=value` words."""
+    values: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        key = key.replace("-", "_")
+        if not equals:
+            raise UsageError(f"{word!r} is not key=value; wanted one host a line, then any of {'=, '.join(KEYS)}=")
+        if key not in KEYS:
+            near = get_close_matches(key, KEYS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"valid here: {', '.join(KEYS)}"
+            raise UsageError(f"{key}: unknown key; {hint}")
+        if key in values:
+            raise UsageError(f"{key} is given twice; keep one")
+        if not value:
+            raise UsageError(f"{key}= has no value; remove it, or give it one")
+        values[key] = value
+    return values
+
+
+def _number(values: Mapping[str, str], key: str, most: int = 10**6) -> int | None:
+    if key not in values:
+        return None
+    text = values[key]
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+    if not 1 <= number <= most:
+        raise UsageError(f"{key} must be a number from 1 to {most}, got {text!r}")
+    return number
+
+
+def _line_of(host: Host) -> str:
+    words = [host.name]
+    if host.address and host.address != host.name:
+        words.append(f"address={host.address}")
+    if login := host.login:
+        if login.target != host.name or (login.user is None and login.port is None):
+            words.append(f"ssh={login.target}")
+        words += [f"port={login.port}"] if login.port is not None else []
+        words += [f"user={login.user}"] if login.user is not None else []
+    words += [f"slots={host.slots}"] if host.slots is not None else []
+    return " ".join(words)
+
+
+def _among(hosts: Sequence[Host], text: str, option: str) -> set[str]:
+    """Return the names of a node list, all of which must be hosts."""
+    names = [host.name for host in hosts]
+    found: set[str] = set()
+    for part in text.split("@"):
+        name, colon, _ = part.partition(":")
+        if colon and not is_numeric(part):
+            raise UsageError(f"{option}: {part!r} picks slots of a host; Muster takes whole hosts, so write {name}")
+        found |= set(expand(part))
+    if unknown := sorted(found - set(names)):
+        near = get_close_matches(unknown[0], names, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UsageError(f"{option}: {unknown[0]!r} is none of the hosts; {hint}they are {_short(hosts)}")
+    return found
+
+
+def _short(hosts: Sequence[Host]) -> str:
+    text = fold(host.name for host in hosts)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,242 @@
+"""What a model is made of, torch-free: its tensors, and what each of its parts computes and keeps for the backward.
+
+    parts of VGG    conv1 norm1 relu1 pool1 conv2 ...  flatten head
+    parts of GPT    embed  block1: norm1 query key value attention output norm2 up gelu down  block2 ...  norm head
+
+A *part* is one operation with the parameters it owns; a *layer* is a child of the model's `nn.Sequential`, which stages
+and FSDP units are cut from. Work is counted in floating-point operations of one sample (a multiply-add is two), memory
+in elements of one sample. Tests compare all of it with the modules of `jobs/train/models`.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import prod
+from typing import Final
+
+from muster.jobs.models.shapes import IMAGE_CHANNELS, KERNEL_AREA, POOL, GptShape, VggShape
+
+IMAGE_SIDE: Final = 32
+INDEX_BYTES: Final = 8  # what a pool remembers of each maximum, and what a token is
+KERNEL_SIDE: Final = 3
+BACKWARD_OF_WEIGHTS: Final = 2  # gradients of inputs and of weights, each the work of a forward
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """A parameter by the name that `named_parameters` gives it."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many numbers it holds."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One operation: its parameters, and its forward's work and memory for one sample."""
+
+    layer: str
+    name: str
+    tensors: tuple[TensorShape, ...] = ()
+    flops: int = 0  # forward
+    outputs: int = 0  # elements that it hands on
+    saved: int = 0  # elements kept for the backward that no part before it keeps
+    saved_bytes: int = 0  # what is kept besides in another type: indices
+    gives_input_gradient: bool = True
+    repeats: int = 1  # how often a parameter's element is used: work of the backward
+
+    @property
+    def backward_flops(self) -> int:
+        """Work of the backward; the first layer needs no gradient of its inputs, and what has no weights only those."""
+        return self.flops * (int(self.gives_input_gradient) + int(bool(self.tensors) or self.repeats > 1))
+
+
+@dataclass(frozen=True)
+class Again:
+    """Parts that run once more in the backward where activations are recomputed; of a sample only inputs are kept."""
+
+    parts: tuple[Part, ...]
+    inputs: int  # elements
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A whole model; `parts` in the order of its forward."""
+
+    name: str
+    parts: tuple[Part, ...]
+    buffers: int = 0  # elements of batch norm's running statistics
+    width: int = 0  # GPT: d_model; 0 where tensor parallelism has no meaning here
+    blocks: int = 0  # GPT: its blocks
+    tokens: int = 1  # positions of one sample
+
+    @property
+    def tensors(self) -> tuple[TensorShape, ...]:
+        """All parameters in the order of registration."""
+        return tuple(tensor for part in self.parts for tensor in part.tensors)
+
+    @property
+    def elements(self) -> int:
+        """How many parameters there are."""
+        return sum(tensor.elements for tensor in self.tensors)
+
+    @property
+    def flops(self) -> int:
+        """Work of one sample's forward."""
+        return sum(part.flops for part in self.parts)
+
+    def layers(self) -> Iterator[tuple[str, tuple[Part, ...]]]:
+        """Yield the children of the model with their parts, in the order of the forward."""
+        for name, parts in groupby(self.parts, key=lambda part: part.layer):
+            yield name, tuple(parts)
+
+    def units(self) -> list[tuple[Part, ...]]:
+        """List what is gathered and freed together where parameters are sharded, in the order of the forward.
+
+        Of GPT its blocks, and first all that lies around them; of VGG each convolution with what follows, and the head.
+        """
+        if self.blocks:
+            around = tuple(part for part in self.parts if not part.layer.startswith("block"))
+            return [around, *(parts for name, parts in self.layers() if name.startswith("block"))]
+        units: list[tuple[Part, ...]] = []
+        for name, parts in self.layers():
+            if name.startswith("conv") or name == "head":
+                units.append(parts)
+            else:
+                units[-1] += parts
+        return units
+
+    def recomputed(self) -> list[Again]:
+        """List what is forwarded again in the backward: blocks, convolutions with what follows; never the rest."""
+        inputs = {after.name: before.outputs for before, after in pairwise(self.parts)}
+        first = IMAGE_CHANNELS * IMAGE_SIDE**2
+        units = self.units()[1:] if self.blocks else self.units()[:-1]
+        return [Again(unit, inputs.get(unit[0].name, first)) for unit in units]
+
+    def saved_bytes(self, itemsize: int) -> int:
+        """Return what one sample keeps until its backward."""
+        return saved_bytes(self.parts, itemsize)
+
+    def ready(self) -> list[tuple[TensorShape, float]]:
+        """List the parameters as their gradients become ready, each with the share of the backward done by then.
+
+        The backward visits the parts last to first; shares are by work. A tied weight is ready with its first use.
+        """
+        total = sum(part.backward_flops for part in self.parts)
+        done, order = 0, []
+        for part in reversed(self.parts):
+            done += part.backward_flops
+            # A linear layer hands on the gradient of its bias first, a convolution and a norm that of their weight.
+            tensors = part.tensors[::-1] if part.tensors and len(part.tensors[0].shape) == 2 else part.tensors
+            order += [(tensor, done / total) for tensor in tensors]
+        return order
+
+
+def saved_bytes(parts: Iterable[Part], itemsize: int) -> int:
+    """Return what parts keep of one sample until its backward."""
+    return sum(part.saved * itemsize + part.saved_bytes for part in parts)
+
+
+def anatomy(shape: VggShape | GptShape) -> Anatomy:
+    """Take a shape apart."""
+    return _vgg(shape) if isinstance(shape, VggShape) else _gpt(shape)
+
+
+def _vgg(shape: VggShape) -> Anatomy:
+    """Follow `jobs/train/models/vgg.py`: a ReLU writes over its input, and what it leaves is the next one's input."""
+    parts: list[Part] = []
+    channels, side, convolutions, pools, buffers = IMAGE_CHANNELS, IMAGE_SIDE, 0, 0, 0
+    kept = IMAGE_CHANNELS * IMAGE_SIDE**2  # the image, kept for the first weights' gradient
+    for width in shape.layers:
+        if width == POOL:
+            pools, side = pools + 1, side // 2
+            out = channels * side**2
+            name = f"pool{pools}"
+            parts.append(Part(name, name, flops=4 * out, outputs=out, saved=out, saved_bytes=INDEX_BYTES * out))
+            continue
+        convolutions += 1
+        out = width * side**2
+        parts += _convolution(convolutions, channels, width, out, kept)
+        buffers += 2 * width
+        channels, kept = width, 0
+    weight = TensorShape("head.weight", (shape.classes, channels))
+    bias = TensorShape("head.bias", (shape.classes,))
+    flops = 2 * weight.elements
+    parts.append(Part("head", "head", (weight, bias), flops, shape.classes, shape.classes, saved_bytes=INDEX_BYTES))
+    return Anatomy(shape.name, tuple(parts), buffers=buffers)
+
+
+def _convolution(number: int, channels: int, width: int, out: int, kept: int) -> list[Part]:
+    """Take a convolution with its batch norm and ReLU apart; `kept` is what it must keep of its input itself."""
+    conv, norm, relu = f"conv{number}", f"norm{number}", f"relu{number}"
+    weights = (
+        TensorShape(f"{conv}.weight", (width, channels, KERNEL_SIDE, KERNEL_SIDE)),
+        TensorShape(f"{conv}.bias", (width,)),
+    )
+    scales = (TensorShape(f"{norm}.weight", (width,)), TensorShape(f"{norm}.bias", (width,)))
+    work = 2 * KERNEL_AREA * channels * out
+    return [
+        Part(conv, conv, weights, work, out, saved=kept, gives_input_gradient=number > 1),
+        Part(norm, norm, scales, 5 * out, out, saved=out),  # keeps the convolution's output
+        Part(relu, relu, (), out, out, saved=out),  # and this its own, in place of batch norm's
+    ]
+
+
+def _gpt(shape: GptShape) -> Anatomy:
+    """Follow `jobs/train/models/gpt.py`, whose attention keeps no (tokens, tokens) matrix."""
+    d, tokens = shape.d_model, shape.context
+    embeddings = (
+        TensorShape("embed.token.weight", (shape.vocabulary, d)),
+        TensorShape("embed.position.weight", (tokens, d)),
+    )
+    wide = tokens * d
+    parts = [Part("embed", "embed", embeddings, wide, wide, saved_bytes=INDEX_BYTES * tokens)]
+    for block in range(1, shape.layers + 1):
+        parts += _block(shape, f"block{block}")
+    parts.append(_norm(shape, "norm", "norm"))
+    logits = tokens * shape.vocabulary  # the loss keeps their logarithms
+    head = _linear(shape, "head", "head", d, shape.vocabulary, bias=shape.bias and not shape.tied, saved=wide + logits)
+    if shape.tied:  # its weight is the embedding's: the work is here, the gradient is ready there
+        head = Part("head", "head", (), head.flops, head.outputs, head.saved, repeats=2)
+    parts.append(head)
+    return Anatomy(shape.name, tuple(parts), width=d, blocks=shape.layers, tokens=tokens)
+
+
+def _block(shape: GptShape, layer: str) -> list[Part]:
+    d, ff, tokens = shape.d_model, shape.d_ff, shape.context
+    wide, bias = tokens * d, shape.bias
+    in_attention, in_mlp = f"{layer}.attention", f"{layer}.mlp"
+    causal = 2 * tokens * tokens * d  # two products of (tokens, tokens) by the width, of which half is masked
+    return [
+        _norm(shape, layer, f"{layer}.norm1"),
+        _linear(shape, layer, f"{in_attention}.query", d, d, bias=bias, saved=wide),
+        _linear(shape, layer, f"{in_attention}.key", d, d, bias=bias),
+        _linear(shape, layer, f"{in_attention}.value", d, d, bias=bias),
+        # Keeps query, key, value, its output and a logarithm for each row and head.
+        Part(layer, in_attention, (), causal, wide, saved=4 * wide + shape.heads * tokens, repeats=2),
+        _linear(shape, layer, f"{in_attention}.output", d, d, bias=bias),
+        _norm(shape, layer, f"{layer}.norm2"),
+        _linear(shape, layer, f"{in_mlp}.up", d, ff, bias=bias, saved=wide),
+        Part(layer, f"{in_mlp}.gelu", (), 8 * tokens * ff, tokens * ff, saved=tokens * ff),
+        _linear(shape, layer, f"{in_mlp}.down", ff, d, bias=bias, saved=tokens * ff),
+    ]
+
+
+def _norm(shape: GptShape, layer: str, name: str) -> Part:
+    """Take a norm apart: it keeps its input and a number or two a row, the RMS norm its unscaled output as well."""
+    wide = shape.context * shape.d_model
+    scale = TensorShape(f"{name}.weight", (shape.d_model,))
+    if shape.norm == "layer":
+        shift = TensorShape(f"{name}.bias", (shape.d_model,))
+        return Part(layer, name, (scale, shift), 5 * wide, wide, saved=wide + 2 * shape.context)
+    return Part(layer, name, (scale,), 5 * wide, wide, saved=2 * wide + shape.context)
+
+
+def _linear(shape: GptShape, layer: str, name: str, inputs: int, outputs: int, *, bias: bool, saved: int = 0) -> Part:
+    weight = TensorShape(f"{name}.weight", (outputs, inputs))
+    tensors = (weight, TensorShape(f"{name}.bias", (outputs,))) if bias else (weight,)
+    return Part(layer, name, tensors, 2 * shape.context * weight.elements, shape.context * outputs, saved=saved)

@@ -1,0 +1,72 @@
+"""From a job's model settings to the shape they stand for: a row of `jobs/models/shapes.py` with what the job overrides."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.train import ModelSettings
+
+
+def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptShape:
+    """Return the shape that a job's model settings stand for, on data with `vocabulary` classes or tokens.
+
+    Raises:
+        RefusedError: the settings do not fit the data, the model or each other.
+    """
+    wanted = settings.vocabulary or vocabulary
+    if wanted < vocabulary:
+        raise RefusedError(
+            f"train.model.vocabulary: {wanted} is too small for data with {vocabulary} classes or tokens; "
+            f"use at least {vocabulary}, or leave it out"
+        )
+    if settings.name in VGG_SHAPES:
+        return _resolve_vgg(settings, wanted)
+    return _resolve_gpt(settings, wanted)
+
+
+def context_of(settings: "ModelSettings") -> int:
+    """Return the tokens that a GPT reads at once: the settings' own, else its row's."""
+    if settings.context is not None:
+        return settings.context
+    return GPT_SHAPES[settings.name].context if settings.name in GPT_SHAPES else GptShape.context
+
+
+def _resolve_vgg(settings: "ModelSettings", classes: int) -> VggShape:
+    fields = type(settings).model_fields
+    foreign = [
+        field
+        for field in ("context", "tied", "bias", "norm", "dropout")
+        if getattr(settings, field) != fields[field].default
+    ]
+    if foreign:
+        raise RefusedError(f"train.model.{foreign[0]}: {settings.name} has no such setting; remove it, or choose a gpt")
+    assert settings.name is not None
+    return replace(VGG_SHAPES[settings.name], classes=classes)
+
+
+def _resolve_gpt(settings: "ModelSettings", vocabulary: int) -> GptShape:
+    if settings.name is not None:
+        row = GPT_SHAPES[settings.name]
+    else:
+        d_model, d_ff, layers, heads = settings.d_model, settings.d_ff, settings.layers, settings.heads
+        assert d_model is not None
+        assert d_ff is not None
+        assert layers is not None
+        assert heads is not None
+        row = GptShape("gpt", d_model, d_ff, layers, heads)
+    if row.d_model % row.heads:
+        raise RefusedError(
+            f"train.model.heads: {row.heads} heads do not divide d_model {row.d_model}; choose a divisor of it"
+        )
+    return replace(
+        row,
+        context=context_of(settings),
+        vocabulary=vocabulary,
+        tied=settings.tied,
+        bias=settings.bias,
+        norm=settings.norm,
+        dropout=settings.dropout,
+    )

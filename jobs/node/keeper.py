@@ -1,0 +1,282 @@
+"""The keeper: parent of one node's ranks, forked from the warm process, commanded by the node's agent.
+
+JSON lines over one socket. From the agent:
+
+    {"do": "store", "attempt": n}   with a listening socket attached: serve the attempt's store on it
+    {"do": "start", "attempt": n, "ranks": [RankStart...]}
+    {"do": "stop", "attempt": n, "grace_s": 5.0}    TERM to every rank's group, KILL after the grace, then sweep
+    {"do": "look"}                  how far is every rank?
+    {"do": "hold"}                  every rank waits before its next step (jobs/node/page.py)
+    {"do": "stop_at", "steps": n}   after so many steps every rank saves and ends
+    {"do": "dump"}                  every rank of ours writes its Python stacks to its standard error
+
+To the agent, with the number of the attempt: started, report (jobs/node/reports.py), exited, swept, looked, dumped, broken;
+and once ready. When the socket closes, the keeper stops its ranks (TERM, 1 s, KILL) and ends. Ranks die with their
+keeper (PR_SET_PDEATHSIG); what they leave behind becomes the keeper's child (subreaper) and is killed. A keeper runs
+attempt after attempt: the next one may start when the one before is swept.
+"""
+
+import faulthandler
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any, Final, NoReturn
+
+from muster.jobs.basics import exits
+from muster.jobs.basics.boot import module_argv
+from muster.jobs.machine import linux
+from muster.jobs.node import leftovers
+from muster.jobs.node.rank_process import RankProcess
+
+ORPHAN_GRACE_S: Final = 1.0
+KILL_S: Final = 2.0  # for a killed rank to be dead; one that is not by then is told, and waited for no longer
+CHUNK: Final = 1 << 16
+MAX_FDS: Final = 4
+STDERR: Final = 2  # of every child, whatever it has been given as such
+
+
+class Keeper:
+    """One node's ranks, from their start to the last swept process, attempt after attempt."""
+
+    def __init__(self, agent: socket.socket) -> None:
+        self.agent = agent
+        self.agent_gone = False
+        self.unread = b""
+        self.passed: list[int] = []
+        self.attempt = 0
+        self.ranks: dict[int, RankProcess] = {}
+        self.stubborn: dict[int, int] = {}  # {pid: rank} of those that were killed, and live
+        self.store = 0
+        self.kill_at: float | None = None
+        self.killed = False
+        self.selector = selectors.DefaultSelector()
+
+    def run(self) -> NoReturn:
+        """Serve the agent until its socket closes and no process is left."""
+        linux.adopt_orphans()
+        # In C and from the start: a rank answers while it holds the interpreter's lock, or has just been forked.
+        faulthandler.register(signal.SIGQUIT, file=STDERR, all_threads=True)
+        wake, wake_write = os.pipe()
+        os.set_blocking(wake, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(self.agent, selectors.EVENT_READ, self._read_agent)
+        self.selector.register(wake, selectors.EVENT_READ, lambda: os.read(wake, CHUNK))
+        self._tell({"ready": os.getpid()})
+        while not (self.agent_gone and not self.ranks):
+            timeout_s = None if self.kill_at is None else max(0.0, self.kill_at - time.monotonic())
+            for key, _ in self.selector.select(timeout_s):
+                key.data()
+            self._reap()
+            if self.kill_at is not None and time.monotonic() >= self.kill_at:
+                self._kill_all()
+        self._sweep()
+        os._exit(0)
+
+    # From the agent -------------------------------------------------------------------------------------------------
+
+    def _read_agent(self) -> None:
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self.agent, CHUNK, MAX_FDS)
+        except ConnectionError:
+            data, descriptors = b"", []
+        self.passed += descriptors
+        if not data:
+            self.selector.unregister(self.agent)
+            self.agent_gone = True
+            self._stop(ORPHAN_GRACE_S)
+            return
+        *lines, self.unread = (self.unread + data).split(b"\n")
+        handlers = {
+            "store": self._start_store,
+            "start": self._start,
+            "stop": self._on_stop,
+            "look": self._look,
+            "hold": self._hold,
+            "stop_at": self._stop_at,
+            "dump": self._dump,
+        }
+        for line in lines:
+            message = json.loads(line)
+            handlers[message["do"]](message)
+
+    def _start_store(self, message: dict[str, Any]) -> None:
+        self.attempt = message.get("attempt", 0)
+        if self.store:  # an attempt that nobody stopped: its ranks have ended by themselves
+            linux.kill_quietly(self.store, signal.SIGKILL)
+        listening = socket.socket(fileno=self.passed.pop(0))
+        if "torch" not in sys.modules:
+            descriptor = listening.fileno()
+            argv = [
+                *module_argv(sys.executable, "muster.jobs.node.store"),
+                "--fd",
+                str(descriptor),
+                "--parent",
+                str(os.getpid()),
+            ]
+            self.store = subprocess.Popen(argv, pass_fds=[descriptor], stdin=subprocess.DEVNULL).pid
+            listening.close()
+            return
+        keeper = os.getpid()
+        self.store = os.fork()
+        if self.store == 0:
+            deaf = signal.getsignal(signal.SIGTERM)
+            self._forget_parent(keeper)
+            signal.signal(signal.SIGTERM, deaf)
+            from muster.jobs.node.store import serve
+
+            serve(listening)
+            os._exit(0)
+        listening.close()
+
+    def _start(self, message: dict[str, Any]) -> None:
+        attempt = message.get("attempt", 0)
+        if self.ranks:
+            what = f"attempt {attempt} is to start, and ranks of attempt {self.attempt} still run"
+            self._tell({"broken": what, "code": exits.INFRASTRUCTURE})
+            return
+        self.attempt, self.kill_at, self.killed, self.stubborn = attempt, None, False, {}
+        keeper = os.getpid()
+        for start in message["ranks"]:
+            rank = RankProcess(start)
+            pid = os.fork()
+            if pid == 0:
+                self._forget_parent(keeper)
+                rank.become()
+            rank.born(pid)
+            self.ranks[pid] = rank
+            self.selector.register(rank.pipe, selectors.EVENT_READ, lambda rank=rank: self._read_reports(rank))
+        self._tell({"started": [[rank.rank, rank.pid] for rank in self.ranks.values()], "time": time.time()})
+
+    def _forget_parent(self, keeper: int) -> None:
+        """Undo, in a fresh child, what belongs to the keeper alone."""
+        linux.die_with_parent(keeper)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        self.agent.close()
+        self.selector.close()
+        for rank in self.ranks.values():
+            rank.close()
+
+    def _on_stop(self, message: dict[str, Any]) -> None:
+        if not self.ranks:  # of an attempt that has not come to its start here
+            self.attempt = message.get("attempt", self.attempt)
+        self._stop(message["grace_s"])
+
+    # What ranks share with us ---------------------------------------------------------------------------------------
+
+    def _look(self, _: dict[str, Any]) -> None:
+        self._tell({"looked": [rank.looked() for rank in self.ranks.values()]})
+
+    def _hold(self, _: dict[str, Any]) -> None:
+        for rank in self.ranks.values():
+            rank.page.ask_to_hold()
+
+    def _stop_at(self, message: dict[str, Any]) -> None:
+        for rank in self.ranks.values():
+            rank.page.set_stop_at(message["steps"])
+
+    def _dump(self, _: dict[str, Any]) -> None:
+        self._tell({"dumped": {rank.rank: rank.dump() for rank in self.ranks.values()}})
+
+    # Ranks ----------------------------------------------------------------------------------------------------------
+
+    def _read_reports(self, rank: RankProcess) -> None:
+        if rank.pipe < 0:  # buried since the selector saw it
+            return
+        reports = rank.reports()
+        if reports is None:
+            self.selector.unregister(rank.pipe)
+            return
+        for report in reports:
+            self._tell({"report": report, "rank": rank.rank})
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if pid == 0:
+                break
+            if rank := self.ranks.pop(pid, None):
+                self._bury(rank, status)
+            elif pid == self.store:
+                self.store = 0
+                if self.ranks:
+                    what = f"the store process ended with code {os.waitstatus_to_exitcode(status)}"
+                    self._tell({"broken": what, "code": exits.INFRASTRUCTURE})
+        if not self.ranks and self.kill_at is not None and not self.agent_gone:
+            self._finish_stop()
+
+    def _bury(self, rank: RankProcess, status: int) -> None:
+        ended = time.time()
+        if rank.pipe in self.selector.get_map():
+            self._read_reports(rank)
+        rank.send(signal.SIGKILL)  # its data loaders and background children
+        self._tell(rank.ending(status, ended))
+        self._let_go(rank)
+        if not self.ranks and self.kill_at is None:
+            self._sweep(leave_store=True)
+
+    def _let_go(self, rank: RankProcess) -> None:
+        if rank.pipe in self.selector.get_map():
+            self.selector.unregister(rank.pipe)
+        rank.close()
+
+    # Stopping -------------------------------------------------------------------------------------------------------
+
+    def _stop(self, grace_s: float) -> None:
+        self._reap()  # a rank that has died by itself must not look stopped
+        for rank in self.ranks.values():
+            rank.sent = rank.sent or rank.asks
+            rank.send(rank.asks)
+            rank.send(signal.SIGCONT)  # a frozen rank may still hear it
+        if not self.killed:
+            kill_at = time.monotonic() + grace_s
+            self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
+
+    def _kill_all(self) -> None:
+        """Kill the ranks that are left; when they have been killed already, give them up."""
+        if self.killed:
+            for rank in self.ranks.values():
+                self._let_go(rank)
+            self.stubborn = {pid: rank.rank for pid, rank in self.ranks.items()}
+            self.ranks = {}
+            if not self.agent_gone:
+                self._finish_stop()
+            return
+        self.killed, self.kill_at = True, time.monotonic() + KILL_S  # SIGCHLD wakes us before that
+        for rank in self.ranks.values():
+            rank.sent = signal.SIGKILL
+            rank.send(signal.SIGKILL)
+
+    def _finish_stop(self) -> None:
+        self.kill_at, self.killed = None, False
+        swept = self._sweep()
+        left = [{**each, "rank": self.stubborn.get(each["pid"])} for each in leftovers.described(swept.left)]
+        self._tell({"swept": swept.count, "left": left})
+
+    def _sweep(self, *, leave_store: bool = False) -> leftovers.Swept:
+        """Kill every process below us until none is left, or what is left cannot be killed."""
+        leave = [self.store] if leave_store and self.store else []
+        limit_s = 0.0 if self.stubborn else leftovers.LIMIT_S  # they have had their time
+        swept = leftovers.sweep(os.getpid(), leave=leave, limit_s=limit_s)
+        if not leave_store or self.store in swept.buried:
+            self.store = 0
+        return swept
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        if self.agent_gone:
+            return
+        try:
+            self.agent.sendall((json.dumps({**message, "attempt": self.attempt}) + "\n").encode())
+        except (BrokenPipeError, ConnectionError):
+            return  # the reading side sees the end of the socket next and stops the ranks

@@ -1,0 +1,108 @@
+"""How a forked child becomes a rank: group, files, cores, environment, then a function of ours or a program.
+
+A RankStart is a mapping of plain values, made in `launch/agent.py`:
+
+    rank      int
+    env       {name: value}, added to the keeper's environment
+    workdir   folder to run in
+    out, err  files to append standard output and standard error to
+    cores     [core, ...] to be pinned to; empty: not pinned
+    threads   threads of the libraries
+    argv      program and arguments (a `command:` job), or
+    call      "module:function" of ours, called with `payload`
+"""
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+from muster.jobs.basics import exits
+from muster.jobs.basics.files import open_log
+from muster.jobs.hosts import ranks
+from muster.jobs.node.reports import Reporter
+
+NOT_EXECUTABLE: Final = 126
+NOT_FOUND: Final = 127
+
+
+def become(start: Mapping[str, Any], reports: int) -> NoReturn:
+    """Turn this fresh child into the rank that `start` describes; `reports` is the writing end of its report pipe."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        _redirect(start["out"], start["err"])
+        os.environ.update(start["env"])
+        if start["cores"]:
+            os.sched_setaffinity(0, start["cores"])
+        os.chdir(start["workdir"])
+    except (OSError, ValueError) as error:  # ValueError: a NUL or "=" where the kernel takes none
+        _say(f"rank {start['rank']} cannot start: {error}", error, reports)
+        _flush_and_exit(exits.REFUSED)
+    try:
+        if start.get("argv"):
+            _execute(start["argv"], reports)
+        os.environ[ranks.STATUS_FD] = str(reports)
+        code = _call(start)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        # The child of a fork must not run on into its parent's code, whatever was raised.
+        traceback.print_exc()
+        Reporter({ranks.STATUS_FD: str(reports)}).failed(error, peer=False)
+    finally:
+        _flush_and_exit(code)
+
+
+def _call(start: Mapping[str, Any]) -> int:
+    module, _, function = start["call"].partition(":")
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(start["threads"])
+    result: int = getattr(importlib.import_module(module), function)(start["payload"])
+    return result
+
+
+def _execute(argv: list[str], reports: int) -> NoReturn:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would hand that on
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvpe(argv[0], argv, os.environ)
+    except FileNotFoundError as error:
+        hint = "write the command as a list of words" if " " in argv[0] else "give its full path, or set PATH under env"
+        _say(f"command not found: {argv[0]!r}; {hint}", error, reports)
+        _flush_and_exit(NOT_FOUND)
+    except OSError as error:
+        _say(f"cannot run {argv[0]!r}: {error.strerror}", error, reports)
+        _flush_and_exit(NOT_EXECUTABLE)
+
+
+def _say(message: str, error: OSError | ValueError, reports: int) -> None:
+    print(f"muster: {message}", file=sys.stderr)
+    said = type(error)(message) if isinstance(error, OSError) else ValueError(message)
+    Reporter({ranks.STATUS_FD: str(reports)}).failed(said, peer=False)
+
+
+def _redirect(out: str, err: str) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    for path, descriptor in ((out, 1), (err, 2)):
+        opened = open_log(Path(path))
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    os.close(null)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _flush_and_exit(code: int) -> NoReturn:
+    """End without the interpreter's own farewell, in which a broken process group may abort and change the code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # disk full: there is nowhere left to say so, the code must do
+            code = code or exits.STORAGE
+    os._exit(code)

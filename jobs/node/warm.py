@@ -1,0 +1,86 @@
+"""The warm process: one per host. It imports torch once; every rank of the host is a fork of it.
+
+    warm ── keeper of node 0 ── rank 0, rank 1, store
+         └─ keeper of node 1 ── rank 2, rank 3             (pretend nodes share one warm process)
+
+It is given one socket per agent and forks one keeper for each. It runs no torch operation and asks nothing of CUDA,
+for a child of a process that did either hangs. Its own start carries the run id and the library variables, so that
+they stand in /proc/PID/environ of every rank. It ends when its last keeper has ended; a keeper ends with its agent.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Final
+
+from muster.jobs.basics import exits
+from muster.jobs.machine import linux
+from muster.jobs.node.keeper import Keeper
+
+HEARD_S: Final = 1.0  # that an agent is given to read why there will be no keeper
+
+
+def main() -> None:
+    """Import what ranks need, fork the keepers, and bury what a killed keeper leaves behind."""
+    parser = argparse.ArgumentParser(description="internal: started by the agent or the local transport")
+    parser.add_argument("--fds", required=True, help="one inherited socket per agent, comma-separated")
+    parser.add_argument("--preload", default="", help="modules to import before the forks, comma-separated")
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if linux.has_scheduler():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to every process of the job; the agent answers it
+    linux.adopt_orphans()
+    sockets = [socket.socket(fileno=int(text)) for text in args.fds.split(",")]
+    preload(list(filter(None, args.preload.split(","))), sockets)
+    keepers = set()
+    for mine in sockets:
+        pid = os.fork()
+        if pid == 0:
+            for other in sockets:
+                if other is not mine:
+                    other.close()
+            Keeper(mine).run()
+        keepers.add(pid)
+    for each in sockets:
+        each.close()
+    bury(keepers)
+
+
+def preload(modules: list[str], sockets: list[socket.socket]) -> None:
+    """Import what ranks need; a module that cannot be imported is told to every agent, and ends this process."""
+    try:
+        for module in modules:
+            importlib.import_module(module)
+    except Exception as error:  # a broken torch raises OSError or RuntimeError as well
+        broken = f"{sys.executable}: {error}; run ./setup.sh, or name an interpreter that has it in the site file"
+        for each in sockets:
+            each.sendall((json.dumps({"broken": broken}) + "\n").encode())
+            each.shutdown(socket.SHUT_WR)
+            each.settimeout(HEARD_S)
+        for each in sockets:
+            with contextlib.suppress(OSError):
+                while each.recv(1 << 16):  # until the agent has heard: unread orders would reset the connection
+                    pass
+        sys.exit(exits.REFUSED)
+    gc.collect()
+    gc.freeze()  # what is imported stays shared between the forks
+
+
+def bury(keepers: set[int]) -> None:
+    """Wait for the keepers; whatever else becomes our child has lost its keeper and is killed, to the last one."""
+    while keepers | (orphans := set(linux.descendants(os.getpid(), leave=keepers))):
+        for orphan in orphans:
+            linux.kill_quietly(orphan, signal.SIGKILL)
+        pid, _ = os.wait()
+        keepers.discard(pid)
+
+
+if __name__ == "__main__":
+    main()

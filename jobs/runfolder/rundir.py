@@ -1,0 +1,299 @@
+"""The run folder: every path in it is spelt here (in an attempt: `jobs/runfolder/attemptdir.py`, in a checkpoint:
+`jobs/runfolder/checkpointdir.py`, in a profile: `jobs/runfolder/profiledir.py`). One writer per file.
+
+Runs are made and found here too. Only folders that nobody else could have written are found (`jobs/basics/ownership.py`).
+
+    runs/<name>-<utc>-<id>/
+      job.yaml  site.yaml  attempts.jsonl  events.jsonl          supervisor only
+      job-before-001.yaml                                        `muster resume`: the job before it was changed
+      metrics.jsonl                                              rank 0 only
+      submission.json  lease.json                                supervisor, and who made the folder
+      token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   where a transport needs them
+      code/                                                      the code as it was submitted
+      claims/                                                    `muster resume`: who is at it, or has been
+      stop.json                                                  `muster stop` only
+      attempt-000/   mkdir is the token of the attempt
+        placement.json  commands/                                supervisor
+        node-00.json  node-00.setup                              agent of that node
+        resume.json                                              supervisor: the checkpoint that the attempt began from
+        rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
+        bench.jsonl                                              rank 0 only: what a `bench:` or `timing:` job measured
+        memory-00000.jsonl                                       that rank of a `train:` job (`jobs/runfolder/memory_rows.py`)
+        profile-00000/                                           that rank, where `train.profile` is on
+      checkpoints/
+        step-00000050.a000/                                      complete or invisible; never used again
+          shard-00000.safetensors  shard-00000.ok                writer of that rank
+          MANIFEST.json                                          rank 0's writer, or the supervisor: the commit
+          VERIFIED.json                                          who has read it all once more
+        bad-step-00000050.a000/  trash-step-00000050.a000/       found broken; being deleted
+
+Files are written under a temporary name and renamed; logs (`*.jsonl`, `*.out`, `*.err`) append (`jobs/basics/files.py`). A
+JSON line is one `write`, so a reader sees whole lines or an unfinished last one.
+"""
+
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Final
+
+from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.basics.files import folder_error
+from muster.jobs.basics.ownership import check_folder, check_parents, made_by_us, warn_once
+from muster.jobs.basics.reading import UntrustedError
+from muster.jobs.basics.words import counted
+from muster.jobs.runfolder.attemptdir import AttemptDir as AttemptDir
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+
+DEFAULT_RUNS: Final = "runs"
+RUNS_VARIABLE: Final = "MUSTER_RUNS"
+RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")  # it stands in commands that messages print
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The paths of one run."""
+
+    path: Path
+
+    @property
+    def run_id(self) -> str:
+        """The folder's name, unique among runs."""
+        return self.path.name
+
+    @property
+    def job(self) -> Path:
+        """The job file as given, with overrides applied."""
+        return self.path / "job.yaml"
+
+    def job_before(self, attempt: int) -> Path:
+        """The job file before `muster resume` changed it for an attempt."""
+        return self.path / f"job-before-{attempt:03d}.yaml"
+
+    @property
+    def site(self) -> Path:
+        """The site file as used."""
+        return self.path / "site.yaml"
+
+    @property
+    def attempts(self) -> Path:
+        """One line per attempt: its verdict."""
+        return self.path / "attempts.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One line per event of the supervisor."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per step: loss over the global batch and rank 0's times."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def stop(self) -> Path:
+        """A request to stop, written by `muster stop`, read by the supervisor."""
+        return self.path / "stop.json"
+
+    @property
+    def submission(self) -> Path:
+        """How the run is started: transport, hosts, interpreter; what `launch.supervise` reads."""
+        return self.path / "submission.json"
+
+    @property
+    def lease(self) -> Path:
+        """The supervisor's sign of life, renewed every few seconds, for those who see the folder but not its host."""
+        return self.path / "lease.json"
+
+    @property
+    def claims(self) -> Path:
+        """The folder of who has resumed the run: the newest claim holds, until it is given back."""
+        return self.path / "claims"
+
+    @property
+    def token(self) -> Path:
+        """What agents that dial show to be let in; only the user may read it."""
+        return self.path / "token"
+
+    @property
+    def supervisor_log(self) -> Path:
+        """What a supervisor without a terminal says."""
+        return self.path / "supervisor.log"
+
+    @property
+    def code(self) -> Path:
+        """The code as it was submitted: later edits do not reach a run that waits in a queue."""
+        return self.path / "code"
+
+    @property
+    def sbatch(self) -> Path:
+        """The batch script as it was given to Slurm."""
+        return self.path / "sbatch.sh"
+
+    @property
+    def slurm(self) -> Path:
+        """What Slurm answered: its number for the job."""
+        return self.path / "slurm.json"
+
+    @property
+    def submitit(self) -> Path:
+        """The folder of submitit's own files: what it submitted, what its tasks printed and returned."""
+        return self.path / "submitit"
+
+    @property
+    def rendezvous(self) -> Path:
+        """Where submitit's first task tells the others how to reach the supervisor; only the user may read it."""
+        return self.path / "rendezvous.json"
+
+    def nonce(self, name: str) -> Path:
+        """A file that one node writes and the others read, to see whether this is one folder or several."""
+        return self.path / f".nonce-{name}"
+
+    @property
+    def verify(self) -> Path:
+        """The comparison that `muster verify` made."""
+        return self.path / "verify.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of all checkpoints."""
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int, attempt: int) -> CheckpointDir:
+        """Return the paths of the checkpoint that an attempt makes after `step` steps, made or not."""
+        return CheckpointDir(self.checkpoints / f"step-{step:08d}.a{attempt:03d}")
+
+    def attempt(self, attempt: int) -> AttemptDir:
+        """Return the paths of one attempt, made or not."""
+        return AttemptDir(self.path / f"attempt-{attempt:03d}")
+
+    def attempt_numbers(self) -> list[int]:
+        """List the attempts that exist, oldest first."""
+        names = (entry.name for entry in self.path.glob("attempt-[0-9]*"))
+        return sorted(int(name.removeprefix("attempt-")) for name in names if name.removeprefix("attempt-").isdecimal())
+
+
+def runs_root(given: str | None) -> Path:
+    """Return the folder of all runs: the given one, else MUSTER_RUNS, else ./runs."""
+    return Path(given or os.environ.get(RUNS_VARIABLE) or DEFAULT_RUNS).absolute()
+
+
+def run_path(root: Path, name: str) -> Path:
+    """Choose the path of a new run under `root`: name, time and a random part; nothing is made."""
+    now = datetime.now(timezone.utc)
+    return root / f"{name}-{now:%Y%m%dT%H%M%S}.{now.microsecond // 1000:03d}Z-{secrets.token_hex(3)}"
+
+
+def make_run(run: RunDir, *, shared: bool = False) -> None:
+    """Make the folder of a new run, for this user alone; with `shared` its group may read it.
+
+    Raises:
+        RunFolderError: the folder cannot be made or written, or not kept from others.
+        StorageError: the disk is full.
+    """
+    try:
+        run.path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        check_parents(run.path)
+        run.path.mkdir(mode=0o700)
+        made_by_us(run.path, shared=shared)
+    except OSError as error:
+        raise folder_error(run.path, error) from error
+
+
+def new_run(root: Path, name: str) -> RunDir:
+    """Choose and make the folder of a new run; errors as `make_run`."""
+    run = RunDir(run_path(root, name))
+    make_run(run)
+    return run
+
+
+def find_run(root: Path, given: str | None) -> RunDir:
+    """Find a run by path, id, or unique part of an id; the newest when nothing is given. Folders of others are refused.
+
+    Raises:
+        RunFolderError: no run or more than one fits, or its name is not one of a run.
+        UntrustedError: the folder of the run, or one above it, is not to be trusted.
+    """
+    if given and os.path.isfile(os.path.join(given, "events.jsonl")):  # noqa: PTH113, PTH118 (False if it is closed)
+        path = Path(os.path.abspath(given))  # noqa: PTH100 (`..` has no name, and links stay)
+        if not RUN_ID.fullmatch(path.name):
+            raise RunFolderError(
+                f"{given!r}: a run is named with letters, digits, dots, - and _ only; rename its folder"
+            )
+        return open_run(path)
+    runs, strange = (list_runs(root), []) if given is None else _sorted_runs(root)
+    found = runs[-1:] if given is None else _named(given, runs)
+    if len(found) == 1:
+        return found[0]
+    if given and not found and (others := _named(given, strange)):
+        return open_run(others[-1].path)  # says why it is not used
+    if not runs:
+        raise RunFolderError(f"{root}: no runs here; start one with muster run, or name their folder with --runs DIR")
+    if not found:
+        raise RunFolderError(f"{root}: no run named {given!r}; newest: {', '.join(run.run_id for run in runs[-3:])}")
+    names = ", ".join(run.run_id for run in found[-4:])
+    raise RunFolderError(f"{root}: {given!r} fits {len(found)} runs: {names}; give more of the name")
+
+
+def open_run(path: Path, *, warn: bool = True) -> RunDir:
+    """Return the run in a folder, once it is sure that nobody else could have written it.
+
+    Raises:
+        UntrustedError: somebody else could have.
+        RunFolderError: there is no such folder.
+    """
+    path = path.absolute()
+    check_folder(path, warn=warn)
+    check_parents(path, warn=warn)
+    return RunDir(path)
+
+
+def list_runs(root: Path) -> list[RunDir]:
+    """List runs under a folder, oldest first by the time in their names; those of other users are left out.
+
+    Raises:
+        UntrustedError: everybody can replace the folders in it.
+    """
+    runs, strange = _sorted_runs(root)
+    if strange:
+        what = counted(len(strange), "run folder")
+        warn_once(f"{root}: left out {what} of other users; name one to see why it is not used", f"others in {root}")
+    return runs
+
+
+def all_runs(root: Path) -> list[RunDir]:
+    """List all folders under a folder that look like runs, whoever made them; nothing in them may be read.
+
+    Raises:
+        RunFolderError: the folder cannot be listed.
+    """
+    try:
+        entries = [each for each in root.iterdir() if RUN_ID.fullmatch(each.name)] if root.is_dir() else []
+    except OSError as error:
+        raise RunFolderError(
+            f"{root}: cannot be listed: {error.strerror}; choose another one with --runs DIR"
+        ) from error
+    runs = [RunDir(each) for each in entries if os.path.isfile(each / "events.jsonl")]  # noqa: PTH113 (as above)
+    return sorted(runs, key=lambda run: (run.run_id.rsplit("-", 2)[-2:], run.run_id))
+
+
+def _sorted_runs(root: Path) -> tuple[list[RunDir], list[RunDir]]:
+    """Return the runs under a folder that may be used, and those that may not."""
+    found = all_runs(root)
+    if found:
+        check_parents(found[0].path)
+    ours: list[RunDir] = []
+    strange: list[RunDir] = []
+    for run in found:
+        try:
+            check_folder(run.path)
+            ours.append(run)
+        except UntrustedError:
+            strange.append(run)
+    return ours, strange
+
+
+def _named(given: str, runs: list[RunDir]) -> list[RunDir]:
+    return [run for run in runs if given == run.run_id] or [run for run in runs if given in run.run_id]

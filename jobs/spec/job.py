@@ -1,0 +1,122 @@
+"""The typed job: what a job file says, with its defaults. Past `jobs/spec/load.py` there are no dicts and no defaults.
+
+Every model refuses unknown keys and wrong types. What one model cannot know (line numbers, the world size, the
+kinds of job) is checked by its callers: `jobs/spec/load.py` and `jobs/hosts/placement.py`.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, field_validator, model_validator
+from typing_extensions import Self
+
+from muster.jobs.spec.failover import CheckpointSettings, RestartSettings
+from muster.jobs.spec.slurm import SlurmSettings
+from muster.jobs.spec.strict import Strict
+
+MAX_NODES: Final = 100_000
+MAX_RANKS_PER_NODE: Final = 1024
+
+MAX_THREADS: Final = 1024
+VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+MAX_STRING_BYTES: Final = 131_072  # MAX_ARG_STRLEN of Linux: one argument, or NAME=value, with the zero at its end
+
+
+def _passable(text: str) -> str:
+    """Return a text that a program can be handed."""
+    if "\0" in text:
+        raise ValueError("must not hold a zero byte (\\0): no program can be handed one")
+    if (size := len(text.encode(errors="replace")) + 1) > MAX_STRING_BYTES:
+        raise ValueError(f"must be shorter than {MAX_STRING_BYTES} bytes, which is Linux's limit, got {size}")
+    return text
+
+
+def _is_variable(name: str) -> str:
+    """Return a name that an environment variable can have in any shell, as POSIX says."""
+    if not VARIABLE.fullmatch(name):
+        raise ValueError(
+            f"a variable's name has letters, digits and _, and begins with no digit, got {name!r}; correct it"
+        )
+    return name
+
+
+Passable = Annotated[str, AfterValidator(_passable)]
+Variable = Annotated[str, AfterValidator(_is_variable)]
+
+
+class CommandSettings(Strict):
+    """`command:` - any program that reads torchrun's variables; started fresh on every rank."""
+
+    argv: Annotated[list[Passable], Field(min_length=1)]
+
+    @field_validator("argv")
+    @classmethod
+    def _names_a_program(cls, argv: list[str]) -> list[str]:
+        if not argv[0]:
+            raise ValueError("the first item is the program to run, and it is empty; name one")
+        return argv
+
+
+class Job(Strict):
+    """A whole job file. `kind` says which of `train`, `command`, `bench` the file gave; `settings` is that section."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")] = "job"
+    nodes: Annotated[int, Field(ge=1, le=MAX_NODES)] = 1
+    ranks_per_node: Annotated[int, Field(ge=1, le=MAX_RANKS_PER_NODE)] | Literal["slots"] = 1
+    threads_per_rank: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = 1
+    env: dict[Variable, Passable] = Field(default_factory=dict)
+    workdir: str | None = None
+    setup: list[str] = Field(default_factory=list)
+    start_timeout_s: Annotated[float, Field(gt=0.0)] = 60.0
+    grace_s: Annotated[float, Field(ge=0.0)] = 5.0
+    hang_s: Annotated[float, Field(gt=0.0)] | None = Field(
+        None, description="seconds without progress on any rank; default: 30, or 10 of the slowest steps if longer"
+    )
+    checkpoint: CheckpointSettings | None = None
+    restart: RestartSettings | None = None
+    slurm: SlurmSettings = SlurmSettings()
+    kind: str
+    settings: SerializeAsAny[BaseModel]
+
+    @model_validator(mode="after")
+    def _can_be_saved(self) -> Self:
+        if self.checkpoint is not None and self.kind != "train":
+            raise ValueError(f"checkpoint is for train: jobs; Muster saves nothing of a {self.kind}: job: remove it")
+        return self
+
+    @field_validator("env")
+    @classmethod
+    def _fits_a_process(cls, env: dict[str, str]) -> dict[str, str]:
+        for name, value in env.items():
+            if (size := len(f"{name}={value}".encode(errors="replace")) + 1) > MAX_STRING_BYTES:
+                limit = f"with its name and = it must be shorter than {MAX_STRING_BYTES} bytes, which is Linux's limit"
+                raise ValueError(f"{name}: {limit}, got {size}")
+        return env
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A key that was given but has no effect. `is_default`: its value is the default."""
+
+    key: tuple[str, ...]
+    text: str
+    is_default: bool
+
+
+@dataclass(frozen=True)
+class JobKind:
+    """One kind of job: the key in the file, the type of its section, and what a rank runs.
+
+    `entry` is "module:function" called with the payload of the start message in a process forked from the warm
+    one, or None for a program started fresh. `check(settings, world_size)` raises RefusedError. `unread(settings)`
+    lists the keys that have no effect.
+    """
+
+    key: str
+    settings: type[BaseModel]
+    entry: str | None
+    check: Callable[[Any, int], None]
+    unread: Callable[[Any], Sequence[Unread]] = lambda settings: ()

@@ -1,0 +1,77 @@
+"""The settings that must stay equal between a save and a resume, by the names that the job file has for them.
+
+Free to change are the number of ranks, the mode, the learning rate and its schedule, and how long to train.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.train import TrainSettings
+
+RANDOMNESS: Final = "keyed-1"  # of jobs/train/keyed.py: another way to draw needs another name
+KEPT: Final = "kept"
+DATA: Final = "train.data"
+VIRTUAL_RANKS: Final = "train.virtual_ranks"  # 0: not exact
+
+
+def kept_settings(settings: TrainSettings, *, samples: int, virtual_ranks: int) -> dict[str, Any]:
+    """Return what must stay equal, but for the data itself, which only ranks have read; `samples` of an epoch."""
+    return {
+        "train.model": settings.model.model_dump(mode="json", exclude_defaults=True),
+        "train.precision": settings.precision,
+        "train.optimizer.name": settings.optimizer.name,
+        "train.batch_size": min(settings.batch_size, samples),
+        "train.seed": settings.seed,
+        VIRTUAL_RANKS: virtual_ranks if settings.exact else 0,
+        "randomness": RANDOMNESS,
+    }
+
+
+def require_settings(found: Any, settings: TrainSettings, where: str) -> None:
+    """Compare what a checkpoint was saved with to a job that nobody has begun yet.
+
+    Raises:
+        RefusedError: as `require_kept`.
+    """
+    data = found.get(DATA) if isinstance(found, Mapping) else None
+    samples = data.get("samples") if isinstance(data, Mapping) else None
+    samples = samples if isinstance(samples, int) else settings.batch_size
+    require_kept(found, kept_settings(settings, samples=samples, virtual_ranks=settings.virtual_world_size(1)), where)
+
+
+def require_kept(found: Any, wanted: Mapping[str, Any], where: str) -> None:
+    """Compare what a checkpoint was saved with to what the job says now.
+
+    Raises:
+        RefusedError: they differ; names the first setting that does, what was found and what is wanted.
+    """
+    if not isinstance(found, Mapping):
+        raise RefusedError(f"{where}: it does not say what it was saved with; it is not of this version of Muster")
+    for name, now in wanted.items():
+        before = found.get(name)
+        if name == VIRTUAL_RANKS and not (before and now):
+            continue  # exact or not is a way to compute; only one number of virtual ranks sums like another attempt's
+        if before != now:
+            raise RefusedError(
+                f"{where}: it was saved with {difference(name, before, now)}; "
+                "give the value it was saved with, or start a new run"
+            )
+
+
+def difference(name: str, before: Any, now: Any) -> str:
+    """Say how two values differ; of two groups of settings only what differs in them."""
+    if not isinstance(before, Mapping) or not isinstance(now, Mapping):
+        return f"{name} {_spelt(before)}, the job has {_spelt(now)}"
+    keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+    had = ", ".join(f"{name}.{key} {_spelt(before.get(key))}" for key in keys)
+    has = ", ".join(_spelt(now.get(key)) for key in keys)
+    return f"{had}, the job has {has}"
+
+
+def _spelt(value: Any) -> str:
+    if value is None:
+        return "by default"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 200 else text[:197] + "..."

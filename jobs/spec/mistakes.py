@@ -1,0 +1,235 @@
+"""What a typed model refuses, in our words: each error of pydantic becomes one mistake at a key of the file.
+
+nodes: must be a whole number, got 'two'
+train.optimzer: unknown key; did you mean 'optimizer'?
+"""
+
+import copy
+import json
+import re
+import shlex
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from muster.jobs.spec.yamlfile import Document, KeyPath, nearest, show, spell
+
+Model = TypeVar("Model", bound=BaseModel)
+
+WANTED: Final[Mapping[str, str]] = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": "a whole number of usual size",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dict_type": "a mapping (lines of the form `key: value`)",
+    "model_type": "a mapping (lines of the form `key: value`)",
+    "model_attributes_type": "a mapping (lines of the form `key: value`)",
+    "none_required": "empty",
+}
+LIMITS: Final[Mapping[str, tuple[str, str]]] = {
+    "greater_than_equal": ("at least", "ge"),
+    "greater_than": ("more than", "gt"),
+    "less_than_equal": ("at most", "le"),
+    "less_than": ("less than", "lt"),
+}
+
+
+def check(
+    model: type[Model],
+    section: Any,
+    document: Document,
+    prefix: KeyPath = (),
+    *,
+    written: Any = None,
+    above: Sequence[str] = (),
+) -> Model | None:
+    """Build `model` from a section of a document, or add what is wrong with it to the document's mistakes.
+
+    `written` is the section as the file has it, where the caller has wrapped it; `above` are the keys that may stand
+    at the top of the file.
+
+    A model compares its keys with one another only when each is right by itself. So what it refuses is first told,
+    then left out where it is merely unknown, and the rest is checked again: one pass tells all.
+    """
+    try:
+        return model.model_validate(section)
+    except ValidationError as error:
+        errors = error.errors()
+    written = section if written is None else written
+    told = _tell(errors, model, written, document, prefix, above)
+    unknown = [_locate(error, written, prefix) for error in errors if error["type"] == "extra_forbidden"]
+    if len(unknown) == len(errors):
+        try:
+            model.model_validate(_without(section, [path[len(prefix) :] for path in unknown]))
+        except ValidationError as error:
+            # A misspelt key may be the very one that its own level lacks: that level is told at the next try.
+            levels = {path[:-1] for path in unknown}
+            later = [item for item in error.errors() if _locate(item, written, prefix) not in levels | told]
+            _tell(later, model, written, document, prefix, above)
+    return None
+
+
+def field_names(model: type[BaseModel]) -> list[str]:
+    """List the keys that a section may hold."""
+    return list(model.model_fields)
+
+
+def section_model(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
+    """Return the model of the section at `path` below `model`, or None when no section stands there."""
+    current = model
+    for part in path:
+        field = current.model_fields.get(str(part))
+        found = _model_in(field.annotation) if field else None
+        if found is None:
+            return None
+        current = found
+    return current
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
+        return next((found for part in typing.get_args(annotation) if (found := _model_in(part))), None)
+    return None
+
+
+def _tell(
+    errors: list[ErrorDetails],
+    model: type[BaseModel],
+    written: Any,
+    document: Document,
+    prefix: KeyPath,
+    above: Sequence[str],
+) -> set[KeyPath]:
+    """Add one mistake for each key that has errors, and return those keys."""
+    by_path: dict[KeyPath, list[ErrorDetails]] = {}
+    for error in errors:
+        by_path.setdefault(_locate(error, written, prefix), []).append(error)
+    within = {path[:length] for path in by_path for length in range(len(path))}
+    for path, group in by_path.items():
+        if path in within and all(_wanted(error) for error in group):
+            continue  # a union: the member that the file means was judged item by item, the others want another type
+        if group[0]["type"] == "extra_forbidden":
+            text = _unknown_within(path, model, prefix, above)
+        else:
+            text = _in_our_words(group, _override(document, path))
+        document.complain(path, text)
+    return set(by_path)
+
+
+def _unknown_within(path: KeyPath, model: type[BaseModel], prefix: KeyPath, above: Sequence[str]) -> str:
+    """Say that a key of a section is unknown, or that it is one of a section around this one: there it belongs."""
+    key, owner = str(path[-1]), section_model(model, path[len(prefix) : -1])
+    for length in range(len(path) - 2, len(prefix) - 1, -1):
+        around = section_model(model, path[len(prefix) : length])
+        if around is not None and key in around.model_fields:
+            return misplaced(f"{spell(path[:length])}:")
+    if key in above:
+        return misplaced("the top of the file")
+    return unknown_key(key, field_names(owner) if owner else [])
+
+
+def misplaced(place: str) -> str:
+    """Say that a key is known, but elsewhere."""
+    return f"unknown key here; it belongs to {place}, move it there"
+
+
+def unknown_key(key: str, valid: Sequence[str]) -> str:
+    """Say that a key is unknown, with the nearest valid one, or all of them when none is near."""
+    near = nearest(key, valid)
+    return f"unknown key{near}" if near else f"unknown key; valid here: {', '.join(valid) or 'none'}"
+
+
+def _locate(error: ErrorDetails, written: Any, prefix: KeyPath) -> KeyPath:
+    """Return the key an error is about. What pydantic adds to it (the name of a union's member) is left out."""
+    path, value = list(prefix), written
+    location = error["loc"]
+    for position, part in enumerate(location):
+        is_key = isinstance(value, dict) and part in value
+        is_index = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_key or is_index:
+            value = value[part]
+            path.append(part)
+        elif error["type"] == "missing" and position == len(location) - 1:
+            path.append(part)
+    return tuple(path)
+
+
+def _in_our_words(group: list[ErrorDetails], override: tuple[str, str] | None) -> str:
+    """Say what was found and wanted. Several errors at one key are the members of a union, none of which fitted."""
+    error = next((item for item in group if item["type"] in LIMITS), group[0])
+    kind, context, found = error["type"], error.get("ctx", {}), error["input"]
+    if kind == "missing":
+        return "missing; add this key"
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in LIMITS:
+        words, key = LIMITS[kind]
+        return f"must be {words} {_plain(context[key])}, got {show(found)}"
+    if kind in ("too_short", "too_long"):
+        limit, word = ("min_length", "at least") if kind == "too_short" else ("max_length", "at most")
+        items = "item" if context[limit] == 1 else "items"
+        return f"must have {word} {context[limit]} {items}, got {context['actual_length']}"
+    if kind == "string_pattern_mismatch":
+        return f"must match {context['pattern']}, got {show(found)}"
+    wanted = list(dict.fromkeys(phrase for item in group if (phrase := _wanted(item))))
+    if not wanted:
+        return f"{error['msg'][:1].lower()}{error['msg'][1:]}, got {show(found)}"
+    return f"must be {' or '.join(wanted)}, got {show(found)}{_advice(group, found, override)}"
+
+
+def _wanted(error: ErrorDetails) -> str | None:
+    if error["type"] == "literal_error":
+        return str(error["ctx"]["expected"])
+    return WANTED.get(error["type"])
+
+
+def _override(document: Document, path: KeyPath) -> tuple[str, str] | None:
+    """Return both sides of the `--set` that gave exactly this key."""
+    origin, equals, text = document.place(path).origin.partition("=")
+    return (spell(path), text) if equals and origin == f"--set {spell(path)}" else None
+
+
+def _advice(group: list[ErrorDetails], found: Any, override: tuple[str, str] | None) -> str:
+    kinds = {error["type"] for error in group}
+    if "string_type" in kinds and isinstance(found, (bool, int, float)) and "int_type" not in kinds:
+        if override is None:
+            return "; put it in quotes"
+        # A shell eats quotes: the whole needs a pair of its own.
+        key, text = override
+        return f"; write --set {shlex.quote(f'{key}={json.dumps(text)}')}"
+    if "bool_type" in kinds and str(found).lower() in ("yes", "no", "on", "off"):
+        return "; YAML 1.2 has only true and false"
+    if isinstance(found, str):
+        literals = [name for error in group for name in re.findall(r"'([^']*)'", str(error.get("ctx", {})))]
+        return nearest(found, literals)
+    return ""
+
+
+def _plain(number: float) -> str:
+    """Write 1.0 as 1: a limit reads the same for whole numbers and others."""
+    return str(int(number)) if number == int(number) else str(number)
+
+
+def _without(section: Any, paths: list[KeyPath]) -> Any:
+    """Copy a section without the keys at `paths`, which are all there."""
+    pruned = copy.deepcopy(section)
+    for path in paths:
+        parent = pruned
+        for part in path[:-1]:
+            parent = parent[part]
+        del parent[path[-1]]
+    return pruned

@@ -1,0 +1,71 @@
+"""`--set a.b=c`: write one value over a document. The value is YAML; the path is made where it is missing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from muster.jobs.basics.errors import JobFileError, UsageError
+from muster.jobs.basics.reading import DEEPEST, MOST_DIGITS
+from muster.jobs.spec import mistakes, yamlfile
+from muster.jobs.spec.job import JobKind
+from muster.jobs.spec.yamlfile import Document, KeyPath, Mistake, Place
+
+
+def apply_override(document: Document, override: str, kinds: Sequence[JobKind]) -> None:
+    """Write an override over the document; what it touches is from then on said to come from it.
+
+    An item of a list is named by its number from 0, and the number after the last adds one.
+
+    Raises:
+        UsageError: the override is not of the form `a.b=c`.
+    """
+    spelt, equals, text = override.partition("=")
+    keys = spelt.split(".")
+    if not equals or not all(keys) or len(keys) > DEEPEST:
+        raise UsageError(f"--set {override}: must be of the form KEY.PATH=VALUE, such as train.optimizer.lr=0.1")
+    place = Place(f"--set {override}")
+    try:
+        value = yamlfile.parse_value(text)
+        parent, path = _descend(document, keys, place, kinds)
+        last = _index(parent, keys[-1], path, may_append=True)
+    except JobFileError as error:
+        document.mistakes.append(Mistake(place, tuple(keys), str(error)))
+        return
+    if isinstance(parent, list) and last == len(parent):
+        parent.append(None)
+    parent[last] = value
+    path = (*path, last)
+    document.places = {known: at for known, at in document.places.items() if known[: len(path)] != path}
+    document.places[path] = place
+
+
+def _descend(document: Document, keys: list[str], place: Place, kinds: Sequence[JobKind]) -> tuple[Any, KeyPath]:
+    """Walk to the parent of the last key, making mappings where there is none."""
+    parent: Any = document.mapping()
+    path: KeyPath = ()
+    for key in keys[:-1]:
+        index = _index(parent, key, path)
+        path = (*path, index)
+        child = parent.get(index) if isinstance(parent, dict) else parent[index]
+        if not isinstance(child, (dict, list)):
+            # `model: vgg11` is short for `model: {name: vgg11}`, and train.model.bias=true adds to it.
+            child = {"name": child} if isinstance(child, str) and _has_name(path, kinds) else {}
+            parent[index] = child
+            document.places[path] = place
+        parent = child
+    return parent, path
+
+
+def _index(parent: Any, key: str, path: KeyPath, *, may_append: bool = False) -> str | int:
+    """Return a key as it indexes its parent."""
+    if isinstance(parent, dict):
+        return key
+    if key.isdecimal() and len(key) <= MOST_DIGITS and int(key) < len(parent) + may_append:
+        return int(key)
+    raise JobFileError(f"{yamlfile.spell(path)} is a list of {len(parent)}, counted from 0; wanted a number of it")
+
+
+def _has_name(path: KeyPath, kinds: Sequence[JobKind]) -> bool:
+    """Tell whether a word at this path is short for a mapping with a name."""
+    kind = next((kind for kind in kinds if kind.key == path[0]), None)
+    model = mistakes.section_model(kind.settings, path[1:]) if kind else None
+    return model is not None and "name" in model.model_fields

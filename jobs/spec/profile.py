@@ -1,0 +1,42 @@
+"""`train.profile` of a job file: whether, and which steps of every rank are recorded."""
+
+from typing import Annotated, Any, Final
+
+from pydantic import ConfigDict, Field, model_validator
+
+from muster.jobs.spec.strict import Positive, Strict
+
+MOST_STEPS: Final = 100  # a trace grows by megabytes with every step
+
+
+def _or_bool(schema: dict[str, Any]) -> None:
+    """Let an editor take `true` and `false` where the mapping may stand."""
+    mapping = dict(schema)
+    schema.clear()
+    schema |= {"title": mapping.pop("title"), "anyOf": [{"type": "boolean"}, mapping]}
+
+
+class ProfileSettings(Strict):
+    """`profile:` - true, false, or which steps and what of them; a mapping means true."""
+
+    model_config = ConfigDict(json_schema_extra=_or_bool)
+
+    on: bool = Field(False, description="of a mapping: true unless it says otherwise")
+    first_step: Positive = Field(6, description="of an attempt, counted from 1: those before it warm up")
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = Field(3, description="how many, one after another")
+    stacks: bool = Field(False, description="Python's frames too, in the trace and the flame graph; slows the steps")
+    memory: bool = Field(True, description="a snapshot of CUDA memory, with the stacks that allocated it")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _word_or_mapping(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return {"on": value}
+        if isinstance(value, dict):
+            return {"on": True, **value}
+        if isinstance(value, ProfileSettings):
+            return value
+        raise ValueError(f"must be true, false or a mapping ({', '.join(cls.model_fields)}), got {value!r}")
+
+
+OFF: Final = ProfileSettings(on=False)

@@ -1,0 +1,149 @@
+"""The site file: what belongs to a cluster and not to a job. Every key is optional, and so is the file."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from muster.jobs.basics.errors import JobFileError, UsageError
+from muster.jobs.basics.files import expanded
+from muster.jobs.basics.hostnames import check_jump, check_network, check_user
+from muster.jobs.spec import mistakes, yamlfile
+from muster.jobs.spec.job import Passable, Variable
+from muster.jobs.spec.slurm import SlurmSettings
+from muster.jobs.spec.strict import Strict
+
+SITE_VARIABLE: Final = "MUSTER_SITE"
+PATHS: Final = ("interpreter", "code", "runs", "data")
+BOX: Final = re.compile(r"box(:[\w.-]+)?")
+
+
+class SshSettings(Strict):
+    """How ssh reaches the hosts, beyond what the user's own ssh configuration says."""
+
+    user: str | None = None
+    port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    jump: str | None = Field(None, description="a host to go through, as for ssh -J")
+    options: list[str] = Field(default_factory=list, description="as for ssh -o, such as IdentityFile=~/.ssh/cluster")
+    connect_timeout_s: Annotated[int, Field(ge=1)] = 8
+    cheap_kex: bool = Field(
+        False, description="curve25519 first: an eighth of the processor time of the post-quantum exchange, each node"
+    )
+
+    @field_validator("user", "jump")
+    @classmethod
+    def _are_names(cls, given: str | None, field: ValidationInfo) -> str | None:
+        try:
+            return given and (check_user if field.field_name == "user" else check_jump)(given)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
+    @field_validator("options")
+    @classmethod
+    def _are_options(cls, options: list[str]) -> list[str]:
+        for option in options:
+            if not re.fullmatch(r"[A-Za-z]+[ =].+", option):
+                raise ValueError(f"each must be Name=value, as for ssh -o, got {option!r}")
+        return options
+
+
+class Site(Strict):
+    """The settings of one cluster: where Python, runs and data sets are, how nodes are reached, and what jobs need."""
+
+    interpreter: str | None = None
+    code: str | None = Field(None, description="Muster's folder on the nodes (default: the same path as here)")
+    runs: str | None = None
+    data: str | None = None
+    hosts: str | None = Field(
+        None, description="a hosts file, box, or box:NAME; jobs run there over ssh unless --on says otherwise"
+    )
+    iface: str | None = Field(None, description="the network of the ranks: an interface, or a CIDR (10.10.1.0/24)")
+    ssh: SshSettings = SshSettings()
+    slurm: SlurmSettings = SlurmSettings()
+    env: dict[Variable, Passable] = Field(default_factory=dict)
+    setup: list[str] = Field(default_factory=list)
+    share: Literal["group"] | None = Field(
+        None, description="group: colleagues of the same Unix group may look at runs (default: only you may)"
+    )
+
+    @field_validator("iface")
+    @classmethod
+    def _is_a_network(cls, iface: str | None) -> str | None:
+        try:
+            return iface and check_network(iface)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+
+    @field_validator("interpreter", "code")
+    @classmethod
+    def _is_absolute(cls, path: str | None) -> str | None:
+        if path is not None and not path.startswith("/"):
+            raise ValueError(f"must be an absolute path, got {path!r}; for example /usr/bin/python3")
+        return path
+
+
+@dataclass(frozen=True)
+class SitePath:
+    """Where the site file is looked for, and who said so; only the user's own folder may lack one."""
+
+    path: Path
+    origin: str
+    required: bool
+
+
+def site_path(given: str | None, environ: Mapping[str, str] = os.environ) -> SitePath:
+    """Choose the site file: the given one, else MUSTER_SITE, else the one of the user's configuration folder."""
+    if given:
+        return SitePath(Path(given), "--site", required=True)
+    if named := environ.get(SITE_VARIABLE):
+        return SitePath(Path(named), SITE_VARIABLE, required=True)
+    # The XDG base directory specification: a relative XDG_CONFIG_HOME is to be ignored.
+    folder = Path(environ.get("XDG_CONFIG_HOME", ""))
+    if not folder.is_absolute():
+        folder = Path(environ.get("HOME") or Path.home()) / ".config"
+    return SitePath(folder / "muster" / "site.yaml", "default", required=False)
+
+
+def load_site(given: str | None, environ: Mapping[str, str] = os.environ) -> Site:
+    """Load the site file that `site_path` chooses, or the defaults where there is none.
+
+    Relative `runs` and `data` are taken from the site file's own folder; `~` is the home folder.
+
+    Raises:
+        JobFileError: a file that was asked for is missing, or the file is wrong; one line per mistake.
+    """
+    chosen = site_path(given, environ)
+    try:
+        document = yamlfile.read(chosen.path)
+    except FileNotFoundError as error:
+        if not chosen.required:
+            return Site()
+        raise JobFileError(f"{chosen.path}: no such file; {chosen.origin} names it as the site file") from error
+    if document.value is None and not document.mistakes:
+        return Site()  # a file of comments alone
+    site = mistakes.check(Site, _absolute(document.mapping(), chosen.path.parent.absolute()), document)
+    document.raise_mistakes()
+    assert site is not None, "a site that could not be built left no mistake"
+    return site
+
+
+def placed(given: str | None, message: str) -> str:
+    """Put before a message the place in the site file of the key that it begins with."""
+    return yamlfile.read(site_path(given).path).placed(message)
+
+
+def _absolute(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Expand paths; a relative interpreter or code folder stays, to be refused."""
+    for key in PATHS:
+        value = raw.get(key)
+        if isinstance(value, str) and value:
+            path = expanded(value)
+            raw[key] = str(path if key in ("interpreter", "code") else folder / path)
+    hosts = raw.get("hosts")
+    if isinstance(hosts, str) and hosts and not BOX.fullmatch(hosts):
+        raw["hosts"] = str(folder / expanded(hosts))
+    return raw

@@ -1,0 +1,166 @@
+"""The `slurm:` section of a job file or a site file: what sbatch is asked for, beyond what Muster itself decides."""
+
+import re
+from typing import Annotated, Final
+
+from pydantic import AfterValidator, Field, field_validator
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.strict import Strict
+
+SIGNAL_S: Final = 60
+LONGEST_SIGNAL_S: Final = 65_535  # sbatch's own limit
+LONGEST_TEXT: Final = 4000  # sbatch reads a word of a script into 8192 bytes
+
+TIME_FORMS: Final = "HH:MM:SS, D-HH:MM:SS or minutes"
+_TIME: Final = re.compile(
+    r"(?P<minutes>\d+)"
+    r"|(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minute>\d{1,2}):(?P<second>\d{1,2})"
+    r"|(?P<only_days>\d+)-(?P<day_hours>\d{1,2})(?::(?P<day_minutes>\d{1,2}))?"
+)
+_OPTION: Final = re.compile(r"--(?P<name>[A-Za-z][A-Za-z0-9_-]*)(?:=(?P<value>.*))?")
+
+# What `extra` may not hold, and what to do instead. sbatch takes any unambiguous beginning of an option's name.
+_FIELDS: Final = (
+    *("partition", "account", "qos", "constraint", "reservation", "time", "mem", "cpus-per-task", "gpus-per-node"),
+    *("exclusive", "nodelist", "exclude", "comment", "requeue"),
+)
+_NOT_EXTRA: Final[dict[str, str]] = {
+    **{name: f"set slurm.{name.replace('-', '_')}" for name in _FIELDS},
+    "no-requeue": "set slurm.requeue: false",
+    "signal": "set slurm.signal_s",
+    "nodes": "set nodes of the job",
+    "job-name": "set name of the job",
+    **dict.fromkeys(
+        ("gpus", "gpus-per-socket", "gpus-per-task"),
+        "set slurm.gpus_per_node: a node's one task, its agent, must see all its GPUs",
+    ),
+    **dict.fromkeys(
+        (
+            *("ntasks", "ntasks-per-node", "ntasks-per-core", "ntasks-per-socket", "ntasks-per-gpu", "nodefile"),
+            *("output", "error", "input", "open-mode", "chdir", "no-kill", "array", "export", "export-file", "wrap"),
+            *("parsable", "test-only", "wait", "help", "usage", "version"),
+        ),
+        "remove it: Muster itself decides this",
+    ),
+}
+
+
+def _one_line(text: str) -> str:
+    """Return a text that can stand in one line of a batch script."""
+    if not text.strip():
+        raise ValueError("must not be empty; remove the key, or give it a value")
+    if not text.isprintable():
+        raise ValueError(f"must be printable text on one line, got {text!r}")
+    if len(text) > LONGEST_TEXT:
+        raise ValueError(f"must be at most {LONGEST_TEXT} characters, got {len(text)}")
+    return text
+
+
+OneLine = Annotated[str, AfterValidator(_one_line)]
+
+
+class SlurmSettings(Strict):
+    """What Slurm is asked for. A key that is not given leaves it to Slurm's own default."""
+
+    partition: OneLine | None = None
+    account: OneLine | None = None
+    qos: OneLine | None = None
+    constraint: OneLine | None = None
+    reservation: OneLine | None = None
+    time: str | int | None = Field(None, description=f"the time limit: {TIME_FORMS}")
+    mem: str | None = Field(None, description="memory of each node, such as 64G; 0: all that it has")
+    cpus_per_task: Annotated[int, Field(ge=1)] | None = Field(None, description="cores of each node")
+    gpus_per_node: Annotated[int, Field(ge=1)] | str | None = Field(None, description="a number, or a100:4")
+    exclusive: bool = False
+    nodelist: OneLine | None = None
+    exclude: OneLine | None = None
+    comment: OneLine | None = None
+    signal_s: Annotated[int, Field(ge=1, le=LONGEST_SIGNAL_S)] = Field(
+        SIGNAL_S, description="seconds before the time limit at which the run is told to end"
+    )
+    requeue: bool = Field(True, description="after a failed node or a preemption Slurm queues the job again")
+    extra: list[OneLine] = Field(default_factory=list, description="more options of sbatch, such as --gres=disk:1")
+
+    @field_validator("time")
+    @classmethod
+    def _is_time(cls, time: str | int | None) -> str | int | None:
+        if time is not None:
+            seconds_of(time)
+        return time
+
+    @field_validator("mem")
+    @classmethod
+    def _is_memory(cls, mem: str | None) -> str | None:
+        if mem is not None and mem != "0" and re.fullmatch(r"[1-9][0-9]{0,8}[KMGT]", mem) is None:
+            raise ValueError(f"must be a whole number with K, M, G or T behind it, such as 64G, or '0', got {mem!r}")
+        return mem
+
+    @field_validator("gpus_per_node")
+    @classmethod
+    def _is_gpus(cls, gpus: int | str | None) -> int | str | None:
+        if isinstance(gpus, str) and re.fullmatch(r"[A-Za-z0-9_.-]+:[1-9][0-9]{0,3}", gpus) is None:
+            raise ValueError(f"must be a number or type:number, such as a100:4, got {gpus!r}")
+        return gpus
+
+    @field_validator("extra")
+    @classmethod
+    def _are_options(cls, extra: list[str]) -> list[str]:
+        for option in extra:
+            _check_option(option)
+        return extra
+
+
+def merged(site: SlurmSettings, job: SlurmSettings) -> SlurmSettings:
+    """Lay a job's own settings over its site's; what a job does not name stays as the site has it.
+
+    Raises:
+        RefusedError: together they do not fit.
+    """
+    settings = SlurmSettings(**{**site.model_dump(exclude_unset=True), **job.model_dump(exclude_unset=True)})
+    if settings.time is not None and (limit_s := seconds_of(settings.time)) <= settings.signal_s:
+        raise RefusedError(
+            f"slurm.signal_s: {settings.signal_s} s before a time limit of {limit_s} s (slurm.time) is before the job "
+            "begins; raise slurm.time, or lower slurm.signal_s"
+        )
+    return settings
+
+
+def split_option(option: str) -> tuple[str, str | None]:
+    """Return the name and the value of `--name=value`; the value is None for a bare `--name`.
+
+    Raises:
+        ValueError: it is of another form.
+    """
+    match = _OPTION.fullmatch(option)
+    if match is None:
+        raise ValueError(f"each must be of the form --name=value or --name, got {option!r}")
+    return match["name"], match["value"]
+
+
+def seconds_of(time: str | int) -> int:
+    """Return the length of a time limit in seconds.
+
+    Raises:
+        ValueError: it is not of one of the forms; `90:00` is refused, for nobody agrees on what it means.
+    """
+    match = _TIME.fullmatch(str(time))
+    if match is None:
+        raise ValueError(f"must be {TIME_FORMS}, got {time!r}")
+    part = {name: int(text or 0) for name, text in match.groupdict().items()}
+    hours = part["hours"] + part["day_hours"] + 24 * (part["days"] + part["only_days"])
+    minutes = part["minutes"] + part["minute"] + part["day_minutes"]
+    if max(part["minute"], part["second"], part["day_minutes"]) > 59:
+        raise ValueError(f"must have minutes and seconds below 60, got {time!r}; wanted {TIME_FORMS}")
+    seconds = 3600 * hours + 60 * minutes + part["second"]
+    if seconds == 0:
+        raise ValueError(f"must be more than no time at all, got {time!r}; wanted {TIME_FORMS}")
+    return seconds
+
+
+def _check_option(option: str) -> None:
+    name, _ = split_option(option)
+    for refused, instead in _NOT_EXTRA.items():
+        if refused.startswith(name):
+            meant = f" (it stands for --{refused})" if refused != name else ""
+            raise ValueError(f"--{name}{meant} cannot be given here; {instead}")

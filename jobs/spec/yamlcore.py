@@ -1,0 +1,87 @@
+"""What plain text stands for in YAML 1.2's core schema: a loader that follows it and a dumper that never breaks it."""
+
+import re
+from collections.abc import Callable
+from typing import Any, Final
+
+import yaml
+
+from muster.jobs.basics.reading import DEEPEST
+
+TAG: Final = "tag:yaml.org,2002:"
+MOST_VALUES: Final = 20_000  # PyYAML takes a second for 30,000
+ODD_LINE_ENDS: Final = frozenset("\x85\u2028\u2029")
+
+
+class CoreLoader(yaml.SafeLoader):
+    """Resolves plain scalars by the core schema of YAML 1.2, where PyYAML's own follows 1.1.
+
+    Stops where a document is nested too deep or has too many values: PyYAML's time grows with the square of the depth.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.depth = self.values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self.depth, self.values = self.depth + 1, self.values + 1
+        self._check(self.depth, self.values)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
+        self._check(self.flow_level, self.values)
+        super().fetch_flow_collection_start(token)
+
+    def _check(self, depth: int, values: int) -> None:
+        if depth > DEEPEST or values > MOST_VALUES:
+            limit = f"{DEEPEST} levels" if depth > DEEPEST else f"{MOST_VALUES:,} values"
+            raise yaml.MarkedYAMLError(problem=f"more than {limit}", problem_mark=self.get_mark())
+
+
+CoreLoader.yaml_implicit_resolvers = {}  # none of 1.1's
+
+
+class CoreDumper(yaml.SafeDumper):
+    """Quotes every string that either YAML 1.1 or 1.2 would take for something else; writes no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        # PyYAML 6.0 writes these line ends bare between single quotes, and reads them back as a space.
+        style = '"' if ODD_LINE_ENDS & set(data) else None
+        return self.represent_scalar(f"{TAG}str", data, style=style)
+
+
+CoreDumper.add_representer(str, CoreDumper.represent_str)
+
+
+def _integer(text: str) -> int:
+    base = {"0o": 8, "0x": 16}.get(text[:2], 10)
+    return int(text[2:], base) if base != 10 else int(text)
+
+
+def _float(text: str) -> float:
+    return float(re.sub(r"\.(inf|nan)$", r"\1", text.lower()))
+
+
+# YAML 1.2.2, section 10.3.2: what plain text stands for, tried in this order. The letters are all that may begin it.
+_SCALARS: Final[tuple[tuple[str, str, str, Callable[[str], Any]], ...]] = (
+    ("null", r"null|Null|NULL|~|", "nN~\0", lambda text: None),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", _integer),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        "-+.0123456789",
+        _float,
+    ),
+)
+CONVERT: Final = {TAG + name: (re.compile(f"({pattern})\\Z"), convert) for name, pattern, _, convert in _SCALARS}
+
+for _name, _pattern, _first, _ in _SCALARS:
+    _letters = ["" if letter == "\0" else letter for letter in _first]
+    for _class in (CoreLoader, CoreDumper):
+        _class.add_implicit_resolver(TAG + _name, re.compile(f"({_pattern})\\Z"), _letters)

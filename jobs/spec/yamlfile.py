@@ -1,0 +1,304 @@
+"""YAML files whose every key remembers its line, read by YAML 1.2's core rules.
+
+    1e-4 is a number · 0o17 is fifteen · 010 is ten · yes, no, on, off are text · a key given twice is an error
+
+A `Document` gathers every mistake that is found in it, here or by its callers, and raises them as one error with
+one line each: `FILE:LINE: KEY.PATH: what was found; what was wanted`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from muster.jobs.basics.errors import JobFileError
+from muster.jobs.basics.reading import DEEPEST, SETTINGS_BYTES, read_bytes
+from muster.jobs.spec.yamlcore import CONVERT, MOST_VALUES, TAG, CoreDumper, CoreLoader
+
+KeyPath = tuple[str | int, ...]
+
+MERGE_KEY: Final = "<<"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a key was given: a file with line and column, counted from 1, or (line 0) an argument."""
+
+    origin: str
+    line: int = 0
+    column: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.origin}:{self.line}" if self.line else self.origin
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One thing that is wrong: where, at which key, and what was found and wanted."""
+
+    place: Place
+    path: KeyPath
+    text: str
+
+    @property
+    def key(self) -> str:
+        """The key as the user would write it."""
+        return spell(self.path)
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.key}: {self.text}" if self.path else f"{self.place}: {self.text}"
+
+
+@dataclass
+class Document:
+    """The values of a file, the place of each key, and the mistakes found so far."""
+
+    name: str
+    value: Any
+    places: dict[KeyPath, Place] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+    unreadable: set[KeyPath] = field(default_factory=set)
+
+    def place(self, path: KeyPath) -> Place:
+        """Return the place of a key, or of the nearest key above it."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.places:
+                return self.places[path[:length]]
+        return Place(self.name, 1, 1)
+
+    def placed(self, message: str) -> str:
+        """Put before a message the place of the key that it begins with, or the file where no such key was given."""
+        path = tuple(message.partition(": ")[0].split("."))
+        given = (path[:length] for length in range(len(path), 0, -1) if path[:length] in self.places)
+        key = next(given, ())
+        return f"{self.places.get(key, self.name)}: {message}"
+
+    def complain(self, path: KeyPath, text: str) -> None:
+        """Add a mistake at a key; what could not even be read has been told, and has no value to judge."""
+        if path in self.unreadable:
+            return
+        self.mistakes.append(Mistake(self.place(path), path, text))
+
+    def mapping(self) -> dict[str, Any]:
+        """Return the whole file as a mapping.
+
+        Raises:
+            JobFileError: it is something else.
+        """
+        if not isinstance(self.value, dict):
+            found = "is empty" if self.value is None else f"holds {show(self.value)}"
+            raise JobFileError(f"{self.place(())}: the file {found}; wanted lines of the form `key: value`")
+        return self.value
+
+    def raise_mistakes(self) -> None:
+        """Raise what was found, in the order of the file, arguments last.
+
+        Raises:
+            JobFileError: there was at least one mistake.
+        """
+        if self.mistakes:
+            ordered = sorted(self.mistakes, key=lambda mistake: mistake.place.line or float("inf"))
+            raise JobFileError("\n".join(dict.fromkeys(str(mistake) for mistake in ordered)))
+
+
+def spell(path: KeyPath) -> str:
+    """Write a key path as the user would: `train.optimizer.betas.0`."""
+    return ".".join(str(part) for part in path)
+
+
+def show(value: Any) -> str:
+    """Write a value for a message, short, in YAML's words."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:56]}..."
+
+
+def read(path: Path) -> Document:
+    """Read and parse a file; the caller says what to do when it is missing.
+
+    Raises:
+        JobFileError: it cannot be read, or is not one YAML document.
+        FileNotFoundError: it is not there.
+    """
+    try:
+        text = read_bytes(path, SETTINGS_BYTES, owned=False).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise JobFileError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
+    except UnicodeDecodeError as error:
+        raise JobFileError(f"{path}: byte {error.start} is not UTF-8 text; wanted a YAML file") from error
+    except ValueError as error:
+        raise JobFileError(f"{error}; wanted a YAML file") from error
+    return parse(text, str(path))
+
+
+def parse(text: str, name: str) -> Document:
+    """Parse one YAML document and remember where each key stands.
+
+    Raises:
+        JobFileError: the text is not YAML, or is too large.
+    """
+    try:
+        node = yaml.compose(text, Loader=CoreLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        column = f" (column {mark.column + 1})" if mark else ""
+        raise JobFileError(f"{where}: not YAML: {_problem(error, text)}{column}") from error
+    except yaml.YAMLError as error:
+        raise JobFileError(f"{name}: not YAML: {' '.join(str(error).split())}") from error
+    document = Document(name, None)
+    if node is not None:
+        document.value = _Builder(document).build(node, ())
+    return document
+
+
+def parse_value(text: str) -> Any:
+    """Parse one value by the same rules, such as the right side of `--set a.b=c`.
+
+    Raises:
+        JobFileError: it is not YAML.
+    """
+    try:
+        document = parse(text, "value")
+        document.raise_mistakes()
+    except JobFileError as error:
+        problem = str(error).splitlines()[0].partition(": ")[2]
+        raise JobFileError(f"{problem}; put the value in quotes, inside the shell's own") from error
+    return document.value
+
+
+def dump(value: Any) -> str:
+    """Write a value as YAML that reads back the same by the rules of 1.1 and of 1.2."""
+    return yaml.dump(value, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100)
+
+
+def flow(value: Any) -> str:
+    """Write a value as one line of YAML, to show in a message how something is spelt."""
+    return yaml.dump(value, Dumper=CoreDumper, default_flow_style=True, width=10**6, allow_unicode=True).strip()
+
+
+def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
+    problem = error.problem or "unreadable"
+    if problem.startswith("but "):
+        problem = f"{error.context} {problem}"
+    if "\\t" in problem:
+        return "a tab; YAML indents with spaces"
+    if "mapping values are not allowed" in problem and error.problem_mark is not None:
+        line = text.splitlines()[error.problem_mark.line]
+        if ": " in line[: error.problem_mark.column]:
+            return "a second `: ` on one line; put text that holds one in quotes"
+        return (
+            "this key is indented further than the line above allows; begin it where the other keys of its section do"
+        )
+    if "expected <block end>" in problem:
+        return "this line begins in a column where no section begins; begin it where the other keys of its section do"
+    return problem
+
+
+class _Builder:
+    """Turns composed nodes into values, noting places and mistakes on the way."""
+
+    def __init__(self, document: Document) -> None:
+        self.document = document
+        self.values = 0
+
+    def build(self, node: yaml.Node, path: KeyPath) -> Any:
+        """Return the value of a node that stands at `path`."""
+        self.values += 1 + (len(node.value) >> 7)  # an alias of long text repeats it
+        # Aliases may repeat one another: nine lines of YAML can stand for a billion values.
+        if self.values > MOST_VALUES or len(path) > DEEPEST:
+            limit = f"{MOST_VALUES:,} values" if self.values > MOST_VALUES else f"{DEEPEST} levels"
+            raise JobFileError(f"{self._place(node)}: more than {limit}, or an alias that holds itself")
+        if isinstance(node, yaml.CollectionNode):
+            usual = "map" if isinstance(node, yaml.MappingNode) else "seq"
+            if node.tag != f"{TAG}{usual}":
+                self._complain_of_tag(node, path)
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        if isinstance(node, yaml.SequenceNode):
+            at = [(*path, index) for index in range(len(node.value))]
+            self.document.places.update(zip(at, map(self._place, node.value), strict=True))
+            return [self.build(item, where) for item, where in zip(node.value, at, strict=True)]
+        return self._scalar(node, path)
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, Any]:
+        value: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            place, key = self._place(key_node), key_node.value
+            if key_node.tag != f"{TAG}str":
+                self._complain(place, path, f"the key {self._source(key_node)} must be text; put it in quotes")
+                continue  # no key of a job file: one mistake is enough
+            if key == MERGE_KEY:
+                self._complain(place, path, "YAML 1.2 has no merge key <<; write the keys out")
+                continue
+            at = (*path, key)
+            if key in value:
+                first = self.document.places[at]
+                self._complain(place, at, f"given twice; the first is on line {first.line}; keep one")
+                continue
+            self.document.places[at] = place
+            value[key] = self.build(value_node, at)
+        return value
+
+    def _scalar(self, node: yaml.Node, path: KeyPath) -> Any:
+        if node.tag == f"{TAG}str":
+            return self._text(node, path)
+        pattern, convert = CONVERT.get(node.tag, (None, None))
+        if pattern is None or convert is None:
+            self._complain_of_tag(node, path)
+            return node.value
+        try:
+            if pattern.match(node.value):
+                return convert(node.value)
+        except ValueError:  # a number of thousands of digits
+            pass
+        self.document.unreadable.add(path)
+        self._complain(self._place(node), path, f"{show(node.value)} is not {node.tag.removeprefix(TAG)}")
+        return node.value
+
+    def _text(self, node: yaml.Node, path: KeyPath) -> str:
+        """Join the two halves of a character that JSON writes as an escaped pair, which YAML does not know."""
+        try:
+            return str(node.value).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+        except UnicodeDecodeError:
+            self._complain(self._place(node), path, "holds half of a pair of escapes (\\ud800 to \\udfff); write both")
+            self.document.unreadable.add(path)
+            return ""
+
+    def _source(self, node: yaml.Node) -> str:
+        return node.value if isinstance(node, yaml.ScalarNode) else "that is a list or a mapping"
+
+    def _complain(self, place: Place, path: KeyPath, text: str) -> None:
+        self.document.mistakes.append(Mistake(place, path, text))
+
+    def _complain_of_tag(self, node: yaml.Node, path: KeyPath) -> None:
+        tag = node.tag.replace(TAG, "!!")
+        self.document.unreadable.add(path)
+        self._complain(self._place(node), path, f"the tag {tag!r} is not known; remove it")
+
+    def _place(self, node: yaml.Node) -> Place:
+        return Place(self.document.name, node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the nearest valid name, whatever its capitals, or nothing."""
+    import difflib
+
+    if "," in name:
+        return ""  # several names at once: to propose one of them would be a guess
+    plain, by_plain = name.lower(), {each.lower(): each for each in valid}
+    near = difflib.get_close_matches(plain, by_plain, n=3, cutoff=0.6)
+    # Two letters swapped are the commonest slip, and difflib counts them as two: modle is model, not mode.
+    near.sort(key=lambda candidate: sorted(candidate) != sorted(plain))
+    return f"; did you mean {by_plain[near[0]]!r}?" if near else ""
