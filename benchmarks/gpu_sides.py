@@ -251,10 +251,10 @@ class EngineSide(Side):
 
     def __init__(self, spec: Spec, scene: Scene) -> None:
         from muster.jobs.spec.train import TrainSettings
-        from muster.jobs.train.clock import clock_for
         from muster.jobs.train.engine import build_engine
         from muster.jobs.train.numerics import numerics_of
-        from muster.jobs.train.world import World
+        from muster.jobs.train.profiling.clock import clock_for
+        from muster.jobs.world.world import World
 
         world = World(
             scene.rank if scene.ranks > 1 else 0,

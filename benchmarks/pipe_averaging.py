@@ -88,7 +88,7 @@ def _trainer(settings: Any, data: Any) -> Any:
     import torch.distributed as dist
 
     from muster.jobs.train.loop import build_trainer
-    from muster.jobs.train.world import World
+    from muster.jobs.world.world import World
 
     return build_trainer(
         settings, data, World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.models import build_model
-from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.numerics.optim import build_optimizer
 
 TRAIN = {
     "data": "synthetic",

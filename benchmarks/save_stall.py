@@ -36,7 +36,7 @@ from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.train.saving import Saver, Target
 from muster.jobs.train.schedule import Schedule
 from muster.jobs.train.state import DealtState, Part
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 GOAL_S, GOAL_RATIO = 0.060, 1.5
 WIDTH = 1024

@@ -34,9 +34,9 @@ from muster.jobs.train.data import Data, open_data
 from muster.jobs.train.loop import Trainer, build_trainer, run_steps
 from muster.jobs.train.metrics import Files, Metrics, Summary, Units
 from muster.jobs.train.models import build_model
-from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.screen import Screen
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 GOAL = 1.02
 

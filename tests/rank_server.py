@@ -29,7 +29,7 @@ import torch._dynamo
 import torch.distributed as dist
 
 import muster.jobs.train.verify  # noqa: F401 - imported once here instead of once on every rank
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 AFTER_FAILURE_S = 5.0
 

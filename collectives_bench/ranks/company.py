@@ -27,8 +27,8 @@ from muster.jobs.basics.reading import parse_json
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.machine import linux
 from muster.jobs.node.store import serve
-from muster.jobs.train.meeting import connect, listen, meet
-from muster.jobs.train.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device, spell_ranks
+from muster.jobs.world.meeting import connect, listen, meet
+from muster.jobs.world.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device, spell_ranks
 
 PREFIX: Final = "bench"
 ASK_AGAIN_S: Final = 0.01

@@ -17,7 +17,7 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.hosts.detect import Flags, detect
 from muster.jobs.machine import network
-from muster.jobs.train.world import GLOO_INTERFACES
+from muster.jobs.world.world import GLOO_INTERFACES
 
 NCCL_INTERFACES: Final = "NCCL_SOCKET_IFNAME"
 OUT: Final = "bench.jsonl"

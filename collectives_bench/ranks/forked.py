@@ -1,4 +1,4 @@
-"""A player as its conductor holds it: a forked process (jobs/train/forked.py) that tells which cell or pair it is at.
+"""A player as its conductor holds it: a forked process (jobs/world/forked.py) that tells which cell or pair it is at.
 
 What becomes of it is an `Ending`, which conductors exchange as JSON.
 """
@@ -6,7 +6,7 @@ What becomes of it is an `Ending`, which conductors exchange as JSON.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from muster.jobs.train.forked import Forked, How, Work
+from muster.jobs.world.forked import Forked, How, Work
 
 
 @dataclass(frozen=True)

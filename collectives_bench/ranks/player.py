@@ -32,7 +32,7 @@ from muster.collectives_bench.records import Block, Cell, Memory, Wire
 from muster.collectives_bench.results import stats
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.node.page import Page
-from muster.jobs.train.forked import Tell
+from muster.jobs.world.forked import Tell
 
 LEAST_INIT_S: Final = 30.0  # c10d may look up names for 5 s and more when a group is made
 PATIENCE_S: Final = 0.5  # a call that takes too long should end with its own error, not with one of those who wait

@@ -32,7 +32,7 @@ from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
-from muster.jobs.train.failures import is_lost_connection
+from muster.jobs.world.failures import is_lost_connection
 
 FAILED: Final = 1
 STANDARD_ERROR: Final = 2

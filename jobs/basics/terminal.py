@@ -14,6 +14,7 @@ goes to a pipe or a file is treated alike, because a terminal often follows (`le
 import re
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from typing import Any, Final, TextIO, cast
 
@@ -124,3 +125,9 @@ def _escape(character: str) -> str:
         return f"\\x{ord(character):02x}"
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))
+
+
+def warn(text: str) -> None:
+    """Say something on standard error, which may lie on the very disk that it is about."""
+    with suppress(OSError):
+        print(f"muster: warning: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""From a job's model settings to the shape they stand for: a row of `jobs/models/shapes.py` with what the job overrides."""
+"""Turn the model settings of a job into a shape: a row of `jobs/models/shapes.py` with the job's overrides."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING

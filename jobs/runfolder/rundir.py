@@ -1,7 +1,8 @@
 """The run folder: every path in it is spelt here (in an attempt: `jobs/runfolder/attemptdir.py`, in a checkpoint:
 `jobs/runfolder/checkpointdir.py`, in a profile: `jobs/runfolder/profiledir.py`). One writer per file.
 
-Runs are made and found here too. Only folders that nobody else could have written are found (`jobs/basics/ownership.py`).
+Runs are made and found here too. Only folders that nobody else could have written are found
+(`jobs/basics/ownership.py`).
 
     runs/<name>-<utc>-<id>/
       job.yaml  site.yaml  attempts.jsonl  events.jsonl          supervisor only
@@ -18,7 +19,7 @@ Runs are made and found here too. Only folders that nobody else could have writt
         resume.json                                              supervisor: the checkpoint that the attempt began from
         rank-00000.out  rank-00000.err  metrics-00000.jsonl      that rank
         bench.jsonl                                              rank 0 only: what a `bench:` or `timing:` job measured
-        memory-00000.jsonl                                       that rank of a `train:` job (`jobs/runfolder/memory_rows.py`)
+        memory-00000.jsonl                                       that rank of a `train:` job (`memory_rows.py`)
         profile-00000/                                           that rank, where `train.profile` is on
       checkpoints/
         step-00000050.a000/                                      complete or invisible; never used again
@@ -27,8 +28,8 @@ Runs are made and found here too. Only folders that nobody else could have writt
           VERIFIED.json                                          who has read it all once more
         bad-step-00000050.a000/  trash-step-00000050.a000/       found broken; being deleted
 
-Files are written under a temporary name and renamed; logs (`*.jsonl`, `*.out`, `*.err`) append (`jobs/basics/files.py`). A
-JSON line is one `write`, so a reader sees whole lines or an unfinished last one.
+Files are written under a temporary name and renamed; logs (`*.jsonl`, `*.out`, `*.err`) append
+(`jobs/basics/files.py`). A JSON line is one `write`, so a reader sees whole lines or an unfinished last one.
 """
 
 import os

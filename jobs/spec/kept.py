@@ -10,7 +10,7 @@ from typing import Any, Final
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.train import TrainSettings
 
-RANDOMNESS: Final = "keyed-1"  # of jobs/train/keyed.py: another way to draw needs another name
+RANDOMNESS: Final = "keyed-1"  # of jobs/train/rng/keyed.py: another way to draw needs another name
 KEPT: Final = "kept"
 DATA: Final = "train.data"
 VIRTUAL_RANKS: Final = "train.virtual_ranks"  # 0: not exact

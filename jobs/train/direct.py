@@ -25,9 +25,9 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_effects import unread
 from muster.jobs.train.direct_run import begin_attempt, record, share_start
 from muster.jobs.train.main import complain, guarded, join_group, make_deterministic, settings_of, train_in
-from muster.jobs.train.meeting import connect, meet
 from muster.jobs.train.modes import needs_group
-from muster.jobs.train.world import GLOO_INTERFACES, World, choose_device
+from muster.jobs.world.meeting import connect, meet
+from muster.jobs.world.world import GLOO_INTERFACES, World, choose_device
 
 KIND: Final = JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank", TrainSettings.check, unread)
 RUN_FOLDER_KEY: Final = "run-folder"

@@ -14,9 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.clock import Clock
 from muster.jobs.train.graph import GraphedEngine, require_cuda
-from muster.jobs.train.layer_seeds import forward_seed
 from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.memory.held import Held, tensors_of
 from muster.jobs.train.models.stack import Stack
@@ -24,11 +22,13 @@ from muster.jobs.train.modes import WRAP, broadcast_buffers
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.pipeline import PipelineEngine
+from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.train.replica import Replica
+from muster.jobs.train.rng.layer_seeds import forward_seed
 from muster.jobs.train.shards import Forms
 from muster.jobs.train.state import Part
 from muster.jobs.train.tensor_replica import split_layers
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 
 class Engine(Protocol):

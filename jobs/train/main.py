@@ -36,11 +36,9 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_parallel import split_text
 from muster.jobs.train.data import Data, open_data, require_batch
-from muster.jobs.train.failures import is_lost_connection
 from muster.jobs.train.identity import kept_of, meta_of
 from muster.jobs.train.loading import move
 from muster.jobs.train.loop import NOT_SAVING, Trainer, build_trainer, train
-from muster.jobs.train.meeting import connect, meet
 from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.modes import needs_group
@@ -50,7 +48,9 @@ from muster.jobs.train.restoring import Resume, restore
 from muster.jobs.train.saving import Saver, Target
 from muster.jobs.train.schedule import Schedule, failures_so_far
 from muster.jobs.train.soundness import NotFiniteError
-from muster.jobs.train.world import Peer, World, choose_device, open_world, require_equal, this_peer
+from muster.jobs.world.failures import is_lost_connection
+from muster.jobs.world.meeting import connect, meet
+from muster.jobs.world.world import Peer, World, choose_device, open_world, require_equal, this_peer
 
 FAILED: Final = 1
 STANDARD_ERROR: Final = 2

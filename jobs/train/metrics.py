@@ -10,11 +10,9 @@ transport, and in `exact` on every world size.
 """
 
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -25,9 +23,10 @@ from torch import Tensor
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.rowlog import RowLog
-from muster.jobs.train.clock import Clock, StepTimes
+from muster.jobs.basics.terminal import warn
+from muster.jobs.train.profiling.clock import Clock, StepTimes
 from muster.jobs.train.sampling import GlobalBatch
-from muster.jobs.train.world import World, add_in_order
+from muster.jobs.world.world import World, add_in_order
 
 FLUSH_S: Final = 1.0
 RECENT: Final = 20  # losses that a checkpoint carries
@@ -194,12 +193,6 @@ class Metrics:
             **({"profile": step.profile} if step.profile else {}),
             **{name: float(value) for name, value in step.figures.items()},
         }
-
-
-def warn(text: str) -> None:
-    """Say something on standard error, which may lie on the very disk that it is about."""
-    with suppress(OSError):
-        print(f"muster: warning: {text}", file=sys.stderr, flush=True)
 
 
 def finite(value: float) -> float | None:

@@ -14,15 +14,15 @@ from muster.ddp.base import DataParallel, broadcast
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.modes import Parallel, Sync
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.clock import Clock
 from muster.jobs.train.fsdp import FsdpReplica
 from muster.jobs.train.layerwise import LayerwiseReplica
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.units import units_of
+from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.train.replica import LateReplica, OverlappedReplica, Replica, TorchReplica
 from muster.jobs.train.sharded import ShardedReplica
 from muster.jobs.train.shards import Forms
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from muster.zero.layerwise import Layerwise
 

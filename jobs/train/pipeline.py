@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.clock import Clock, Phase
-from muster.jobs.train.layer_seeds import layer_seed
 from muster.jobs.train.loading import ShardInput
 from muster.jobs.train.memory.held import Held, tensors_of
 from muster.jobs.train.models.stack import Stack, mean_loss
 from muster.jobs.train.models.tensor_plan import loss_of
 from muster.jobs.train.numerics import Numerics
+from muster.jobs.train.profiling.clock import Clock, Phase
+from muster.jobs.train.rng.layer_seeds import layer_seed
 from muster.jobs.train.stage_replicas import replica_of
 from muster.jobs.train.stages import Places, cuts_of, in_autocast
 from muster.jobs.train.state import MODEL, Part
 from muster.jobs.train.tensor_parts import groups_of, split_parts
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe import Pipeline
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.messages import Step

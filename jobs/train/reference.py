@@ -18,16 +18,23 @@ from torch import Tensor, nn
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.compare import gradient_bound
 from muster.jobs.train.data import Data
-from muster.jobs.train.layer_seeds import LayerSeeds, forward_seed
 from muster.jobs.train.loading import ShardInput, StepInput, Steps, move
 from muster.jobs.train.models import build_model
 from muster.jobs.train.modes import communication_dtype
 from muster.jobs.train.numerics import numerics_of
-from muster.jobs.train.optim import clip, gradient_of, gradients_of, learning_rate, named_gradients, set_learning_rate
+from muster.jobs.train.numerics.optim import (
+    clip,
+    gradient_of,
+    gradients_of,
+    learning_rate,
+    named_gradients,
+    set_learning_rate,
+)
+from muster.jobs.train.rng.layer_seeds import LayerSeeds, forward_seed
 from muster.jobs.train.rounding import Rounding, Values
 from muster.jobs.train.sampling import Plan
 from muster.jobs.train.tensor_draws import draw_as_split
-from muster.jobs.train.world import add_in_order
+from muster.jobs.world.world import add_in_order
 from muster.pipe.rows import part_lengths
 
 USES: Final = 2  # of a tied weight: in the embedding and in the head

@@ -24,7 +24,7 @@ from muster.jobs.spec.kept import KEPT, require_kept
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.loading import ShardInput
 from muster.jobs.train.state import Part
-from muster.jobs.train.world import World, require_equal
+from muster.jobs.world.world import World, require_equal
 
 PATIENCE_S: Final = 3.0  # with a view of shared storage that is older than the commit
 NO_DIGEST: Final = "00" * 32

@@ -15,7 +15,7 @@ from typing import Final
 from torch import Tensor
 
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.keyed import permutation
+from muster.jobs.train.rng.keyed import permutation
 
 DEFAULT_EPOCHS: Final = 1
 

@@ -29,7 +29,7 @@ from muster.jobs.train.engine import Engine
 from muster.jobs.train.helper import WriterGone, WriterProcess
 from muster.jobs.train.schedule import Schedule
 from muster.jobs.train.snapshot import Snapshot
-from muster.jobs.train.world import World, spell_ranks
+from muster.jobs.world.world import World, spell_ranks
 
 MOST_MISSED: Final = 3
 END_TRIES: Final = 2

@@ -10,7 +10,7 @@ from typing_extensions import Self
 from muster.jobs.hosts import ranks
 from muster.jobs.node.reports import Reporter
 from muster.jobs.train.metrics import Summary
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

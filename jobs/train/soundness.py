@@ -23,7 +23,7 @@ from torch import Tensor
 from muster.jobs.train.engine import Engine
 from muster.jobs.train.numerics.scaling import Scaler
 from muster.jobs.train.state import MODEL
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 LOG_POINTS: Final = 3  # in a row without a single loss that is a number
 ADVICE: Final = "lower train.optimizer.lr, or set train.clip_norm"

@@ -21,7 +21,7 @@ from muster.jobs.spec.train_parallel import first_layers
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.state import DTYPES
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.boundaries import weights_of
 from muster.pipe.schedules.cuts import Cuts, balanced_ranks, by_hand
 

@@ -17,7 +17,7 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.tensor_plan import split_gpt
 from muster.jobs.train.shards import Forms
-from muster.jobs.train.world import COLLECTIVE_TIMEOUT_S, World
+from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S, World
 from muster.pipe.mesh import Groups, Mesh
 from muster.pipe.tensor.slices import TensorSlice
 

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.clock import Clock
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.modes import WRAP
 from muster.jobs.train.numerics import Numerics
-from muster.jobs.train.optim import gradients_of
+from muster.jobs.train.numerics.optim import gradients_of
+from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.train.replica import Replica
 from muster.jobs.train.sharded import ShardedReplica, shares_of
 from muster.jobs.train.state import HeldState
 from muster.jobs.train.tensor_parts import Parts, groups_of, split_parts
 from muster.jobs.train.tensor_state import TensorState
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 
 class TensorReplica(Replica):

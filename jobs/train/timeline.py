@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import append_line
-from muster.jobs.train.metrics import warn
+from muster.jobs.basics.terminal import warn
 from muster.jobs.train.pipeline import PipelineEngine
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.mesh import Mesh
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.measured import Record

@@ -1,7 +1,7 @@
 """The next step after a failure: one table, read from the top; the first row that fits speaks.
 
-A row fits by the class of the verdict (jobs/basics/exits.py), by what the first failure is (signal, code), and by what was
-said: its message, its last lines, and the verdict's own message. The special stands before the general.
+A row fits by the class of the verdict (jobs/basics/exits.py), by what the first failure is (signal, code), and by what
+was said: its message, its last lines, and the verdict's own message. The special stands before the general.
 """
 
 import re

@@ -1,7 +1,7 @@
 """From a placement to what is started on each node: pure, so that `muster plan` is `muster run` minus its last step.
 
-A node's start message holds one RankStart (`jobs/node/rank_start.py`) per rank. What only the machine knows - cores, GPUs,
-whether torch is there - comes in as `Machine`; the master port as a number, or None where it is not bound yet.
+A node's start message holds one RankStart (`jobs/node/rank_start.py`) per rank. What only the machine knows - cores,
+GPUs, whether torch is there - comes in as `Machine`; the master port as a number, or None where it is not bound yet.
 """
 
 import os

@@ -14,7 +14,7 @@ import ddp_models
 import ddp_step
 import step_sides
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 
 def steps(world: World) -> dict:

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # ranks impor
 
 import pipe_averaging
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 
 def measured(world: World) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import torch
 from gpu_pipe_rows import PIPE_ROWS
 from gpu_pipes import worst_of
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.schedules.tables import schedule
 
 KINDS = ("1f1b", "gpipe", "zbv")  # PyTorch's take 2 s to import

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # ranks impor
 
 import pipe_bubble
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.schedules.costs import Costs
 from muster.pipe.schedules.messages import with_messages
 from muster.pipe.schedules.simulate import simulate

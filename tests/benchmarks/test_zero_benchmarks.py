@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # ranks impor
 import zero_step
 import zero_wire
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 STEPS = (("vgg11", zero_step.FAMILIES["stages 1, 2"]), ("gpt-5m", ("zero3", "ddp")))  # fsdp2 takes 2 s to import
 

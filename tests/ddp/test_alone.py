@@ -10,7 +10,7 @@ from torch import nn
 
 from muster.ddp import BucketedDDP
 from muster.ddp.buckets import FIRST_BYTES, MB, Size, plan_buckets
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import (
     Means,
     backwards,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.ddp.buckets import FIRST_BYTES, MB, Size, plan_buckets
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import wrong_gradients
 
 KIND = st.sampled_from([("float32", 4), ("float64", 8), ("bfloat16", 2)])

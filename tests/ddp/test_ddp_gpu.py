@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from muster import ddp
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS
 from support.gpus import over
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from muster import ddp
 from muster.ddp.checks import first_difference, ranks_in_words
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, backwards, wrap
 from support.data_parallel_models import CASES, ToyModel
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, backwards, gradients_apart, gradients_of, one_process, wrap
 from support.data_parallel_models import CASES
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from muster.ddp import BucketedDDP, gradients
 from muster.ddp.means import Mean
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import wrong_gradients, wrong_training
 
 pytestmark = pytest.mark.ranks

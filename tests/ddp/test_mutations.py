@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, wrong_gradients, wrong_overlap, wrong_start, wrong_training
 from support.data_parallel_mutants import MUTANTS
 

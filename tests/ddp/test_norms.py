@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from muster.ddp import norms
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 INF, NAN = math.inf, math.nan
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.gpus import over
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from muster import ddp
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS
 
 pytestmark = pytest.mark.ranks

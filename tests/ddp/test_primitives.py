@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from muster.ddp import primitives
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.primitives import DTYPES, check_all, whole
 
 pytestmark = pytest.mark.ranks

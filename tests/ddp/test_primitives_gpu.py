@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from muster.ddp.primitives import columns
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.gpus import over
 from support.primitives import check_all
 

@@ -11,8 +11,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from muster import ddp
 from muster.ddp import timeouts
 from muster.ddp.timeouts import Entered, tell
-from muster.jobs.train.failures import is_lost_connection
-from muster.jobs.train.world import World
+from muster.jobs.world.failures import is_lost_connection
+from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, backwards
 from support.data_parallel_models import CASES
 

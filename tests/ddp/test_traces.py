@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, backwards, traced, wrap, wrong_overlap
 from support.data_parallel_models import CASES
 

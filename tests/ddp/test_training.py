@@ -8,7 +8,7 @@ shards (`test_running_statistics_are_each_ranks_own`). VGG has an eighth of its 
 import pytest
 import torch
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import (
     WRAPPERS,
     backwards,

@@ -8,7 +8,7 @@ from torch import nn
 
 from muster import ddp
 from muster.ddp.base import DataParallel
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import (
     WRAPPERS,
     backwards,

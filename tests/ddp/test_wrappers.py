@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from muster import ddp
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel import (
     WRAPPERS,
     backwards,

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.mesh import AXES, Mesh
 
 SIZES = [Mesh(*each) for each in product((1, 2, 3), repeat=3)]

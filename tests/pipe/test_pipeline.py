@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.pipelines import Case, wrong_training
 
 pytestmark = pytest.mark.ranks

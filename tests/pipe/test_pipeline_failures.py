@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.pipeline import Pipeline
 from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.tables import schedule

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.parametrizations import spectral_norm
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.pipeline import Pipeline
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.tables import schedule

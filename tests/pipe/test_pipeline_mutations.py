@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe import batches, pipeline, run
 from muster.pipe.buffers import Before
 from muster.pipe.passages import WholeGraph

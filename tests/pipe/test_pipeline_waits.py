@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.pipeline import Pipeline
 from muster.pipe.schedules.tables import schedule
 

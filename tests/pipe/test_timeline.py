@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe import Pipeline
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.measured import Record

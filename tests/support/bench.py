@@ -18,7 +18,7 @@ from muster.collectives_bench.ranks.run import Task, conduct
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.files import read_lines
 from muster.jobs.hosts.ranks import RankEnv
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from muster import ddp
 from muster.ddp.base import DataParallel
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.data_parallel_models import CASES, Case
 
 WRAPPERS = sorted(ddp.__all__)

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 TIMEOUT = timedelta(seconds=50)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from muster.jobs.machine import linux
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 Ended = tuple[str, str, int]  # standard output, standard error, exit code
 

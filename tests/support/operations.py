@@ -8,7 +8,7 @@ import torch.distributed as dist
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks.operations import Call, prepare, unsupported
 from muster.collectives_bench.records import Cell
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 BOTH = ("sync", "async")
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from muster.jobs.models.shapes import POOL, VGG_SHAPES, GptShape, VggShape
-from muster.jobs.train.keyed import key
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import mean_loss
 from muster.jobs.train.models.vgg import build_vgg
-from muster.jobs.train.world import World
+from muster.jobs.train.rng.keyed import key
+from muster.jobs.world.world import World
 from muster.pipe.pipeline import Pipeline
 from muster.pipe.schedules.tables import schedule
 from support.data_parallel import distance, same_bits

@@ -3,7 +3,7 @@
 import torch
 
 from muster.ddp import primitives
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 DTYPES = {
     "fp32": torch.float32,

@@ -19,7 +19,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.main import Start, make_deterministic, train_in
 from muster.jobs.train.restoring import Resume
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 ROOT = Path(__file__).parents[2]
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
@@ -91,7 +91,7 @@ def attempt_apart(folder: Path, settings: dict, device: str = "cuda:0", **more: 
         [
             "import sys, json, torch",
             "from support.resuming import attempt, hashes",
-            "from muster.jobs.train.world import World",
+            "from muster.jobs.world.world import World",
             "from pathlib import Path",
             "alone = World(0, 1, None, torch.device(sys.argv[4]))",
             "settings, more = json.loads(sys.argv[2]), json.loads(sys.argv[3])",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.ddp.norms import clip_by, reproducible_norm
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, ShardedOptimizer
 from support.data_parallel import DTYPES, Gradients, Means, gradients_apart, one_process, parts_from_rank_0, same_bits
 from support.data_parallel_models import CASES, Case, squares

@@ -16,7 +16,7 @@ from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.tensor_plan import split_gpt
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.tensor.slices import TensorSlice
 from muster.pipe.tensor.split import TensorParallel
 

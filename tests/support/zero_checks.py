@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.zero_models import own_groups
 from support.zero_optimizer import Pair, pair
 

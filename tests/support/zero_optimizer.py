@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedOptimizer
 from support.data_parallel import same_bits
 from support.zero_models import OPTIMIZERS, Ragged, draw_gradients, row_major, seeded

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from support.data_parallel_models import ToyModel, seeded
 from support.sharded import SMALL_MB

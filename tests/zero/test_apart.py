@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.ddp import BucketedDDP
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, ShardedOptimizer
 from muster.zero.apart import require_own_memory
 from muster.zero.layerwise import Layerwise

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from muster.ddp import timeouts
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, data_parallel, scatter
 from support.data_parallel_models import CASES, ToyModel, seeded
 from support.sharded import SMALL_MB

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muster.ddp import BucketedDDP
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, ShardedOptimizer
 
 pytestmark = pytest.mark.ranks

@@ -13,7 +13,7 @@ from torch.nn import functional
 from muster.ddp import BucketedDDP
 from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import build_gpt
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import layerwise
 from muster.zero.flat import ALIGNMENT
 from muster.zero.layerwise import Layerwise

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero.layerwise import Layerwise
 from support.tensors import apart
 

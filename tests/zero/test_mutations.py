@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from muster.ddp.base import DataParallel
 from muster.ddp.primitives import ring_all_gather
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import data_parallel, scatter, whole
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import RingGather

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, neighbours
 from muster.zero.gather import NeighbourGather, RingGather
 from muster.zero.neighbours import neighbours_of

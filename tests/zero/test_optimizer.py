@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from muster.ddp import BucketedDDP
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedOptimizer, sources
 from muster.zero.sources import Alone
 from support.zero_checks import parts, written, wrong_events, wrong_steps

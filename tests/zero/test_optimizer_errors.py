@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedOptimizer
 from support.zero_models import Ragged, seeded
 from support.zero_optimizer import pair, photograph, refusal, unchanged

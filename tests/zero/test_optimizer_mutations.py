@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.zero_checks import CHECKS
 from support.zero_optimizer_mutants import MUTANTS
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, ShardedOptimizer
 from muster.zero.scaling import ShardedGradScaler
 from support.zero_models import Ragged, ragged_loss, seeded

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from support.data_parallel import same_bits
 from support.stage3 import Alone, Watch, backwards, wrap

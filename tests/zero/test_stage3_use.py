@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe import Pipe
 from muster.zero import ShardedDataParallel
 from support.data_parallel import same_bits

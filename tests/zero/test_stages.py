@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch.distributed as dist
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.sharded import Run, wrong_training
 
 pytestmark = pytest.mark.ranks

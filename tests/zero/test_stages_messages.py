@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from muster.ddp.primitives.peers import Peers
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import BroadcastGather, RingGather

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from support.data_parallel_models import CASES, ToyModel, seeded
 from support.zero_use import sgd, wrap

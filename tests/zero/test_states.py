@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, ShardedOptimizer
 from support.data_parallel import one_process, same_bits
 from support.data_parallel_models import Case

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from muster.zero.layerwise import Layerwise
 from muster.zero.sharded import Sharded

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 
 pytestmark = pytest.mark.ranks

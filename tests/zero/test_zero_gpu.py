@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from support.gpus import over
 from support.sharded import Run, not_sharded, wrong_training

@@ -11,7 +11,7 @@ from muster.jobs.data import datafiles
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data.images import SIDE, Images, Normalise, Part
 from muster.jobs.train.data.mapped import map_bytes
-from muster.jobs.train.keyed import SYNTHETIC, bits, key, uniform_ints
+from muster.jobs.train.rng.keyed import SYNTHETIC, bits, key, uniform_ints
 
 CLASSES: Final = 10
 PIXELS: Final = 3 * SIDE * SIDE

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from muster.jobs.train.keyed import AUGMENT, key, uniform_ints
+from muster.jobs.train.rng.keyed import AUGMENT, key, uniform_ints
 
 SIDE = 32
 PADDING = 4

@@ -16,7 +16,7 @@ from muster.jobs.models.model_shape import context_of
 from muster.jobs.models.shapes import GptShape
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data.mapped import map_bytes
-from muster.jobs.train.keyed import SYNTHETIC, key, uniform_ints
+from muster.jobs.train.rng.keyed import SYNTHETIC, key, uniform_ints
 
 BYTES: Final = 256
 SYNTHETIC_TRAIN_SAMPLES: Final = 8192

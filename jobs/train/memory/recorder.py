@@ -21,11 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import append_line
+from muster.jobs.basics.terminal import warn
 from muster.jobs.machine import resident
 from muster.jobs.runfolder.memory_rows import AFTER, BASELINE, BEFORE, END, INIT
 from muster.jobs.train.memory import gauge
 from muster.jobs.train.memory.held import bytes_by_kind
-from muster.jobs.train.metrics import warn
 
 if TYPE_CHECKING:
     from muster.jobs.train.engine import Engine

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from muster.jobs.models.shapes import GptShape
-from muster.jobs.train.keyed import INITIALISE, key
 from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.rng.keyed import INITIALISE, key
 
 EPSILON = 1e-5
 WEIGHT_STD = 0.02

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from muster.jobs.models.shapes import IMAGE_CHANNELS, POOL, VggShape
-from muster.jobs.train.keyed import INITIALISE, key
 from muster.jobs.train.models.stack import Stack
+from muster.jobs.train.rng.keyed import INITIALISE, key
 
 
 def build_vgg(shape: VggShape, seed: int) -> Stack:

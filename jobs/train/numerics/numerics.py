@@ -25,9 +25,9 @@ from muster.jobs.train.models.gpt import Attention
 from muster.jobs.train.models.stack import Stack, plain_loss
 from muster.jobs.train.numerics.loss import chunked_loss
 from muster.jobs.train.numerics.masters import MasterWeights
+from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.pieces import Body, Piece, compiled, cut, require_compiler
 from muster.jobs.train.numerics.scaling import LossScaler, Scaler
-from muster.jobs.train.optim import build_optimizer
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.jobs.train.optim import clip
+from muster.jobs.train.numerics.optim import clip
 
 Group = dist.ProcessGroup | None
 

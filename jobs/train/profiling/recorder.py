@@ -25,7 +25,7 @@ from muster.jobs.spec.profile import ProfileSettings
 from muster.jobs.trace.events import MARK, START
 from muster.jobs.trace.record import numbers
 from muster.jobs.trace.window import Window, window_of
-from muster.jobs.train.clock import Clock
+from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.train.profiling.memory import History
 from muster.jobs.train.profiling.writing import write_profile
 

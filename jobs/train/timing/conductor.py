@@ -25,9 +25,9 @@ from muster.jobs.node.page import Page
 from muster.jobs.spec.strict import Strict
 from muster.jobs.timing.records import Dtypes, End, Header, LayerTypes, Machine, Peak, State, Summary, Timed
 from muster.jobs.timing.settings import Case, TimingSettings
-from muster.jobs.train.forked import Ended, Forked, Tell
 from muster.jobs.train.timing import memory, work
 from muster.jobs.train.timing.work import Task
+from muster.jobs.world.forked import Ended, Forked, Tell
 
 SURVEY_S: Final = 60.0
 POLL_S: Final = 1.0

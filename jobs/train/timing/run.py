@@ -22,7 +22,7 @@ from muster.jobs.timing.table import report_lines
 from muster.jobs.train.main import complain, guarded
 from muster.jobs.train.numerics.pieces import require_compiler
 from muster.jobs.train.timing.conductor import Conductor
-from muster.jobs.train.world import choose_device, this_peer
+from muster.jobs.world.world import choose_device, this_peer
 
 FAILED: Final = 1
 STANDARD_ERROR: Final = 2

@@ -20,14 +20,14 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.shapes import IMAGE_CHANNELS
 from muster.jobs.node.page import Page
 from muster.jobs.timing.settings import CLASSES, Case, TimingSettings
-from muster.jobs.train.forked import Tell
-from muster.jobs.train.keyed import SYNTHETIC, key
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import Numerics, numerics_of
-from muster.jobs.train.optim import gradients_of
+from muster.jobs.train.numerics.optim import gradients_of
+from muster.jobs.train.rng.keyed import SYNTHETIC, key
 from muster.jobs.train.timing import memory
 from muster.jobs.train.timing.device import claim, synchronize, timed
 from muster.jobs.train.timing.matmul import product_rate
+from muster.jobs.world.forked import Tell
 
 IMAGE_SIDE = 32
 

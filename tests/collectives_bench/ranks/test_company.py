@@ -8,7 +8,7 @@ from muster.collectives_bench.records import HostFacts, World
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.ranks import RankEnv
-from muster.jobs.train.world import Peer
+from muster.jobs.world.world import Peer
 
 TWO_GPUS = [Peer("a", None, 2), Peer("a", None, 2)]
 TOO_FEW = [Peer("a", None, 1), Peer("a", None, 1)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.node.leftovers import state_of
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.live import wait_until
 
 pytestmark = pytest.mark.ranks

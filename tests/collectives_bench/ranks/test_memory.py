@@ -9,7 +9,7 @@ from muster.collectives_bench.ranks import memory
 from muster.collectives_bench.ranks.operations import prepare
 from muster.collectives_bench.records import Cell
 from muster.jobs.machine import free
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 MB = 2**20
 GB = 2**30

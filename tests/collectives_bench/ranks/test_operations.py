@@ -10,7 +10,7 @@ from muster.collectives_bench.catalog import DTYPES, OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks.fills import UNWRITTEN
 from muster.collectives_bench.ranks.operations import CALLS, unsupported
 from muster.collectives_bench.records import Cell
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.operations import cells, has_result, play, prepared, result_of
 
 SIZES = [8, 300_000]  # an element or two a rank; several periods of the pattern

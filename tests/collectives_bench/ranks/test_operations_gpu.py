@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.gpus import over
 from support.operations import cells, has_result, play, prepared, result_of
 

@@ -11,7 +11,7 @@ from muster.collectives_bench.records import HostFacts, Pair
 from muster.collectives_bench.records import World as BenchWorld
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.hosts.ranks import RankEnv
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.ranks
 

@@ -7,7 +7,7 @@ import torch
 
 from muster.collectives_bench.ranks.sampling import HostClock, Run, Sampler, Voices
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.ranks
 

@@ -11,7 +11,7 @@ from muster.collectives_bench.ranks import wire
 from muster.collectives_bench.ranks.operations import prepare
 from muster.collectives_bench.ranks.wire import WireCounter, audit, interfaces_of
 from muster.collectives_bench.records import Cell
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 MB = 2**20
 

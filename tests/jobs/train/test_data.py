@@ -15,7 +15,7 @@ from muster.jobs.data import datafiles
 from muster.jobs.data.cifar10 import prepare_cifar10
 from muster.jobs.spec.train import DATA_NAMES, TrainSettings
 from muster.jobs.train.data import OPENERS, open_data, require_batch
-from muster.jobs.train.keyed import AUGMENT, key, permutation
+from muster.jobs.train.rng.keyed import AUGMENT, key, permutation
 
 
 def settings(model: Any, data: Any, **others: Any) -> TrainSettings:

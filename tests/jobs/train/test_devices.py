@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.train.world import Peer, choose_device
+from muster.jobs.world.world import Peer, choose_device
 
 CPU = torch.device("cpu")
 

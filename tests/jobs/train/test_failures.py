@@ -3,7 +3,7 @@ import torch.distributed as dist
 
 from muster.ddp.timeouts import CollectiveTimeoutError
 from muster.jobs.basics.errors import RefusedError, StartTimeoutError
-from muster.jobs.train.failures import is_lost_connection
+from muster.jobs.world.failures import is_lost_connection
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
 

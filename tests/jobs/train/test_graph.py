@@ -7,10 +7,10 @@ import torch
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.train import OptimizerSettings
-from muster.jobs.train.clock import PHASES, Clock
 from muster.jobs.train.graph import GraphedEngine, form_of
 from muster.jobs.train.loading import MicroInput, ShardInput
-from muster.jobs.train.optim import build_optimizer, set_learning_rate
+from muster.jobs.train.numerics.optim import build_optimizer, set_learning_rate
+from muster.jobs.train.profiling.clock import PHASES, Clock
 
 
 def shard(samples: int = 2, virtual_rank: int = 0) -> ShardInput:

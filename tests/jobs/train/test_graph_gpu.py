@@ -11,15 +11,15 @@ import torch
 from muster.jobs.basics.files import read_lines
 from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.clock import clock_for
 from muster.jobs.train.engine import Engine, build_engine
 from muster.jobs.train.graph import EAGER_STEPS, GraphedEngine
 from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import numerics_of
-from muster.jobs.train.optim import set_learning_rate
+from muster.jobs.train.numerics.optim import set_learning_rate
 from muster.jobs.train.pipeline import PipelineEngine
-from muster.jobs.train.world import World
+from muster.jobs.train.profiling.clock import clock_for
+from muster.jobs.world.world import World
 from support.gpus import over
 from support.live import LiveRun
 from support.resuming import TINY_VGG, attempt_apart

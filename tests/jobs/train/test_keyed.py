@@ -2,7 +2,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.jobs.train.keyed import bits, key, permutation, uniform_ints
+from muster.jobs.train.rng.keyed import bits, key, permutation, uniform_ints
 
 WORD = st.integers(min_value=-(2**63), max_value=2**63 - 1)
 SEED = st.integers(min_value=0, max_value=2**63 - 1)

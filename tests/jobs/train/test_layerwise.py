@@ -12,7 +12,7 @@ from muster.jobs.train.data import open_data
 from muster.jobs.train.layerwise import LayerwiseReplica
 from muster.jobs.train.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.ranks
 

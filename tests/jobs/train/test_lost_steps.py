@@ -13,15 +13,15 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import OptimizerSettings, TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.failures import is_lost_connection
 from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
+from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.scaling import Scaler
-from muster.jobs.train.optim import build_optimizer
 from muster.jobs.train.saving import NotSaving
 from muster.jobs.train.soundness import NotFiniteError, Soundness
 from muster.jobs.train.verify import digest
-from muster.jobs.train.world import World
+from muster.jobs.world.failures import is_lost_connection
+from muster.jobs.world.world import World
 
 CPU = torch.device("cpu")
 GPT: dict[str, Any] = {

@@ -16,7 +16,7 @@ from muster.jobs.train.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import NotFiniteError, Soundness
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.gpus import over
 from support.resuming import TINY_VGG
 

@@ -22,7 +22,7 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.main import FAILED, guarded
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 4}

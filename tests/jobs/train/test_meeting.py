@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from muster.jobs.basics.errors import RefusedError, StartTimeoutError
 from muster.jobs.hosts.ranks import RankEnv
-from muster.jobs.train.meeting import answers, connect, listen, meet
+from muster.jobs.world.meeting import answers, connect, listen, meet
 
 ALONE = RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 29500)
 

@@ -26,7 +26,7 @@ from muster.jobs.train.memory.held import bytes_by_kind, tensors_of
 from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.numerics.masters import MasterWeights
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.launch.bench.loads import load_of
 from muster.launch.bench.own_split import own_split
 from muster.launch.look.memories import RankMemory, formula_of, read_memories

@@ -14,7 +14,7 @@ from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.modes import WRAP
 from muster.jobs.train.replica import Replica, WrappedReplica
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 24, "evaluate": False}

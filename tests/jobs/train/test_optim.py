@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from muster.jobs.spec.train import OptimizerSettings, ScheduleSettings
-from muster.jobs.train.optim import build_optimizer, learning_rate
+from muster.jobs.train.numerics.optim import build_optimizer, learning_rate
 
 
 def rates(steps: int, **schedule) -> list[float]:

@@ -17,9 +17,9 @@ from muster.jobs.spec.train import ModelSettings, TrainSettings
 from muster.jobs.spec.train_parallel import layer_names
 from muster.jobs.train import pipeline as engine
 from muster.jobs.train import verify as verification
-from muster.jobs.train.failures import is_lost_connection
 from muster.jobs.train.models import build_model
-from muster.jobs.train.world import World
+from muster.jobs.world.failures import is_lost_connection
+from muster.jobs.world.world import World
 from muster.pipe.ties import Ties
 from support.resuming import attempt
 

@@ -11,12 +11,12 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.train import OptimizerSettings
-from muster.jobs.train.clock import PHASES
-from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.numerics.optim import build_optimizer
+from muster.jobs.train.profiling.clock import PHASES
 from muster.jobs.train.shards import Forms
 from muster.jobs.train.stage_state import StageState
 from muster.jobs.train.state import DealtState
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline
 from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
 

@@ -9,7 +9,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import verify as verification
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.resuming import TINY_VGG, attempt, hashes
 
 pytestmark = pytest.mark.ranks

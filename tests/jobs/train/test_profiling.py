@@ -23,7 +23,7 @@ from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.profiling import recorder
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, Recorder
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.ranks
 

@@ -19,7 +19,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.main import Start, train_in
 from muster.jobs.train.restoring import Resume
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.resuming import GPT, TINY_VGG, VGG, attempt
 
 pytestmark = pytest.mark.ranks

@@ -20,7 +20,7 @@ from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.train.saving import Saver, Target
 from muster.jobs.train.schedule import Schedule
 from muster.jobs.train.state import Part, whole_part
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.checkpoints import Told
 
 DEADLINE_S = 20.0

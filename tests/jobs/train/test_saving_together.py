@@ -23,7 +23,7 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import saving
 from muster.jobs.train.helper import WriterProcess
 from muster.jobs.train.main import Start, train_in
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.checkpoints import Told
 from support.resuming import GPT, attempt
 

@@ -14,11 +14,11 @@ from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.models.vgg import build_vgg
-from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.shards import Forms, SharedState
 from muster.jobs.train.state import whole_part
 from muster.jobs.train.verify import digest
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.zero.flat import Held
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 15, POOL, 16, POOL, 17, POOL))  # odd sizes too

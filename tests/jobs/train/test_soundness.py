@@ -17,7 +17,7 @@ from muster.jobs.train.main import guarded
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.saving import NotSaving
 from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError, Soundness, require_finite
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.launch.look.advice import next_step
 
 pytestmark = pytest.mark.ranks

@@ -12,7 +12,7 @@ from torch.nn import functional
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.train import ModelSettings, OptimizerSettings
 from muster.jobs.train.models import build_model
-from muster.jobs.train.optim import build_optimizer
+from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.state import (
     DealtState,
     Part,

@@ -10,11 +10,12 @@ import torch
 from muster.ddp.norms import reproducible_norm
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train import optim, reference
+from muster.jobs.train import reference
 from muster.jobs.train import verify as verification
+from muster.jobs.train.numerics import optim
 from muster.jobs.train.replica import LateReplica
 from muster.jobs.train.tensor_replica import TensorReplica
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.tensor.region import Region
 
 pytestmark = pytest.mark.ranks

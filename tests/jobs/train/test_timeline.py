@@ -10,7 +10,7 @@ import torch
 
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.train import timeline
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.measured import Record

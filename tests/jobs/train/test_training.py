@@ -18,7 +18,7 @@ from muster.jobs.train.loop import build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError
 from muster.jobs.train.verify import digest
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.ranks
 

@@ -5,7 +5,7 @@ import torch
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.modes import Parallel
-from muster.jobs.train.world import World, check_interfaces
+from muster.jobs.world.world import World, check_interfaces
 from muster.pipe.mesh import Mesh
 
 

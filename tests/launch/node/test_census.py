@@ -5,7 +5,7 @@ import os
 import pytest
 import torch.distributed as dist
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.launch.node.census import connected
 
 pytestmark = pytest.mark.ranks

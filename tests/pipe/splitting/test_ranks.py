@@ -9,7 +9,7 @@ from torch import nn
 
 from muster.ddp import BucketedDDP, GatherScatter
 from muster.ddp.base import DataParallel
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.mesh import Mesh
 from muster.pipe.pipeline import Pipeline
 from muster.pipe.schedules.tables import schedule

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.tensor.draws import OwnDraws
 from muster.pipe.tensor.region import Region
 from support.tensor_parallel import BATCH, Case, batch, build, far, split, wrong_copies, wrong_training

@@ -12,7 +12,7 @@ from muster.jobs.models.shapes import VGG_SHAPES, GptShape
 from muster.jobs.train.models.gpt import assemble_gpt
 from muster.jobs.train.models.tensor_plan import GPT_PLAN, split_gpt
 from muster.jobs.train.models.vgg import build_vgg
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.tensor import Column, Heads, Row, SplitCrossEntropy, Vocabulary, parallelize
 from muster.pipe.tensor.region import Region
 from support.tensor_parallel import SHAPE, Case, build, split

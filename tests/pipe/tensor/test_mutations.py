@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.tensor_mutants import MUTANTS
 from support.tensor_parallel import Case, wrong_training
 

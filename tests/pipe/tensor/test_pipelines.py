@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from muster.jobs.train.models.tensor_plan import loss_of
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.mesh import Mesh
 from muster.pipe.pipeline import Pipeline
 from muster.pipe.schedules.tables import schedule

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from muster.jobs.models.shapes import GptShape
 from muster.jobs.train.models.gpt import assemble_gpt
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.tensor.slices import Box, TensorSlice
 from support.tensor_parallel import CASES, build, split
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.mesh import AXES, Mesh
 from muster.pipe.tensor.draws import OwnDraws
 from muster.pipe.tensor.region import Region

@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.tensor_parallel import CASES, wrong_evaluation, wrong_training
 
 pytestmark = pytest.mark.ranks

@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from muster.ddp import BucketedDDP
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.mesh import Mesh
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.tensor import Column, Heads, Row, parallelize

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from muster.pipe.wires.peers import PeerWire, peers_of
 from muster.pipe.wires.wire import GlooWire, own_group
 from support.gpus import TIMEOUT, over

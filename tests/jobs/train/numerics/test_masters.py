@@ -7,7 +7,7 @@ from torch import nn
 from muster.jobs.spec.train import ModelSettings, OptimizerSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import Numerics
-from muster.jobs.train.optim import clip, gradients_of, set_learning_rate
+from muster.jobs.train.numerics.optim import clip, gradients_of, set_learning_rate
 
 CPU = torch.device("cpu")
 ADAMW = OptimizerSettings(name="adamw", lr=1e-3, weight_decay=0.1)

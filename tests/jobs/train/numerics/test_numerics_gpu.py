@@ -9,7 +9,6 @@ from torch import Tensor
 
 from muster.jobs.models.shapes import POOL, GptShape, VggShape
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.clock import clock_for
 from muster.jobs.train.engine import Engine, build_engine
 from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.models.gpt import build_gpt
@@ -18,7 +17,8 @@ from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.loss import chunked_loss
 from muster.jobs.train.numerics.pieces import require_compiler
-from muster.jobs.train.world import World
+from muster.jobs.train.profiling.clock import clock_for
+from muster.jobs.world.world import World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 

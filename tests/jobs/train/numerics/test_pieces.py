@@ -20,7 +20,7 @@ from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics import Numerics, pieces
 from muster.jobs.train.numerics.pieces import cut, require_compiler
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 CPU = torch.device("cpu")
 GPT = GptShape("tiny", d_model=16, d_ff=32, layers=3, heads=2, context=8, vocabulary=11, dropout=0.2)

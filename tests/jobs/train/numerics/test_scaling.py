@@ -6,9 +6,9 @@ from torch import nn
 
 from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import OptimizerSettings
+from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.scaling import LossScaler
-from muster.jobs.train.optim import build_optimizer
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 CPU = torch.device("cpu")
 SGD = OptimizerSettings(name="sgd", lr=0.1, momentum=0.9)

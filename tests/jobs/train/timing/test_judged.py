@@ -4,9 +4,9 @@ import pytest
 
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.timing.settings import Case
-from muster.jobs.train.forked import Ended
 from muster.jobs.train.timing.conductor import judged
 from muster.jobs.train.timing.memory import GB, refusal
+from muster.jobs.world.forked import Ended
 from support.timings import settings
 
 CASE = Case("gpt-nano", "step", "fp32")

@@ -16,7 +16,7 @@ from muster.jobs.timing.settings import Case, TimingSettings
 from muster.jobs.train.timing import memory, work
 from muster.jobs.train.timing.conductor import Conductor
 from muster.jobs.train.timing.work import Task
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 from support.timings import settings
 
 pytestmark = pytest.mark.ranks
@@ -136,11 +136,11 @@ def test_types_of_each_layer_are_told_in_place_of_times(on_ranks, tmp_path):
 
 def step_and_engine(world: World, precision: str) -> list[bool]:
     """Do a timed step, and a step of the engine that trains, from the same weights on the same batch."""
-    from muster.jobs.train.clock import clock_for
     from muster.jobs.train.engine import build_engine
     from muster.jobs.train.loading import MicroInput, ShardInput
     from muster.jobs.train.models import build_model
     from muster.jobs.train.numerics import numerics_of
+    from muster.jobs.train.profiling.clock import clock_for
 
     asked = TimingSettings.model_validate({"model": ["gpt-nano"], **TINY})
     task = Task(asked, Case("gpt-nano", "step", precision), CPU, 1 << 40)  # type: ignore[arg-type]

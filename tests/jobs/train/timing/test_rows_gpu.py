@@ -12,7 +12,7 @@ from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.timing.settings import TimingSettings
 from muster.jobs.train.timing import work
 from muster.jobs.train.timing.conductor import Conductor
-from muster.jobs.train.world import World
+from muster.jobs.world.world import World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks, pytest.mark.timeout(300)]
 SMALL = {"batch": 4, "context": 64, "vocabulary": 1000, "warmup": 1, "steps": 3}

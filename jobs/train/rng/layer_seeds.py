@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from muster.jobs.train.keyed import DROPOUT, key
+from muster.jobs.train.rng.keyed import DROPOUT, key
 
 
 def forward_seed(seed: int, step: int, virtual_rank: int, microbatch: int) -> int:

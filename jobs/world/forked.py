@@ -27,7 +27,7 @@ import torch
 from muster.jobs.machine import linux
 from muster.jobs.node.leftovers import state_of
 from muster.jobs.node.page import Page
-from muster.jobs.train.failures import is_lost_connection
+from muster.jobs.world.failures import is_lost_connection
 
 CHUNK: Final = 1 << 16
 MOST_WORDS: Final = 400  # characters of its last words in a message
