@@ -20,7 +20,7 @@ from pathlib import Path
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.processes import of_run
+from muster.launch.common.processes import of_run
 
 LANES = 4
 MEET_S = 60.0

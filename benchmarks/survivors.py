@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from muster.launch.processes import of_run
+from muster.launch.common.processes import of_run
 
 JOBS = {
     "training": """

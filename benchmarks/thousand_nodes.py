@@ -26,10 +26,10 @@ STUB = Path(__file__).with_name("thousand_stub.py")
 def supervise(job: str, runs: str, nodes: int, ranks: int) -> int:
     """Run the job against the stub, in this process."""
     from muster.launch.commands import run
-    from muster.launch.console import Console
-    from muster.launch.fingerprint import fingerprint
+    from muster.launch.common.fingerprint import fingerprint
     from muster.launch.submit.prepare import prepare
     from muster.launch.submit.start import write_run
+    from muster.launch.supervision.console import Console
     from muster.launch.supervision.supervisor import Supervisor
     from muster.launch.transports.dialled import Dialled, Starter
 

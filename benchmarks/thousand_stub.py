@@ -8,10 +8,11 @@ import os
 import sys
 import time
 
-from muster.launch.agent import DIAL_PAUSE_S, SECRET
+from muster.launch.agent import DIAL_PAUSE_S
 from muster.launch.wire.channel import START_BYTES
 from muster.launch.wire.codec import decode, encode
 from muster.launch.wire.handshake import AgentSide, node_key
+from muster.launch.wire.keys import SECRET
 from muster.launch.wire.messages import (
     TO_AGENT,
     Beat,

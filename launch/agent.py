@@ -16,14 +16,14 @@ import stat
 import sys
 import time
 
+from muster.launch.common.host import identity, visible_gpus
+from muster.launch.wire.keys import KEY, SECRET
+
 DIAL_PAUSE_S = 0.2
 ANSWER_S = 10.0  # for who answers to prove that it is the supervisor
 DIAL_EACH_S = 3.0  # one of several addresses of the supervisor may swallow packets
 DIAL_TIMEOUT_S = 60.0
-START_TICKS_FIELD = 19  # of /proc/PID/stat, counted after the name
 UNREACHABLE, REFUSED = 69, 78  # of jobs/basics/exits.py, whose dataclass costs as much as all else here
-SECRET = "MUSTER_SECRET"  # the run's: the key of every node follows from it
-KEY = "MUSTER_KEY"  # this node's
 LONGEST_SECRET = 256
 WORD_S = 600.0  # for the supervisor's first word: until the slowest node has greeted, or has failed
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
@@ -235,22 +235,6 @@ def hello(address: str) -> dict[str, object]:
         "environ": {name: os.environ[name] for name in PASSED_ON if name in os.environ},
         "time": time.time(),
     }
-
-
-def identity() -> dict[str, object]:
-    """Say which process on which host this is."""
-    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123
-        fields = file.read().rpartition(")")[2].split()
-    return {"host": os.uname().nodename, "pid": os.getpid(), "pid_start": int(fields[START_TICKS_FIELD])}
-
-
-def visible_gpus() -> list[str]:
-    """List this host's GPUs as CUDA_VISIBLE_DEVICES would: what the user left visible, else all device files."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return [name for name in given.split(",") if name]
-    files = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdecimal()]  # noqa: PTH208
-    return [str(number) for number, _ in enumerate(files)]
 
 
 if __name__ == "__main__":

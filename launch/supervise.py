@@ -11,12 +11,12 @@ from pathlib import Path
 from muster.jobs.basics import terminal
 from muster.jobs.basics.errors import MusterError, RunFolderError
 from muster.jobs.runfolder.rundir import open_run
-from muster.launch.console import Console
+from muster.launch.plan.spares import place_crew
+from muster.launch.plan.submission import Submission
 from muster.launch.scheduler.requeue import own_job
 from muster.launch.submit.prepare import allocated
-from muster.launch.submit.spares import place_crew
 from muster.launch.submit.start import supervise
-from muster.launch.submit.submission import Submission
+from muster.launch.supervision.console import Console
 
 
 def main() -> int:

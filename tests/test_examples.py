@@ -18,7 +18,7 @@ from muster.jobs.data.datafiles import prepare_python_source, write_facts
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.load import EXAMPLES, load_job
 from muster.jobs.spec.train import TrainSettings
-from muster.launch.kinds import KINDS
+from muster.launch.common.kinds import KINDS
 from support.ahead import Ahead, parameters_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250)]

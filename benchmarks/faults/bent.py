@@ -123,7 +123,7 @@ def main() -> int:
     Bend.parse(sys.argv[1])
     os.environ[VARIABLE] = sys.argv[1]
     from muster.launch.cli import main as muster
-    from muster.launch.kinds import BY_KEY
+    from muster.launch.common.kinds import BY_KEY
 
     object.__setattr__(BY_KEY["train"], "entry", "benchmarks.faults.bent:run_rank")
     return muster(sys.argv[2:])

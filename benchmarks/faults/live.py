@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch import processes
+from muster.launch.common import processes
 
 DEADLINE_S = 90.0
 POLL_S = 0.003

@@ -12,8 +12,8 @@ JSON lines over one socket. From the agent:
 
 To the agent, with the number of the attempt: started, report (jobs/node/reports.py), exited, swept, looked, dumped,
 broken; and once ready. When the socket closes, the keeper stops its ranks (TERM, 1 s, KILL) and ends. Ranks die with
-their keeper (PR_SET_PDEATHSIG); what they leave behind becomes the keeper's child (subreaper) and is killed. A keeper runs
-attempt after attempt: the next one may start when the one before is swept.
+their keeper (PR_SET_PDEATHSIG); what they leave behind becomes the keeper's child (subreaper) and is killed. A keeper
+runs attempt after attempt: the next one may start when the one before is swept.
 """
 
 import faulthandler

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.words import counted
 from muster.launch.bench import results
-from muster.launch.options import add_json, add_runs
+from muster.launch.common.options import add_json, add_runs
 
 if TYPE_CHECKING:
     from muster.collectives_bench.results.compare import Comparison, Verdict
@@ -93,7 +93,7 @@ def _plain(verdict: "Verdict") -> dict[str, Any]:
 
 def render(found: "Comparison") -> str:
     """Lay a comparison out as a table: `time` is after over before, above 1 is slower, `from` and `to` its interval."""
-    from muster.launch.look import screen
+    from muster.launch.common import screen
 
     worlds = {each.world for each in found.rows}
     rows = [(_name(each, of_world=len(worlds) > 1), *_cells(each)) for each in found.rows]

@@ -4,7 +4,7 @@ import argparse
 
 from muster.launch.bench import choices
 from muster.launch.bench.showing import add_results
-from muster.launch.options import add_json
+from muster.launch.common.options import add_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

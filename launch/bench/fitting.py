@@ -71,7 +71,7 @@ def record(profile: "Profile") -> dict[str, object]:
 
 def render(profile: "Profile") -> str:
     """Lay the fits out as a table, the constants below it, and the errors on all that was held out."""
-    from muster.launch.look import screen
+    from muster.launch.common import screen
 
     lines = [f"# {profile.made_of}"] if profile.made_of else []
     lines += [

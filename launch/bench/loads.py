@@ -24,7 +24,7 @@ def train_job(path: str, overrides: Sequence[str]) -> "Job":
         RefusedError: it does not train.
     """
     from muster.jobs.spec.load import load_job
-    from muster.launch.kinds import KINDS
+    from muster.launch.common.kinds import KINDS
 
     job = load_job(Path(path), KINDS, list(overrides), allow_unread=True).job  # another mode may read the key
     if job.kind != "train":

@@ -15,8 +15,8 @@ from muster.launch.bench import choices, words
 from muster.launch.bench.live import CollectivesView
 from muster.launch.bench.report import deliver
 from muster.launch.bench.watching import BenchConsole, View, watching
-from muster.launch.commands import submit
 from muster.launch.scheduler.slurm_run import close
+from muster.launch.submit import queueing
 from muster.launch.submit.prepare import Prepared, prepare, route_of, site_of
 from muster.launch.submit.start import start
 from muster.slurm.states import Outcome
@@ -139,7 +139,7 @@ def usual_world(args: argparse.Namespace, device: str, nodes: int | str | None) 
         return 2, 1
     if nodes not in (None, 1):
         return 1, 1
-    from muster.launch.agent import visible_gpus
+    from muster.launch.common.host import visible_gpus
 
     gpus = len(visible_gpus()) if device != "cpu" else 0
     return 1, gpus if gpus > 1 else RANKS_HERE
@@ -160,7 +160,7 @@ def run_watched(prepared: Prepared, view: View) -> int:
     try:
         with watching(view, console):
             if prepared.is_queued:
-                return submit.follow(prepared, console=console)
+                return queueing.follow(prepared, console=console)
             return start(prepared, console=console).code
     except MusterError as error:
         say(f"muster: {error}")

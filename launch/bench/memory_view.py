@@ -112,7 +112,7 @@ def _of_way(name: str, way: "Way", load: "Load", limit: float | None) -> dict[st
 
 def render(record: dict[str, Any]) -> str:
     """Lay the records out."""
-    from muster.launch.look import screen
+    from muster.launch.common import screen
 
     head = (
         f"job {record['job']}: {record['model']}, {record['parameters'] / 1e6:.4g} million parameters, "

@@ -15,7 +15,7 @@ from muster.jobs.timing.table import report_lines, verdict
 from muster.launch.bench import choices
 from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
 from muster.launch.bench.report import naming, say
-from muster.launch.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
+from muster.launch.common.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
 
 if TYPE_CHECKING:
     from muster.jobs.runfolder.rundir import RunDir
@@ -89,9 +89,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Time every row, then show the table; the exit code is the run's, or 1 for a bad result."""
-    from muster.launch.agent import visible_gpus
     from muster.launch.bench.measuring import has_rows, run_watched
     from muster.launch.bench.model_view import ModelView
+    from muster.launch.common.host import visible_gpus
     from muster.launch.submit.prepare import prepare
 
     check(args)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
-from muster.launch.look.fields import real
+from muster.launch.records.fields import real
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.exposed import Compute
@@ -47,7 +47,7 @@ def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "
 
 def _must_be_alike(run: RunDir, job: "Job") -> None:
     from muster.jobs.spec.load import load_job
-    from muster.launch.kinds import KINDS
+    from muster.launch.common.kinds import KINDS
 
     other = load_job(run.job, KINDS, allow_unread=True).job
     if other.kind != "train":

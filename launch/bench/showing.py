@@ -7,7 +7,7 @@ import argparse
 
 from muster.jobs.timing.files import is_timing, read_timings
 from muster.launch.bench import model, report, results
-from muster.launch.options import add_json, add_runs
+from muster.launch.common.options import add_json, add_runs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

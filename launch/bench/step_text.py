@@ -12,7 +12,7 @@ BUCKETS: Final = ("bucket>", "buckets>", "step>", "exposed>", "note")
 
 def render(record: dict[str, Any]) -> str:
     """Lay the records out."""
-    from muster.launch.look import screen
+    from muster.launch.common import screen
 
     lines = [_head(record), _source(record), ""]
     known = record["compute"] is not None
@@ -96,7 +96,7 @@ def _winner(ranking: dict[str, Any], what: str) -> str:
 def _buckets(buckets: dict[str, Any], known: bool) -> list[str]:
     from muster.collectives_bench.cost.buckets import TORCH_BUCKET
     from muster.collectives_bench.sizes import size_text
-    from muster.launch.look import screen
+    from muster.launch.common import screen
 
     notes = {TORCH_BUCKET: "torch's default"}
     notes[buckets["best"]] = "; ".join(filter(None, ("best", notes.get(buckets["best"]))))

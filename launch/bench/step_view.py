@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import UsageError
-from muster.launch import options
 from muster.launch.bench import loads
+from muster.launch.common import options
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.buckets import Choice, Point

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.console import Console
-from muster.launch.look import screen
-from muster.launch.look.follow import LineFollower
-from muster.launch.submit.plan import NodePlan
-from muster.launch.supervision.verdict import Verdict
+from muster.launch.common import screen
+from muster.launch.common.follow import LineFollower
+from muster.launch.plan.plan import NodePlan
+from muster.launch.records.verdict import Verdict
+from muster.launch.supervision.console import Console
 
 if TYPE_CHECKING:
     from rich.console import Group

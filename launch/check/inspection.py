@@ -16,7 +16,7 @@ from typing import Any, Final
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
 from muster.jobs.basics.files import write_text
 from muster.launch.check.judges import Answer
-from muster.launch.submit.plan import Context
+from muster.launch.plan.plan import Context
 from muster.launch.supervision.crew import ClockOffset
 from muster.launch.supervision.master import own_address
 from muster.launch.supervision.startup import prepare_message

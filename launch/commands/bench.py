@@ -4,7 +4,7 @@ import argparse
 from typing import Final
 
 from muster.launch.bench.words import add_choices
-from muster.launch.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
+from muster.launch.common.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
 
 # A first word that is one of these is a command of its own; anything else is measured.
 WITHIN: Final = {

@@ -17,8 +17,7 @@ from muster.cloudlab.box.status import BoxStatus
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import runs_root
-from muster.launch import options
-from muster.launch.look import screen
+from muster.launch.common import options, screen
 
 COLUMNS: Final = ("node", "address", "state", "sshd", "slurm", "processes>")
 

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from muster.launch.options import add_job, add_json, add_runs, add_transport
+from muster.launch.common.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
     from muster.launch.check.judges import Answer, Expected
     from muster.launch.check.preflight import Row
-    from muster.launch.submit.plan import Context
+    from muster.launch.plan.plan import Context
     from muster.launch.submit.prepare import Prepared
 
 
@@ -92,7 +92,7 @@ def names_of(context: "Context") -> list[str]:
 def expected_of(context: "Context") -> "Expected":
     """Return what the job and this machine ask of the nodes; where node 0 is reached is learnt from it."""
     from muster.launch.check.judges import Expected
-    from muster.launch.fingerprint import fingerprint
+    from muster.launch.common.fingerprint import fingerprint
 
     return Expected(
         code=fingerprint(),
@@ -112,7 +112,7 @@ def as_text(found: "Sequence[Row]", spare: int) -> str:
 
     from muster.launch.check.judges import BAD, MARKS, WARNING
     from muster.launch.check.preflight import remarks, titles, without
-    from muster.launch.look.screen import table
+    from muster.launch.common.screen import table
 
     columns = titles(found)
     cells = (

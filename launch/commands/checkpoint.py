@@ -18,8 +18,7 @@ from muster.jobs.checkpoint.names import identity, step_and_attempt
 from muster.jobs.checkpoint.verify import is_verified, verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
-from muster.launch import options
-from muster.launch.look import screen
+from muster.launch.common import options, screen
 
 MB: Final = 1 << 20  # as in settings
 LAST_TIME: Final = 253402300800  # the end of the year 9999: a clock can show it

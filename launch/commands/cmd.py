@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from muster.launch.options import add_hosts, add_job, add_json, add_network, add_runs
+from muster.launch.common.options import add_hosts, add_job, add_json, add_network, add_runs
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

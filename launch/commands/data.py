@@ -11,8 +11,8 @@ from typing import Any, Final
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.basics.reading import read_json
 from muster.jobs.data import datafiles
-from muster.launch.look import screen
-from muster.launch.options import add_json
+from muster.launch.common import screen
+from muster.launch.common.options import add_json
 
 Record = dict[str, Any]
 

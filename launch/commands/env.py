@@ -9,7 +9,7 @@ from typing import Any
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.hosts.detect import Flags, detect, seen
-from muster.launch.options import add_json
+from muster.launch.common.options import add_json
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def describe(environ: Mapping[str, str]) -> tuple[dict[str, Any], MusterError | 
 
 def render(record: dict[str, Any]) -> str:
     """Lay the record out: who started this process, its rank, and the variables that were looked at."""
-    from muster.launch.look.screen import table
+    from muster.launch.common.screen import table
 
     lines = [f"started by  {record['launcher'] or 'unknown'}"]
     if record["rank_environment"] is not None:

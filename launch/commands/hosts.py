@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from muster.jobs.hosts.nodelist import expand, fold
-from muster.launch.options import add_json, add_login
+from muster.launch.common.options import add_json, add_login
 
 if TYPE_CHECKING:
     from muster.jobs.hosts.placement import Host

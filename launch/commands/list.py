@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from muster.jobs.runfolder.rundir import find_run, list_runs, runs_root
-from muster.launch import options
-from muster.launch.look import screen
-from muster.launch.look.runstate import RunState, read_state
+from muster.launch.common import options, screen
+from muster.launch.records.runstate import RunState, read_state
 
 NEWEST: Final = 20
 OF_RUN: Final = ("run", "state", "kind", "nodes>", "ranks>", "started", "took>")
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     runs = list_runs(root)
     shown = runs if args.all else runs[-NEWEST:]
     if queued := [each for each in shown if each.slurm.exists()]:
-        from muster.launch.scheduler.slurm_job import ask_together
+        from muster.launch.records.slurm_job import ask_together
 
         ask_together(queued)  # one squeue for all that wait
     states = [read_state(run) for run in shown]
@@ -60,8 +59,8 @@ def _row(state: RunState) -> tuple[object, ...]:
         screen.clock(state.started),
         screen.duration(state.seconds),
         state.restarts or None,
-        screen.progress(state),
+        state.progress,
         None if state.checkpoint is None else state.checkpoint.step,
         None if state.loss is None else f"{state.loss:.4f}",
-        screen.outcome(state),
+        state.outcome,
     )

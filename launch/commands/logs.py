@@ -18,11 +18,10 @@ from typing import Final, NamedTuple
 from muster.jobs.basics import terminal
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
-from muster.launch import options
-from muster.launch.look import rankset
-from muster.launch.look.follow import LineFollower, decoded, offset_of_last
-from muster.launch.look.runrows import node_of_rank
-from muster.launch.look.runstate import DIRECT, RunState, read_state
+from muster.launch.common import options, rankset
+from muster.launch.common.follow import LineFollower, decoded, offset_of_last
+from muster.launch.records.runrows import node_of_rank
+from muster.launch.records.runstate import DIRECT, RunState, read_state
 
 POLL_S: Final = 0.1
 STATE_EVERY_S: Final = 1.0

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.errors import UsageError
-from muster.launch import options
+from muster.launch.common import options
 
 MOST_SHOWN: Final = 8  # ranks
 FOR_JOBS: Final = (
@@ -86,7 +86,8 @@ def _of_job(args: argparse.Namespace) -> int:
 
 def _of_run(args: argparse.Namespace) -> int:
     from muster.jobs.runfolder.rundir import find_run, runs_root
-    from muster.launch.look import memories, memory_view, rankset
+    from muster.launch.common import rankset
+    from muster.launch.look import memories, memory_view
 
     if args.attempt is not None and args.attempt < 0:
         raise UsageError(f"--attempt: must be at least 0, got {args.attempt}")

@@ -8,11 +8,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from muster.jobs.basics.words import counted
-from muster.launch.options import add_job, add_json, add_runs, add_transport
+from muster.launch.common.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
-    from muster.launch.submit.plan import NodePlan
+    from muster.launch.plan.plan import NodePlan
     from muster.launch.submit.prepare import Prepared
 
 UNDECIDED = ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
@@ -29,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compute the plan as records, then print them."""
-    from muster.launch.submit.plan import Machine, plan_nodes
+    from muster.launch.plan.plan import Machine, plan_nodes
     from muster.launch.submit.prepare import prepare, this_machine
 
     prepared = prepare(args)

@@ -5,7 +5,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import UsageError
-from muster.launch.options import add_json
+from muster.launch.common.options import add_json
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.profile import Prediction
@@ -142,7 +142,7 @@ def render(records: list[dict[str, Any]]) -> str:
     """Lay predictions out as a table; what to be wary of stands below, once."""
     from muster.collectives_bench.cost.curves import time_text
     from muster.collectives_bench.sizes import size_text
-    from muster.launch.look import screen
+    from muster.launch.common import screen
 
     rows = [
         (

@@ -5,8 +5,7 @@ import json
 
 from muster.jobs.basics.errors import RunFolderError, UsageError
 from muster.jobs.runfolder.rundir import find_run, runs_root
-from muster.launch import options
-from muster.launch.look import rankset
+from muster.launch.common import options, rankset
 from muster.launch.look.profile_view import render
 from muster.launch.look.profiles import RankProfile, read_profiles
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from muster.launch import options
+from muster.launch.common import options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +64,7 @@ def _resume(folder: "RunDir", args: argparse.Namespace, say: "Callable[[str], No
 
 def _leave(prepared: "Prepared") -> int:
     """Leave a supervisor behind, or a job in the queue, and say so."""
-    from muster.launch.commands.submit import QUEUES
+    from muster.launch.submit.queueing import QUEUES
     from muster.launch.submit.start import detach
 
     submission, context = prepared.submission, prepared.context
@@ -78,9 +78,9 @@ def _leave(prepared: "Prepared") -> int:
 
 def _stay(prepared: "Prepared", *, quiet: bool) -> int:
     """Supervise it here, or follow it through its queue; return the exit code of its verdict."""
-    from muster.launch.commands.submit import QUEUES
-    from muster.launch.console import Console
+    from muster.launch.submit.queueing import QUEUES
     from muster.launch.submit.start import supervise
+    from muster.launch.supervision.console import Console
 
     submission, console = prepared.submission, Console(quiet=quiet)
     if not prepared.is_queued:

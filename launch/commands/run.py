@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from muster.launch.options import add_job, add_runs, add_transport
+from muster.launch.common.options import add_job, add_runs, add_transport
 
 if TYPE_CHECKING:
     from muster.launch.submit.prepare import Prepared
@@ -23,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, then start and supervise; a queue's jobs are submitted and followed."""
-    from muster.launch.commands import submit
+    from muster.launch.submit import queueing
     from muster.launch.submit.prepare import prepare
     from muster.launch.submit.start import start
 
@@ -31,18 +31,18 @@ def run(args: argparse.Namespace) -> int:
     if prepared.submission.route.transport == "hand":
         prepared = by_hand(prepared, args)
     if args.detach:
-        print(submit.leave(prepared, snapshot=True))
+        print(queueing.leave(prepared, snapshot=True))
         return 0
     if prepared.is_queued:
-        return submit.follow(prepared, quiet=args.quiet)
+        return queueing.follow(prepared, quiet=args.quiet)
     return start(prepared, quiet=args.quiet).code
 
 
 def by_hand(prepared: "Prepared", args: argparse.Namespace) -> "Prepared":
     """Take port and secret from the pasted line. Without one, draw them and print the lines of the other nodes."""
-    from muster.launch.agent import SECRET
     from muster.launch.submit.byhand import any_port, lines
     from muster.launch.wire.handshake import new_secret
+    from muster.launch.wire.keys import SECRET
 
     route = prepared.submission.route
     given = os.environ.pop(SECRET, "")

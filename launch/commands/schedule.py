@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import UsageError
-from muster.launch.options import add_json
+from muster.launch.common.options import add_json
 
 if TYPE_CHECKING:
     from muster.pipe.schedules.actions import Schedule
@@ -215,7 +215,7 @@ def bubbles(record: dict[str, Any]) -> str:
 
 def comparison(records: list[dict[str, Any]]) -> str:
     """Lay all schedules out as a table."""
-    from muster.launch.look import screen
+    from muster.launch.common import screen
 
     rows = [
         (

@@ -11,7 +11,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the schema."""
     from muster.jobs.spec.schema import job_schema
-    from muster.launch.kinds import KINDS
+    from muster.launch.common.kinds import KINDS
 
     print(json.dumps(job_schema(KINDS), indent=2))
     return 0

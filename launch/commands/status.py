@@ -9,10 +9,9 @@ from typing import Final
 from muster.jobs.basics.terminal import raw
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
-from muster.launch import options
-from muster.launch.look import screen
-from muster.launch.look.runstate import DIRECT, RunState, read_state
-from muster.launch.supervision import lease
+from muster.launch.common import options, screen
+from muster.launch.records import lease
+from muster.launch.records.runstate import DIRECT, RunState, read_state
 
 REFRESH_S: Final = 1.0
 MOST_SHOWN: Final = 1000  # ranks
@@ -50,7 +49,7 @@ def render(state: RunState) -> str:
         ("step", _step(state)),
         ("saved", _saved(state)),
         ("left out", ", ".join(state.left_out)),
-        ("outcome", screen.outcome(state)),
+        ("outcome", state.outcome),
         ("message", state.message),
         *(("warning", text) for text in state.warnings),
         ("note", _note(state)),
@@ -89,7 +88,7 @@ def _saved(state: RunState) -> str | None:
 
 
 def _step(state: RunState) -> str | None:
-    step = screen.progress(state)
+    step = state.progress
     if step is None:
         return None
     loss = None if state.loss is None else f"loss {state.loss:.4f}"

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.launch.options import add_job, add_json, add_runs, add_transport
+from muster.launch.common.options import add_job, add_json, add_runs, add_transport
 
 if TYPE_CHECKING:
     from muster.jobs.basics.errors import MusterError
@@ -173,8 +173,8 @@ def execute(
 
 def show(record: "SweepRecord", folder: Path, *, as_json: bool) -> int:
     """Print the table of a sweep as it is now; return the exit code of its first point that failed."""
-    from muster.launch.look import screen
-    from muster.launch.look.runstate import read_state
+    from muster.launch.common import screen
+    from muster.launch.records.runstate import read_state
     from muster.launch.sweeps.sweep import exit_code, summary
 
     runs = record.runs(folder)
@@ -193,7 +193,7 @@ def say(text: str) -> None:
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:
-    from muster.launch.look import screen
+    from muster.launch.common import screen
 
     rate = None if row["rate"] is None else f"{row['rate']:,.1f} {row['unit'] or ''}".strip()
     steps = row["step"] if row["steps"] is None else f"{row['step']} of {row['steps']}"

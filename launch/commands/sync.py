@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from muster.launch.options import add_hosts, add_json
+from muster.launch.common.options import add_hosts, add_json
 
 if TYPE_CHECKING:
-    from muster.launch.sync import Outcome
+    from muster.launch.submit.sync import Outcome
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> int:
     """
     from muster.jobs.basics.boot import CODE_ROOT
     from muster.jobs.basics.errors import UsageError
-    from muster.launch.fingerprint import fingerprint
+    from muster.launch.common.fingerprint import fingerprint
     from muster.launch.submit.hostsource import host_set
     from muster.launch.submit.prepare import interpreter_of, site_of
-    from muster.launch.sync import sync
+    from muster.launch.submit.sync import sync
 
     site = site_of(args)
     hosts = host_set(args, site)

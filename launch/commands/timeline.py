@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.runfolder.rundir import find_run, runs_root
-from muster.launch import options
+from muster.launch.common import options
 
 if TYPE_CHECKING:
     from muster.launch.look.timelines import Recorded, Timeline
@@ -71,7 +71,8 @@ def sizes_of(timeline: "Timeline", recorded: "Recorded") -> str:
 
 def render(title: str, timeline: "Timeline", recorded: "Recorded") -> str:
     """Draw a step for the terminal, with its numbers and what actions took."""
-    from muster.launch.look import drawings, screen
+    from muster.launch.common import screen
+    from muster.launch.look import drawings
     from muster.pipe.schedules.measured import bars
 
     rows = bars(recorded.records, recorded.schedule.rank_of)

@@ -4,7 +4,7 @@ import argparse
 import json
 from dataclasses import replace
 
-from muster.launch.options import add_job, add_json, add_runs
+from muster.launch.common.options import add_job, add_json, add_runs
 
 ENTRY = "muster.jobs.train.verify:verify_rank"
 

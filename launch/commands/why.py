@@ -9,16 +9,15 @@ from typing import Any, Final
 
 from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
-from muster.launch import options, processes
-from muster.launch.look import rankset, screen
-from muster.launch.look.advice import next_step
-from muster.launch.look.fields import typed_lines
-from muster.launch.look.follow import tail_lines
+from muster.launch.common import options, processes, rankset, screen
+from muster.launch.common.follow import tail_lines
 from muster.launch.look.history import History, read_history
 from muster.launch.look.history_view import attempt_lines
-from muster.launch.look.runrows import Rows, read_ending, read_rows
-from muster.launch.look.runstate import RunState, is_here, read_state
-from muster.launch.supervision.verdict import Ending, judge
+from muster.launch.records.advice import next_step
+from muster.launch.records.fields import typed_lines
+from muster.launch.records.runrows import Rows, read_ending, read_rows
+from muster.launch.records.runstate import RunState, is_here, read_state
+from muster.launch.records.verdict import Ending, judge
 
 LAST_LINES: Final = 20
 TOOK_ALONG: Final = {  # cause of a victim: what is said of one rank, of several, and of its link to the first failure
@@ -204,7 +203,7 @@ def _known(run: RunDir, state: RunState, rows: Rows) -> tuple[str, ...]:
     """Say what a lost run left: when its supervisor last wrote, how far it came, what still runs."""
     facts = [f"its supervisor was pid {state.pid} on {state.host}; it last wrote at {screen.clock(rows.last_time)}"]
     if state.step is not None:
-        facts.append(f"the last step written is {screen.progress(state)}")
+        facts.append(f"the last step written is {state.progress}")
     ended = [each.rank for each in state.ranks if each.state != "unknown"]
     some = f"rank{'s' * (len(ended) > 1)} {rankset.fold(ended)} had ended"
     facts.append(some if ended else "no rank is known to have ended")

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.look.fields import MOST_ATTEMPTS, typed_lines
-from muster.launch.look.runrows import first_and_last_step
-from muster.launch.look.runstate import RunState
-from muster.launch.supervision.verdict import Ending
+from muster.launch.records.fields import MOST_ATTEMPTS, typed_lines
+from muster.launch.records.runrows import first_and_last_step
+from muster.launch.records.runstate import RunState
+from muster.launch.records.verdict import Ending
 
 OF_END: Final[tuple[str, ...]] = ("detect_s", "stop_s")  # told by the row of the attempt that ended
 OF_BEGINNING: Final[tuple[str, ...]] = ("start_s", "load_s", "replay_s")  # told by the row of the one after it

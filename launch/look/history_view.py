@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from muster.jobs.basics.words import counted
-from muster.launch.look import screen
+from muster.launch.common import screen
 from muster.launch.look.history import PARTS, AttemptRecord, History
 
 MOST_HOSTS: Final = 6

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.memory_rows import KINDS
-from muster.launch.look import screen
+from muster.launch.common import screen
 from muster.launch.look.memories import RankMemory
 
 if TYPE_CHECKING:

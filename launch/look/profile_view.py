@@ -6,7 +6,7 @@ from typing import Any, Final
 from muster.jobs.basics.words import counted
 from muster.jobs.trace.kinds import COMMUNICATION
 from muster.jobs.trace.record import numbers, table_of
-from muster.launch.look import screen
+from muster.launch.common import screen
 from muster.launch.look.profiles import PHASES, RankProfile
 
 TOP: Final = 12

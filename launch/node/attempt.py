@@ -14,9 +14,9 @@ from typing import Any, Final, Literal
 
 from muster.jobs.basics.files import write_json
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
-from muster.launch import processes, storage
-from muster.launch.agent import identity
-from muster.launch.look.follow import LineFollower, tail_lines
+from muster.launch.common import processes, storage
+from muster.launch.common.follow import LineFollower, tail_lines
+from muster.launch.common.host import identity
 from muster.launch.node import census
 from muster.launch.node.dumping import Dumps
 from muster.launch.node.keeper_link import KeeperLink

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from muster.launch.supervision.stacks import FRAME, THREAD
+THREAD: Final = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
+FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+
 
 WAIT_S: Final = 2.0
 QUIET_S: Final = 0.1  # a stack comes in many small writes

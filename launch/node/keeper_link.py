@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.machine import linux
-from muster.launch.limits import restore_open_files
+from muster.launch.common.limits import restore_open_files
 from muster.launch.wire.channel import START_BYTES
 
 CHUNK: Final = 1 << 16

@@ -21,7 +21,7 @@ from muster.jobs.basics.exits import UNREACHABLE
 from muster.jobs.machine import linux, network, ports
 from muster.jobs.node import leftovers
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch import storage
+from muster.launch.common import storage
 from muster.launch.node import setup_lines
 from muster.launch.node.attempt import NodeAttempt, RankProcessId, gone
 from muster.launch.node.keeper_link import KeeperLink
@@ -121,7 +121,7 @@ class Agent:
     # Before the start -----------------------------------------------------------------------------------------------
 
     async def _inspect(self, message: wire.Inspect) -> None:
-        from muster.launch.check.nodefacts import facts
+        from muster.launch.node.nodefacts import facts
 
         self._spawn(self._answer(facts, message))
 
@@ -143,7 +143,7 @@ class Agent:
 
     async def _try_reach(self, message: wire.Reach, attempt: NodeAttempt) -> None:
         """Try what the ranks will need: the way to the master, and the run folder."""
-        from muster.launch.fingerprint import fingerprint
+        from muster.launch.common.fingerprint import fingerprint
 
         address, port = message.address, message.port
         route = network.choose(network.own_addresses(), message.iface) if message.iface else None

@@ -10,7 +10,7 @@ from pathlib import Path
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import open_log
 from muster.jobs.machine import linux
-from muster.launch.look.follow import tail_lines
+from muster.launch.common.follow import tail_lines
 
 
 async def run(lines: Sequence[str], log: Path, workdir: str, env: Mapping[str, str]) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.look.fields import typed_lines
+from muster.launch.plan.submission import Submission
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.fields import typed_lines
 from muster.launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocations, disagreement, fruitless
 from muster.launch.scheduler.slurm_output import BatchOutput
 from muster.launch.scheduler.slurm_run import close, settings_of
-from muster.launch.submit.submission import Submission
-from muster.launch.supervision.eventlog import EventLog
 from muster.slurm.allocation import inside_allocation, read_allocation
 from muster.slurm.requeue import RUNNING, queue_again, state_of
 from muster.slurm.states import Outcome

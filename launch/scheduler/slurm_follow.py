@@ -21,14 +21,14 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, StartTimeoutError, UnreachableError
 from muster.jobs.basics.files import write_json
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.console import Console
-from muster.launch.look.event_texts import lines_of
-from muster.launch.look.fields import typed_line
-from muster.launch.look.follow import LineFollower, as_shown
-from muster.launch.look.runrows import number, read_json, real
+from muster.launch.common.follow import LineFollower, as_shown
+from muster.launch.records.event_texts import lines_of
+from muster.launch.records.fields import typed_line
+from muster.launch.records.runrows import number, read_json, real
+from muster.launch.records.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
 from muster.launch.scheduler.held_signals import SIGNALS, noting
-from muster.launch.scheduler.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
 from muster.launch.scheduler.slurm_run import close, show_end, stopped
+from muster.launch.supervision.console import Console
 from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, never_began, outcome, waiting
 
 POLL_S: Final = 0.25

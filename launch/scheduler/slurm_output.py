@@ -12,7 +12,7 @@ from typing import Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.reading import MOST_BYTES, open_file, target_of
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.supervision.verdict import Ending, Stop
+from muster.launch.records.verdict import Ending, Stop
 from muster.slurm.complaints import Complaint, complaint
 from muster.slurm.script import OUTPUT
 

@@ -16,16 +16,16 @@ from muster.jobs.basics.files import append_line, write_secret
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.slurm import SlurmSettings, merged, seconds_of
-from muster.launch.console import Console
-from muster.launch.look.advice import next_step
-from muster.launch.look.fields import typed_lines
-from muster.launch.look.runrows import number, read_ending, read_rows, real
-from muster.launch.scheduler.slurm_job import SlurmJob, kept_environment, last_row, this_process
-from muster.launch.submit.plan import Context
-from muster.launch.submit.spares import crew_size
-from muster.launch.submit.submission import Submission
-from muster.launch.supervision.eventlog import EventLog
-from muster.launch.supervision.verdict import Verdict
+from muster.launch.plan.plan import Context
+from muster.launch.plan.spares import crew_size
+from muster.launch.plan.submission import Submission
+from muster.launch.records.advice import next_step
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.fields import typed_lines
+from muster.launch.records.runrows import number, read_ending, read_rows, real
+from muster.launch.records.slurm_job import SlurmJob, kept_environment, last_row, this_process
+from muster.launch.records.verdict import Verdict
+from muster.launch.supervision.console import Console
 from muster.slurm.allocation import clean_environment
 from muster.slurm.client import Client, SubmissionRefusedError, Submitted
 from muster.slurm.refusals import refusal

@@ -15,13 +15,13 @@ from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import read_lines, write_json
 from muster.jobs.basics.reading import read_end
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch import processes
-from muster.launch.console import Console
-from muster.launch.look.event_texts import lines_of
-from muster.launch.look.follow import CHUNK_BYTES, LineFollower, as_shown
-from muster.launch.look.runrows import number, read_rows
-from muster.launch.look.runstate import read_state
+from muster.launch.common import processes
+from muster.launch.common.follow import CHUNK_BYTES, LineFollower, as_shown
+from muster.launch.records.event_texts import lines_of
+from muster.launch.records.runrows import number, read_rows
+from muster.launch.records.runstate import read_state
 from muster.launch.scheduler.slurm_run import close, show_end
+from muster.launch.supervision.console import Console
 from muster.slurm.states import Outcome
 
 POLL_S: Final = 0.1

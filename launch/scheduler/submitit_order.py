@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.spec.slurm import SlurmSettings, seconds_of, split_option
+from muster.launch.plan.spares import crew_size
+from muster.launch.plan.submission import Submission
 from muster.launch.scheduler.slurm_run import cores_of, settings_of
-from muster.launch.submit.spares import crew_size
-from muster.launch.submit.submission import Submission
 from muster.launch.transports.submitit import agent_argv
 from muster.slurm.submitit_job import DRAIN_S, END_S, Task
 

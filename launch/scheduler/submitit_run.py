@@ -23,14 +23,14 @@ from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutErr
 from muster.jobs.basics.files import folder_error, open_log
 from muster.jobs.basics.reading import parse_json
 from muster.jobs.spec.slurm import merged
-from muster.launch.console import Console
-from muster.launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
+from muster.launch.plan.spares import crew_size
+from muster.launch.plan.submission import Submission
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
 from muster.launch.scheduler.slurm_run import close
 from muster.launch.scheduler.submitit_follow import RankZero, begun, ended_early, failure, follow_local
 from muster.launch.scheduler.submitit_order import order, task_of
-from muster.launch.submit.spares import crew_size
-from muster.launch.submit.submission import Submission
-from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.console import Console
 from muster.slurm.allocation import clean_environment
 from muster.slurm.client import Client
 from muster.slurm.refusals import refusal

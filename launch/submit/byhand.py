@@ -15,10 +15,10 @@ from typing import Final
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.hosts import nodelist
-from muster.launch.agent import KEY, SECRET
 from muster.launch.submit.prepare import Prepared
 from muster.launch.transports.base import LEASE_S
 from muster.launch.wire.handshake import node_key
+from muster.launch.wire.keys import KEY, SECRET
 
 FIRST_PORT: Final = 61_000  # behind the ports that the kernel hands out
 PORTS: Final = 4536

@@ -20,10 +20,10 @@ from typing import Any
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import folder_error, write_json
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch import processes
-from muster.launch.look.runrows import number, read_json, real
-from muster.launch.look.runstate import is_here
-from muster.launch.supervision.lease import DEAD_S
+from muster.launch.common import processes
+from muster.launch.records.lease import DEAD_S
+from muster.launch.records.runrows import number, read_json, real
+from muster.launch.records.runstate import is_here
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from muster.jobs.basics.words import counted
 from muster.jobs.data.datafiles import cifar10_files, data_root, text_file
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
-from muster.launch.submit.spares import crew_size
+from muster.launch.plan.spares import crew_size
 
 LOCAL_NODES: Final = 256  # each is an agent and a warm process
 LOCAL_RANKS: Final = 1024

@@ -25,12 +25,12 @@ from muster.jobs.spec.job import VARIABLE, Job
 from muster.jobs.spec.load import LoadedJob, load_job
 from muster.jobs.spec.site import Site, load_site, placed
 from muster.jobs.spec.slurm import merged
-from muster.launch.kinds import BY_KEY, KINDS
+from muster.launch.common.kinds import BY_KEY, KINDS
+from muster.launch.plan.plan import Context, Machine, shared_environment
+from muster.launch.plan.spares import crew_size, place_crew
+from muster.launch.plan.submission import Route, Submission
 from muster.launch.submit.here import check_files, check_size
 from muster.launch.submit.hostsource import QUEUED, SOURCES, check_options, host_set, ssh_settings
-from muster.launch.submit.plan import Context, Machine, shared_environment
-from muster.launch.submit.spares import crew_size, place_crew
-from muster.launch.submit.submission import Route, Submission
 from muster.slurm.allocation import inside_allocation, read_allocation
 
 LOCAL_ADDRESS = "127.0.0.1"
@@ -285,7 +285,7 @@ def interpreter_of(site: Site, *, here: bool = True) -> str:
 
 def this_machine() -> Machine:
     """Describe this machine as its agent would."""
-    from muster.launch.agent import visible_gpus
+    from muster.launch.common.host import visible_gpus
 
     cores = tuple(sorted(os.sched_getaffinity(0)))
     return Machine(socket.gethostname(), cores, tuple(visible_gpus()), environ=os.environ)

@@ -27,14 +27,14 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.kept import KEPT, require_settings
 from muster.jobs.spec.train import TrainSettings
-from muster.launch.commands.stop import end_leftovers, stop
-from muster.launch.look.runrows import read_json
-from muster.launch.look.runstate import DIRECT, RunState, read_state
+from muster.launch.plan.submission import Route, Submission
+from muster.launch.records import lease
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.runrows import read_json
+from muster.launch.records.runstate import DIRECT, RunState, read_state
 from muster.launch.submit.hostsource import SOURCES
 from muster.launch.submit.prepare import Prepared, prepare, route_of, site_of
-from muster.launch.submit.submission import Route, Submission
-from muster.launch.supervision import lease
-from muster.launch.supervision.eventlog import EventLog
+from muster.launch.submit.stopping import end_leftovers, stop
 from muster.launch.transports.base import LEASE_S
 
 POLL_S: Final = 0.1

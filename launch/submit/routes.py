@@ -7,7 +7,7 @@ from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.placement import Host
 from muster.jobs.spec.slurm import merged
-from muster.launch.submit.submission import Submission
+from muster.launch.plan.submission import Submission
 from muster.launch.transports.base import Transport
 from muster.launch.transports.dialled import Dialled
 from muster.launch.transports.local import Local

@@ -25,10 +25,10 @@ from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.basics.files import folder_error, write_text
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir, all_runs
-from muster.launch.fingerprint import PACKAGE, fingerprint
-from muster.launch.submit import gitfacts
-from muster.launch.submit.gitfacts import GitError
-from muster.launch.submit.worktree import NEITHER, Survey, heaviest_folder, survey
+from muster.launch.common import gitfacts
+from muster.launch.common.fingerprint import PACKAGE, fingerprint
+from muster.launch.common.gitfacts import GitError
+from muster.launch.common.worktree import NEITHER, Survey, heaviest_folder, survey
 
 WORK: Final = "work"
 RECORD: Final = "code.json"

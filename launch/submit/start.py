@@ -16,13 +16,13 @@ from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError
 from muster.jobs.basics.files import open_log, read_lines, write_secret
 from muster.jobs.runfolder.rundir import RunDir, make_run
-from muster.launch.console import Console
-from muster.launch.submit.plan import preload, shared_environment
+from muster.launch.plan.plan import preload, shared_environment
+from muster.launch.plan.submission import Submission
+from muster.launch.records.verdict import Verdict
 from muster.launch.submit.prepare import Prepared, this_machine
 from muster.launch.submit.routes import make_transport
-from muster.launch.submit.submission import Submission
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.supervisor import Cause, Supervisor
-from muster.launch.supervision.verdict import Verdict
 from muster.launch.transports.local import Local
 
 DETACH_S: Final = 20.0

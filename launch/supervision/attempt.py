@@ -15,16 +15,16 @@ from typing import Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.words import counted
-from muster.launch import storage
-from muster.launch.console import Console
-from muster.launch.submit.plan import Context
+from muster.launch.common import storage
+from muster.launch.plan.plan import Context
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
-from muster.launch.supervision.eventlog import EventLog
 from muster.launch.supervision.hangs import HangWatch, Mute
 from muster.launch.supervision.roster import Roster
 from muster.launch.supervision.startup import Startup
 from muster.launch.supervision.story import Story
-from muster.launch.supervision.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
 from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import ProtocolError
 from muster.launch.wire.records import RankReport

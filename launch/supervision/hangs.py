@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from muster.jobs.basics import exits
+from muster.launch.records.verdict import Ending, Stop
 from muster.launch.supervision import progress, stacks
 from muster.launch.supervision.roster import Roster
-from muster.launch.supervision.verdict import Ending, Stop
 from muster.launch.wire.messages import Stacks
 from muster.launch.wire.records import Stack
 

@@ -12,7 +12,7 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, UnreachableError
 from muster.jobs.basics.reading import UntrustedError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.look.runrows import number, read_json, real
+from muster.launch.records.runrows import number, read_json, real
 from muster.launch.wire.channel import Channel, ChannelClosed, NotAMessage
 from muster.launch.wire.messages import Bye, FromAgent
 

@@ -17,7 +17,7 @@ from typing import Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.words import counted
 from muster.jobs.spec.failover import RestartSettings
-from muster.launch.supervision.verdict import Verdict
+from muster.launch.records.verdict import Verdict
 
 IN_VAIN: Final = 3  # attempts without a new checkpoint
 BLAMED: Final = 2  # of the last WATCHED attempts: then a node is left out

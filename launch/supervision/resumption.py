@@ -6,7 +6,7 @@ from typing import Any
 
 from muster.jobs.basics.errors import NoCheckpointError
 from muster.jobs.checkpoint.choose import newest_good
-from muster.launch.submit.plan import Context
+from muster.launch.plan.plan import Context
 
 TRAIN = "train"
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from muster.launch.node.dumping import FRAME, THREAD
+
 STANDS_STILL: Final = ("T", "t")
-THREAD: Final = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\):")
-FRAME: Final = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 COLLECTIVE: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 BACKWARD: Final = re.compile(r"/torch/autograd/(graph|__init__)\.py$")
 DEVICE: Final = re.compile(r"/torch/(cuda|accelerator)/")

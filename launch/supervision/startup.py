@@ -23,13 +23,13 @@ from muster.jobs.basics.files import write_json, write_text
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import nodelist
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.console import Console
-from muster.launch.fingerprint import fingerprint
-from muster.launch.submit.plan import Context, Machine, NodePlan, plan_nodes, start_message
-from muster.launch.supervision.eventlog import EventLog
+from muster.launch.common.fingerprint import fingerprint
+from muster.launch.plan.plan import Context, Machine, NodePlan, plan_nodes, start_message
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.verdict import Stop
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.master import own_address
 from muster.launch.supervision.roster import Roster
-from muster.launch.supervision.verdict import Stop
 from muster.launch.wire.codec import ProtocolError
 from muster.launch.wire.messages import (
     Beat,

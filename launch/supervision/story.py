@@ -11,13 +11,13 @@ from typing import Any
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.reading import UntrustedError
-from muster.launch.console import Console
-from muster.launch.look.advice import next_step
-from muster.launch.look.runrows import last_metrics, number
-from muster.launch.submit.plan import Context
+from muster.launch.plan.plan import Context
+from muster.launch.records.advice import next_step
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.runrows import last_metrics, number
+from muster.launch.records.verdict import Ending, Verdict
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
-from muster.launch.supervision.eventlog import EventLog
-from muster.launch.supervision.verdict import Ending, Verdict
 
 
 class Story:

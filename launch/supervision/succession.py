@@ -10,13 +10,13 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts.placement import Placement
 from muster.jobs.spec.job import Job
-from muster.launch.console import Console
-from muster.launch.kinds import BY_KEY
+from muster.launch.common.kinds import BY_KEY
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.attempt import Attempt
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Crew
-from muster.launch.supervision.eventlog import EventLog
 from muster.launch.supervision.recovery import Choice, Decision, Past, blamed, choose, decide
-from muster.launch.supervision.verdict import Verdict
 
 
 class Succession:

@@ -15,14 +15,16 @@ from typing import Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError, UnreachableError
 from muster.jobs.basics.words import counted
-from muster.launch import processes
-from muster.launch.console import Console
-from muster.launch.limits import raise_open_files
-from muster.launch.submit.plan import Context
+from muster.launch.common import processes
+from muster.launch.common.limits import raise_open_files
+from muster.launch.plan.plan import Context
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.lease import Lease
+from muster.launch.records.verdict import Ending, Stop, Verdict, judge
 from muster.launch.supervision import resumption
 from muster.launch.supervision.attempt import Attempt, Send
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import REVIVE_S, SILENT_S, Crew
-from muster.launch.supervision.eventlog import EventLog
 from muster.launch.supervision.inbox import (
     Event,
     Failed,
@@ -35,11 +37,9 @@ from muster.launch.supervision.inbox import (
     Tick,
     requested,
 )
-from muster.launch.supervision.lease import Lease
 from muster.launch.supervision.recovery import Choice, Decision
 from muster.launch.supervision.story import last_advice
 from muster.launch.supervision.succession import Succession
-from muster.launch.supervision.verdict import Ending, Stop, Verdict, judge
 from muster.launch.transports.base import LEASE_S, Transport
 from muster.launch.wire.messages import Heartbeat, Hello, StopRanks
 

@@ -12,8 +12,8 @@ from typing import Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import write_json
-from muster.launch.look.runrows import Rows, number, read_rows, real
-from muster.launch.scheduler.slurm_job import SlurmJob, has_begun, last_words
+from muster.launch.records.runrows import Rows, number, read_rows, real
+from muster.launch.records.slurm_job import SlurmJob, has_begun, last_words
 from muster.launch.scheduler.slurm_run import close, stopped
 from muster.launch.scheduler.submitit_follow import listening
 from muster.launch.sweeps.sweep_run import Element

@@ -18,16 +18,16 @@ from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.console import Console
-from muster.launch.look.runrows import read_rows
+from muster.launch.plan.spares import crew_size
+from muster.launch.plan.submission import Submission
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.runrows import read_rows
+from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
 from muster.launch.scheduler import submitit_run
-from muster.launch.scheduler.slurm_job import SlurmJob, kept_environment, output_path, this_process
 from muster.launch.scheduler.slurm_run import TRANSPORT, close, cores_of, settings_of
 from muster.launch.submit.prepare import Prepared
-from muster.launch.submit.spares import crew_size
 from muster.launch.submit.start import check_torch, start, write_run
-from muster.launch.submit.submission import Submission
-from muster.launch.supervision.eventlog import EventLog
+from muster.launch.supervision.console import Console
 from muster.launch.sweeps.sweep import Point
 from muster.slurm.allocation import clean_environment, inside_allocation
 from muster.slurm.client import Client, SubmissionRefusedError

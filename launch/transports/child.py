@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from muster.jobs.basics.errors import RefusedError
-from muster.launch.limits import restore_open_files
+from muster.launch.common.limits import restore_open_files
 from muster.launch.wire.channel import LINE_BYTES, Channel, over_pipes
 
 KEPT_LINES: Final = 200  # of standard error, per process

@@ -18,10 +18,10 @@ from muster.jobs.basics.errors import MusterError, UnreachableError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.machine import network
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.agent import SECRET
 from muster.launch.transports.base import Gate
 from muster.launch.transports.child import FAREWELL_S, Child
 from muster.launch.transports.watched import Watched
+from muster.launch.wire.keys import SECRET
 from muster.launch.wire.listener import Listener
 
 READING_S: Final = 1.0

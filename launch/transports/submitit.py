@@ -10,10 +10,10 @@ from typing import Final
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import RefusedError, UnreachableError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.agent import SECRET
 from muster.launch.transports.base import LEASE_S, Gate
 from muster.launch.transports.child import Child
 from muster.launch.transports.dialled import READING_S, Dialled, Starter
+from muster.launch.wire.keys import SECRET
 from muster.slurm.submitit_job import WAIT_S, publish
 
 LOOPBACK: Final = "127.0.0.1"

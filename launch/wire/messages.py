@@ -253,7 +253,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class Start:
-    """Start this node's ranks (launch/submit/plan.py makes it); `ranks` go to the rank parent as they are."""
+    """Start this node's ranks (launch/plan/plan.py makes it); `ranks` go to the rank parent as they are."""
 
     attempt: Attempt
     node: Count

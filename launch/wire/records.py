@@ -173,7 +173,7 @@ class Storage(_Storage, total=False):
 
 
 class Facts(TypedDict, total=False):
-    """What a node is, has and reaches (launch/check/nodefacts.py)."""
+    """What a node is, has and reaches (launch/node/nodefacts.py)."""
 
     host: Name
     machine: Name

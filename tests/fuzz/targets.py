@@ -11,7 +11,7 @@ from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.trace.chrome import read_document
 from muster.launch import cli
-from muster.launch.scheduler.slurm_job import SlurmJob, last_words
+from muster.launch.records.slurm_job import SlurmJob, last_words
 from muster.slurm.client import from_sacct, from_scontrol, from_squeue
 from muster.slurm.states import JobState, is_orphan, outcome, waiting
 from support.checkpoints import Saved

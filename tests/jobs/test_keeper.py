@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from muster.launch.processes import start_ticks
+from muster.launch.common.processes import start_ticks
 from support.live import wait_until
 from support.warm import DEADLINE_S, DEAF, ESCAPES, SLEEP, Warm, state_of
 

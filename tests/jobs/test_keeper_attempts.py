@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from muster.jobs.node.page import NEVER
-from muster.launch.processes import start_ticks
+from muster.launch.common.processes import start_ticks
 from support.live import wait_until
 from support.warm import DEAF, ESCAPES, SLEEP, Warm, state_of
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.machine import linux
-from muster.launch.processes import start_ticks
+from muster.launch.common.processes import start_ticks
 from support.live import wait_until
 
 ROOT = str(Path(linux.__file__).parents[1])

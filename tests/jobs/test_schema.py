@@ -11,7 +11,7 @@ from muster.jobs.spec import yamlfile
 from muster.jobs.spec.load import EXAMPLES, load_job
 from muster.jobs.spec.modes import MODES
 from muster.jobs.spec.schema import job_schema
-from muster.launch.kinds import KINDS
+from muster.launch.common.kinds import KINDS
 
 TRAIN = {"model": "vgg11", "data": "digits"}
 

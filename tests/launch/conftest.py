@@ -14,7 +14,7 @@ import pytest
 from muster.jobs.basics.files import append_line
 from muster.jobs.hosts import ranks
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch import processes
+from muster.launch.common import processes
 from support.agents import LOOPBACK, Started
 from support.sshd import Sshd
 

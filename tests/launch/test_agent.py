@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.boot import module_argv
 from muster.launch import agent
-from muster.launch.processes import start_ticks
+from muster.launch.common.processes import start_ticks
 from muster.launch.wire.codec import decode
 from muster.launch.wire.messages import FROM_AGENT, Beat, Bye, Hello
 from support.agents import LOOPBACK, port_of

@@ -5,10 +5,10 @@ import time
 import pytest
 
 from muster.jobs.basics.files import append_line, write_json
-from muster.launch.look.doing import doing, newest_saved
-from muster.launch.look.runrows import read_rows
-from muster.launch.look.runstate import read_state
-from muster.launch.supervision import lease
+from muster.launch.records import lease
+from muster.launch.records.activity import doing, newest_saved
+from muster.launch.records.runrows import read_rows
+from muster.launch.records.runstate import read_state
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0

@@ -9,7 +9,7 @@ import pytest
 from muster.jobs.basics.errors import RefusedError
 from muster.launch.check import inspection
 from muster.launch.cli import main
-from muster.launch.fingerprint import fingerprint
+from muster.launch.common.fingerprint import fingerprint
 from muster.launch.supervision.master import own_address
 from support.box import LiveBox
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir, list_runs
-from muster.launch.processes import of_run
+from muster.launch.common.processes import of_run
 from support.box import LiveBox
 from support.live import wait_until
 

@@ -12,9 +12,9 @@ import pytest
 from muster.jobs.basics.terminal import guard
 from muster.jobs.hosts.placement import NodePlacement
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.console import Console
-from muster.launch.submit.plan import NodePlan, RankPlan
-from muster.launch.supervision.verdict import Ending, Verdict, judge
+from muster.launch.plan.plan import NodePlan, RankPlan
+from muster.launch.records.verdict import Ending, Verdict, judge
+from muster.launch.supervision.console import Console
 from support.terminals import ATTACKS, HOSTILE, forbidden_in
 
 REPOSITORY = Path(__file__).parents[2]
@@ -169,8 +169,8 @@ def test_without_somebody_to_read_it_rank_0s_output_stays_in_its_log(capsys) -> 
 
 TALK = """
 import sys
-from muster.launch.console import Console
-from muster.launch.supervision.verdict import Verdict
+from muster.launch.supervision.console import Console
+from muster.launch.records.verdict import Verdict
 console = Console()
 for number in range(3):
     console.lines("out", [f"line {number}"])

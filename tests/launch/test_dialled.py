@@ -18,12 +18,12 @@ from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host, Login
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.site import SshSettings
-from muster.launch.agent import KEY, SECRET
-from muster.launch.processes import start_ticks
+from muster.launch.common.processes import start_ticks
 from muster.launch.transports.dialled import Dialled, Starter
 from muster.launch.transports.pdsh import pdsh_transport
 from muster.launch.wire.channel import Channel
 from muster.launch.wire.handshake import node_key
+from muster.launch.wire.keys import KEY, SECRET
 from muster.launch.wire.messages import Bye, Hello
 
 DEADLINE_S = 30.0

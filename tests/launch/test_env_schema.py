@@ -9,7 +9,7 @@ import pytest
 from muster.jobs.spec.schema import job_schema
 from muster.launch.cli import main
 from muster.launch.commands.env import describe, render
-from muster.launch.kinds import KINDS
+from muster.launch.common.kinds import KINDS
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "h"}
 

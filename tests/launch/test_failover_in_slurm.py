@@ -14,7 +14,7 @@ import pytest
 from muster.jobs.basics.boot import CODE_ROOT
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir, list_runs
-from muster.launch.scheduler.slurm_job import SlurmJob
+from muster.launch.records.slurm_job import SlurmJob
 from support.box import LiveBox
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]

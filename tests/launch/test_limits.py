@@ -13,7 +13,7 @@ import json, resource, subprocess, sys
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
 sys.path.insert(0, {str(CODE_ROOT)!r})
-from muster.launch.limits import raise_open_files, restore_open_files
+from muster.launch.common.limits import raise_open_files, restore_open_files
 raise_open_files()
 own = resource.getrlimit(resource.RLIMIT_NOFILE)
 child = subprocess.Popen([sys.executable, "-c", "input(); " + {LOOK!r}], stdin=-1, stdout=-1)

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from muster.launch.commands.status import render
-from muster.launch.look.runstate import read_state
+from muster.launch.records.runstate import read_state
 
 ID = "vgg-20250101T000000Z-abc123"
 

@@ -178,7 +178,7 @@ def test_following_survives_a_file_that_is_cut_and_says_so(make_run) -> None:
 
 def test_following_ends_when_the_supervisor_is_lost(make_run) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as supervisor:
-        from muster.launch import processes
+        from muster.launch.common import processes
 
         folder = make_run().submitted(pid=supervisor.pid, pid_start=processes.start_ticks(supervisor.pid))
         folder.attempt().started().write(0, "zero\n")

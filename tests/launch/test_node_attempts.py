@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.node.page import NEVER
-from muster.launch.processes import start_ticks
+from muster.launch.common.processes import start_ticks
 from muster.launch.wire.messages import (
     Beat,
     Broken,

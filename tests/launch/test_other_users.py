@@ -16,9 +16,10 @@ import pytest
 from muster.jobs.basics.files import append_line
 from muster.jobs.node import rank_start
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch import storage, supervise
+from muster.launch import supervise
 from muster.launch.cli import main
-from muster.launch.processes import start_ticks
+from muster.launch.common import storage
+from muster.launch.common.processes import start_ticks
 from support.users import ATTACKER, VICTIM, command, give, muster_as, needs_root, public_folder, succeeds_as
 
 pytestmark = [needs_root, pytest.mark.ranks]

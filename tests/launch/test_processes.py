@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from muster.launch import processes
+from muster.launch.common import processes
 
 
 def test_start_ticks_lie_between_boot_and_now() -> None:
@@ -61,7 +61,7 @@ def test_processes_of_a_run_are_found_by_run_id_wherever_they_went(start_process
 def test_the_one_who_looks_and_its_parents_are_not_found() -> None:
     code = (
         "import os, subprocess, sys\n"
-        "look = 'from muster.launch import processes; print(processes.of_run(\"looker\"))'\n"
+        "look = 'from muster.launch.common import processes; print(processes.of_run(\"looker\"))'\n"
         "print(subprocess.run([sys.executable, '-c', look], capture_output=True, text=True, check=True).stdout)"
     )
     env = {**os.environ, "MUSTER_RUN_ID": "looker", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -11,7 +11,7 @@ import pytest
 from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines, write_json
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.processes import command_line
+from muster.launch.common.processes import command_line
 from support.live import LiveRun, argv, wait_until
 
 pytestmark = pytest.mark.ranks

@@ -14,7 +14,7 @@ import pytest
 from muster.jobs.basics.files import read_lines
 from muster.jobs.machine.linux import descendants
 from muster.jobs.node.leftovers import state_of
-from muster.launch.processes import command_line, of_run
+from muster.launch.common.processes import command_line, of_run
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
 
 pytestmark = pytest.mark.ranks

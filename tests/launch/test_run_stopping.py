@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.machine.linux import descendants
-from muster.launch.processes import command_line, of_run, start_ticks
+from muster.launch.common.processes import command_line, of_run, start_ticks
 from support.live import SLEEP, TRAINING, LiveRun, two_by_two, wait_until
 
 pytestmark = pytest.mark.ranks

@@ -14,9 +14,9 @@ import pytest
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir, list_runs
-from muster.launch.console import Console
+from muster.launch.records.slurm_job import SlurmJob
 from muster.launch.scheduler import slurm_follow
-from muster.launch.scheduler.slurm_job import SlurmJob
+from muster.launch.supervision.console import Console
 from support.box import LiveBox
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]

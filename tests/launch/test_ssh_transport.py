@@ -23,10 +23,10 @@ from muster.jobs.machine.linux import descendants
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec import yamlfile
 from muster.jobs.spec.site import SshSettings
-from muster.launch.agent import KEY, SECRET
-from muster.launch.fingerprint import PACKAGE
-from muster.launch.processes import is_same, of_run
+from muster.launch.common.fingerprint import PACKAGE
+from muster.launch.common.processes import is_same, of_run
 from muster.launch.transports.pdsh import pdsh_transport
+from muster.launch.wire.keys import KEY, SECRET
 from support.live import LiveRun, argv, wait_until
 from support.sshd import ADDRESSES, Sshd
 

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from muster.jobs.basics.files import read_lines
-from muster.launch import processes
-from muster.launch.commands import stop as stop_command
+from muster.launch.common import processes
+from muster.launch.submit import stopping as stop_command
 from support.live import wait_until
 
 ID = "vgg-20250101T000000Z-abc123"

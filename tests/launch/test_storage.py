@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from muster.jobs.basics.errors import RunFolderError, StorageError, UnreachableError
 from muster.jobs.basics.files import append_line, write_json, write_text
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch import storage
-from muster.launch.storage import Courier, find, keep
+from muster.launch.common import storage
+from muster.launch.common.storage import Courier, find, keep
 
 
 def made(path: Path, attempt: int = 0) -> RunDir:

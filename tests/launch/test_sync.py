@@ -17,11 +17,11 @@ from muster.jobs.basics.errors import RefusedError, RunFolderError, UnreachableE
 from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host, Login
 from muster.jobs.spec.site import SshSettings
-from muster.launch import sync as module
 from muster.launch.cli import main
 from muster.launch.commands.sync import code_of, report
-from muster.launch.fingerprint import PACKAGE, fingerprint
-from muster.launch.sync import SCRIPT, Outcome, found_code, judge, pack, sync
+from muster.launch.common.fingerprint import PACKAGE, fingerprint
+from muster.launch.submit import sync as module
+from muster.launch.submit.sync import SCRIPT, Outcome, found_code, judge, pack, sync
 from support.sshd import Sshd, closed_port
 from support.worktrees import commit, repository, write
 

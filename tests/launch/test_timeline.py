@@ -12,7 +12,7 @@ from muster.jobs.basics.files import append_line, read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.train.timeline import row_of
 from muster.launch import cli
-from muster.launch.storage import Courier
+from muster.launch.common.storage import Courier
 from muster.pipe.schedules.costs import Costs
 from muster.pipe.schedules.measured import Record
 from muster.pipe.schedules.messages import with_messages

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from muster.jobs.basics import exits
-from muster.launch.look.advice import TABLE, next_step
+from muster.launch.records.advice import TABLE, next_step
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0

@@ -11,12 +11,12 @@ from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.jobs.spec.failover import RestartSettings
 from muster.jobs.spec.job import CommandSettings, Job
 from muster.jobs.spec.site import Site
-from muster.launch.console import Console
-from muster.launch.fingerprint import fingerprint
-from muster.launch.submit.plan import Context
-from muster.launch.submit.spares import place_crew
+from muster.launch.common.fingerprint import fingerprint
+from muster.launch.plan.plan import Context
+from muster.launch.plan.spares import place_crew
+from muster.launch.records.verdict import Verdict
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.supervisor import Supervisor
-from muster.launch.supervision.verdict import Verdict
 from muster.launch.transports.base import Gate
 from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import START_BYTES

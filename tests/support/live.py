@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.processes import of_run
+from muster.launch.common.processes import of_run
 
 DEADLINE_S = 90.0
 SLEEP = "import time; print('ready'); time.sleep(1000)"

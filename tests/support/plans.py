@@ -8,7 +8,7 @@ from muster.jobs.hosts.placement import Host, place
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import CommandSettings, Job
 from muster.jobs.spec.site import Site
-from muster.launch.submit.plan import (
+from muster.launch.plan.plan import (
     Context,
     Machine,
     NodePlan,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from muster.jobs.hosts import ranks
-from muster.launch.processes import kill_all, of_run
+from muster.launch.common.processes import kill_all, of_run
 from support.live import wait_until
 
 DEADLINE_S = 20.0

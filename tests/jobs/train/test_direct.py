@@ -18,7 +18,7 @@ import pytest
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.train.direct_run import placement_of
-from muster.launch.look.runstate import read_state
+from muster.launch.records.runstate import read_state
 from support.live import LiveRun
 from support.modules import run_module
 

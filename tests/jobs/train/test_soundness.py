@@ -18,7 +18,7 @@ from muster.jobs.train.metrics import Files
 from muster.jobs.train.saving import NotSaving
 from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError, Soundness, require_finite
 from muster.jobs.world.world import World
-from muster.launch.look.advice import next_step
+from muster.launch.records.advice import next_step
 
 pytestmark = pytest.mark.ranks
 

@@ -8,7 +8,7 @@ from muster.jobs.basics.errors import UsageError
 from muster.jobs.spec.load import load_job
 from muster.launch.bench import choices, words
 from muster.launch.bench.words import changes, job_text, operations, overrides, worlds
-from muster.launch.kinds import KINDS
+from muster.launch.common.kinds import KINDS
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

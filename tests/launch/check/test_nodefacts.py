@@ -14,9 +14,9 @@ import pytest
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.check import nodefacts
-from muster.launch.check.nodefacts import control_groups, facts, run_probes
-from muster.launch.fingerprint import fingerprint
+from muster.launch.common.fingerprint import fingerprint
+from muster.launch.node import nodefacts
+from muster.launch.node.nodefacts import control_groups, facts, run_probes
 from muster.launch.wire.codec import decode, encode
 from muster.launch.wire.messages import FROM_AGENT, Inspect, Inspected
 
@@ -42,7 +42,7 @@ def test_what_is_found_can_be_sent(run: RunDir) -> None:
 
 
 def test_torch_is_looked_for_and_not_imported() -> None:
-    code = "import sys; from muster.launch.check.nodefacts import facts; facts(); print('torch' in sys.modules)"
+    code = "import sys; from muster.launch.node.nodefacts import facts; facts(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
 
@@ -56,7 +56,7 @@ def test_without_torch_the_version_is_none(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_same_facts_come_from_the_command_line() -> None:
-    done = subprocess.run(module_argv(sys.executable, "muster.launch.check.nodefacts"), capture_output=True, text=True)
+    done = subprocess.run(module_argv(sys.executable, "muster.launch.node.nodefacts"), capture_output=True, text=True)
     assert f'"code": "{fingerprint()}"' in done.stdout, done.stderr
 
 

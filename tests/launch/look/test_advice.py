@@ -2,7 +2,7 @@
 
 import pytest
 
-from muster.launch.look.advice import next_step
+from muster.launch.records.advice import next_step
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.jobs.basics.terminal import last_state
-from muster.launch.look import follow
-from muster.launch.look.follow import LineFollower, decoded, offset_of_last, tail_lines
+from muster.launch.common import follow
+from muster.launch.common.follow import LineFollower, decoded, offset_of_last, tail_lines
 
 TEXT = st.binary(max_size=60) | st.text(alphabet="aé\u2028😀\n", max_size=30).map(str.encode)
 

@@ -7,8 +7,8 @@ import pytest
 
 from muster.jobs.basics.files import append_line
 from muster.launch.look.history import read_history
-from muster.launch.look.runstate import read_state
-from muster.launch.supervision.verdict import Ending
+from muster.launch.records.runstate import read_state
+from muster.launch.records.verdict import Ending
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0

@@ -9,12 +9,13 @@ import pytest
 
 from muster.jobs.basics.files import append_line, write_json
 from muster.launch import cli
-from muster.launch.look import fields, follow
-from muster.launch.look.fields import typed
-from muster.launch.look.follow import offset_of_last
-from muster.launch.look.runrows import read_rows
-from muster.launch.look.runstate import read_state
-from muster.launch.scheduler.slurm_job import KEPT, SlurmJob
+from muster.launch.common import follow
+from muster.launch.common.follow import offset_of_last
+from muster.launch.records import fields
+from muster.launch.records.fields import typed
+from muster.launch.records.runrows import read_rows
+from muster.launch.records.runstate import read_state
+from muster.launch.records.slurm_job import KEPT, SlurmJob
 from support.memory import little_memory
 
 HUGE = 3_000_000_000

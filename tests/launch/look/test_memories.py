@@ -9,8 +9,8 @@ from muster.jobs.basics.files import append_lines
 from muster.jobs.runfolder.memory_rows import KINDS
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch import cli
+from muster.launch.common.storage import Courier, files_of, keep
 from muster.launch.look.memories import read_memories
-from muster.launch.storage import Courier, files_of, keep
 
 MB = 2**20
 JOB = """

@@ -11,8 +11,8 @@ from muster.jobs.trace.events import read_trace
 from muster.jobs.trace.nesting import nest_trace
 from muster.jobs.trace.record import record_of
 from muster.launch import cli
+from muster.launch.common.storage import Courier, files_of, keep
 from muster.launch.look.profiles import read_profiles
-from muster.launch.storage import Courier, files_of, keep
 from support.traces import kernels, lane, steps
 
 FACTS = {"world_size": 3, "attempt": 0, "host": "n1", "mode": "bucketed", "device": "cpu", "steps_of_job": 9}

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import UsageError
-from muster.launch.look import rankset
+from muster.launch.common import rankset
 
 
 @given(st.frozensets(st.integers(0, 99), min_size=1))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from muster.launch.look import runrows
-from muster.launch.look.runstate import RankState, read_state
+from muster.launch.records import runrows
+from muster.launch.records.runstate import RankState, read_state
 
 T0 = 1735689600.0
 
@@ -72,7 +72,7 @@ def test_a_last_row_written_between_the_two_looks_counts(make_run, monkeypatch: 
         folder.ended()
         return False
 
-    monkeypatch.setattr("muster.launch.processes.is_same", ends_now)
+    monkeypatch.setattr("muster.launch.common.processes.is_same", ends_now)
     assert read_state(folder.run).label == "done"
 
 

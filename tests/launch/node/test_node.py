@@ -7,7 +7,7 @@ from pathlib import Path
 from muster.jobs.basics.files import write_text
 from muster.jobs.machine import network
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.fingerprint import fingerprint
+from muster.launch.common.fingerprint import fingerprint
 from muster.launch.wire.messages import Beat, Broken, Heartbeat, Prepare, Prepared, Reach, Reached, Start
 from support.agents import DEADLINE_S, LOOPBACK, Started, closed_port, port_of
 

@@ -13,9 +13,9 @@ from muster.jobs.runfolder.rundir import make_run as make_folder
 from muster.jobs.spec.job import CommandSettings, Job
 from muster.jobs.spec.site import Site
 from muster.jobs.spec.slurm import SlurmSettings
+from muster.launch.plan.plan import Context
+from muster.launch.plan.submission import Route, Submission
 from muster.launch.scheduler import slurm_follow
-from muster.launch.submit.plan import Context
-from muster.launch.submit.submission import Route, Submission
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player
 

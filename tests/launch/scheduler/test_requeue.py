@@ -17,11 +17,11 @@ from muster.jobs.spec.site import Site
 from muster.jobs.spec.slurm import SlurmSettings
 from muster.jobs.spec.train import TrainSettings
 from muster.launch import supervise
+from muster.launch.plan.plan import Context
+from muster.launch.plan.submission import Route, Submission
+from muster.launch.records.verdict import Verdict
 from muster.launch.scheduler.requeue import OwnJob, own_job
 from muster.launch.scheduler.slurm_run import settings_of
-from muster.launch.submit.plan import Context
-from muster.launch.submit.submission import Route, Submission
-from muster.launch.supervision.verdict import Verdict
 from support.slurm_commands import FakeSlurm
 
 IN_JOB = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}

@@ -7,10 +7,10 @@ import pytest
 
 from muster.jobs.basics.errors import UnreachableError
 from muster.jobs.basics.files import read_lines
-from muster.launch.console import Console
-from muster.launch.look.runstate import read_state
+from muster.launch.plan.submission import Submission
+from muster.launch.records.runstate import read_state
 from muster.launch.scheduler import slurm_follow, slurm_run
-from muster.launch.submit.submission import Submission
+from muster.launch.supervision.console import Console
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import SUPERVISOR, Player, ended
 

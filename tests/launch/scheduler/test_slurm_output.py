@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from muster.launch.plan.submission import Submission
+from muster.launch.records.verdict import Ending, Stop
 from muster.launch.scheduler.slurm_output import BatchOutput
-from muster.launch.submit.submission import Submission
-from muster.launch.supervision.verdict import Ending, Stop
 
 
 def ending(**fields: Any) -> Ending:

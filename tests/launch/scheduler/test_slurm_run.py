@@ -10,10 +10,10 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import append_line, read_lines, write_json
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.runfolder.rundir import make_run as make_folder
-from muster.launch.look.runstate import read_state
+from muster.launch.plan.submission import Submission
+from muster.launch.records.runstate import read_state
+from muster.launch.records.slurm_job import SlurmJob, ask_together
 from muster.launch.scheduler import slurm_run
-from muster.launch.scheduler.slurm_job import SlurmJob, ask_together
-from muster.launch.submit.submission import Submission
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player, ended
 

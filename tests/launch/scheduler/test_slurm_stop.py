@@ -8,9 +8,9 @@ import pytest
 
 from muster.jobs.basics.errors import StartTimeoutError, UnreachableError
 from muster.jobs.basics.files import read_lines
-from muster.launch.console import Console
+from muster.launch.plan.submission import Submission
 from muster.launch.scheduler import held_signals, slurm_follow, slurm_run
-from muster.launch.submit.submission import Submission
+from muster.launch.supervision.console import Console
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player, ended
 

@@ -16,7 +16,7 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.jobs.spec.slurm import SlurmSettings
-from muster.launch.processes import of_run
+from muster.launch.common.processes import of_run
 from muster.launch.scheduler.submitit_order import slurm_parameters
 from support.box import LiveBox
 from support.live import LiveRun, argv, wait_until

@@ -13,9 +13,9 @@ import pytest
 from muster.jobs.basics.errors import RefusedError, RunFolderError
 from muster.jobs.basics.files import write_json
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch import processes
+from muster.launch.common import processes
+from muster.launch.records.lease import DEAD_S
 from muster.launch.submit.claim import claim, claimed, is_free, newest
-from muster.launch.supervision.lease import DEAD_S
 
 HERE = socket.gethostname()
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.jobs.spec.site import Site
-from muster.launch.submit.plan import (
+from muster.launch.plan.plan import (
     plan_nodes,
     preload,
     start_message,

@@ -9,7 +9,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.ranks import RankEnv, read
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.site import Site
-from muster.launch.submit.plan import (
+from muster.launch.plan.plan import (
     plan_nodes,
     shared_environment,
     start_message,

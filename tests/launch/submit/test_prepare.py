@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from muster.jobs.basics.errors import JobFileError, RefusedError, UsageError
 from muster.jobs.hosts.placement import Host, Login
 from muster.launch.commands import run as command
+from muster.launch.plan.plan import Machine, shared_environment
 from muster.launch.submit import prepare as module
 from muster.launch.submit.here import warn
-from muster.launch.submit.plan import Machine, shared_environment
 from muster.launch.submit.prepare import Prepared, prepare
 
 COMMAND = "command: ['true']\n"

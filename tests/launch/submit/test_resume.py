@@ -20,14 +20,13 @@ from muster.jobs.basics.files import append_line, read_lines, write_json
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.kept import DATA, KEPT, kept_settings
 from muster.jobs.spec.train import TrainSettings
-from muster.launch import processes
 from muster.launch.cli import main
 from muster.launch.commands import run as run_command
-from muster.launch.commands import submit
-from muster.launch.submit import resume, start
+from muster.launch.common import processes
+from muster.launch.plan.submission import Submission
+from muster.launch.records import lease
+from muster.launch.submit import queueing, resume, start
 from muster.launch.submit.prepare import prepare
-from muster.launch.submit.submission import Submission
-from muster.launch.supervision import lease
 from muster.launch.supervision.resumption import with_checkpoint
 from support.checkpoints import Saved
 
@@ -230,7 +229,7 @@ def test_a_job_of_slurms_is_submitted_again(make, muster, monkeypatch) -> None:
     folder.saved.save(10)
     write_json(folder.run.slurm, {"job_id": "7", "name": ID})
     submitted: list[Submission] = []
-    monkeypatch.setitem(submit.QUEUES, "slurm", submitted.append)
+    monkeypatch.setitem(queueing.QUEUES, "slurm", submitted.append)
     assert muster("--detach", "-e", "n7")[0] == 0
     assert submitted[0].context.job.slurm.exclude == "n7"
     assert not folder.run.slurm.exists()  # it is another job's

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from muster.jobs.basics.boot import CODE_ROOT, module_argv
 from muster.jobs.basics.errors import RefusedError, RunFolderError, StorageError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.fingerprint import fingerprint
+from muster.launch.common.fingerprint import fingerprint
 from muster.launch.submit import snapshot
 from muster.launch.submit.snapshot import Snapshot, moved_link, take
 from support.worktrees import commit, git, repository, write
@@ -159,7 +159,7 @@ def test_without_a_commit_or_a_branch_the_record_says_so(work: Path, tmp_path: P
 
 
 def test_a_long_diff_is_cut(run: RunDir, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("muster.launch.submit.gitfacts.DIFF_BYTES", 100)
+    monkeypatch.setattr("muster.launch.common.gitfacts.DIFF_BYTES", 100)
     repository(work)
     write(work, "a.py")
     commit(work)

@@ -11,12 +11,12 @@ from muster.jobs.hosts.placement import Host
 from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.jobs.spec.job import CommandSettings, Job, RestartSettings
 from muster.jobs.spec.site import Site
+from muster.launch.plan.plan import Context
+from muster.launch.plan.spares import crew_size, place_crew
+from muster.launch.plan.submission import Route, Submission
 from muster.launch.scheduler.slurm_run import script
 from muster.launch.scheduler.submitit_order import order
-from muster.launch.submit.plan import Context
 from muster.launch.submit.routes import make_transport
-from muster.launch.submit.spares import crew_size, place_crew
-from muster.launch.submit.submission import Route, Submission
 
 
 def job_of(nodes: int, spares: int, **fields: object) -> Job:

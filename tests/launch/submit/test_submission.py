@@ -16,9 +16,9 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import CommandSettings, Job
 from muster.jobs.spec.site import Site
 from muster.jobs.spec.train import TrainSettings
-from muster.launch.kinds import BY_KEY
-from muster.launch.submit.plan import Context
-from muster.launch.submit.submission import Route, Submission, hosts_of, hosts_record
+from muster.launch.common.kinds import BY_KEY
+from muster.launch.plan.plan import Context
+from muster.launch.plan.submission import Route, Submission, hosts_of, hosts_record
 
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 VARIABLES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]*", fullmatch=True)

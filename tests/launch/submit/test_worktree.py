@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.launch.submit import worktree
-from muster.launch.submit.worktree import Survey, heaviest_folder, survey
+from muster.launch.common import worktree
+from muster.launch.common.worktree import Survey, heaviest_folder, survey
 from support.worktrees import commit, git, repository, write
 
 
@@ -182,7 +182,7 @@ def test_a_repository_that_git_does_not_trust_counts_as_a_folder_and_says_so(
     repository(work)
     write(work, "a.py")
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
-    monkeypatch.setattr("muster.launch.submit.gitfacts.KEPT", ("GIT_CONFIG", "GIT_TEST"))
+    monkeypatch.setattr("muster.launch.common.gitfacts.KEPT", ("GIT_CONFIG", "GIT_TEST"))
     found = survey(work)
     assert not found.by_git
     assert "a.py" in found.files

@@ -14,15 +14,15 @@ from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
 from muster.jobs.spec.train import TrainSettings
-from muster.launch.console import Console
-from muster.launch.submit.plan import Context
+from muster.launch.plan.plan import Context
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.verdict import Stop
 from muster.launch.supervision import hangs
 from muster.launch.supervision.attempt import Attempt
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
-from muster.launch.supervision.eventlog import EventLog
 from muster.launch.supervision.progress import Hang
 from muster.launch.supervision.stacks import Absent
-from muster.launch.supervision.verdict import Stop
 from muster.launch.wire.codec import ProtocolError, decode, encode
 from muster.launch.wire.messages import (
     FROM_AGENT,

@@ -11,8 +11,8 @@ import pytest
 
 from muster.jobs.basics.errors import RunFolderError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.supervision import lease
-from muster.launch.supervision.lease import Lease, age_s
+from muster.launch.records import lease
+from muster.launch.records.lease import Lease, age_s
 
 
 class Clock:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics import exits
 from muster.jobs.spec.failover import RestartSettings
+from muster.launch.records.verdict import Ending, Stop, Verdict, judge
 from muster.launch.supervision.recovery import Choice, Past, blamed, choose, decide, in_vain
-from muster.launch.supervision.verdict import Ending, Stop, Verdict, judge
 
 ALWAYS = RestartSettings(max=100)
 

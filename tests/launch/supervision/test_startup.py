@@ -14,14 +14,14 @@ from muster.jobs.hosts.placement import Host, place
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import CommandSettings, Job
 from muster.jobs.spec.site import Site
-from muster.launch.console import Console
-from muster.launch.fingerprint import fingerprint
-from muster.launch.submit.plan import Context
+from muster.launch.common.fingerprint import fingerprint
+from muster.launch.plan.plan import Context
+from muster.launch.records.eventlog import EventLog
+from muster.launch.records.verdict import Stop
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
-from muster.launch.supervision.eventlog import EventLog
 from muster.launch.supervision.roster import Roster
 from muster.launch.supervision.startup import Startup
-from muster.launch.supervision.verdict import Stop
 from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import ProtocolError, decode
 from support.messages import hello

@@ -15,13 +15,13 @@ from muster.jobs.spec.failover import RestartSettings
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
 from muster.jobs.spec.train import TrainSettings
-from muster.launch.console import Console
-from muster.launch.submit.plan import Context
+from muster.launch.plan.plan import Context
+from muster.launch.records.verdict import Verdict
 from muster.launch.supervision import supervisor as module
+from muster.launch.supervision.console import Console
 from muster.launch.supervision.inbox import Heard
 from muster.launch.supervision.recovery import Choice, Past
 from muster.launch.supervision.supervisor import Supervisor
-from muster.launch.supervision.verdict import Verdict
 from muster.launch.wire.messages import ToAgent
 from support.messages import hello
 

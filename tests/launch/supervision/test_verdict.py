@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.launch.supervision.verdict import Ending, Stop, Verdict, cause_of, judge
+from muster.launch.records.verdict import Ending, Stop, Verdict, cause_of, judge
 
 OWN = {"report": "failed", "kind": "ValueError", "message": "bad", "peer": False, "time": 1.0}
 PEER = {**OWN, "kind": "RuntimeError", "message": "connection closed", "peer": True}

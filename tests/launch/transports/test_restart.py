@@ -16,8 +16,7 @@ from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host, Login
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.site import SshSettings
-from muster.launch.agent import KEY
-from muster.launch.processes import start_ticks
+from muster.launch.common.processes import start_ticks
 from muster.launch.transports.base import Transport
 from muster.launch.transports.dialled import Dialled, Starter
 from muster.launch.transports.local import Local
@@ -27,6 +26,7 @@ from muster.launch.transports.ssh import Ssh
 from muster.launch.transports.submitit import Submitit
 from muster.launch.wire.channel import Channel
 from muster.launch.wire.handshake import node_key
+from muster.launch.wire.keys import KEY
 from muster.launch.wire.messages import Bye, Hello
 
 DEADLINE_S = 30.0

@@ -6,7 +6,7 @@ from typing import Any
 from muster.jobs.checkpoint.names import step_and_attempt
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.look.runrows import Rows
+from muster.launch.records.runrows import Rows
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.terminal import printable, raw
-from muster.launch.look.runstate import RunState
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,17 +80,3 @@ def duration(seconds: float | None) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def progress(state: RunState) -> str | None:
-    """Write how far a run is: `20`, or `20 of 196` where the end is known; None before the first step."""
-    if state.step is None:
-        return None
-    return str(state.step) if state.steps is None else f"{state.step} of {state.steps}"
-
-
-def outcome(state: RunState) -> str | None:
-    """Write how a run ended: its class and, where that is not 0, its code; None while it goes on."""
-    if state.class_name is None:
-        return None
-    return state.class_name if not state.code else f"{state.class_name} ({state.code})"

@@ -23,10 +23,10 @@ from muster.jobs.basics.errors import MusterError, RunFolderError
 from muster.jobs.basics.files import write_json
 from muster.jobs.basics.reading import LONGEST_LINE_BYTES, open_file, target_of
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.look.fields import typed, typed_line
-from muster.launch.look.follow import tail_lines
-from muster.launch.look.runrows import Rows, number, read_json, read_rows
-from muster.launch.supervision import lease
+from muster.launch.common.follow import tail_lines
+from muster.launch.records import lease
+from muster.launch.records.fields import typed, typed_line
+from muster.launch.records.runrows import Rows, number, read_json, read_rows
 from muster.slurm.client import Client
 from muster.slurm.script import OUTPUT
 from muster.slurm.states import JobState, Outcome, is_orphan, outcome, waiting

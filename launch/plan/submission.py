@@ -17,8 +17,8 @@ from muster.jobs.hosts.placement import Host, Login, NodePlacement, Placement
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
-from muster.launch.kinds import BY_KEY
-from muster.launch.submit.plan import Context
+from muster.launch.common.kinds import BY_KEY
+from muster.launch.plan.plan import Context
 
 VERSION: Final = 1
 

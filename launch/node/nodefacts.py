@@ -23,9 +23,9 @@ from typing import Any, Final, cast
 from muster.jobs.basics.boot import CODE_ROOT
 from muster.jobs.machine import network
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.fingerprint import fingerprint
-from muster.launch.storage import is_shared
-from muster.launch.submit import gitfacts
+from muster.launch.common import gitfacts
+from muster.launch.common.fingerprint import fingerprint
+from muster.launch.common.storage import is_shared
 from muster.launch.wire.messages import Inspect
 from muster.launch.wire.records import Facts
 
@@ -203,7 +203,10 @@ def storage(request: Inspect) -> dict[str, Any]:
         why = _try_to_write(run.nonce(request.mark), request.nonce)
         return {"where": "none" if why else "shared", "path": str(run.path), "why": why, **_free(run.path)}
     why = ""
-    for folder in (_existing(run.path.parent), Path(tempfile.gettempdir())):  # where launch/storage.py would make it
+    for folder in (
+        _existing(run.path.parent),
+        Path(tempfile.gettempdir()),
+    ):  # where launch/common/storage.py would make it
         if os.access(folder, os.W_OK | os.X_OK):
             return {"where": "apart", "path": str(folder), "why": "", **_free(folder)}
         why = why or f"{folder}: cannot be written by this user"

@@ -26,9 +26,9 @@ from muster.jobs.basics.reading import parse_json
 from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host
 from muster.jobs.spec.site import SshSettings
-from muster.launch.fingerprint import PACKAGE, fingerprint
+from muster.launch.common.fingerprint import PACKAGE, fingerprint
+from muster.launch.common.worktree import survey
 from muster.launch.submit.snapshot import own_files
-from muster.launch.submit.worktree import survey
 from muster.launch.transports.ssh_command import NO_SETTINGS, NOT_EXECUTABLE, NOT_FOUND, explain, ssh_argv
 
 FANOUT: Final = 32
@@ -58,7 +58,7 @@ SCRIPT: Final = (
     'elif [ -d "$t" ]; then cat >/dev/null; k=0; until [ -e "$n" ]; do '
     f'if [ -d "$t" ] && [ $k -lt {WAIT_S} ]; then sleep 1; k=$((k+1)); else exit {NOT_DONE}; fi; done; echo shared; '
     f'else mkdir "$t"; exit {BLOCKED}; fi; fi; '
-    'exec "$y" -I "$d/$p/launch/boot.py" muster.launch.check.nodefacts'
+    'exec "$y" -I "$d/$p/launch/boot.py" muster.launch.node.nodefacts'
 )
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.look.advice import next_step
-from muster.launch.processes import start_ticks
-from muster.launch.submit.plan import Context
-from muster.launch.supervision.verdict import Verdict
+from muster.launch.common.processes import start_ticks
+from muster.launch.plan.plan import Context
+from muster.launch.records.advice import next_step
+from muster.launch.records.verdict import Verdict
 
 
 class EventLog:

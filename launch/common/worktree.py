@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from muster.launch.submit import gitfacts
-from muster.launch.submit.gitfacts import GitError
+from muster.launch.common import gitfacts
+from muster.launch.common.gitfacts import GitError
 
 CACHES: Final = frozenset(
     ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis", ".ipynb_checkpoints", ".tox", ".nox")

@@ -7,7 +7,7 @@ A run without an `ended` row is `lost` when its supervisor is gone: its pid, wit
 row gives, is no process of this host any more. On another host that cannot be seen, and its lease tells, which it
 renews every two seconds: fresh, it lives; two minutes old, it is lost; between them a clock may be off, and the state
 is marked as not sure ("lost?"), as is one without a lease ("running?"). Of a run in Slurm's queue, Slurm is asked
-(`launch/scheduler/slurm_job.py`).
+(`launch/records/slurm_job.py`).
 """
 
 import socket
@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch import processes
-from muster.launch.look.doing import Saved, doing, left_out, newest_saved
-from muster.launch.look.runrows import Rows, last_metrics, read_rows
-from muster.launch.supervision import lease
+from muster.launch.common import processes
+from muster.launch.records import lease
+from muster.launch.records.activity import Saved, doing, left_out, newest_saved
+from muster.launch.records.runrows import Rows, last_metrics, read_rows
 
 if TYPE_CHECKING:
-    from muster.launch.scheduler.slurm_job import Seen
+    from muster.launch.records.slurm_job import Seen
 
 State = Literal["starting", "running", "restarting", "stopping", "done", "failed", "stopped", "lost"]
 RankPhase = Literal["waiting", "running", "done", "failed", "victim", "stopped", "unknown"]
@@ -104,6 +104,20 @@ class RunState:
         """Return the record for --json; `class_name` is spelt `class` as in the rows."""
         record = asdict(self)
         return {"class" if key == "class_name" else key: value for key, value in record.items()}
+
+    @property
+    def progress(self) -> str | None:
+        """How far the run is: `20`, or `20 of 196` where the end is known; None before the first step."""
+        if self.step is None:
+            return None
+        return str(self.step) if self.steps is None else f"{self.step} of {self.steps}"
+
+    @property
+    def outcome(self) -> str | None:
+        """How the run ended: its class and, where that is not 0, its code; None while it goes on."""
+        if self.class_name is None:
+            return None
+        return self.class_name if not self.code else f"{self.class_name} ({self.code})"
 
 
 def read_state(run: RunDir) -> RunState:
@@ -190,7 +204,7 @@ def _ask_slurm(run: RunDir, rows: Rows) -> "Seen | None":
     final = rows.ended is not None and rows.ended.get("code") not in (exits.STOPPED, exits.REQUEUE)
     if final or not run.slurm.exists():
         return None
-    from muster.launch.scheduler.slurm_job import see  # runs of other transports need not wait for its imports
+    from muster.launch.records.slurm_job import see  # runs of other transports need not wait for its imports
 
     return see(run, rows)
 

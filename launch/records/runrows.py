@@ -1,4 +1,4 @@
-"""The records of a run folder as they stand in its files: sorted, not yet judged (`launch/look/runstate.py` does)."""
+"""Read the records of a run folder: sorted, not yet judged (`launch/records/runstate.py` does that)."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -7,10 +7,10 @@ from typing import Any, Final
 
 from muster.jobs.basics import reading
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.look.fields import MOST_RANKS, below, typed_line, typed_lines
-from muster.launch.look.fields import number as number  # those who read rows look for them here
-from muster.launch.look.fields import real as real
-from muster.launch.supervision.verdict import Ending
+from muster.launch.records.fields import MOST_RANKS, below, typed_line, typed_lines
+from muster.launch.records.fields import number as number  # those who read rows look for them here
+from muster.launch.records.fields import real as real
+from muster.launch.records.verdict import Ending
 
 TAIL_BYTES: Final = 1 << 16
 MOST_WARNINGS: Final = 1000

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from muster.jobs.basics.terminal import rank_line, raw
-from muster.launch.look import screen
-from muster.launch.submit.plan import NodePlan
-from muster.launch.supervision.verdict import Verdict
+from muster.launch.common import screen
+from muster.launch.plan.plan import NodePlan
+from muster.launch.records.verdict import Verdict
 
 
 class Console:
