@@ -227,6 +227,26 @@ def test_no_import_cycle_at_top_level() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_no_import_cycle_between_folders() -> None:
+    """Counting imports inside functions. A `__main__.py` stands for itself: it is an entry, which nobody imports."""
+    graph: dict[str, set[str]] = {}
+    for module in modules().values():
+        targets = {
+            folder_of(modules()[each]) for each in imported(module, functions=True, typing=False) & modules().keys()
+        }
+        graph.setdefault(folder_of(module), set()).update(targets - {folder_of(module)})
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+def folder_of(module: Module) -> str:
+    """Return the folder that a module lies in; an entry is a folder of its own."""
+    path = module.path.relative_to(REPOSITORY)
+    return str(path if path.name == "__main__.py" else path.parent)
+
+
 def test_the_submitting_side_imports_without_torch_in_a_fresh_interpreter() -> None:
     submitting = sorted(modules().keys() - needs_torch())
     assert "launch.cli" in submitting
