@@ -278,7 +278,7 @@ def measure_states(stage: Stage, specs: list[Spec]) -> None:
 def elements_of(scene: Scene) -> int:
     """Return how many parameters the model has."""
     from muster.jobs.models.model_shape import resolve_shape
-    from muster.jobs.spec.train import ModelSettings
+    from muster.jobs.spec.train_fields import ModelSettings
 
     classes = scene.shape["vocabulary"] if scene.is_gpt else 10
     return resolve_shape(ModelSettings(name=scene.model, **scene.shape), classes).parameter_count()

@@ -90,7 +90,7 @@ class Scene:
 def build_model(scene: Scene) -> nn.Sequential:
     """Build the model on the device, the same weights every time."""
     from muster.jobs.models.model_shape import resolve_shape
-    from muster.jobs.spec.train import ModelSettings
+    from muster.jobs.spec.train_fields import ModelSettings
     from muster.jobs.train.models.gpt import assemble_gpt
     from muster.jobs.train.models.vgg import assemble_vgg
 

@@ -7,7 +7,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
 
 if TYPE_CHECKING:
-    from muster.jobs.spec.train import ModelSettings
+    from muster.jobs.spec.train_fields import ModelSettings
 
 
 def resolve_shape(settings: "ModelSettings", vocabulary: int) -> VggShape | GptShape:

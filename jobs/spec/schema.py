@@ -10,7 +10,7 @@ from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.spec.job import CommandSettings, Job, JobKind
 from muster.jobs.spec.load import DERIVED
 from muster.jobs.spec.modes import MODES
-from muster.jobs.spec.train import DATA_NAMES
+from muster.jobs.spec.train_fields import DATA_NAMES
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 

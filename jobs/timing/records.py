@@ -12,7 +12,7 @@ from typing import Final, Literal
 from pydantic import Field
 
 from muster.jobs.spec.strict import Strict, UnixTime
-from muster.jobs.spec.train import Precision
+from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.settings import Pass, TimingSettings
 
 VERSION: Final = 1

@@ -11,7 +11,8 @@ from muster.jobs.basics.words import unknown
 from muster.jobs.models.model_shape import resolve_shape
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
 from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict, as_list, one_or_many
-from muster.jobs.spec.train import Precision, TrainSettings
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_fields import Precision
 
 ALL: Final = "all"
 NAMES: Final = (*VGG_SHAPES, *GPT_SHAPES)

@@ -19,10 +19,10 @@ from muster.jobs.hosts.detect import LOCAL, Detected, Flags, detect
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.machine import network
 from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.conflicts import unread
 from muster.jobs.spec.job import Job, JobKind
 from muster.jobs.spec.load import load_job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_effects import unread
 from muster.jobs.train.direct_run import begin_attempt, record, share_start
 from muster.jobs.train.main import complain, guarded, join_group, make_deterministic, settings_of, train_in
 from muster.jobs.train.modes import needs_group

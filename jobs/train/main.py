@@ -31,10 +31,10 @@ from muster.jobs.hosts import ranks
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_parallel import split_text
 from muster.jobs.train.data import Data, open_data, require_batch
 from muster.jobs.train.identity import kept_of, meta_of
 from muster.jobs.train.loading import move

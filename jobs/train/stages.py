@@ -16,8 +16,9 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.models.model_shape import context_of
 from muster.jobs.models.shapes import IMAGE_CHANNELS
-from muster.jobs.spec.train import ModelSettings, TrainSettings
-from muster.jobs.spec.train_parallel import first_layers
+from muster.jobs.spec.expand import first_layers
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.state import DTYPES

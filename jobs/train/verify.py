@@ -18,10 +18,10 @@ from muster.jobs.basics.files import write_json
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts import ranks
 from muster.jobs.node.reports import Reporter
+from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import MODES, Exactness
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_parallel import split_text
 from muster.jobs.train.compare import Row, compare, max_difference
 from muster.jobs.train.evaluate import block_indices
 from muster.jobs.train.loading import move, move_inputs

@@ -49,8 +49,8 @@ def load_of(job: "Job", *, ranks: int, backend: str, microbatches: int | None = 
     from muster.jobs.models.anatomy import anatomy
     from muster.jobs.models.model_shape import resolve_shape
     from muster.jobs.models.shapes import GptShape, VggShape
+    from muster.jobs.spec.expand import FILL
     from muster.jobs.spec.train import TrainSettings
-    from muster.jobs.spec.train_parallel import FILL
 
     settings = job.settings
     assert isinstance(settings, TrainSettings)

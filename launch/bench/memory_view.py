@@ -71,7 +71,7 @@ def _modes(
 ) -> list[dict[str, Any]]:
     """Return a row for every mode that is asked for, and one for the job's own product."""
     from muster.collectives_bench.cost import modes
-    from muster.jobs.spec.train_parallel import split_text
+    from muster.jobs.spec.expand import split_text
     from muster.launch.bench.own_split import at_world, own_split
 
     chosen = modes.ways(None if args.modes is None else [name.strip() for name in args.modes.split(",")])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.words import unknown
 from muster.jobs.spec import yamlfile
-from muster.jobs.spec.train import Precision
+from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.files import read_timings, write_csv, write_timings
 from muster.jobs.timing.settings import ALL, NAMES, Pass, TimingSettings
 from muster.jobs.timing.table import report_lines, verdict

@@ -45,7 +45,7 @@ def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
     Raises:
         RefusedError: the other degrees do not divide the ranks.
     """
-    from muster.jobs.spec.train_parallel import ParallelSettings
+    from muster.jobs.spec.split import ParallelSettings
 
     given = settings.parallel
     assert given is not None
@@ -58,7 +58,7 @@ def at_world(settings: "TrainSettings", ranks: int) -> "TrainSettings":
 
 def _stages(settings: "TrainSettings", model: "Anatomy", parallel: "Parallel") -> list[list[str]]:
     """Return the names of every stage's layers, as `jobs/train/stages.py` cuts them."""
-    from muster.jobs.spec.train_parallel import first_layers, layer_names
+    from muster.jobs.spec.expand import first_layers, layer_names
     from muster.pipe.schedules.cuts import balanced_ranks, by_hand, lengths
     from muster.pipe.schedules.tables import SCHEDULES
 

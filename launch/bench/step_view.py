@@ -108,8 +108,8 @@ def _own_product(job: "Job", load: "Load", limit: float | None) -> list[dict[str
     """Return the row of a job that is split in more ways than one, of which memory alone is predicted."""
     from muster.collectives_bench.cost import steps
     from muster.collectives_bench.cost.memory import memory_of
+    from muster.jobs.spec.expand import split_text
     from muster.jobs.spec.train import TrainSettings
-    from muster.jobs.spec.train_parallel import split_text
     from muster.launch.bench.own_split import own_split
 
     assert isinstance(job.settings, TrainSettings)

@@ -110,7 +110,7 @@ def pipeline_of(job: "Job", world_size: int) -> dict[str, Any] | None:
     split = job.settings.split(world_size)
     if not split.schedule:
         return None
-    from muster.jobs.spec.train_parallel import split_text
+    from muster.jobs.spec.expand import split_text
     from muster.launch.bench.loads import load_of
     from muster.launch.bench.own_split import own_split
     from muster.pipe.schedules.tables import SCHEDULES

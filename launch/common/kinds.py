@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.models.model_shape import resolve_shape
+from muster.jobs.spec.conflicts import unread
 from muster.jobs.spec.job import CommandSettings, JobKind
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_effects import unread
 from muster.jobs.timing.settings import TimingSettings
 
 

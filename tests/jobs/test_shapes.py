@@ -7,7 +7,7 @@ import pytest
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.model_shape import context_of, resolve_shape
 from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
-from muster.jobs.spec.train import ModelSettings
+from muster.jobs.spec.train_fields import ModelSettings
 
 
 @pytest.mark.parametrize(

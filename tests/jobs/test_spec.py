@@ -11,7 +11,8 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import unknown
 from muster.jobs.spec.job import MAX_STRING_BYTES, CommandSettings, Job
 from muster.jobs.spec.modes import Parallel
-from muster.jobs.spec.train import DataSettings, ModelSettings, OptimizerSettings, TrainSettings
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_fields import DataSettings, ModelSettings, OptimizerSettings
 
 
 def train(**settings: Any) -> TrainSettings:

@@ -7,11 +7,11 @@ import pytest
 import yaml
 
 from muster.jobs.basics.errors import JobFileError
+from muster.jobs.spec.conflicts import READERS, unread
 from muster.jobs.spec.job import JobKind
 from muster.jobs.spec.load import LoadedJob, load_job
 from muster.jobs.spec.modes import MODES
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.spec.train_effects import READERS, unread
 
 KINDS = (JobKind("train", TrainSettings, "somewhere:run", lambda settings, world_size: None, unread),)
 GPT = {"model": {"name": "gpt-nano", "tied": False}, "data": "synthetic"}

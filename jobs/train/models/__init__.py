@@ -2,7 +2,7 @@
 
 from muster.jobs.models.model_shape import resolve_shape
 from muster.jobs.models.shapes import VggShape
-from muster.jobs.spec.train import ModelSettings
+from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.models.vgg import build_vgg

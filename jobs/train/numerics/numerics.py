@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from muster.jobs.spec.train import OptimizerSettings, Precision, TrainSettings
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_fields import OptimizerSettings, Precision
 from muster.jobs.train.models.gpt import Attention
 from muster.jobs.train.models.stack import Stack, plain_loss
 from muster.jobs.train.numerics.loss import chunked_loss

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
-from muster.jobs.spec.train import OptimizerSettings, ScheduleSettings
+from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
 
 FUSED_ON: Final = ("cuda", "cpu")
 FUSED_ALIKE: Final = ("cuda",)  # where fused kernels treat all elements alike

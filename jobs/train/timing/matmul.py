@@ -4,7 +4,7 @@ from typing import Final
 
 import torch
 
-from muster.jobs.spec.train import Precision
+from muster.jobs.spec.train_fields import Precision
 from muster.jobs.train.numerics.numerics import ROWS
 from muster.jobs.train.timing.device import synchronize, timed
 

@@ -15,7 +15,7 @@ import torch
 
 from muster.jobs.machine import free, resident
 from muster.jobs.models.anatomy import Anatomy
-from muster.jobs.spec.train import Precision
+from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.settings import Pass
 
 OOM_SCORE: Final = Path("/proc/self/oom_score_adj")

@@ -14,7 +14,7 @@ from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape, VggShape
-from muster.jobs.spec.train import ModelSettings
+from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models import build_model
 
 ALPHA, RATE = 0.5e-3, 1.25e9

@@ -11,7 +11,7 @@ from muster.collectives_bench.cost.memory import Memory, memories_of, memory_of,
 from muster.collectives_bench.cost.modes import WAYS
 from muster.jobs.models.anatomy import anatomy, saved_bytes
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
-from muster.jobs.spec.train import Precision
+from muster.jobs.spec.train_fields import Precision
 
 TEN_BILLION = 10e9
 SGD = Recipe(4, 4, 0)

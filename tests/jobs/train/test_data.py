@@ -13,7 +13,8 @@ from torch.nn import functional
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.data import datafiles
 from muster.jobs.data.cifar10 import prepare_cifar10
-from muster.jobs.spec.train import DATA_NAMES, TrainSettings
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_fields import DATA_NAMES
 from muster.jobs.train.data import OPENERS, open_data, require_batch
 from muster.jobs.train.rng.keyed import AUGMENT, key, permutation
 

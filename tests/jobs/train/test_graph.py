@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.train import OptimizerSettings
+from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.graph import GraphedEngine, form_of
 from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.numerics.optim import build_optimizer, set_learning_rate

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.modes import MODES, PIPELINES
-from muster.jobs.spec.train import OptimizerSettings, TrainSettings
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files

@@ -9,7 +9,7 @@ from torch.nn import functional
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.models.model_shape import resolve_shape
 from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES, GptShape
-from muster.jobs.spec.train import ModelSettings
+from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.models.gpt import assemble_gpt, build_gpt
 from muster.jobs.train.models.vgg import assemble_vgg

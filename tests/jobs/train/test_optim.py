@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
-from muster.jobs.spec.train import OptimizerSettings, ScheduleSettings
+from muster.jobs.spec.train_fields import OptimizerSettings, ScheduleSettings
 from muster.jobs.train.numerics.optim import build_optimizer, learning_rate
 
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from muster.ddp.reduced import Reduced
 from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
+from muster.jobs.spec.expand import layer_names
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import PIPELINES
-from muster.jobs.spec.train import ModelSettings, TrainSettings
-from muster.jobs.spec.train_parallel import layer_names
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train import pipeline as engine
 from muster.jobs.train import verify as verification
 from muster.jobs.train.models import build_model

@@ -10,7 +10,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.spec.train import OptimizerSettings
+from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.profiling.clock import PHASES
 from muster.jobs.train.shards import Forms

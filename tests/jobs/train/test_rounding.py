@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from muster.jobs.spec.train import ModelSettings
+from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.rounding import Rounding

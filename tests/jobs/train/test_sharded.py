@@ -7,7 +7,8 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.models.shapes import POOL, VGG_SHAPES, GptShape, VggShape
-from muster.jobs.spec.train import OptimizerSettings, TrainSettings
+from muster.jobs.spec.train import TrainSettings
+from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loading import move
 from muster.jobs.train.loop import build_trainer

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.train import ModelSettings, OptimizerSettings
+from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.state import (

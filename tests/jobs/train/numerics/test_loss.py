@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.spec.train import ModelSettings
+from muster.jobs.spec.train_fields import ModelSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.models.stack import plain_loss
 from muster.jobs.train.numerics import Numerics

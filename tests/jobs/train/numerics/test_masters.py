@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from muster.jobs.spec.train import ModelSettings, OptimizerSettings
+from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import clip, gradients_of, set_learning_rate

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from muster.jobs.spec.modes import MODES, PIPELINES
-from muster.jobs.spec.train import OptimizerSettings
+from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.scaling import LossScaler
 from muster.jobs.world.world import World

@@ -1,105 +1,24 @@
-"""`parallel:` of a `train:` section, how a split is expanded, and what of a section no pipeline can do yet, and why.
+"""Expand a mode or `parallel:` for a number of ranks, and refuse what only that number shows."""
 
-Ranks that average gradients are neighbours, those of one pipeline are not (`pipe/mesh.py`); with data: 2, pipe: 3
-
-    rank          0  1     2  3     4  5
-    stage         0  0     1  1     2  2
-    data rank     0  1     0  1     0  1       reads its own half of the batch
-"""
-
+import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Final
-
-from pydantic import Field, field_validator, model_validator
-from typing_extensions import Self
+from typing import Final
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import counted
-from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES
-from muster.jobs.spec.modes import MODES, Parallel, PipelineName, Sync, Zero
-from muster.jobs.spec.strict import Positive, Strict
-from muster.jobs.spec.yamlfile import show
+from muster.jobs.models.model_shape import resolve_shape
+from muster.jobs.models.shapes import GPT_SHAPES, POOL, VGG_SHAPES, GptShape
+from muster.jobs.spec.modes import MODES, Parallel
+from muster.jobs.spec.split import ParallelSettings
+from muster.jobs.spec.train_fields import ModelSettings, TrainFields
 from muster.pipe.schedules.cuts import by_hand
 from muster.pipe.schedules.tables import SCHEDULES
 
-if TYPE_CHECKING:
-    from muster.jobs.spec.train import ModelSettings, TrainSettings
-
 FILL: Final = 4  # micro-batches for each rank of a pipeline, where nobody says how many: 1f1b is idle 3 / 19 of 4 ranks
-UNDER_A_PIPELINE: Final = ("flat", "bucketed", "sharded")  # ways to average a pipeline's gradients
 
 
-class ParallelSettings(Strict):
-    """A split written out, for products that no mode names; they must make as many ranks as the job has."""
-
-    data: Positive = 1
-    pipe: Positive = 1
-    tensor: Positive = Field(1, description="of a GPT: ranks that have a part of every layer each")
-    zero: Zero = Field(0, description="ZeRO's stage, shared out by sync: sharded (its default) or fsdp (3)")
-    sync: Sync = Field("ddp", description="how gradients are averaged; under a pipeline: bucketed or flat")
-    schedule: PipelineName | None = Field(None, description="of a pipeline; default: 1f1b where pipe is above 1")
-    microbatches: Annotated[int, Field(ge=1)] | None = Field(None, description="as train.microbatches")
-
-    @field_validator("zero", mode="before")
-    @classmethod
-    def _is_a_number(cls, zero: Any) -> Any:
-        if type(zero) in (bool, float):  # true and 1.0 are equal to 1, which is enough for a Literal
-            raise ValueError(f"must be 0, 1, 2 or 3, got {show(zero)}")
-        return zero
-
-    @model_validator(mode="before")
-    @classmethod
-    def _shares_out(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        more: dict[str, Any] = {}
-        if given.get("schedule") is None:  # null stands for the default, as of every key that may be null
-            given = {key: value for key, value in given.items() if key != "schedule"}
-            if given.get("pipe", 1) != 1:
-                more["schedule"] = "1f1b"
-        if "sync" not in given:
-            if given.get("zero"):
-                more["sync"] = "sharded"
-            elif given.get("schedule", more.get("schedule")):
-                more["sync"] = "none" if given.get("data", 1) == 1 else "bucketed"
-            elif given.get("tensor", 1) != 1 and given.get("data", 1) == 1:
-                more["sync"] = "none"
-        return {**more, **({"zero": 3} if given.get("sync") == "fsdp" else {}), **given}
-
-    @model_validator(mode="after")
-    def _is_one_way(self) -> Self:
-        stages = {"sharded": (1, 2, 3), "fsdp": (3,)}.get(self.sync, (0,))
-        if self.zero not in stages:
-            raise ValueError(
-                f"zero: {self.zero} does not go with sync: {self.sync}; zero 1, 2 and 3 go with sharded, 3 with fsdp, "
-                "0 with all others"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _is_there(self) -> Self:
-        if self.data > 1 and self.sync == "none":
-            raise ValueError(f"sync: none leaves {self.data} data-parallel ranks with gradients of their own; set it")
-        if self.schedule is None:
-            if self.microbatches is not None:
-                raise ValueError("microbatches are a pipeline's; set pipe and schedule, or use grad_accumulation")
-            return self
-        if self.zero > 2:
-            asked = "sync: fsdp" if self.sync == "fsdp" else f"zero: {self.zero}"
-            raise ValueError(
-                f"{asked} does not go with a pipeline, whose micro-batches would each gather all "
-                "parameters; zero 0, 1 and 2 do"
-            )
-        if self.data > 1 and self.sync not in UNDER_A_PIPELINE:
-            raise ValueError(
-                f"sync: {self.sync} does not go with a pipeline, whose gradients are whole after a stage's last "
-                "backward; flat, bucketed and sharded do, or leave it out"
-            )
-        return self
-
-
-def split_of(settings: "TrainSettings", world_size: int) -> Parallel:
+def split_of(settings: TrainFields, world_size: int) -> Parallel:
     """Expand mode or `parallel:` for a world size.
 
     Raises:
@@ -122,7 +41,7 @@ def _degrees(given: ParallelSettings) -> Sequence[tuple[str, int]]:
     return (("data", given.data), ("pipe", given.pipe), ("tensor", given.tensor))
 
 
-def _filled(settings: "TrainSettings", parallel: Parallel) -> Parallel:
+def _filled(settings: TrainFields, parallel: Parallel) -> Parallel:
     """Say into how many micro-batches a pipeline cuts its batch, and the model into how many slices a rank."""
     if not parallel.schedule:
         return parallel
@@ -134,7 +53,7 @@ def _filled(settings: "TrainSettings", parallel: Parallel) -> Parallel:
     return replace(parallel, microbatches=microbatches, chunks=SCHEDULES[parallel.schedule].stages(1, settings.chunks))
 
 
-def split_text(settings: "TrainSettings") -> str:
+def split_text(settings: TrainFields) -> str:
     """Name the mode, or the split that is written out."""
     given = settings.parallel
     if given is None:
@@ -148,7 +67,7 @@ def split_text(settings: "TrainSettings") -> str:
     return f"{shared} by {given.sync}"
 
 
-def check_pipeline(settings: "TrainSettings", parallel: Parallel) -> None:
+def check_pipeline(settings: TrainFields, parallel: Parallel) -> None:
     """Refuse a pipeline that cannot be: before any rank is started.
 
     Raises:
@@ -191,7 +110,7 @@ def _fewer_stages(parallel: Parallel, layers: int) -> str:
     return " or ".join(ways) or f"fewer ranks and chunks, which make at most {layers} stages"
 
 
-def check_batch(settings: "TrainSettings", parallel: Parallel) -> None:
+def check_batch(settings: TrainFields, parallel: Parallel) -> None:
     """Refuse batches that cannot be dealt to virtual ranks.
 
     Raises:
@@ -225,7 +144,7 @@ def first_layers(cut: Sequence[int | str], layers: Sequence[str]) -> list[int]:
     return [each if isinstance(each, int) else layers.index(each) for each in cut]
 
 
-def layer_names(model: "ModelSettings") -> list[str]:
+def layer_names(model: ModelSettings) -> list[str]:
     """List a model's layers as `jobs/train/models` name them; stages are cut between them."""
     if model.name in VGG_SHAPES:
         names, convolutions, pools = list[str](), 0, 0
@@ -242,39 +161,26 @@ def layer_names(model: "ModelSettings") -> list[str]:
     return ["embed", *(f"block{number}" for number in range(1, blocks + 1)), "norm", "head"]
 
 
-def why_not_pipelined(settings: "TrainSettings") -> str | None:
-    """Return why these settings cannot be trained by a pipeline, and what to do; None when they can.
+def check_tensor(settings: TrainFields, parallel: Parallel) -> None:
+    """Refuse a model whose layers cannot be split over so many ranks: before any rank is started.
 
-    A setting that a mode does not read is no reason: a run may go on in another mode.
+    Raises:
+        RefusedError: the ranks do not divide heads, d_ff, vocabulary or context; the message names those that would.
     """
-    if not settings.is_pipeline:
-        return None
-    mode = settings.mode_name
-    if settings.grad_accumulation > 1:
-        return (
-            f"grad_accumulation: {settings.grad_accumulation} does not go with {mode}, which cuts a batch into "
-            "microbatches and adds up their gradients; remove it, or set microbatches"
-        )
-    if (
-        settings.microbatches is not None
-        and settings.parallel is not None
-        and settings.parallel.microbatches is not None
-    ):
-        return (
-            f"microbatches: {settings.microbatches} and parallel.microbatches: {settings.parallel.microbatches} say "
-            "one thing twice; remove one of them"
-        )
-    if settings.communication_dtype is not None:
-        return f"{mode} sends activations and gradients as they are; remove communication_dtype"
-    if settings.compile:
-        return f"{mode} does not go with compile yet; set compile: false"
-    if settings.layerwise and settings.activation_checkpointing:
-        return "layerwise runs every layer by itself, without activation_checkpointing; set one of them to false"
-    if settings.exact and settings.virtual_ranks not in (None, 1):
-        return f"{mode} has one virtual rank, virtual_ranks is {settings.virtual_ranks}; leave it out"
-    if settings.exact and settings.parallel is not None and settings.parallel.data > 1:
-        return (
-            f"exact: true does not go with {settings.parallel.data} data-parallel pipelines yet; "
-            "set parallel.data: 1, or exact: false"
-        )
-    return None
+    shape = resolve_shape(settings.model, settings.model.vocabulary or GptShape.vocabulary)
+    assert isinstance(shape, GptShape)
+    sizes = {"heads": shape.heads, "d_ff": shape.d_ff, "vocabulary": shape.vocabulary}
+    if settings.sequence_parallel:
+        sizes["context"] = shape.context
+    ranks = parallel.tensor
+    wrong = [f"{what} {size} ({size % ranks} left)" for what, size in sizes.items() if size % ranks]
+    if not wrong:
+        return
+    common = math.gcd(*sizes.values())
+    degrees = [str(each) for each in range(2, common + 1) if common % each == 0]
+    where = "train.mode: tensor" if settings.parallel is None else f"train.parallel: tensor {ranks}"
+    could = f"use {' or '.join(degrees)} of them, which divide" if degrees else "no number of them divides"
+    raise RefusedError(
+        f"{where}: {ranks} ranks do not divide {', '.join(wrong)}; "
+        f"{could} {', '.join(f'{what} {size}' for what, size in sizes.items())}"
+    )

@@ -1,0 +1,287 @@
+"""Which keys of a `train:` section do not go together, and which have no effect: two tables.
+
+CONFLICTS   is read from the top; the first row that fits refuses the section, with the reason and what to do
+READERS     a key without effect would make a sweep compare equal runs, so it is refused, too. It is no mistake in two
+            places: a sweep over modes refuses a key only if none of its points reads it, and a run that is resumed in
+            another mode continues without it
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from muster.jobs.spec.expand import split_text
+from muster.jobs.spec.job import Unread
+from muster.jobs.spec.modes import MODES, SHARDED
+from muster.jobs.spec.train_fields import TrainFields
+
+Test = Callable[[TrainFields], bool]
+
+OWN_SUMS: Final = ", ".join(name for name, mode in MODES.items() if mode.can_be_exact)  # the modes whose sums are ours
+# Why a step of a mode cannot be one CUDA graph: whatever the host decides while it is replayed. Other data-parallel
+# modes record a whole step, pipelines each forward and backward of a stage (`pipe/graphs.py`).
+THROUGH_THE_HOST: Final = {
+    "gather_scatter": "rank 0 gathers by messages that the host starts",
+    "ddp": "PyTorch's wrapper decides in the host which bucket is ready",
+    "zero1": "its optimizer and its gathers are started by the host",
+    "zero2": "its optimizer and its gathers are started by the host",
+    "zero3": "the host takes and gives back the memory of parameters within a step",
+    "tensor": "exchanges within its layers have not been recorded yet",
+    "fsdp": "the host takes and gives back the memory of parameters within a step",
+}
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """One row: the test for settings that do not go together, and why they do not, with what to do.
+
+    `why` may name the settings as `{s.key}`, and as words `{mode}`, `{model}`, `{data}` and `{host}` (a reason of
+    THROUGH_THE_HOST).
+    """
+
+    found: Test
+    why: str
+
+
+def _always(_: TrainFields) -> bool:
+    return True
+
+
+def _is_own_gpt(s: TrainFields) -> bool:
+    return s.model.tied and not s.model.is_vgg
+
+
+def _has_copies(s: TrainFields) -> bool:
+    return s.parallel is not None and s.parallel.data > 1
+
+
+def _says_twice(s: TrainFields) -> bool:
+    return s.microbatches is not None and s.parallel is not None and s.parallel.microbatches is not None
+
+
+ANY: Final = (
+    Conflict(lambda s: s.epochs is not None and s.steps is not None, "give epochs or steps, not both"),
+    Conflict(
+        lambda s: s.parallel is not None and "mode" in s.model_fields_set,
+        "give mode or parallel, not both; null takes one out: --set train.mode=null",
+    ),
+    Conflict(
+        lambda s: s.exact and not MODES[s.mode_name].can_be_exact,
+        f"exact: true needs one of the modes {OWN_SUMS}, got {{mode}}",
+    ),
+    Conflict(lambda s: s.virtual_ranks is not None and not s.exact, "virtual_ranks needs exact: true"),
+    Conflict(
+        lambda s: s.data.name in ("digits", "cifar10") and not s.model.is_vgg,
+        "data {data} is images, model {model} reads tokens",
+    ),
+    Conflict(
+        lambda s: bool(s.data.name == "python-source" or s.data.text) and s.model.is_vgg,
+        "data {data} is tokens, model {model} reads images",
+    ),
+)
+
+RECORDED: Final = (
+    Conflict(lambda s: s.device == "cpu", "cuda_graph needs a CUDA device, device is cpu; remove one of them"),
+    Conflict(
+        lambda s: s.mode_name in THROUGH_THE_HOST, "cuda_graph does not go with {mode}: {host}; choose mode bucketed"
+    ),
+    Conflict(
+        lambda s: s.model.dropout > 0.0,
+        "cuda_graph does not go with dropout: the host seeds every micro-batch anew; set dropout: 0",
+    ),
+    Conflict(
+        lambda s: s.is_pipeline and s.splits_layers,
+        "cuda_graph does not go with tensor parallel: exchanges within layers have not been recorded yet; "
+        "set cuda_graph: false",
+    ),
+    Conflict(
+        lambda s: s.is_pipeline and _has_copies(s),
+        "cuda_graph does not go with {s.parallel.data} data-parallel pipelines: gradients are averaged by hooks, "
+        "which a recorded backward does not call; set cuda_graph: false",
+    ),
+    *(
+        Conflict(
+            lambda s, key=key: s.is_pipeline and getattr(s, key),  # type: ignore[misc]
+            f"cuda_graph does not go with {key}: what is recorded keeps its memory anyway; remove one of them",
+        )
+        for key in ("activation_checkpointing", "layerwise")
+    ),
+    Conflict(
+        lambda s: s.is_pipeline and s.exact and _is_own_gpt(s),
+        "cuda_graph does not go with exact where the head is the embedding: its gradients are heard of by hooks, "
+        "which a recorded backward does not call; write model: {{name: ..., tied: false}}, or remove one of them",
+    ),
+    Conflict(
+        lambda s: s.exact and not s.is_pipeline,
+        "cuda_graph does not go with exact: the host keeps virtual ranks apart; remove one of them",
+    ),
+)
+
+SPLIT_LAYERS: Final = (
+    Conflict(
+        lambda s: s.model.is_vgg,
+        "model: {model}: tensor parallel splits the layers of a gpt, of a vgg it has no plan; "
+        "choose a gpt, or a data-parallel mode",
+    ),
+    Conflict(
+        lambda s: s.exact,
+        "exact: true does not go with tensor parallel: the parts of a product are added in another order than one "
+        "process adds them; set exact: false, or choose another mode",
+    ),
+    Conflict(
+        lambda s: s.zero == 3,
+        "zero: 3 by sync: {s.sync} does not go with tensor parallel, which splits parameters over ranks "
+        "itself; zero 0, 1 and 2 do",
+    ),
+)
+
+SHARED_OUT: Final = (
+    Conflict(
+        lambda s: s.exact and s.accumulate == "sharded" and s.mode_name != "fsdp",
+        "accumulate: sharded sums every micro-batch over ranks, exact: true adds up on each rank first; "
+        "set accumulate: local, or exact: false",
+    ),
+)
+
+LAYER_BY_LAYER: Final = (
+    *(
+        Conflict(
+            lambda s, key=key: getattr(s, key),  # type: ignore[misc]
+            f"layerwise runs every layer by itself, without {key}; set {key}: false, or layerwise: false",
+        )
+        for key in ("exact", "compile", "activation_checkpointing")
+    ),
+    Conflict(
+        lambda s: s.communication_dtype is not None,
+        "layerwise sends gradients as they are; remove communication_dtype, or set layerwise: false",
+    ),
+    Conflict(
+        _is_own_gpt,
+        "layerwise frees every layer by itself, and this model's head is its embedding; "
+        "write model: {{name: ..., tied: false}}, or set layerwise: false",
+    ),
+)
+
+PIPELINED: Final = (
+    Conflict(
+        lambda s: s.grad_accumulation > 1,
+        "grad_accumulation: {s.grad_accumulation} does not go with {mode}, which cuts a batch into "
+        "microbatches and adds up their gradients; remove it, or set microbatches",
+    ),
+    Conflict(
+        _says_twice,
+        "microbatches: {s.microbatches} and parallel.microbatches: {s.parallel.microbatches} say "
+        "one thing twice; remove one of them",
+    ),
+    Conflict(
+        lambda s: s.communication_dtype is not None,
+        "{mode} sends activations and gradients as they are; remove communication_dtype",
+    ),
+    Conflict(lambda s: s.compile, "{mode} does not go with compile yet; set compile: false"),
+    Conflict(
+        lambda s: s.layerwise and s.activation_checkpointing,
+        "layerwise runs every layer by itself, without activation_checkpointing; set one of them to false",
+    ),
+    Conflict(
+        lambda s: s.exact and s.virtual_ranks not in (None, 1),
+        "{mode} has one virtual rank, virtual_ranks is {s.virtual_ranks}; leave it out",
+    ),
+    Conflict(
+        lambda s: s.exact and _has_copies(s),
+        "exact: true does not go with {s.parallel.data} data-parallel pipelines yet; "
+        "set parallel.data: 1, or exact: false",
+    ),
+)
+
+ROUNDED: Final = (
+    Conflict(
+        lambda s: not MODES[s.mode_name].can_be_exact,
+        f"communication_dtype needs one of the modes {OWN_SUMS}, got {{mode}}; remove it",
+    ),
+    Conflict(
+        lambda s: s.exact, "communication_dtype rounds what exact: true promises to the bit; remove one of the two"
+    ),
+)
+
+CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
+    (_always, ANY),
+    (lambda s: s.cuda_graph, RECORDED),
+    (lambda s: s.splits_layers, SPLIT_LAYERS),
+    (lambda s: s.mode_name in SHARDED, SHARED_OUT),
+    (lambda s: s.layerwise and s.mode_name == "zero3", LAYER_BY_LAYER),
+    (lambda s: s.is_pipeline, PIPELINED),
+    (lambda s: s.communication_dtype is not None, ROUNDED),
+)
+
+
+def conflict(settings: TrainFields) -> str | None:
+    """Return why settings do not go together, and what to do; None when they do."""
+    for applies, rows in CONFLICTS:
+        row = next((row for row in rows if row.found(settings)), None) if applies(settings) else None
+        if row is not None:
+            mode = settings.mode_name
+            words = {"mode": mode, "model": settings.model.name or "gpt", "data": settings.data.name or "text"}
+            return row.why.format(s=settings, host=THROUGH_THE_HOST.get(mode), **words)
+    return None
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One row: a key, the test for settings that read it, and who they are in words."""
+
+    key: tuple[str, ...]
+    reads: Callable[[TrainFields], bool]
+    readers: str
+
+
+def _has_buckets(settings: TrainFields) -> bool:
+    return settings.sync == "bucketed" or (settings.sync == "sharded" and settings.zero < 3)
+
+
+def _by_layers(settings: TrainFields) -> bool:
+    return settings.is_pipeline or (settings.sync == "sharded" and settings.zero == 3)
+
+
+def _accumulates(settings: TrainFields) -> bool:
+    by_layers = settings.layerwise and settings.sync == "sharded" and settings.zero == 3
+    return settings.zero > 0 and not settings.is_pipeline and not by_layers
+
+
+def _cuts_batches(settings: TrainFields) -> bool:
+    return settings.is_pipeline and settings.mode_name != "model"
+
+
+READERS: Final = (
+    Reader(("bucket_size_mb",), _has_buckets, "modes bucketed, zero1 and zero2"),
+    Reader(("accumulate",), _accumulates, "modes zero1, zero2, zero3 without layerwise, and fsdp"),
+    Reader(
+        ("reshard_after_forward",),
+        lambda settings: _accumulates(settings) and settings.zero == 3,
+        "modes zero3 without layerwise, and fsdp",
+    ),
+    Reader(("layerwise",), _by_layers, "mode zero3 and pipelines"),
+    Reader(("sequence_parallel",), lambda settings: settings.splits_layers, "mode tensor"),
+    Reader(("microbatches",), _cuts_batches, "pipelines other than mode model"),
+    Reader(("parallel", "microbatches"), _cuts_batches, "pipelines other than schedule model"),
+    Reader(("chunks",), lambda settings: settings.mode_name == "interleaved", "mode interleaved"),
+    Reader(("cut",), lambda settings: settings.is_pipeline, "pipelines"),
+    Reader(("augment",), lambda settings: settings.model.is_vgg, "images"),
+    Reader(("schedule", "final"), lambda settings: settings.schedule.name != "constant", "linear and cosine"),
+)
+
+
+def unread(settings: TrainFields) -> list[Unread]:
+    """List the keys that were given but have no effect."""
+    found = []
+    for row in READERS:
+        *above, name = row.key
+        section: Any = settings
+        for part in above:
+            section = getattr(section, part)
+        if section is None or name not in section.model_fields_set or row.reads(settings):
+            continue
+        where = {"augment": "on text", "final": "with schedule constant"}.get(name, f"in mode {split_text(settings)}")
+        text = f"has no effect {where}; it is for {row.readers}"
+        is_default = getattr(section, name) == type(section).model_fields[name].default
+        found.append(Unread(row.key, text, is_default))
+    return found

@@ -1,0 +1,88 @@
+"""`parallel:` of a `train:` section: a split of the ranks, written out.
+
+Ranks that average gradients are neighbours, those of one pipeline are not (`pipe/mesh.py`); with data: 2, pipe: 3
+
+    rank          0  1     2  3     4  5
+    stage         0  0     1  1     2  2
+    data rank     0  1     0  1     0  1       reads its own half of the batch
+"""
+
+from typing import Annotated, Any, Final
+
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
+
+from muster.jobs.spec.modes import PipelineName, Sync, Zero
+from muster.jobs.spec.strict import Positive, Strict
+from muster.jobs.spec.yamlfile import show
+
+UNDER_A_PIPELINE: Final = ("flat", "bucketed", "sharded")  # ways to average a pipeline's gradients
+
+
+class ParallelSettings(Strict):
+    """A split written out, for products that no mode names; they must make as many ranks as the job has."""
+
+    data: Positive = 1
+    pipe: Positive = 1
+    tensor: Positive = Field(1, description="of a GPT: ranks that have a part of every layer each")
+    zero: Zero = Field(0, description="ZeRO's stage, shared out by sync: sharded (its default) or fsdp (3)")
+    sync: Sync = Field("ddp", description="how gradients are averaged; under a pipeline: bucketed or flat")
+    schedule: PipelineName | None = Field(None, description="of a pipeline; default: 1f1b where pipe is above 1")
+    microbatches: Annotated[int, Field(ge=1)] | None = Field(None, description="as train.microbatches")
+
+    @field_validator("zero", mode="before")
+    @classmethod
+    def _is_a_number(cls, zero: Any) -> Any:
+        if type(zero) in (bool, float):  # true and 1.0 are equal to 1, which is enough for a Literal
+            raise ValueError(f"must be 0, 1, 2 or 3, got {show(zero)}")
+        return zero
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shares_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        more: dict[str, Any] = {}
+        if given.get("schedule") is None:  # null stands for the default, as of every key that may be null
+            given = {key: value for key, value in given.items() if key != "schedule"}
+            if given.get("pipe", 1) != 1:
+                more["schedule"] = "1f1b"
+        if "sync" not in given:
+            if given.get("zero"):
+                more["sync"] = "sharded"
+            elif given.get("schedule", more.get("schedule")):
+                more["sync"] = "none" if given.get("data", 1) == 1 else "bucketed"
+            elif given.get("tensor", 1) != 1 and given.get("data", 1) == 1:
+                more["sync"] = "none"
+        return {**more, **({"zero": 3} if given.get("sync") == "fsdp" else {}), **given}
+
+    @model_validator(mode="after")
+    def _is_one_way(self) -> Self:
+        stages = {"sharded": (1, 2, 3), "fsdp": (3,)}.get(self.sync, (0,))
+        if self.zero not in stages:
+            raise ValueError(
+                f"zero: {self.zero} does not go with sync: {self.sync}; zero 1, 2 and 3 go with sharded, 3 with fsdp, "
+                "0 with all others"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _is_there(self) -> Self:
+        if self.data > 1 and self.sync == "none":
+            raise ValueError(f"sync: none leaves {self.data} data-parallel ranks with gradients of their own; set it")
+        if self.schedule is None:
+            if self.microbatches is not None:
+                raise ValueError("microbatches are a pipeline's; set pipe and schedule, or use grad_accumulation")
+            return self
+        if self.zero > 2:
+            asked = "sync: fsdp" if self.sync == "fsdp" else f"zero: {self.zero}"
+            raise ValueError(
+                f"{asked} does not go with a pipeline, whose micro-batches would each gather all "
+                "parameters; zero 0, 1 and 2 do"
+            )
+        if self.data > 1 and self.sync not in UNDER_A_PIPELINE:
+            raise ValueError(
+                f"sync: {self.sync} does not go with a pipeline, whose gradients are whole after a stage's last "
+                "backward; flat, bucketed and sharded do, or leave it out"
+            )
+        return self

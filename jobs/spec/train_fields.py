@@ -1,0 +1,248 @@
+"""The keys of a `train:` section, typed: a model, its data, how the work is split, in which numbers, for how long."""
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import Field, field_validator, model_validator
+from typing_extensions import Self
+
+from muster.jobs.basics.words import unknown
+from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
+from muster.jobs.spec.modes import MODES, PIPELINES, TENSOR, Parallel, Sync, Zero, mode_of
+from muster.jobs.spec.profile import OFF, ProfileSettings
+from muster.jobs.spec.split import ParallelSettings
+from muster.jobs.spec.strict import NonNegative, Positive, Seed, Strict
+
+DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
+
+Precision = Literal["fp32", "fp64", "bf16", "fp16", "pure_bf16"]
+
+
+class ModelSettings(Strict):
+    """A model: a named row of `jobs/models/shapes.py`, with overrides, or a GPT given by its four sizes."""
+
+    name: str | None = None
+    d_model: Positive | None = None
+    d_ff: Positive | None = None
+    layers: Positive | None = None
+    heads: Positive | None = None
+    context: Positive | None = None
+    vocabulary: Positive | None = None
+    tied: bool = True
+    bias: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+
+    @field_validator("name")
+    @classmethod
+    def _is_known(cls, name: str | None) -> str | None:
+        if name is not None and name not in VGG_SHAPES and name not in GPT_SHAPES:
+            raise ValueError(unknown("model", name, (*VGG_SHAPES, *GPT_SHAPES)))
+        return name
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        sizes = {"d_model": self.d_model, "d_ff": self.d_ff, "layers": self.layers, "heads": self.heads}
+        given = [key for key, value in sizes.items() if value is not None]
+        if self.name is None and len(given) < len(sizes):
+            missing = ", ".join(key for key in sizes if key not in given)
+            raise ValueError(f"a model needs a name or all four sizes; missing: {missing}")
+        if self.name is not None and given:
+            raise ValueError(f"a named model has its sizes already; remove name or {', '.join(given)}")
+        return self
+
+    @property
+    def is_vgg(self) -> bool:
+        """True for an image model."""
+        return self.name in VGG_SHAPES
+
+
+class DataSettings(Strict):
+    """A data set: a name of `DATA_NAMES`, or a text file of the user's own (`{text: PATH}`)."""
+
+    name: str | None = None
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if (self.name is None) == (self.text is None):
+            raise ValueError("data is either a name or {text: PATH}")
+        if self.name is not None and self.name not in DATA_NAMES:
+            raise ValueError(unknown("data", self.name, DATA_NAMES))
+        return self
+
+
+class OptimizerSettings(Strict):
+    """The optimizer; `betas` and `eps` belong to adamw, `momentum` and `nesterov` to sgd."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    lr: Annotated[float, Field(gt=0.0)] = 0.01
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    momentum: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    nesterov: bool = False
+    betas: list[float] = Field([0.9, 0.95], min_length=2, max_length=2)
+    eps: Annotated[float, Field(gt=0.0)] = 1e-8
+
+    @model_validator(mode="after")
+    def _fits_its_name(self) -> Self:
+        foreign = {"sgd": {"betas", "eps"}, "adamw": {"momentum", "nesterov"}}[self.name]
+        if wrong := sorted(foreign & self.model_fields_set):
+            raise ValueError(f"{self.name} has no {' or '.join(wrong)}")
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov: true needs a momentum; add momentum: 0.9, or remove nesterov")
+        return self
+
+
+class ScheduleSettings(Strict):
+    """The learning rate over steps: a linear warm-up, then a shape from lr down to lr * final."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    final: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+
+
+class TrainFields(Strict):
+    """The keys of `train:`, each by itself; `jobs/spec/train.py` holds them against each other."""
+
+    model: ModelSettings
+    data: DataSettings
+    mode: str = "ddp"
+    parallel: ParallelSettings | None = None
+    batch_size: Positive = Field(64, description="global: the same whatever the number of ranks")
+    epochs: Positive | None = None
+    steps: Positive | None = None
+    log_every: Positive = 20
+    seed: Seed = 0
+    deterministic: bool = False
+    exact: bool = Field(False, description="the same bits on any number of ranks that divides virtual_ranks")
+    virtual_ranks: Positive | None = None
+    grad_accumulation: Positive = Field(1, description="not of pipelines: their micro-batches are microbatches")
+    microbatches: Positive | None = Field(
+        None, description="of pipelines but model, which has 1: parts of a batch; default: 4 for each rank"
+    )
+    chunks: Annotated[int, Field(ge=2)] = Field(2, description="of mode interleaved: slices of the model on each rank")
+    cut: Literal["count", "parameters", "flops", "profile"] | list[NonNegative | str] = Field(
+        "flops",
+        description="of pipelines: what stages have alike, or their first layers by name or number: [block3, norm]",
+    )
+    clip_norm: Annotated[float, Field(gt=0.0)] | None = None
+    non_finite: Literal["stop", "skip"] = Field(
+        "stop", description="after a step whose loss or gradients are not finite, and which is left out; skip: go on"
+    )
+    precision: Precision = Field(
+        "fp32", description="bf16, fp16: autocast, fp16 with loss scaling; pure_bf16: weights too, with fp32 masters"
+    )
+    compile: bool = Field(False, description="torch.compile, block by block")
+    activation_checkpointing: bool = Field(False, description="forward every block again in the backward, to keep less")
+    cuda_graph: bool = Field(
+        False,
+        description="record steps - under a pipeline each forward and backward - and replay them; for GPUs that wait "
+        "for the host",
+    )
+    bucket_size_mb: Annotated[float, Field(gt=0.0)] | None = Field(
+        25.0, description="of modes bucketed, zero1 and zero2 alone, at most; null: all gradients in one bucket"
+    )
+    accumulate: Literal["local", "sharded"] = Field(
+        "local",
+        description="of modes zero1, zero2, zero3 and fsdp: what micro-batches add to; local: whole gradients, which "
+        "are shared out once a step; sharded: each rank's share, after every micro-batch, for less memory and more "
+        "communication; other modes refuse it",
+    )
+    reshard_after_forward: bool = Field(
+        True,
+        description="of modes zero3 and fsdp: give gathered parameters back after the forward, and gather them again "
+        "in the backward; other modes refuse it",
+    )
+    layerwise: bool = Field(
+        False,
+        description="of mode zero3 and of pipelines, to learn from: gradients taken with one torch.autograd.grad a "
+        "layer, and in zero3 parameters gathered layer by layer; other modes refuse it",
+    )
+    sequence_parallel: bool = Field(
+        False,
+        description="where layers are split: norms and dropout between them have a part of the tokens on each rank, "
+        "for less memory; other modes refuse it",
+    )
+    communication_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        None, description="what gradients are sent as; default: as they are. For the modes with our own wrappers"
+    )
+    profile: ProfileSettings = Field(
+        OFF, description="traces, operators, flame graph and overlap of some steps of every rank"
+    )
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    evaluate: bool = True
+    augment: bool | None = Field(None, description="crop and flip; default: only for cifar10")
+    loader_workers: NonNegative = Field(0, description="processes that load batches ahead; 0: in the rank itself")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mode_may_be_null(cls, given: Any) -> Any:
+        """Let `--set train.mode=null` take the mode out of a file, for `parallel:` in its place."""
+        is_null = isinstance(given, dict) and given.get("mode", "") is None
+        return {key: value for key, value in given.items() if key != "mode"} if is_null else given
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _name_of_model(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _name_of_data(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("mode")
+    @classmethod
+    def _mode_is_known(cls, mode: str) -> str:
+        if mode not in MODES:
+            raise ValueError(unknown("mode", mode, tuple(MODES)))
+        return mode
+
+    @property
+    def mode_name(self) -> str:
+        """The mode; of a split that is written out, the one whose gradients are shared in the same way."""
+        if self.parallel is None:
+            return self.mode
+        given = self.parallel
+        return mode_of(Parallel(tensor=given.tensor, sync=given.sync, zero=given.zero, schedule=given.schedule or ""))
+
+    @property
+    def is_pipeline(self) -> bool:
+        """True where ranks have slices of the layers."""
+        return self.mode_name in PIPELINES
+
+    @property
+    def is_product(self) -> bool:
+        """True where ranks are split in more than one way: pipelines beside each other, split layers of stages."""
+        several = self.parallel is not None and self.parallel.data > 1
+        return several + self.is_pipeline + self.splits_layers > 1
+
+    @property
+    def splits_layers(self) -> bool:
+        """True where ranks have a part of every layer each."""
+        return self.mode == TENSOR if self.parallel is None else self.parallel.tensor > 1
+
+    @property
+    def sync(self) -> Sync:
+        """How data-parallel ranks average gradients."""
+        return MODES[self.mode].expand(1).sync if self.parallel is None else self.parallel.sync
+
+    @property
+    def zero(self) -> Zero:
+        """ZeRO's stage."""
+        return MODES[self.mode].expand(1).zero if self.parallel is None else self.parallel.zero
+
+    @property
+    def same_norm(self) -> bool:
+        """True where gradients are clipped by a norm that has the same bits whoever has which of them."""
+        return self.exact or self.deterministic
+
+    def virtual_world_size(self, world_size: int) -> int:
+        """Return the number of shards of a global batch: `virtual_ranks` when exact (default 4), else one a rank.
+
+        All ranks that have one copy of the model together have one shard.
+        """
+        if self.is_pipeline or self.splits_layers:
+            return 1 if self.parallel is None else self.parallel.data
+        return (self.virtual_ranks or 4) if self.exact else world_size
