@@ -23,14 +23,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.pipe.batches import cut_batch
 from muster.pipe.draws import Hooks
 from muster.pipe.graphs import Graphs, graphs_for
-from muster.pipe.held import Held, check_model, device_of, evaluating
 from muster.pipe.marks import Mark, marks_for
 from muster.pipe.passages import PASSAGES
-from muster.pipe.rows import Row, row_of
-from muster.pipe.run import Parts, Run, Span
+from muster.pipe.run import Held, Parts, Row, Run, Span, check_model, cut_batch, device_of, evaluating, row_of
 from muster.pipe.schedules import cuts as cutting
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.programs import Step

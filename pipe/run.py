@@ -8,19 +8,166 @@ Buffers of received tensors are given back after B, or W: what autograd saved li
 """
 
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.pipe.marks import Mark
-from muster.pipe.rows import Row
-from muster.pipe.schedules.actions import Action
-from muster.pipe.schedules.programs import Receive, Send, Step
+from muster.pipe.schedules.actions import Action, Schedule
+from muster.pipe.schedules.backlog import Way, backlogs
+from muster.pipe.schedules.messages import check, with_messages
+from muster.pipe.schedules.programs import Receive, Send, Step, received_before, sent_after
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Passage, Stage
 from muster.pipe.wires.channels import Arrival, Channels, Form
+from muster.pipe.wires.meeting import Meeting
+
+
+class Held(nn.Module):
+    """Layers under the names that they have in the whole model; whoever runs them knows their order."""
+
+    def __init__(self, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, layer in layers:
+            self.add_module(name, layer)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the forward of each layer by itself, as `nn.Module.compile` does: it is layers that stages run."""
+        for layer in self.children():
+            layer.compile(*args, **kwargs)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuse another layer: the stages would go on with the first one."""
+        if name in self._modules:
+            raise AttributeError(f"layer {name!r} of a pipeline stays; change it before the Pipeline is built")
+        super().add_module(name, module)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse another layer here, too."""
+        if name in self.__dict__.get("_modules", ()):
+            raise AttributeError(f"layer {name!r} of a pipeline stays; change it before the Pipeline is built")
+        super().__setattr__(name, value)
+
+
+def check_model(
+    layers: nn.Sequential,
+    process_group: dist.ProcessGroup | None,
+    schedule: Schedule,
+    loss: Callable[..., Any],
+    *,
+    layerwise: bool,
+    recompute: bool,
+) -> None:
+    """Refuse what cannot be a pipeline, before anything is sent."""
+    if not isinstance(layers, nn.Sequential):
+        raise TypeError(f"a pipeline is cut from the layers of an nn.Sequential, got a {type(layers).__name__}")
+    ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
+    if schedule.ranks != ranks:
+        raise ValueError(f"schedule {schedule.name} is for {schedule.ranks} ranks, the group has {ranks}")
+    if layerwise and recompute:
+        raise ValueError("layerwise and recompute: layerwise forwards every layer again anyway; drop one of the two")
+    if layerwise and isinstance(loss, nn.Module) and any(each.requires_grad for each in loss.parameters()):
+        raise ValueError(
+            "layerwise: the loss has parameters that learn, and only layers' get gradients; move them into the last "
+            "layer, or leave layerwise out"
+        )
+    of_layers = {id(each) for layer in layers for each in (*layer.parameters(), *layer.buffers())}
+    for name, each in (*layers.named_parameters(), *layers.named_buffers()):
+        if id(each) not in of_layers:
+            raise ValueError(f"{name} belongs to no layer, so to no stage; move it into one")
+
+
+def device_of(*modules: nn.Module) -> torch.device:
+    """Return where the first of some modules that has a parameter or buffer is."""
+    held = (each for module in modules for each in (*module.parameters(), *module.buffers()))
+    first = next(held, None)
+    return torch.device("cpu") if first is None else first.device
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Put a module into evaluation mode, and each of its parts back into what it was in."""
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, training in modes:
+            each.training = training
+
+
+Kind = Literal["F", "B", "I", "W", "send", "ask", "wait"]
+
+
+class Operation(NamedTuple):
+    """One thing to do."""
+
+    kind: Kind
+    step: Step
+
+
+class Row(NamedTuple):
+    """A rank's operations, the messages that come to it, in their order, and how many may lie on each rank's ways."""
+
+    operations: tuple[Operation, ...]
+    receives: tuple[Receive, ...]
+    backlogs: Mapping[Way, int]
+
+
+def row_of(schedule: Schedule, rank: int, microbatches: int, *, forwards_only: bool = False) -> Row:
+    """Return what a rank does for so many micro-batches, at most the schedule's.
+
+    Raises:
+        ScheduleError: it does not do all of a step, once, in an order that can be.
+    """
+    actions = tuple(tuple(each for each in row if each.microbatch < microbatches) for row in schedule.actions)
+    if forwards_only:
+        ranks = [_forwards(each, schedule.rank_of) for each in actions]
+        coming = tuple(each for peer, steps in enumerate(ranks) for each in _coming(steps, peer, rank))
+        return Row(tuple(_operations(ranks[rank], schedule)), coming, backlogs(ranks))
+    program = with_messages(replace(schedule, microbatches=microbatches, actions=actions))
+    check(program)
+    steps = program.steps[rank]
+    coming = tuple(each for each in steps if isinstance(each, Receive))
+    return Row(tuple(_operations(steps, schedule)), coming, backlogs(program.steps))
+
+
+def _forwards(actions: Sequence[Action], rank_of: tuple[int, ...]) -> tuple[Step, ...]:
+    """Do forwards in their order, each between what it needs and what it makes: nothing comes back."""
+    forwards = (each for each in actions if each.kind == "F")
+    steps = ((received_before(each, rank_of), each, sent_after(each, rank_of)) for each in forwards)
+    return tuple(step for each in steps for step in each if step is not None)
+
+
+def _coming(steps: Sequence[Step], peer: int, rank: int) -> list[Receive]:
+    """List what a peer sends to a rank, in its order."""
+    sends = [each for each in steps if isinstance(each, Send) and each.peer == rank]
+    return [Receive(each.what, each.stage, each.microbatch, peer) for each in sends]
+
+
+def _operations(steps: Sequence[Step], schedule: Schedule) -> list[Operation]:
+    operations = []
+    for step in steps:
+        if isinstance(step, Action):
+            if received := received_before(step, schedule.rank_of):
+                operations.append(Operation("wait", received))
+            operations.append(Operation(step.kind, step))
+        else:
+            operations.append(Operation("send" if isinstance(step, Send) else "ask", step))
+    return operations
+
+
+def part_lengths(samples: int, parts: int) -> list[int]:
+    """Cut a batch into parts that differ by one sample at most, larger ones first; fewer, where samples are fewer."""
+    parts = min(parts, samples)
+    length, longer = divmod(samples, parts)
+    return [length + (part < longer) for part in range(parts)]
 
 
 class Span(NamedTuple):
@@ -235,3 +382,45 @@ def _make_own(fresh: list[nn.Parameter], *messages: Tensor | None) -> list[nn.Pa
         elif parameter.grad.layout == torch.strided and parameter.grad.untyped_storage().data_ptr() in memory:
             parameter.grad = parameter.grad.clone()
     return left
+
+
+def cut_batch(
+    inputs: Tensor, targets: Tensor | None, most: int, meeting: Meeting | None, *, evaluates: bool = False
+) -> Parts:
+    """Cut a batch into `most` micro-batches, fewer where there are fewer samples; all ranks must have such a one.
+
+    Raises:
+        TypeError: inputs or targets are no tensors.
+        ValueError: no samples, inputs and targets of different numbers, inputs that require a gradient, or a batch of
+            another shape than another rank's.
+        RuntimeError: autograd records nothing here.
+    """
+    _check(inputs, targets, evaluates=evaluates)
+    lengths = part_lengths(len(inputs), most)
+    kind = (tuple(inputs.shape[1:]), inputs.dtype, evaluates)
+    if meeting is not None:
+        in_words = f"{len(inputs)} samples of shape {kind[0]}, {inputs.dtype}"
+        meeting.compare([len(inputs), zlib.crc32(repr(kind).encode())], in_words)
+    return Parts(
+        torch.split(inputs, lengths),
+        () if targets is None else torch.split(targets, lengths),
+        [length / len(inputs) for length in lengths],
+        [(length, *kind) for length in lengths],
+    )
+
+
+def _check(inputs: Tensor, targets: Tensor | None, *, evaluates: bool) -> None:
+    """Refuse what no step can be made of."""
+    for what, each in (("inputs", inputs), ("targets", inputs if evaluates else targets)):
+        if not isinstance(each, Tensor):
+            raise TypeError(f"{what} are a {type(each).__name__}, wanted one tensor, samples first")
+    if not inputs.dim() or not len(inputs):
+        raise ValueError("a batch of 0 samples; pass one at least")
+    if targets is not None and len(targets) != len(inputs):
+        raise ValueError(f"{len(inputs)} inputs but {len(targets)} targets; pass one for each")
+    if inputs.requires_grad:
+        raise ValueError("inputs require a gradient, which would reach no rank's; pass inputs.detach()")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "a pipeline within torch.inference_mode(): call it outside; evaluate() records nothing anyway"
+        )

@@ -29,13 +29,11 @@ from muster.zero.flat import FlatParameters, Named, by_kind
 from muster.zero.gather import Gather, NeighbourGather, gather_for
 from muster.zero.gradients import KeptGradients, PassingGradients, may_travel_alone
 from muster.zero.neighbours import neighbours_of
-from muster.zero.presence import Presence, in_backward
 from muster.zero.scatter import UNDER_WAY, NeighbourScatter, Scatter, scatter_for
 from muster.zero.sharded import Sharded
 from muster.zero.units import ROOT, Unit, Units, names_of, units_of
-from muster.zero.whole import AlwaysWhole
-from muster.zero.window import Window
-from muster.zero.windows import Windows
+from muster.zero.whole import AlwaysWhole, Presence, in_backward
+from muster.zero.windows import Window, Windows
 
 Stage = Literal[1, 2, 3]
 Accumulate = Literal["local", "sharded"]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from muster.zero.window import Window
+from muster.zero.windows import Window
 
 
 class Saved:

@@ -18,8 +18,8 @@ from muster.zero.apart import require_own_memory
 from muster.zero.flat import FlatParameters, Held, mend
 from muster.zero.gather import Gather
 from muster.zero.optimizer import ShardedOptimizer
-from muster.zero.presence import Gone, Presence
 from muster.zero.sources import Joined
+from muster.zero.whole import Gone, Presence
 
 
 class Sharded(DataParallel):

@@ -35,7 +35,7 @@ from muster.jobs.train.rounding import Rounding, Values
 from muster.jobs.train.sampling import Plan
 from muster.jobs.train.tensor_draws import draw_as_split
 from muster.jobs.world.world import add_in_order
-from muster.pipe.rows import part_lengths
+from muster.pipe.run import part_lengths
 
 USES: Final = 2  # of a tied weight: in the embedding and in the head
 LOSS: Final = "loss of each step"

@@ -28,7 +28,7 @@ from muster.pipe.local.across import Ready
 from muster.pipe.local.nested import batch_of, cut, join
 from muster.pipe.local.turns import Turns
 from muster.pipe.local.workers import Answer, Call, Modes, Task, Workers
-from muster.pipe.rows import part_lengths
+from muster.pipe.run import part_lengths
 from muster.pipe.schedules.cuts import Cuts, by_hand, even
 
 

@@ -13,8 +13,7 @@ from muster.jobs.world.world import World
 from muster.pipe import batches, pipeline, run
 from muster.pipe.buffers import Before
 from muster.pipe.passages import WholeGraph
-from muster.pipe.rows import Row, row_of
-from muster.pipe.run import Handed, Run
+from muster.pipe.run import Handed, Row, Run, row_of
 from muster.pipe.stage import Stage
 from muster.pipe.wires.channels import Arrival, Channels
 from support.pipelines import Case, wrong_training

@@ -173,7 +173,7 @@ def keep(bucket: Any, mean: torch.Tensor) -> None:
 
 MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
     "never freed": ("muster.zero.flat.FlatParameters.free", lambda home: setattr(home, "is_whole", False)),
-    "never gathered again": ("muster.zero.window.Window.close", lambda window: None),
+    "never gathered again": ("muster.zero.windows.Window.close", lambda window: None),
     "freed in the end only": ("muster.zero.windows.Windows._is_over", lambda self, window, runs: None),
     "a neighbour's shard": ("muster.zero.flat.FlatParameters.parts", backwards_parts),
     "nothing reduced": ("muster.zero.scatter.ordered_mean_part", lambda shards, mine, group: None),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.pipe.rows import row_of
+from muster.pipe.run import row_of
 from muster.pipe.schedules.backlog import backlogs
 from muster.pipe.schedules.messages import with_messages
 from muster.pipe.schedules.programs import Receive, Send
