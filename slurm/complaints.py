@@ -57,9 +57,11 @@ COMPLAINTS: Final = (
 )
 
 
-# Which node had too little memory. That a job has, the batch script's own node says, wherever it was.
+# Which node had too little memory, and in bytes what was used there and allowed, where Slurm says so. That a job has,
+# the batch script's own node says, wherever it was.
 OUT_OF_MEMORY_AT: Final = (
-    r"slurmstepd-(?P<host>[\w.-]+): error: (?:Step\S*|StepId=\S+)(?: \S+)? exceeded memory limit|"
+    r"slurmstepd-(?P<host>[\w.-]+): error: (?:Step\S*|StepId=\S+)(?: \S+)? exceeded memory limit"
+    r"(?: \((?P<used>\d{1,18}) > (?P<limit>\d{1,18})\))?|"
     r"slurmstepd-(?P<of>[\w.-]+): error: Detected \d+ oom|"
     r"srun: error: (?P<task>[\w.-]+): tasks? [\d,-]+: Out Of Memory"
 )
@@ -74,4 +76,10 @@ def complaint(lines: Iterable[str]) -> Complaint | None:
         return None
     worst = COMPLAINTS[min(found)][1]
     where = next(filter(None, (re.search(OUT_OF_MEMORY_AT, line) for line in kept)), None)
-    return replace(worst, host=next(filter(None, where.groups()))) if worst.of_a_node and where else worst
+    if where is None or not worst.of_a_node:
+        return worst
+    message = worst.message
+    if where["limit"]:  # in the unit of slurm.mem
+        used, limit = (f"{int(where[name]) >> 20}M" for name in ("used", "limit"))
+        message = message.replace(";", f" ({used} used, {limit} allowed);", 1)
+    return replace(worst, message=message, host=next(filter(None, where.groups())))

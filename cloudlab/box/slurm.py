@@ -55,7 +55,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=1
-JobAcctGatherParams=OverMemoryKill
+# A page that forks share counts once, as with cgroups, which slurm.conf(5) recommends for limits.
+JobAcctGatherParams=OverMemoryKill,UsePss
 AccountingStorageType=accounting_storage/none
 JobCompType=jobcomp/none
 JobRequeue=1

@@ -18,7 +18,7 @@ THREADS_FIELD: Final = 17
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
-    """Have the kernel kill this process when `parent`, which forked it, dies; also when it is dead already."""
+    """Have the kernel kill this process when `parent`, which forked it, dies or has died; `number` 0 undoes it."""
     _prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)

@@ -1,9 +1,11 @@
-"""The warm process: one per host. It imports torch once; every rank of the host is a fork of it.
+"""The warm process: one per host. torch is imported once; every rank of the host is a fork of the importing process.
 
     warm ── keeper of node 0 ── rank 0, rank 1, store
          └─ keeper of node 1 ── rank 2, rank 3             (pretend nodes share one warm process)
 
-It is given one socket per agent and forks one keeper for each. It runs no torch operation and asks nothing of CUDA,
+It is given one socket per agent and forks one keeper for each. With several keepers it imports torch itself, before it
+forks them. A single keeper imports torch instead, and the warm process stays small: schedulers that add up the RSS of
+all processes count every page again in each fork. Nobody runs a torch operation or asks anything of CUDA before ranks,
 for a child of a process that did either hangs. Its own start carries the run id and the library variables, so that
 they stand in /proc/PID/environ of every rank. It ends when its last keeper has ended; a keeper ends with its agent.
 """
@@ -38,14 +40,19 @@ def main() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to every process of the job; the agent answers it
     linux.adopt_orphans()
     sockets = [socket.socket(fileno=int(text)) for text in args.fds.split(",")]
-    preload(list(filter(None, args.preload.split(","))), sockets)
-    keepers = set()
+    modules, warm, keepers = list(filter(None, args.preload.split(","))), os.getpid(), set()
+    if len(sockets) > 1:
+        preload(modules, sockets)
     for mine in sockets:
         pid = os.fork()
         if pid == 0:
             for other in sockets:
                 if other is not mine:
                     other.close()
+            if len(sockets) == 1:
+                linux.die_with_parent(warm)  # the agent may give up an import that hangs, by killing the warm process
+                preload(modules, sockets)
+                linux.die_with_parent(warm, 0)  # a keeper at work outlives it, and ends with its agent
             Keeper(mine).run()
         keepers.add(pid)
     for each in sockets:

@@ -75,6 +75,11 @@ TABLE: Final[tuple[Advice, ...]] = (
         said=r"(?i)cuda out of memory|CUDA error: out of memory|torch\.(?:cuda\.)?OutOfMemoryError",
     ),
     Advice(
+        "ask Slurm for more memory on each node: slurm.mem in the job or site file, or --set slurm.mem=8G; or lower "
+        "ranks_per_node; sacct -j JOBID -o JobID,ReqMem,MaxRSS shows the memory requested and used",
+        said=r"ran out of memory.*; raise slurm\.mem",
+    ),
+    Advice(
         "the node is too small for this: lower train.batch_size (of a bench job: bench.sizes), or put fewer ranks on a "
         "node",
         said=r"MemoryError|can't allocate memory|Cannot allocate memory|DefaultCPUAllocator",
@@ -197,7 +202,8 @@ TABLE: Final[tuple[Advice, ...]] = (
     # How a process ended, when it said nothing that we know.
     Advice(
         "somebody killed it: maybe the kernel, out of memory (dmesg -T | grep -i 'killed process' on that node): "
-        "lower train.batch_size (of a bench job: bench.sizes), or ranks_per_node; else ask who ran kill",
+        "lower train.batch_size (of a bench job: bench.sizes) or ranks_per_node, or raise slurm.mem in a Slurm job; "
+        "else ask who ran kill",
         signal="SIGKILL",
     ),
     Advice(

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -186,3 +187,49 @@ def test_ranks_die_with_their_keeper_even_where_no_warm_process_is_left_to_bury_
     assert all(map(start_ticks, pids.values()))  # the keeper goes on without it
     os.kill(warm.keepers[0], signal.SIGKILL)
     wait_until(lambda: not any(map(start_ticks, pids.values())), "the end of the ranks")
+
+
+# An import that never ends, in place of torch's.
+HANGS = """
+import signal, sys
+from importlib.abc import MetaPathFinder
+
+class Hangs(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "hangs":
+            print("importing", file=sys.stderr, flush=True)
+            signal.pause()
+
+sys.meta_path.insert(0, Hangs())
+sys.argv = ["muster.jobs.node.warm", "--fds", sys.argv[1], "--preload", "hangs"]
+from muster.jobs.node.warm import main
+main()
+"""
+
+
+def holds_numpy(pid: int) -> bool:
+    """Return whether a process maps numpy's libraries; numpy stands for torch, whose import takes seconds."""
+    return "numpy" in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_the_warm_process_of_a_single_keeper_imports_nothing_so_that_fewer_processes_hold_torch(make_warm) -> None:
+    single = make_warm(preload="numpy").wait_for_keepers()
+    assert [holds_numpy(pid) for pid in (single.process.pid, *single.keepers)] == [False, True]
+    shared = make_warm(keepers=2, preload="numpy").wait_for_keepers()  # imported once for both
+    assert [holds_numpy(pid) for pid in (shared.process.pid, *shared.keepers)] == [True, True, True]
+
+
+def test_a_keeper_whose_import_hangs_dies_with_its_warm_process(make_warm) -> None:
+    warm = make_warm(code=HANGS)
+    wait_until(lambda: (warm.folder / "warm.err").read_text() == "importing\n", "the import")
+    assert len(warm.left()) == 2
+    warm.process.kill()
+    wait_until(lambda: warm.left() == [], "the end of the keeper")
+
+
+def test_a_single_keeper_that_cannot_import_says_so_and_ends_with_its_warm_process(make_warm) -> None:
+    warm = make_warm(preload="nosuchmodule")
+    assert "No module named 'nosuchmodule'" in warm.next("broken")["broken"]
+    warm.agents[0].shutdown(socket.SHUT_RDWR)
+    assert warm.process.wait(timeout=DEADLINE_S) == 0
+    assert warm.left() == []

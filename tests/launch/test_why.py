@@ -6,9 +6,13 @@ import pytest
 
 from muster.jobs.basics import exits
 from muster.launch.records.advice import TABLE, next_step
+from muster.slurm.complaints import complaint
+from muster.slurm.states import STATES
 
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0
+SLURM_KILLED_IT = complaint(["slurmstepd-n0: error: StepId=3.0 exceeded memory limit (1101398016 > 1052770304), being"])
+OUT_OF_MEMORY = SLURM_KILLED_IT.message if SLURM_KILLED_IT else ""
 
 
 def failure(rank: int | None = 3, **fields):
@@ -164,6 +168,14 @@ def test_every_exit_class_has_a_next_step_of_its_own(row: exits.Exit) -> None:
         ("lost", {}, "supervisor was killed"),
         ("storage", {"message": "3 saves in a row came to nothing; the last: No space left on device"}, "are whole"),
         ("timeout", {"message": "made no progress for 42 s after step 8: in all_reduce"}, "--stream err --rank 3"),
+        # Out of memory before each save: more saves would be out of memory, too.
+        (
+            "do-not-restart",
+            {"message": "3 attempts in a row without a new checkpoint: node 0 (n0): " + OUT_OF_MEMORY},
+            "--set slurm.mem=",
+        ),
+        ("failed", {"message": "node 0 (n0): " + OUT_OF_MEMORY}, "sacct -j JOBID"),
+        ("failed", {"message": f"Slurm job 7 on n0: {STATES['OUT_OF_MEMORY'].sentence} (OUT_OF_MEMORY)"}, "slurm.mem="),
         ("do-not-restart", {"message": "the same failure at the same step (7) twice: x"}, "correct it first"),
         ("do-not-restart", {"message": "3 attempts in a row without a new checkpoint: x"}, "checkpoint.every_s"),
         ("unreachable", {"message": "x; 1 node left, and the job needs 2 (restart.min_nodes)"}, "min_nodes=N"),

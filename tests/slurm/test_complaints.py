@@ -20,7 +20,7 @@ AT = "CANCELLED AT 2026-11-21T10:25:38"
         (
             ["slurmstepd-sd0: error: StepId=18.0 exceeded memory limit (454541312 > 209715200), being killed"],
             1,
-            "slurm.mem",
+            "ran out of memory (433M used, 200M allowed); raise slurm.mem",
         ),
         (["slurmstepd: error: Detected 1 oom_kill event in StepId=5.0."], 1, "slurm.mem"),
         (["srun: error: n2: task 1: Out Of Memory"], 1, "slurm.mem"),

@@ -74,6 +74,14 @@ def test_a_job_that_takes_too_much_memory_is_ended_and_says_so(box: Box, tmp_pat
     assert "exceeded memory limit" in (tmp_path / f"{job}.out").read_text()
 
 
+def test_memory_that_forks_share_counts_once(box: Box, tmp_path: Path) -> None:
+    forks = (
+        "x = bytearray(60 << 20); forks = [os.fork() for _ in range(3)]; time.sleep(4)"  # 8 processes: 480 MB of RSS
+    )
+    job = submit(box, tmp_path, f"exec python3 -c 'import os, time; {forks}'", "--mem=200")
+    assert reaches(box, job, "COMPLETED")
+
+
 @pytest.mark.soak
 def test_a_job_of_the_low_partition_makes_room_and_is_queued_again(box: Box, tmp_path: Path) -> None:
     low = submit(box, tmp_path, "echo start; sleep 60", "--partition=preempt", "--nodes=4", "--exclusive")
