@@ -44,6 +44,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if NEEDS_PACKAGES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.cluster)
+        if any(item.get_closest_marker(name) for name in ("gpu", "cluster", "soak")):
+            item.add_marker(pytest.mark.slow)
+        unsteady = item.get_closest_marker("unsteady")
+        if unsteady is not None and not (unsteady.args and isinstance(unsteady.args[0], str)):
+            raise pytest.UsageError(f"{item.nodeid}: is marked unsteady without a reason; write unsteady('why')")
 
 
 @pytest.fixture(scope="session")

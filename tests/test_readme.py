@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PAGES = ("README.md", "DESIGN.md", "CHANGELOG.md")
 RUN_LINE = "./setup.sh && .venv/bin/muster run jobs/examples/vgg11.yaml"
-TEST_LINE = "./setup.sh --dev && .venv/bin/pytest"
+TEST_LINE = './setup.sh --dev && .venv/bin/pytest -m "not slow"'
 
 MARKER = re.compile(r"<!-- test:run(?: exit=(\d+))? -->")
 
