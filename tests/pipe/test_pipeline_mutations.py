@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from muster.jobs.world.world import World
-from muster.pipe import batches, pipeline, run
+from muster.pipe import pipeline, run
 from muster.pipe.buffers import Before
 from muster.pipe.passages import WholeGraph
 from muster.pipe.run import Handed, Row, Run, row_of
@@ -49,7 +49,7 @@ def all_count_alike() -> Any:
         def weights(self) -> list[float]:  # type: ignore[override]
             return [1 / len(self.inputs)] * len(self.inputs)
 
-    return mock.patch.object(batches, "Parts", Alike)
+    return mock.patch.object(run, "Parts", Alike)
 
 
 def two_are_swapped() -> Any:
