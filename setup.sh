@@ -9,13 +9,14 @@ set -euo pipefail
 
 readonly USAGE=2 UNREACHABLE=69 FOLDER=73 STORAGE=74 REFUSED=78 STOPPED=130
 readonly CPU_INDEX=https://download.pytorch.org/whl/cpu
+readonly DRIVER_FILES=(/dev/nvidiactl /proc/driver/nvidia/version /dev/dxg) # where one is, there is an NVIDIA driver
 readonly LAYOUT=2 # raise it when install_muster writes something new: every .venv then gets that group again
 
 repository=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 readonly repository venv=$repository/.venv
 readonly state_file=$venv/setup.state log=$venv/setup.log
 declare -A state=()
-want_dev=no want_torch=yes want_cpu=no want_hashes=yes want_system_site=no want_python=''
+want_dev=no want_torch=yes want_build=auto want_hashes=yes want_system_site=no want_python=''
 
 main() {
   parse "$@"
@@ -44,7 +45,8 @@ usage: ./setup.sh [options]
 Makes .venv next to this file: pinned packages from requirements/ and the muster command. Call it as often as you like.
 
   --dev                    also the tools of the tests: pytest, hypothesis, mypy, ruff
-  --cpu                    take torch from PyTorch's CPU index where it can be reached: about 200 MB, not 3 GB
+  --cpu                    PyTorch's CPU build, about 200 MB, where its index can be reached
+  --cuda                   PyTorch's CUDA build, about 3 GB; default: this where an NVIDIA driver is, else the CPU build
   --launcher-only          everything but torch, for machines that start runs and train nothing (login nodes)
   --python PATH            the Python to use, 3.10 or newer (default: the first such python3 on PATH)
   --system-site-packages   let .venv see that Python's own packages; a torch >= 2.11 found there is used
@@ -57,7 +59,7 @@ parse() {
   while (($#)); do
     case $1 in
       --dev) want_dev=yes ;;
-      --cpu) want_cpu=yes ;;
+      --cpu | --cuda) want_build=${1#--} ;;
       --launcher-only) want_torch=no ;;
       --system-site-packages) want_system_site=yes ;;
       --no-hashes) want_hashes=no ;;
@@ -108,7 +110,7 @@ read_state() {
   done <"$state_file"
   # What an earlier call added stays asked for, so that a plain call removes nothing.
   if [[ ${state[dev]-} ]]; then want_dev=yes; fi
-  if [[ ${state[flavour]-} == cpu ]]; then want_cpu=yes; fi
+  if [[ $want_build == auto && ${state[flavour]-} == @(cpu|cuda) ]]; then want_build=${state[flavour]}; fi
   if [[ ${state[system_site]-} == yes ]]; then want_system_site=yes; fi
   if [[ ${state[hashes]-} == no ]]; then want_hashes=no; fi
 }
@@ -140,7 +142,8 @@ is_ours() {
 # True when a flag asks for what only a new .venv can give.
 is_outdated() {
   [[ $want_system_site != "${state[system_site]}" ]] ||
-    [[ $want_cpu == yes && $want_torch == yes && ${state[flavour]-} == cuda ]] ||
+    [[ $want_build != auto && $want_torch == yes && ${state[flavour]-$want_build} == @(cpu|cuda) &&
+      $want_build != "${state[flavour]-$want_build}" ]] ||
     [[ $want_python && $(base_of "$want_python") != "${state[interpreter]}" ]]
 }
 
@@ -264,20 +267,28 @@ install_torch() {
   if [[ $want_system_site == yes ]] && use_module_torch; then return; fi
   local wanted
   wanted=$(grep -o '^torch==[0-9.]*' "$repository/requirements/torch.txt")
-  if [[ $want_cpu == yes ]] && can_reach_cpu_index; then
+  if [[ $want_build == auto ]] && ! has_driver; then
+    want_build=cpu
+    say "no NVIDIA driver here: taking torch's CPU build; for machines with GPUs call ./setup.sh --cuda"
+  fi
+  if [[ $want_build == cpu ]] && can_reach_cpu_index; then
     say "installing $wanted, the CPU build (about 200 MB; see .venv/setup.log)"
     install_cpu_torch --index-url "$CPU_INDEX"
   elif [[ $want_hashes == yes ]] && is_offered "torch" "${wanted#*==}+cpu"; then
     install_cpu_torch
-  elif [[ $want_cpu == yes ]]; then
+  elif [[ $want_build == cpu ]]; then
     say "$CPU_INDEX cannot be reached; taking $wanted from the default index"
-  elif [[ ! -e /dev/nvidiactl && ! -e /proc/driver/nvidia/version ]]; then
-    say "hint: no GPU here; ./setup.sh --cpu would fetch about 200 MB of torch instead of 3 GB"
   fi
   say "installing $wanted and what it needs (see .venv/setup.log)"
   install_pins torch # pip looks up no torch that is installed
   note_torch
   if [[ $want_hashes == yes && ${state[flavour]} == cuda ]]; then install_pins cuda; fi
+}
+
+has_driver() {
+  local file
+  for file in "${DRIVER_FILES[@]}"; do if [[ -e $file ]]; then return 0; fi; done
+  return 1
 }
 
 # Install torch's CPU build: its exact local version, with one of the hashes in torch.txt, and nothing that it needs. From

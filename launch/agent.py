@@ -23,7 +23,7 @@ DIAL_PAUSE_S = 0.2
 ANSWER_S = 10.0  # for who answers to prove that it is the supervisor
 DIAL_EACH_S = 3.0  # one of several addresses of the supervisor may swallow packets
 DIAL_TIMEOUT_S = 60.0
-UNREACHABLE, REFUSED = 69, 78  # of jobs/basics/exits.py, whose dataclass costs as much as all else here
+UNREACHABLE, REFUSED, STOPPED = 69, 78, 130  # of jobs/basics/exits.py, whose dataclass costs as much as all else here
 LONGEST_SECRET = 256
 WORD_S = 600.0  # for the supervisor's first word: until the slowest node has greeted, or has failed
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
@@ -41,10 +41,12 @@ def main() -> None:
     options = parse(sys.argv[1:])
     try:
         carrier = greet(options)
+        select.select([max(carrier, 0)], [], [], WORD_S)
+        from muster.launch.node.serve import serve
     except ConnectionError:
         sys.exit(UNREACHABLE)  # the supervisor has gone meanwhile, and nobody is left to hear of it
-    select.select([max(carrier, 0)], [], [], WORD_S)
-    from muster.launch.node.serve import serve
+    except KeyboardInterrupt:
+        raise gave_up(STOPPED, f"{os.uname().nodename}: stopped by Ctrl-C before the run began") from None
 
     keeper = int(options["keeper-fd"]) if "keeper-fd" in options else None
     lease_s = float(options.get("lease-s", 0))
@@ -62,10 +64,16 @@ def greet(options: Options) -> int:
     import socket
 
     key = key_of(node, options)
-    addresses = options["connect"].split(",")
-    connection = dial(addresses, node, key, float(options.get("dial-timeout-s", DIAL_TIMEOUT_S)))
+    addresses, timeout_s = options["connect"].split(","), float(options.get("dial-timeout-s", DIAL_TIMEOUT_S))
+    by_hand, here = options.get("end-as") == "run", f"muster agent on {os.uname().nodename}: node {node}"
+    if by_hand:
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + timeout_s))
+        print(f"{here} tries to reach node 0 at {' or '.join(addresses)} until {until}", file=sys.stderr)
+    connection = dial(addresses, node, key, timeout_s)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(line(hello(connection.getsockname()[0])))
+    if by_hand:
+        print(f"{here} has reached node 0 and waits for the other nodes", file=sys.stderr)
     return connection.detach()
 
 

@@ -23,6 +23,7 @@ GROUPS = (
             ("sweep", "run every point of a grid of settings, and compare them"),
             ("plan", "show what run would do: hosts, ranks, environment, commands"),
             ("cmd", "print the line to paste on each node, to start by hand"),
+            ("save", "have a running training save a checkpoint now, and go on"),
             ("stop", "end a run, and whatever is left of it"),
         ),
     ),
@@ -76,7 +77,7 @@ PHRASES = {name: phrase for _, commands in GROUPS for name, phrase in commands}
 LOOKING = ("list", "status", "logs", "profile", "timeline", "memory", "why")  # of runs they only show files
 INTERRUPTED = 130  # 128 + SIGINT
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-RUN_FOLDER = 73
+NOT_FOUND = 72
 STORAGE = 74
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
@@ -88,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.getcwd()  # noqa: PTH109 (pathlib costs 8 ms that --help does not have)
     except FileNotFoundError:
         print("muster: the current folder no longer exists; cd to another", file=sys.stderr)
-        return RUN_FOLDER
+        return NOT_FOUND
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["help"]:
         arguments = [*arguments[1:2], "--help"]

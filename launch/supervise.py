@@ -31,8 +31,7 @@ def main() -> int:
             return supervise(at_home(submission), Console(ranks=False)).code
         if (hopeless := own.begin()) is not None:
             return hopeless.code
-        cause = own.output.cause if own.by_us else None
-        return own.end(supervise(at_home(submission), Console(ranks=False), cause).code)
+        return own.end(supervise(at_home(submission), Console(ranks=False), own if own.by_us else None).code)
     except MusterError as error:
         print(f"muster: {error}", file=sys.stderr)
         return error.exit_code

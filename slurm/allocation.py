@@ -12,7 +12,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.launchers import PASS_FLAGS, in_step, number, tasks_per_node
 from muster.jobs.hosts.nodelist import expand
 from muster.jobs.hosts.placement import Host
-from muster.jobs.hosts.ranks import STATUS_FD, RankEnv
+from muster.jobs.hosts.ranks import OF_A_RANK
 
 JOB_ID: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 NODELIST: Final = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -22,7 +22,6 @@ NUM_NODES: Final = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 _OF_AN_MPI: Final = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "HYDI_")
 _OF_THE_JOB: Final = ("SLURM", "SRUN_", "SBATCH_MEM_BIND", "TORCHELASTIC_", *_OF_AN_MPI)
 _OF_THE_CLUSTER: Final = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
-_OF_THE_RANK: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {STATUS_FD}
 _OF_THE_GPUS: Final = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"})
 
 
@@ -120,7 +119,7 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
         name: value
         for name, value in environ.items()
         if name in _OF_THE_CLUSTER
-        or not (name.startswith(_OF_THE_JOB) or name in _OF_THE_RANK or (drop_gpus and name in _OF_THE_GPUS))
+        or not (name.startswith(_OF_THE_JOB) or name in OF_A_RANK or (drop_gpus and name in _OF_THE_GPUS))
     }
 
 

@@ -89,9 +89,15 @@ class Client:
         states = {state.job_id: state for state in self._squeue(wanted) if state.job_id in wanted}
         for job_id in wanted:
             state = states.get(job_id)
-            if (state is None or state.phase == "over") and (told := self._scontrol(job_id) or self._sacct(job_id)):
+            if (state is None or state.phase == "over") and (told := self.details(job_id) or self._sacct(job_id)):
                 states[job_id] = told
         return states
+
+    def grace_s(self, partition: str) -> float:
+        """Return how long a partition lets a preempted job run on, 0 if it does not say; errors as `query`."""
+        _, out, _ = self._call(["scontrol", *self._clusters(), "--oneliner", "show", "partition", partition], LIST_S)
+        match = re.search(r"\bGraceTime=(\d{1,9})\b", out)
+        return float(match[1]) if match else 0.0
 
     def cancel(self, job_id: str) -> None:
         """Cancel a job, waiting or running; one that is over already is no error.
@@ -124,8 +130,9 @@ class Client:
             raise self._unreachable("squeue", said)
         return [state for line in out.splitlines() if (state := from_squeue(line)) is not None]
 
-    def _scontrol(self, job_id: str) -> JobState | None:
-        code, out, said = self._call(["scontrol", *self._clusters(), "--oneliner", "show", "job", job_id], QUERY_S)
+    def details(self, job_id: str, timeout_s: float = QUERY_S) -> JobState | None:
+        """Return what scontrol says of a job, None when it does not know the job; errors as `query`."""
+        code, out, said = self._call(["scontrol", *self._clusters(), "--oneliner", "show", "job", job_id], timeout_s)
         if code and not re.search(_UNKNOWN, said + out):
             raise self._unreachable("scontrol", said or out)
         return None if code else from_scontrol(out, job_id)
@@ -223,6 +230,7 @@ def from_scontrol(text: str, job_id: str) -> JobState | None:
         restarts=_number(restarts),
         end_time=unix_s(value("EndTime")),
         batch_host=value("BatchHost"),
+        preempted=unix_s(value("PreemptTime")),
     )
 
 

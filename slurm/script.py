@@ -1,6 +1,7 @@
 """The batch script of a run, or of an array of runs: pure text. Nothing of the user's is in it but options of sbatch.
 
     #SBATCH lines   what Slurm is asked for, one option each
+    trap '' USR1 USR2         until the supervisor listens
     exec python -I .../boot.py launch.supervise RUN_FOLDER     the shell is gone before anything runs
 
 Signals that Slurm sends to the batch script (`B:`) reach the supervisor itself, for it takes the shell's place.
@@ -82,7 +83,8 @@ def sbatch_text(
         name=name, folder=folder, nodes=nodes, settings=settings, cpus_per_task=cpus_per_task, array=array
     )
     body = f"exec {shlex.join(argv)}" if array is None else _array_body(argv, array.points)
-    return "\n".join(["#!/bin/sh", *(option.line() for option in options), "", body, ""])
+    # Both signals end a process that does not know them; the supervisor does, soon.
+    return "\n".join(["#!/bin/sh", *(option.line() for option in options), "", "trap '' USR1 USR2", body, ""])
 
 
 def options_of(

@@ -29,6 +29,7 @@ class JobState:
     restarts: int = 0
     end_time: float | None = None
     batch_host: str = ""
+    preempted: float | None = None
 
     @property
     def phase(self) -> Phase:

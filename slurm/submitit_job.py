@@ -33,6 +33,7 @@ from muster.jobs.runfolder.rundir import RunDir
 WAIT_S: Final = 120.0  # for the rendezvous: a file server may show a new file a minute late
 POLL_S: Final = 0.1
 DRAIN_S: Final = 25.0  # submitit's local executor sends its signal 30 s before the end
+SWEEP_S: Final = 5.0
 END_S: Final = 10.0  # of a child that was sent TERM
 REQUEUE_TEXT: Final = "submitit queues the job again"
 
@@ -112,6 +113,7 @@ class Task:
         if self._pidfd < 0 or _has_ended(self._pidfd, 0.0) or run.stop.exists():
             return None
         request = {"time": time.time(), "now": False, "code": exits.REQUEUE, "who": "submitit", "text": REQUEUE_TEXT}
+        request["grace_s"] = max(0.0, self.drain_s - SWEEP_S)  # of programs, which save for themselves
         write_json(run.stop, request)
         try:
             if not _has_ended(self._pidfd, self.drain_s):

@@ -286,11 +286,20 @@ def test_a_disk_that_takes_no_more_is_said_to_be_full(copy: Path) -> None:
 
 def test_help_names_every_option_that_is_parsed() -> None:
     text = (REPOSITORY / "setup.sh").read_text()
-    parsed = {"--dev", "--cpu", "--launcher-only", "--python", "--system-site-packages", "--no-hashes", "--help"}
+    parsed = {
+        "--dev",
+        "--cpu",
+        "--cuda",
+        "--launcher-only",
+        "--python",
+        "--system-site-packages",
+        "--no-hashes",
+        "--help",
+    }
     shown = setup(REPOSITORY, "--help")
     assert shown.returncode == 0
     assert {word for word in shown.stdout.split() if word.startswith("--")} == parsed
-    assert all(f"{option})" in text or f"{option} |" in text for option in parsed)
+    assert all(f"{option})" in text or f"{option} |" in text or f"| {option})" in text for option in parsed)
 
 
 def pin(name: str, version: str, digest: str) -> str:
@@ -340,9 +349,12 @@ def test_a_changed_wheel_is_refused_in_one_line_and_without_hashes_it_is_install
     assert later.returncode == 0, later.stdout + later.stderr
 
 
-@pytest.mark.parametrize("cpu", [True, False])
+@pytest.mark.parametrize(
+    ("options", "driver", "cpu"),
+    [(["--cpu"], True, True), ([], False, True), ([], True, False), (["--cuda"], False, False)],
+)
 def test_each_package_comes_from_one_index_and_cuda_only_beside_a_build_for_cuda(
-    copy: Path, index: PackageIndex, cpu: bool
+    copy: Path, index: PackageIndex, options: list[str], driver: bool, cpu: bool
 ) -> None:
     leaf = index.add("leaf", "1.0", wheel("leaf", "1.0", {"leaf.py": ""}))
     library = index.add("nvidia_x", "1.0", wheel("nvidia_x", "1.0", {"nvidia_x.py": ""}))
@@ -352,21 +364,28 @@ def test_each_package_comes_from_one_index_and_cuda_only_beside_a_build_for_cuda
         cpu_index.add("leaf", "1.0", wheel("leaf", "1.0", {"leaf.py": "raise SystemExit('the wrong one')"}))
         script = (copy / "setup.sh").read_text()
         named = "CPU_INDEX=https://download.pytorch.org/whl/cpu\n"
+        files = "DRIVER_FILES=(/dev/nvidiactl /proc/driver/nvidia/version /dev/dxg)"
         assert named in script
-        (copy / "setup.sh").write_text(script.replace(named, f"CPU_INDEX={cpu_index.address}\n"))
+        assert files in script
+        script = script.replace(named, f"CPU_INDEX={cpu_index.address}\n")
+        (copy / "setup.sh").write_text(script.replace(files, f"DRIVER_FILES=(/none {'/dev/null' if driver else ''})"))
         hashes = f"torch==9.0 \\\n    --hash=sha256:{plain} \\\n    --hash=sha256:{local}\n"
         require(copy, torch=pin("leaf", "1.0", leaf) + hashes, cuda=pin("nvidia-x", "1.0", library))
-        options = ["--cpu"] if cpu else []
         ended = setup(copy, *options, environ=using(index))
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert f"torch 9.0{'+cpu' if cpu else ''}" in ended.stdout
         assert set(cpu_index.asked) == ({"torch"} if cpu else set())
         assert set(index.asked) == ({"leaf"} if cpu else {"leaf", "torch", "nvidia-x"})
+        assert ("call ./setup.sh --cuda" in ended.stdout) == (not options and not driver)
+        assert "nothing to do" in setup(copy, environ=using(index)).stdout  # a plain call keeps the build
         # A build that is listed nowhere is refused, whatever its index says about it.
         (cpu_index if cpu else index).add("torch", "9.1+cpu", torch_wheel("9.1+cpu", "None"))
         require(copy, torch=pin("leaf", "1.0", leaf) + hashes.replace("9.0", "9.1"))
         refused = error_of(setup(copy, *options, environ=using(index)), 1)
         assert "the file of torch==9.1+cpu has the SHA-256" in refused
+        if not options and not driver:  # the default can be changed later
+            require(copy, torch=pin("leaf", "1.0", leaf) + hashes, cuda=pin("nvidia-x", "1.0", library))
+            assert "torch 9.0)" in setup(copy, "--cuda", environ=using(index)).stdout
 
 
 @needs_root

@@ -5,6 +5,10 @@
 
 A tensor that is shared lies in a file without a name (memfd_create(2)), which the other ranks map through
 /proc/PID/fd. Who may read what, and when, is agreed upon in meetings: collectives of one number over the group.
+
+With exact sums, and with two ranks, the bits are those of ranks that send messages. Otherwise stages 1 and 3 add the
+gradients of more than two ranks up in another order than a ring does, so the last bits may differ between one host and
+several.
 """
 
 import os

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.records import VERSION, Block, Cell, End, Header, Pair, Result, Timing, World
 from muster.collectives_bench.results.rows import Row
-from muster.jobs.basics.errors import JobFileError, RunFolderError
+from muster.jobs.basics.errors import JobFileError, NotFoundError, RunFolderError
 from muster.jobs.basics.files import write_text
 from muster.jobs.basics.reading import LARGEST, parse_json, read_bytes
 from muster.jobs.basics.words import unknown
@@ -132,7 +132,8 @@ def _read(path: Path) -> Result:
     try:
         data = read_bytes(file, MOST_BYTES, owned=False)
     except OSError as error:
-        raise RunFolderError(f"{file}: {error.strerror}; name a run, its bench.jsonl, or a result file") from error
+        kind = NotFoundError if isinstance(error, FileNotFoundError) else RunFolderError
+        raise kind(f"{file}: {error.strerror}; name a run, its bench.jsonl, or a result file") from error
     except ValueError as error:
         raise JobFileError(f"{error}; name a result of muster bench") from error
     result = _lines(file, data) if _is_lines(data) else _whole(file, data)
@@ -151,7 +152,8 @@ def _newest(folder: Path) -> Path:
             return file
     if (file := folder / "bench.jsonl").is_file():  # an attempt's own folder
         return file
-    raise RunFolderError(f"{folder}: nothing was measured here (no attempt has a bench.jsonl); muster why says more")
+    why = run.command("why")
+    raise NotFoundError(f"{folder}: nothing was measured here (no attempt has a bench.jsonl); {why} says more")
 
 
 def _is_lines(data: bytes) -> bool:

@@ -13,8 +13,8 @@ from muster.collectives_bench.results.rows import Row, rows_of
 from muster.collectives_bench.results.slow import slow
 
 
-def report_lines(result: Result) -> list[str]:
-    """Return the whole report, one world after another."""
+def report_lines(result: Result, unmeasured: Sequence[str] = ()) -> list[str]:
+    """Return the whole report, one world after another; `unmeasured` names worlds that should be in it and are not."""
     rows, unfinished = rows_of(result), missing(result).text
     lines: list[str] = []
     for world in _worlds(result, rows):
@@ -35,7 +35,8 @@ def report_lines(result: Result) -> list[str]:
         ]
     lines += ["#", *(table.footer(rows) if rows else [])]
     lines += [f"# {unfinished}"] if unfinished else []
-    return [*lines, f"# verdict: {verdict(result, rows)}"]
+    lines += [f"# not measured: {'; '.join(unmeasured)}"] if unmeasured else []
+    return [*lines, f"# verdict: {verdict(result, rows, unmeasured)}"]
 
 
 def _worlds(result: Result, rows: Sequence[Row]) -> list[World]:
@@ -46,15 +47,15 @@ def _worlds(result: Result, rows: Sequence[Row]) -> list[World]:
     return list(dict.fromkeys(found))
 
 
-def verdict(result: Result, rows: Sequence[Row]) -> str:
+def verdict(result: Result, rows: Sequence[Row], unmeasured: Sequence[str] = ()) -> str:
     """Return FAILED where something was wrong or nothing has a time, UNFINISHED where something is missing, or OK."""
     if any(pair.state in table.BAD_STATES for pair in result.pairs) or table.is_failed(rows):
         return "FAILED"
     if not result.pairs and not any(row.is_measured for row in rows):
         return "FAILED (nothing was measured)"
-    return "UNFINISHED" if missing(result).text else "OK"
+    return "UNFINISHED" if unmeasured or missing(result).text else "OK"
 
 
-def is_failed(result: Result, rows: Sequence[Row]) -> bool:
+def is_failed(result: Result, rows: Sequence[Row], unmeasured: Sequence[str] = ()) -> bool:
     """Say whether the verdict is anything but OK."""
-    return verdict(result, rows) != "OK"
+    return verdict(result, rows, unmeasured) != "OK"

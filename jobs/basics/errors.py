@@ -4,7 +4,9 @@
     ├── UsageError            2   the command line
     ├── JobFileError         65   the job file or the site file
     ├── UnreachableError     69   a node or its agent
-    ├── RunFolderError       73   the run folder cannot be made, written or found
+    ├── RunFolderError       73   the run folder cannot be made, read or written
+    │   ├── NotFoundError    72   there is no such run or record
+    │   └── UntrustedError   77   it belongs to another user (`jobs/basics/reading.py`)
     ├── StorageError         74   disk full or failing
     ├── RefusedError         78   job, hosts and machine do not fit together
     ├── StartTimeoutError   124   a rank or a node did not arrive in time
@@ -42,9 +44,15 @@ class UnreachableError(MusterError):
 
 
 class RunFolderError(MusterError):
-    """The run folder cannot be made, written or found."""
+    """The run folder cannot be made, read or written."""
 
     exit_code = exits.RUN_FOLDER
+
+
+class NotFoundError(RunFolderError):
+    """There is no such run, or it has no such record."""
+
+    exit_code = exits.NOT_FOUND
 
 
 class StorageError(MusterError):

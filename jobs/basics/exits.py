@@ -22,10 +22,12 @@ USAGE: Final = 2
 BAD_JOB: Final = 65
 NO_CHECKPOINT: Final = 66
 UNREACHABLE: Final = 69
+NOT_FOUND: Final = 72
 RUN_FOLDER: Final = 73
 STORAGE: Final = 74
 REQUEUE: Final = 75
 INFRASTRUCTURE: Final = 76
+UNTRUSTED: Final = 77
 REFUSED: Final = 78
 DO_NOT_RESTART: Final = 93
 TIMEOUT: Final = 124
@@ -39,10 +41,12 @@ TABLE: Final[tuple[Exit, ...]] = (
     Exit(BAD_JOB, "bad-job", "the job file is wrong"),
     Exit(NO_CHECKPOINT, "no-checkpoint", "no usable checkpoint"),
     Exit(UNREACHABLE, "unreachable", "a node cannot be reached, or its agent is gone"),
-    Exit(RUN_FOLDER, "run-folder", "the run folder cannot be written"),
+    Exit(NOT_FOUND, "not-found", "there is no such run, or nothing of the kind was recorded in it"),
+    Exit(RUN_FOLDER, "run-folder", "the run folder, or a file in it, cannot be read or written"),
     Exit(STORAGE, "storage", "storage is failing or full"),
     Exit(REQUEUE, "requeue", "drained with a commit; requeue me"),
     Exit(INFRASTRUCTURE, "infrastructure", "infrastructure failed inside the budget (agent to supervisor)"),
+    Exit(UNTRUSTED, "untrusted", "a file or folder belongs to another user, or others may write in it"),
     Exit(REFUSED, "refused", "the configuration is refused"),
     Exit(DO_NOT_RESTART, "do-not-restart", "restarting cannot help"),
     Exit(TIMEOUT, "timeout", "a deadline passed"),

@@ -86,6 +86,18 @@ def open_log(path: Path) -> int:
         return descriptor
 
 
+def reserve(path: Path, size: int) -> None:
+    """Make a file of `size` bytes that have their place on the disk; errors as `folder_error`."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise folder_error(path, error) from error
+
+
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Append one record as one line; errors as `append_lines`."""
     append_lines(path, [record])

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
+from shlex import quote
 from typing import Final
 
 from muster.jobs.basics.errors import RunFolderError
@@ -64,10 +65,10 @@ def check_folder(path: Path, *, warn: bool = True) -> None:
     if status.st_mode & stat.S_IWOTH:
         raise UntrustedError(
             f"{path}: every user may write in it, so it was not used; "
-            f"if its files are yours, close it first: chmod o-w {path}"
+            f"if its files are yours, close it first: chmod o-w {quote(str(path))}"
         )
     if status.st_mode & stat.S_IWGRP and warn:
-        warn_once(f"{path}: its group may write in it; to prevent that: chmod -R g-w {path}", "run folder")
+        warn_once(f"{path}: its group may write in it; to prevent that: chmod -R g-w {quote(str(path))}", "run folder")
 
 
 def check_parents(path: Path, *, warn: bool = True) -> None:
@@ -85,11 +86,14 @@ def check_parents(path: Path, *, warn: bool = True) -> None:
     for parent, mode in modes:
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise UntrustedError(
-                f"{parent}: every user can replace the folders in it; close it (chmod o-w {parent}), or {_OTHER_FOLDER}"
+                f"{parent}: every user can replace the folders in it; close it (chmod o-w {quote(str(parent))}), "
+                f"or {_OTHER_FOLDER}"
             )
     parent, mode = modes[0]
     if warn and mode & stat.S_IWGRP and not mode & stat.S_ISVTX:
-        warn_once(f"{parent}: its group can replace the runs in it; to prevent that: chmod g-w {parent}", "parent")
+        warn_once(
+            f"{parent}: its group can replace the runs in it; to prevent that: chmod g-w {quote(str(parent))}", "parent"
+        )
 
 
 def made_by_us(path: Path, *, shared: bool = False) -> None:

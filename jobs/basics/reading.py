@@ -27,6 +27,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Final
 
+from muster.jobs.basics import exits
 from muster.jobs.basics.errors import RunFolderError
 
 MOST_BYTES: Final = 1 << 24  # a record of 100,000 ranks fits
@@ -47,6 +48,8 @@ _extra_owners: ContextVar[frozenset[int]] = ContextVar("_extra_owners", default=
 
 class UntrustedError(RunFolderError):
     """A file or folder belongs to another user; nothing of it was used."""
+
+    exit_code = exits.UNTRUSTED
 
 
 @contextmanager

@@ -42,3 +42,9 @@ class RowLog:
             self._is_full = False
             self.say(f"{self.path}: {len(self.kept)} rows that the disk had not taken are written now")
         self.kept.clear()
+
+    def give_out(self) -> None:
+        """Write what was kept, or as many of the newest rows as the disk takes."""
+        while self.kept:
+            self.append([])
+            del self.kept[: (len(self.kept) + 1) // 2]

@@ -12,6 +12,7 @@ goes to a pipe or a file is treated alike, because a terminal often follows (`le
 """
 
 import re
+import shutil
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -131,3 +132,8 @@ def warn(text: str) -> None:
     """Say something on standard error, which may lie on the very disk that it is about."""
     with suppress(OSError):
         print(f"muster: warning: {text}", file=sys.stderr, flush=True)
+
+
+def terminal_columns() -> int:
+    """Return how wide the terminal behind standard output is; what is no terminal takes lines of any length."""
+    return shutil.get_terminal_size((sys.maxsize, 0)).columns

@@ -15,6 +15,7 @@ DEFAULT_MASTER_PORT: Final = 29500
 RUN_ID: Final = "MUSTER_RUN_ID"
 RUN_DIR: Final = "MUSTER_RUN_DIR"
 STATUS_FD: Final = "MUSTER_STATUS_FD"
+STOP_FILE: Final = "MUSTER_STOP_FILE"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class RankEnv:
         if self.run_dir:
             variables[RUN_DIR] = self.run_dir
         return variables
+
+
+OF_A_RANK: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {
+    STATUS_FD,
+    STOP_FILE,
+}
 
 
 def read(environ: Mapping[str, str]) -> RankEnv:

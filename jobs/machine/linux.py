@@ -1,7 +1,8 @@
-"""The two Linux calls that keep a tree of processes together, which Python does not offer.
+"""Linux calls which Python does not offer: two that keep a tree of processes together, one that frees disk space.
 
 `prctl(2)`: PR_SET_PDEATHSIG sends this process a signal when its parent dies; PR_SET_CHILD_SUBREAPER makes orphans
 of this process's descendants its own children, so that nothing escapes by double fork or setsid.
+`fallocate(2)`: FALLOC_FL_PUNCH_HOLE gives blocks of a file back.
 """
 
 import ctypes
@@ -13,6 +14,8 @@ from typing import Final
 
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
+FALLOC_FL_KEEP_SIZE: Final = 1
+FALLOC_FL_PUNCH_HOLE: Final = 2
 PARENT_FIELD: Final = 1  # of /proc/PID/stat, counted after the name: state, parent, ...
 THREADS_FIELD: Final = 17
 
@@ -76,6 +79,30 @@ def kill_quietly(pid: int, number: int, *, group: bool = False) -> None:
             os.kill(pid, number)
     except ProcessLookupError:
         return
+
+
+def punch_hole(descriptor: int, offset: int, length: int) -> None:
+    """Give the disk space of a part of a file back; it reads as zero bytes, and the file keeps its size.
+
+    Raises:
+        OSError: the file system cannot.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    place = ctypes.c_int64(offset), ctypes.c_int64(length)
+    if libc.fallocate(descriptor, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, *place) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+def signs_of_life(pid: int) -> tuple[bool, int]:
+    """Say whether a process waits for a processor or a disk, and how often it has been scheduled (proc(5), status)."""
+    try:
+        status = (Path("/proc") / str(pid) / "status").read_bytes()
+    except OSError:  # it has gone
+        return False, 0
+    fields = dict(line.partition(b":")[::2] for line in status.splitlines())
+    switches = (b"voluntary_ctxt_switches", b"nonvoluntary_ctxt_switches")
+    return fields[b"State"].split()[0] in (b"R", b"D"), sum(int(fields[name]) for name in switches)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -67,7 +67,7 @@ def _call(start: Mapping[str, Any]) -> int:
 
 
 def _execute(argv: list[str], reports: int) -> NoReturn:
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would hand that on
+    for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # ignored so far, and exec would hand that on
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvpe(argv[0], argv, os.environ)

@@ -36,6 +36,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to answer
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # "save now", for ranks of ours the agent's to answer
     if linux.has_scheduler():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to every process of the job; the agent answers it
     linux.adopt_orphans()

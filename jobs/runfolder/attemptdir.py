@@ -1,10 +1,15 @@
 """The paths in the folder of one attempt, a part of the run folder that `jobs/runfolder/rundir.py` draws."""
 
+import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from muster.jobs.basics.files import folder_error, make_folder
 from muster.jobs.runfolder.profiledir import PROFILE, ProfileDir
+
+OF_START: Final = re.compile(r"placement\.json|(node|metrics|memory)-\d+\.\w+")
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,22 @@ class AttemptDir:
         try:
             make_folder(self.path)
             self.commands.mkdir(mode=0o700)  # the environments in there may hold secrets
+        except OSError as error:
+            raise folder_error(self.path, error) from error
+
+    def trim(self) -> None:
+        """Delete what no command asks of an old attempt. Its logs, rank 0's steps, profiles and results stay.
+
+        Raises:
+            RunFolderError, StorageError: something cannot be deleted.
+        """
+        try:
+            for path in self.path.glob("*"):
+                is_empty = path.suffix in (".out", ".err") and not path.lstat().st_size
+                if is_empty or (OF_START.fullmatch(path.name) and path != self.metrics(0)):
+                    path.unlink()
+            if self.commands.is_dir():
+                shutil.rmtree(self.commands)
         except OSError as error:
             raise folder_error(self.path, error) from error
 
@@ -47,6 +68,10 @@ class AttemptDir:
     def node(self, node_rank: int) -> Path:
         """What one node's agent started: pids, cores, host."""
         return self.path / f"node-{node_rank:02d}.json"
+
+    def stop(self, node_rank: int) -> Path:
+        """Why and until when the programs of one node are asked to end: {"reason", "message", "deadline"}."""
+        return self.path / f"node-{node_rank:02d}.stop.json"
 
     def setup(self, node_rank: int) -> Path:
         """Output of the job's setup lines on one node."""

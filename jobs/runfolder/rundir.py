@@ -8,7 +8,7 @@ Runs are made and found here too. Only folders that nobody else could have writt
       job.yaml  site.yaml  attempts.jsonl  events.jsonl          supervisor only
       job-before-001.yaml                                        `muster resume`: the job before it was changed
       metrics.jsonl                                              rank 0 only
-      submission.json  lease.json                                supervisor, and who made the folder
+      submission.json  lease.json  .reserve                      supervisor, and who made the folder
       token  supervisor.log  sbatch.sh  slurm.json  slurm-JOB.out   where a transport needs them
       code/                                                      the code as it was submitted
       claims/                                                    `muster resume`: who is at it, or has been
@@ -35,13 +35,16 @@ Files are written under a temporary name and renamed; logs (`*.jsonl`, `*.out`, 
 import os
 import re
 import secrets
+import shlex
+import sys
+import time
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Final
 
-from muster.jobs.basics.errors import RunFolderError
-from muster.jobs.basics.files import folder_error
+from muster.jobs.basics.errors import NotFoundError, RunFolderError, UsageError
+from muster.jobs.basics.files import folder_error, write_json
 from muster.jobs.basics.ownership import check_folder, check_parents, made_by_us, warn_once
 from muster.jobs.basics.reading import UntrustedError
 from muster.jobs.basics.words import counted
@@ -50,6 +53,7 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 DEFAULT_RUNS: Final = "runs"
 RUNS_VARIABLE: Final = "MUSTER_RUNS"
+WHOLE_ATTEMPTS: Final = 3  # the newest ones, and the first; of others only what is looked at again stays
 RUN_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")  # it stands in commands that messages print
 
 
@@ -68,6 +72,12 @@ class RunDir:
     def job(self) -> Path:
         """The job file as given, with overrides applied."""
         return self.path / "job.yaml"
+
+    def command(self, words: str, *, named: bool = True) -> str:
+        """Spell a `muster` command for this run, or for all of its folder, to be pasted where this process started."""
+        root = self.path.parent
+        where = [] if root == runs_root(None) else ["--runs", str(root)]
+        return shlex.join(["muster", *words.split(), *[self.run_id] * named, *where])
 
     def job_before(self, attempt: int) -> Path:
         """The job file before `muster resume` changed it for an attempt."""
@@ -99,6 +109,19 @@ class RunDir:
         return self.path / "stop.json"
 
     @property
+    def save(self) -> Path:
+        """A request to save now. Rank 0 looks for it at every log point, and removes it when a save begins."""
+        return self.path / "save.json"
+
+    def ask_to_save(self, by: str) -> None:
+        """Ask for a save now.
+
+        Raises:
+            RunFolderError, StorageError: the folder cannot be written.
+        """
+        write_json(self.save, {"time": time.time(), "by": by})
+
+    @property
     def submission(self) -> Path:
         """How the run is started: transport, hosts, interpreter; what `launch.supervise` reads."""
         return self.path / "submission.json"
@@ -112,6 +135,11 @@ class RunDir:
     def claims(self) -> Path:
         """The folder of who has resumed the run: the newest claim holds, until it is given back."""
         return self.path / "claims"
+
+    @property
+    def reserve(self) -> Path:
+        """Room on the disk that the supervisor holds for the verdict: a disk may be full by then."""
+        return self.path / ".reserve"
 
     @property
     def token(self) -> Path:
@@ -170,6 +198,11 @@ class RunDir:
         """Return the paths of one attempt, made or not."""
         return AttemptDir(self.path / f"attempt-{attempt:03d}")
 
+    def trim_attempts(self, newest: int) -> None:
+        """Trim the attempt that is no longer among the newest; the first one stays whole. Errors as `trim`."""
+        if (old := newest - WHOLE_ATTEMPTS) > 0:
+            self.attempt(old).trim()
+
     def attempt_numbers(self) -> list[int]:
         """List the attempts that exist, oldest first."""
         names = (entry.name for entry in self.path.glob("attempt-[0-9]*"))
@@ -210,11 +243,15 @@ def new_run(root: Path, name: str) -> RunDir:
     return run
 
 
-def find_run(root: Path, given: str | None) -> RunDir:
-    """Find a run by path, id, or unique part of an id; the newest when nothing is given. Folders of others are refused.
+def find_run(root: Path, given: str | None, *, unique: bool = False) -> RunDir:
+    """Find a run by path, id, or part of an id; where several fit, or nothing is given, the newest.
+
+    With `unique`, for commands that change a run, a part that fits several is refused. So are folders of others.
 
     Raises:
-        RunFolderError: no run or more than one fits, or its name is not one of a run.
+        NotFoundError: no run fits.
+        UsageError: more than one does, and `unique` is set.
+        RunFolderError: its name is not one of a run.
         UntrustedError: the folder of the run, or one above it, is not to be trusted.
     """
     if given and os.path.isfile(os.path.join(given, "events.jsonl")):  # noqa: PTH113, PTH118 (False if it is closed)
@@ -226,16 +263,23 @@ def find_run(root: Path, given: str | None) -> RunDir:
         return open_run(path)
     runs, strange = (list_runs(root), []) if given is None else _sorted_runs(root)
     found = runs[-1:] if given is None else _named(given, runs)
-    if len(found) == 1:
-        return found[0]
-    if given and not found and (others := _named(given, strange)):
+    if found and unique and len(found) > 1:
+        names = ", ".join(run.run_id for run in found[-4:])
+        raise UsageError(f"{root}: {given!r} fits {len(found)} runs: {names}; give more of the name")
+    if found:
+        note_choice(given, found[-1].run_id, len(found), "run")
+        return found[-1]
+    if given and (others := _named(given, strange)):
         return open_run(others[-1].path)  # says why it is not used
     if not runs:
-        raise RunFolderError(f"{root}: no runs here; start one with muster run, or name their folder with --runs DIR")
-    if not found:
-        raise RunFolderError(f"{root}: no run named {given!r}; newest: {', '.join(run.run_id for run in runs[-3:])}")
-    names = ", ".join(run.run_id for run in found[-4:])
-    raise RunFolderError(f"{root}: {given!r} fits {len(found)} runs: {names}; give more of the name")
+        raise NotFoundError(f"{root}: no runs here; start one with muster run, or name their folder with --runs DIR")
+    raise NotFoundError(f"{root}: no run named {given!r}; newest: {', '.join(run.run_id for run in runs[-3:])}")
+
+
+def note_choice(given: str | None, chosen: str, count: int, what: str) -> None:
+    """Say on standard error which of several runs was taken."""
+    if count > 1:
+        print(f"muster: {given!r} fits {count} {what}s; this is the newest, {chosen}", file=sys.stderr)
 
 
 def open_run(path: Path, *, warn: bool = True) -> RunDir:

@@ -9,6 +9,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.strict import Strict
 
 SIGNAL_S: Final = 60
+EARLY_S: Final = 60  # sbatch(1): the signal may come so much earlier than asked for
 LONGEST_SIGNAL_S: Final = 65_535  # sbatch's own limit
 LONGEST_TEXT: Final = 4000  # sbatch reads a word of a script into 8192 bytes
 
@@ -77,7 +78,7 @@ class SlurmSettings(Strict):
     exclude: OneLine | None = None
     comment: OneLine | None = None
     signal_s: Annotated[int, Field(ge=1, le=LONGEST_SIGNAL_S)] = Field(
-        SIGNAL_S, description="seconds before the time limit at which the run is told to end"
+        SIGNAL_S, description="seconds before the time limit at which Slurm tells the run to end, or up to 60 s earlier"
     )
     requeue: bool = Field(True, description="after a failed node or a preemption Slurm queues the job again")
     extra: list[OneLine] = Field(default_factory=list, description="more options of sbatch, such as --gres=disk:1")
@@ -118,12 +119,20 @@ def merged(site: SlurmSettings, job: SlurmSettings) -> SlurmSettings:
         RefusedError: together they do not fit.
     """
     settings = SlurmSettings(**{**site.model_dump(exclude_unset=True), **job.model_dump(exclude_unset=True)})
-    if settings.time is not None and (limit_s := seconds_of(settings.time)) <= settings.signal_s:
+    least_s = settings.signal_s + EARLY_S
+    given = settings.time is not None and "signal_s" in settings.model_fields_set
+    if given and (limit_s := seconds_of(settings.time or 0)) <= least_s:
         raise RefusedError(
-            f"slurm.signal_s: {settings.signal_s} s before a time limit of {limit_s} s (slurm.time) is before the job "
-            "begins; raise slurm.time, or lower slurm.signal_s"
+            f"slurm.signal_s: {settings.signal_s} s before a time limit of {limit_s} s (slurm.time) may be before "
+            f"the job begins, as Slurm may signal {EARLY_S} s earlier; raise slurm.time to more than {least_s} s, or "
+            "lower slurm.signal_s"
         )
     return settings
+
+
+def signal_before(time: str | int | None, wanted_s: int) -> int:
+    """Return how many seconds before a time limit to be signalled: fewer than wanted where the limit is short."""
+    return wanted_s if time is None else min(wanted_s, max(1, (seconds_of(time) - EARLY_S) // 2))
 
 
 def split_option(option: str) -> tuple[str, str | None]:

@@ -171,7 +171,11 @@ class TrainFields(Strict):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     optimizer: OptimizerSettings = OptimizerSettings()
     schedule: ScheduleSettings = ScheduleSettings()
-    evaluate: bool = True
+    evaluate: bool | Literal["all"] = Field(
+        True,
+        description="measure the model on held-out samples after every epoch and at the end: all images, or 1024 "
+        "windows spread over the last tenth of a text; all: that whole tenth",
+    )
     augment: bool | None = Field(None, description="crop and flip; default: only for cifar10")
     loader_workers: NonNegative = Field(0, description="processes that load batches ahead; 0: in the rank itself")
 

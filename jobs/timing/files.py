@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.errors import JobFileError, RunFolderError
+from muster.jobs.basics.errors import JobFileError, NotFoundError, RunFolderError
 from muster.jobs.basics.files import write_text
 from muster.jobs.basics.reading import LARGEST, open_file, parse_json, read_bytes
 from muster.jobs.runfolder.rundir import RunDir
@@ -143,9 +143,8 @@ def _read(path: Path) -> list[Timing]:
     try:
         data = read_bytes(file, MOST_BYTES, owned=False)
     except OSError as error:
-        raise RunFolderError(
-            f"{file}: {error.strerror}; name a run of muster bench model, or a file that it wrote"
-        ) from error
+        kind = NotFoundError if isinstance(error, FileNotFoundError) else RunFolderError
+        raise kind(f"{file}: {error.strerror}; name a run of muster bench model, or a file that it wrote") from error
     except ValueError as error:
         raise JobFileError(f"{error}; name a run of muster bench model") from error
     if data.lstrip().startswith(b'{"record"'):

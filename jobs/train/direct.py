@@ -6,7 +6,9 @@ where it is; metrics and checkpoints are the same as in any run, and `--resume R
 
 import argparse
 import os
+import signal
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NoReturn
@@ -69,8 +71,11 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
     torch.set_num_threads(threads_of(job, env))
     make_deterministic(settings)
     use_interface_towards(env.master_addr)
+    say_waiting(job, detected)
     store = connect(env, job.start_timeout_s)
     peers = meet(store, env, job.start_timeout_s)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     hosts = [peer.host for peer in peers]
     start = share_start(store, lambda: begin_attempt(loaded, env, hosts, args), env)
 
@@ -104,6 +109,15 @@ def warn_of_one_rank(job: Job, detected: Detected) -> None:
             f"muster: the job asks for {wanted} ranks, this start has 1 (no rank variables found: see muster env); "
             "--num-nodes and --rank start more"
         )
+
+
+def say_waiting(job: Job, detected: Detected) -> None:
+    """Say what a rank waits for that somebody has started by hand, and until when."""
+    env, seconds = detected.env, job.start_timeout_s
+    if detected.launcher == "flags" and env.world_size > 1:
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
+        where = f"{env.master_addr}:{env.master_port}"
+        complain(f"muster: rank {env.rank} of {env.world_size} meets the others at {where}, until {until}")
 
 
 def threads_of(job: Job, env: RankEnv) -> int:

@@ -74,7 +74,7 @@ def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argpa
         run, attempt, resume = new_run(root, loaded.job.name), 0, None
         write_secret(run.job, loaded.text)
     else:
-        run = find_run(root, args.resume)
+        run = find_run(root, args.resume, unique=True)
         resume = choose(run)
         attempt = max(run.attempt_numbers(), default=-1) + 1
     folder = run.attempt(attempt)

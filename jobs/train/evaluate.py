@@ -28,6 +28,7 @@ class Evaluation:
     loss: float
     figure: str
     value: float
+    samples: int
 
     def row(self) -> dict[str, float]:
         """Spell the result as columns of a metrics row."""
@@ -35,7 +36,8 @@ class Evaluation:
 
     def text(self) -> str:
         """Say the result in a phrase."""
-        value = f"{100 * self.value:.2f} %" if self.figure == "accuracy" else f"{self.value:.2f}"
+        accuracy = f"{100 * self.value:.2f} %"
+        value = accuracy if self.figure == "accuracy" else f"{self.value:.2f} on {self.samples:,} windows"
         return f"evaluation  loss {self.loss:.4f}  {self.figure} {value}"
 
 
@@ -60,8 +62,9 @@ def evaluate(engine: Engine, data: Data, world: World, dtype: torch.dtype) -> Ev
     loss_sum, right, predictions = (add_in_order(column) for column in zip(*in_order, strict=True))
     loss = loss_sum / predictions
     if data.unit == "tokens":
-        return Evaluation(loss, "perplexity", math.inf if loss >= 700.0 else math.exp(loss))  # of nan nan
-    return Evaluation(loss, "accuracy", right / predictions)
+        perplexity = math.inf if loss >= 700.0 else math.exp(loss)  # of nan nan
+        return Evaluation(loss, "perplexity", perplexity, data.eval_samples)
+    return Evaluation(loss, "accuracy", right / predictions, data.eval_samples)
 
 
 def block_indices(block: int, samples: int) -> Tensor:

@@ -109,9 +109,10 @@ def same_manifest(folder: CheckpointDir, resume: Resume, world: World) -> Manife
         assert problem is not None
         raise problem
     if (found.sha256, found.step) != (resume.sha256, resume.step):
+        again = RunDir(folder.path.parent.parent).command("resume")
         raise RefusedError(
             f"{folder.path}: its manifest has sha256 {found.sha256[:12]} and step {found.step}, chosen was one with "
-            f"{resume.sha256[:12]} and step {resume.step}; choose again: muster resume {folder.path.parent.parent.name}"
+            f"{resume.sha256[:12]} and step {resume.step}; choose again: {again}"
         )
     return found
 

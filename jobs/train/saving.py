@@ -130,6 +130,7 @@ class Saver(NotSaving):
         """Return what this rank tells the others: is it free, which save failed; rank 0: is one due, the next one."""
         self._look()
         saves, due = self.schedule.ask(done)
+        saves = saves or (self.world.rank == 0 and self.target.run.save.exists())
         return (float(self.flight is None), float(self.failed), float(saves), float(due))
 
     def hear(self, done: int, notes: Sequence[Sequence[float]], *, sound: bool = True) -> None:
@@ -143,6 +144,8 @@ class Saver(NotSaving):
         self.agreed = bool(saves) and not busy and sound  # else the last good ones would be deleted for it
         if saves and busy:
             self._leave_out(done, busy)
+        elif saves and self.world.rank == 0:
+            self.target.run.save.unlink(missing_ok=True)
         if self.writer is None:
             self._prepare()  # after a first step, when the optimizer has made its state
 
@@ -177,7 +180,7 @@ class Saver(NotSaving):
             if tries == END_TRIES:
                 raise StorageError(
                     f"{self.target.run.checkpoints}: the state after step {done} could not be saved; the last good one "
-                    f"is {self.parent or 'not there'}; mend the storage, then: muster resume {self.target.run.run_id}"
+                    f"is {self.parent or 'not there'}; mend the storage, then: {self.target.run.command('resume')}"
                 )
             tries += 1
             self._save(done, losses)

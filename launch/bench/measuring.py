@@ -15,6 +15,7 @@ from muster.launch.bench import choices, words
 from muster.launch.bench.live import CollectivesView
 from muster.launch.bench.report import deliver
 from muster.launch.bench.watching import BenchConsole, View, watching
+from muster.launch.scheduler.held_signals import ended_by_signal
 from muster.launch.scheduler.slurm_run import close
 from muster.launch.submit import queueing
 from muster.launch.submit.prepare import Prepared, prepare, route_of, site_of
@@ -43,20 +44,23 @@ def measure(args: argparse.Namespace) -> int:
     """
     check(args)
     worlds = prepare_worlds(args)
-    codes, runs = [], []
+    codes, runs, unmeasured = [], [], []
     for number, world in enumerate(worlds, 1):
         if len(worlds) > 1:
             say(f"[{number}/{len(worlds)}] {world.label}")
         codes.append(run_world(world))
-        if world.prepared is not None:
-            runs.append(world.prepared.context.run)
-        if codes[-1] == exits.STOPPED:
+        run = world.prepared.context.run if world.prepared is not None else None
+        if run is not None and has_rows(run):
+            runs.append(run)
+        else:
+            unmeasured.append(world.label)
+        if codes[-1] == exits.STOPPED or (run is not None and ended_by_signal(run)):
+            unmeasured += [each.label for each in worlds[number:]]
             break
     code = next((code for code in codes if code), 0)
-    measured = [run for run in runs if has_rows(run)]
-    if not measured:
+    if not runs:
         return code or 1
-    bad = deliver(measured, args)
+    bad = deliver(runs, args, unmeasured)
     return code or bad
 
 

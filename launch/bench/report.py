@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from muster.collectives_bench.results.rows import Row
 
 
-def deliver(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
+def deliver(runs: Sequence[RunDir], args: argparse.Namespace, unmeasured: Sequence[str] = ()) -> int:
     """Show what runs have measured, as text or JSON, and write `--out` and `--plot`; return 1 for a bad result.
+
+    `unmeasured` names the worlds of the grid of which there is nothing.
 
     Raises:
         RunFolderError, StorageError: a file cannot be written; the runs keep what was measured.
@@ -32,10 +34,10 @@ def deliver(runs: Sequence[RunDir], args: argparse.Namespace) -> int:
             with naming("--out"):
                 write(result, rows, Path(args.out))
     finally:
-        show(result, as_json=args.json)
+        show(result, as_json=args.json, unmeasured=unmeasured)
     if args.plot is not None:
         plot(rows, Path(args.plot))
-    return int(is_failed(result, rows))
+    return int(is_failed(result, rows, unmeasured))
 
 
 @contextmanager
@@ -48,14 +50,16 @@ def naming(flag: str) -> Iterator[None]:
         raise type(error)(f"{flag}: {found}; choose another place, for the runs keep what was measured") from error
 
 
-def show(result: "Result", *, as_json: bool) -> None:
+def show(result: "Result", *, as_json: bool, unmeasured: Sequence[str] = ()) -> None:
     """Print a result on standard output: the report, or its records."""
     if as_json:
+        if unmeasured:
+            say(f"muster: not measured: {'; '.join(unmeasured)}")
         print(result.model_dump_json(indent=1))
         return
     from muster.collectives_bench.results.report import report_lines
 
-    print("\n".join(report_lines(result)))
+    print("\n".join(report_lines(result, unmeasured)))
 
 
 def write(result: "Result", rows: "Sequence[Row]", path: Path) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from muster.jobs.basics.errors import RunFolderError, UsageError
+from muster.jobs.basics.errors import NotFoundError, UsageError
 from muster.jobs.runfolder.rundir import find_run, runs_root
 from muster.jobs.timing.files import is_timing
 
@@ -53,5 +53,5 @@ def locate(word: str, runs: str | None) -> Path:
         raise UsageError(f"{word}: cannot be read: {error.strerror}; name a result of yours") from error
     try:
         return find_run(runs_root(runs), word).path
-    except RunFolderError as error:
+    except NotFoundError as error:
         raise UsageError(f"{word}: no such file, and no run: {error}") from error

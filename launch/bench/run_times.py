@@ -25,7 +25,7 @@ def times_of_run(given: str, runs: str | None, job: "Job", *, samples: int) -> "
     Forward and backward are taken to be proportional to the samples.
 
     Raises:
-        RunFolderError: there is no such run.
+        NotFoundError: there is no such run.
         RefusedError: it trained something else, or too few steps.
     """
     from muster.collectives_bench.cost.exposed import Compute

@@ -89,10 +89,10 @@ class BenchConsole(Console):
                 self._progress.start()
             self._progress.update(table, refresh=True)
 
-    def end(self, verdict: Verdict, seconds: float, run_id: str, next_step: str) -> None:
+    def end(self, verdict: Verdict, seconds: float, run: RunDir, next_step: str) -> None:
         """Take the table away, and say how it ended; of a run that was stopped, what was measured is kept and shown."""
         self.finish()
-        super().end(verdict, seconds, run_id, "" if verdict.code == exits.STOPPED else next_step)
+        super().end(verdict, seconds, run, "" if verdict.code == exits.STOPPED else next_step)
 
     def hide(self) -> None:
         """Take the table away for good."""

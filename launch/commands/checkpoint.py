@@ -96,7 +96,7 @@ def _verify(run_dir: RunDir, args: argparse.Namespace) -> int:
             rows.append(Row(**{**asdict(row), "seconds": round(time.monotonic() - begun, 3)}))
     if not rows:
         raise NoCheckpointError(
-            f"{run_dir.checkpoints}: nothing is committed; muster checkpoint list shows what is there"
+            f"{run_dir.checkpoints}: nothing is committed; {run_dir.command('checkpoint list')} shows what is there"
         )
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
@@ -148,13 +148,14 @@ def _pick(
             if args.checkpoint is not None:
                 raise
             _say(f"{folder.name} is bad: {error}")
-    raise NoCheckpointError(f"{run_dir.checkpoints}: no good one of those; muster checkpoint list shows what is there")
+    there = f"{run_dir.command('checkpoint list')} shows what is there"
+    raise NoCheckpointError(f"{run_dir.checkpoints}: no good one of those; {there}")
 
 
 def _asked_for(run_dir: RunDir, args: argparse.Namespace) -> list[CheckpointDir]:
     if args.checkpoint is not None:
         if step_and_attempt(args.checkpoint) is None or args.checkpoint not in folder_names(run_dir):
-            there = "muster checkpoint list shows what is there"
+            there = f"{run_dir.command('checkpoint list')} shows what is there"
             raise NoCheckpointError(f"{run_dir.checkpoints}: no checkpoint {args.checkpoint!r:.80}; {there}")
         return [CheckpointDir(run_dir.checkpoints / args.checkpoint)]
     return [each for each in candidates(run_dir, say=_say) if args.step is None or identity(each)[0] == args.step]

@@ -19,7 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one line per node; the lines of one call belong together."""
-    from muster.launch.submit.byhand import lines
+    from muster.launch.submit.byhand import labelled, lines
     from muster.launch.submit.prepare import overrides, prepare
     from muster.launch.wire.handshake import new_secret
 
@@ -31,5 +31,5 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([{"node": node, "line": line} for node, line in enumerate(found)], indent=2))
     else:
-        print("\n".join(found))
+        print(labelled(prepared, found))
     return 0

@@ -13,6 +13,7 @@ from muster.launch.records.runstate import RunState, read_state
 NEWEST: Final = 20
 OF_RUN: Final = ("run", "state", "kind", "nodes>", "ranks>", "started", "took>")
 COLUMNS: Final = (*OF_RUN, "restarts>", "step>", "saved>", "loss>", "outcome")
+SPARE: Final = ("started", "kind", "nodes>", "outcome", "ranks>", "saved>", "restarts>", "took>", "loss>")
 WHERE_ANY: Final = ("restarts>", "saved>")  # columns that are left out where no run has a value
 
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 def _table(states: Sequence[RunState]) -> str:
     rows = [dict(zip(COLUMNS, _row(state), strict=True)) for state in states]
     columns = [name for name in COLUMNS if name not in WHERE_ANY or any(row[name] is not None for row in rows)]
-    return screen.table(columns, ([row[name] for name in columns] for row in rows))
+    return screen.table(columns, ([row[name] for name in columns] for row in rows), spare=SPARE)
 
 
 def _row(state: RunState) -> tuple[object, ...]:

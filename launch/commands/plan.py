@@ -3,10 +3,12 @@
 import argparse
 import json
 import shlex
+import textwrap
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from muster.jobs.basics.terminal import terminal_columns
 from muster.jobs.basics.words import counted
 from muster.launch.common.options import add_job, add_json, add_runs, add_transport
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from muster.launch.plan.plan import NodePlan
     from muster.launch.submit.prepare import Prepared
 
-UNDECIDED = ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
+UNDECIDED = ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "MUSTER_STOP_FILE", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
 WIDEST = 48  # characters of a value: PATH would push its origin off the screen; --json has all of it
 
 
@@ -156,7 +158,7 @@ def render(record: dict[str, Any]) -> str:
             split = [str(rank["places"][axis]) for axis in axes]
             place = [str(node["node"]), node["host"], address, cores, str(rank["threads"])]
             rows.append([str(rank["rank"]), *split, *place, *(values.get(name, "") for name in own)])
-    lines += _columns(rows)
+    lines += _columns(rows, headed=True)
     lines += _pipeline_lines(record["pipeline"])
     lines += ["", "environment of every rank"]
     lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in shared])
@@ -184,7 +186,7 @@ def _pipeline_lines(pipeline: dict[str, Any] | None) -> list[str]:
     for each in pipeline["stages"]:
         layers = each["layers"]
         rows.append([f"  {each['stage']}", str(each["pipe"]), str(len(layers)), layers[0], layers[-1]])
-    return [*lines, *_columns(rows)]
+    return [*lines, *_columns(rows, headed=True)]
 
 
 def _split(ranks: list[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
@@ -204,6 +206,16 @@ def _shown(value: str | None) -> str:
     return quoted if len(quoted) <= WIDEST else f"{quoted[: WIDEST - 1]}…"
 
 
-def _columns(rows: list[list[str]]) -> list[str]:
+def _columns(rows: list[list[str]], *, headed: bool = False) -> list[str]:
+    """Align the columns of rows; where the terminal is too narrow, write each row as a sentence over several lines."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    limit = terminal_columns()
+    if max(map(len, lines)) <= limit:
+        return lines
+    if headed:
+        pairs = [zip(rows[0], row, strict=True) for row in rows[1:]]
+        texts = [", ".join(f"{head} {cell.strip()}" for head, cell in each) for each in pairs]
+    else:
+        texts = [f"{name} = {value}  ({origin})" for name, value, origin in rows]
+    return [line for text in texts for line in textwrap.wrap(text, limit, subsequent_indent=" " * 6)]

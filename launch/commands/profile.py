@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from muster.jobs.basics.errors import RunFolderError, UsageError
+from muster.jobs.basics.errors import NotFoundError, UsageError
 from muster.jobs.runfolder.rundir import find_run, runs_root
 from muster.launch.common import options, rankset
 from muster.launch.look.profile_view import render
@@ -38,7 +38,7 @@ def choose(profiles: list[RankProfile], ranks: str | None) -> list[RankProfile]:
 
     Raises:
         UsageError: no list of ranks, or a rank that the run does not have.
-        RunFolderError: a rank that has written no profile.
+        NotFoundError: a rank that has written no profile.
     """
     if ranks is None:
         return profiles[:1]
@@ -46,7 +46,5 @@ def choose(profiles: list[RankProfile], ranks: str | None) -> list[RankProfile]:
     chosen = [each for each in profiles if each.rank in wanted]
     if missing := wanted - {each.rank for each in chosen}:
         there = rankset.fold(each.rank for each in profiles)
-        raise RunFolderError(
-            f"{profiles[0].folder.parent}: no profile of rank {rankset.fold(missing)}, only of {there}"
-        )
+        raise NotFoundError(f"{profiles[0].folder.parent}: no profile of rank {rankset.fold(missing)}, only of {there}")
     return sorted(chosen, key=lambda each: each.rank)

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         if not args.quiet:
             print(f"muster: {text}", file=sys.stderr)
 
-    folder = find_run(runs_root(args.runs), args.run)
+    folder = find_run(runs_root(args.runs), args.run, unique=True)
     with claimed(folder):
         return _resume(folder, args, say)
 
@@ -64,7 +64,7 @@ def _resume(folder: "RunDir", args: argparse.Namespace, say: "Callable[[str], No
 
 def _leave(prepared: "Prepared") -> int:
     """Leave a supervisor behind, or a job in the queue, and say so."""
-    from muster.launch.submit.queueing import QUEUES
+    from muster.launch.submit.queueing import QUEUES, whereabouts
     from muster.launch.submit.start import detach
 
     submission, context = prepared.submission, prepared.context
@@ -73,6 +73,7 @@ def _leave(prepared: "Prepared") -> int:
     else:
         detach(context.run, context.python, context.code)
     print(context.run.run_id)
+    print(f"muster: it {whereabouts(context.run)}", file=sys.stderr)
     return 0
 
 

@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     if prepared.submission.route.transport == "hand":
         prepared = by_hand(prepared, args)
     if args.detach:
-        print(queueing.leave(prepared, snapshot=True))
+        print(queueing.leave(prepared, snapshot=True).run_id)
+        print(f"muster: it {queueing.whereabouts(prepared.context.run)}", file=sys.stderr)
         return 0
     if prepared.is_queued:
         return queueing.follow(prepared, quiet=args.quiet)
@@ -40,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 def by_hand(prepared: "Prepared", args: argparse.Namespace) -> "Prepared":
     """Take port and secret from the pasted line. Without one, draw them and print the lines of the other nodes."""
-    from muster.launch.submit.byhand import any_port, lines
+    from muster.launch.submit.byhand import any_port, labelled, lines
     from muster.launch.wire.handshake import new_secret
     from muster.launch.wire.keys import SECRET
 
@@ -50,5 +51,5 @@ def by_hand(prepared: "Prepared", args: argparse.Namespace) -> "Prepared":
     prepared = replace(prepared, submission=replace(prepared.submission, route=route))
     if not given:
         print("paste on the other nodes, in any order:", file=sys.stderr)
-        print("\n".join(lines(prepared, [args.job], route.secret)[1:]), file=sys.stderr)
+        print(labelled(prepared, lines(prepared, [args.job], route.secret)[1:], first=1), file=sys.stderr)
     return prepared

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.terminal import raw
@@ -92,7 +93,10 @@ def _step(state: RunState) -> str | None:
     if step is None:
         return None
     loss = None if state.loss is None else f"loss {state.loss:.4f}"
-    rate = None if state.rate is None else f"{state.rate:.1f} {state.unit or 'samples/s'}"
+    rate = None
+    if state.rate is not None:
+        rate, quartiles = state.rate.words(state.unit)
+        rate = rate if state.rate.steps == 1 else f"median of {state.rate.steps} steps {rate} ({quartiles})"
     return ", ".join(part for part in (step, loss, rate) if part)
 
 
@@ -104,7 +108,9 @@ def _note(state: RunState) -> str | None:
         )
     if state.state == "lost":
         resumes = state.checkpoint is not None or state.kind == "command"
-        ways = "muster resume goes on, " * resumes + "muster why says what is known, muster stop ends what is left"
+        run = RunDir(Path(state.path))
+        ways = f"{run.command('resume')} goes on, " * resumes
+        ways += f"{run.command('why')} says what is known, {run.command('stop')} ends what is left"
         return f"its supervisor (pid {state.pid}) is gone; {ways}"
     if not state.sure:
         where = f"on {state.host}" if state.host else "where this cannot be seen"

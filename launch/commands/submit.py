@@ -25,14 +25,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare, then hand over."""
     from muster.launch.submit.prepare import prepare
-    from muster.launch.submit.queueing import leave
+    from muster.launch.submit.queueing import leave, whereabouts
 
     prepared = prepare(args)
     if args.dry_run:
         return show(prepared)
-    run_id = leave(prepared, snapshot=not args.no_snapshot)
-    what = "is in the queue" if prepared.is_queued else "has begun"
-    print(run_id if args.parsable else f"{run_id} {what}; muster logs -f {run_id} follows it, muster stop ends it")
+    run = leave(prepared, snapshot=not args.no_snapshot)
+    if args.parsable:
+        print(run.run_id)
+    else:
+        ways = f"{run.command('logs -f')} follows it, {run.command('stop')} ends it"
+        print(f"{run.run_id} {whereabouts(run)}; {ways}")
     return 0
 
 

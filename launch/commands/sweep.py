@@ -3,19 +3,23 @@
 import argparse
 import copy
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.launch.common.options import add_job, add_json, add_runs, add_transport
+from muster.launch.sweeps.sweep import say
 
 if TYPE_CHECKING:
     from muster.jobs.basics.errors import MusterError
     from muster.launch.submit.prepare import Prepared
     from muster.launch.sweeps.sweep import Grid, Point, SweepRecord
 
-COLUMNS: Final = ("point", "state", "exit>", "took>", "step>", "loss>", "rate>", "run")
+COLUMNS: Final = ("point", "state", "exit>", "took>", "step>", "loss>", "median rate>", "middle half", "run")
+
+SPARE: Final = ("took>", "exit>", "step>", "loss>", "run")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +49,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prepare every point, run them, print the table; the exit code is that of the first point that failed."""
     from muster.jobs.basics import exits
+    from muster.jobs.basics.errors import MusterError
     from muster.jobs.runfolder.rundir import runs_root
     from muster.launch.sweeps.sweep import SweepRecord, find_sweep, read_grids
 
@@ -56,7 +61,12 @@ def run(args: argparse.Namespace) -> int:
     name, points, prepared = prepare_points(args, grids)
     record, folder = make_sweep(args.job, name, points, prepared)
     print(f"sweep {folder}", file=sys.stderr)
-    whole = execute(points, prepared, folder, limit=args.limit, keep_going=args.keep_going)
+    try:
+        whole = execute(points, prepared, folder, limit=args.limit, keep_going=args.keep_going)
+    except MusterError:
+        if not any(each.context.run.path.exists() for each in prepared):  # refused: nothing was submitted
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     code = show(record, folder, as_json=args.json)
     return code if whole else exits.STOPPED
 
@@ -160,15 +170,16 @@ def execute(
     points: "list[Point]", prepared: "list[Prepared]", folder: Path, *, limit: int | None, keep_going: bool
 ) -> bool:
     """Run the points; return False when the user ended the sweep."""
+    from muster.jobs.runfolder.rundir import RunDir
     from muster.launch.sweeps.sweep_run import Element, is_array, run_here, submit_arrays
 
     elements = [Element(point, each) for point, each in zip(points, prepared, strict=True)]
     if not is_array(prepared[0]):
-        return run_here(elements, say, keep_going=keep_going)
+        return run_here(elements, folder, say, keep_going=keep_going)
     from muster.launch.sweeps.sweep_follow import follow
 
     submit_arrays(elements, folder, say, limit=limit)
-    return follow(elements, say)
+    return follow(((each.point, each.run) for each in elements), say) and not RunDir(folder).stop.exists()
 
 
 def show(record: "SweepRecord", folder: Path, *, as_json: bool) -> int:
@@ -180,22 +191,17 @@ def show(record: "SweepRecord", folder: Path, *, as_json: bool) -> int:
     runs = record.runs(folder)
     states = [read_state(run) if run.path.is_dir() else None for run in runs]
     rows = [summary(point, state) for point, state in zip(record.points, states, strict=True)]
+    rates = [each.rate.words(each.unit) if each and each.rate else None for each in states]
     if as_json:
         print(json.dumps({"sweep": folder.name, "job": record.job, "points": rows}, indent=2))
     else:
-        print(screen.table(COLUMNS, map(_row, rows)))
+        print(screen.table(COLUMNS, map(_row, rows, rates), spare=SPARE))
     return exit_code([row["code"] for row in rows])
 
 
-def say(text: str) -> None:
-    """Say one thing of ours, beside the data on standard output."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def _row(row: dict[str, Any]) -> tuple[object, ...]:
+def _row(row: dict[str, Any], rate: tuple[str, str] | None) -> tuple[object, ...]:
     from muster.launch.common import screen
 
-    rate = None if row["rate"] is None else f"{row['rate']:,.1f} {row['unit'] or ''}".strip()
     steps = row["step"] if row["steps"] is None else f"{row['step']} of {row['steps']}"
     return (
         row["point"],
@@ -204,6 +210,6 @@ def _row(row: dict[str, Any]) -> tuple[object, ...]:
         screen.duration(row["seconds"]),
         steps,
         None if row["loss"] is None else f"{row['loss']:.4f}",
-        rate,
+        *(rate or (None, None)),
         row["run_id"],
     )

@@ -2,9 +2,9 @@
 
 import argparse
 import json
-import re
 from collections import deque
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics import exits
@@ -13,11 +13,11 @@ from muster.launch.common import options, processes, rankset, screen
 from muster.launch.common.follow import tail_lines
 from muster.launch.look.history import History, read_history
 from muster.launch.look.history_view import attempt_lines
-from muster.launch.records.advice import next_step
+from muster.launch.records.advice import for_run, next_step
 from muster.launch.records.fields import typed_lines
 from muster.launch.records.runrows import Rows, read_ending, read_rows
 from muster.launch.records.runstate import RunState, is_here, read_state
-from muster.launch.records.verdict import Ending, judge
+from muster.launch.records.verdict import Ending, judge, lost_too
 
 LAST_LINES: Final = 20
 TOOK_ALONG: Final = {  # cause of a victim: what is said of one rank, of several, and of its link to the first failure
@@ -114,14 +114,14 @@ def render(explanation: Explanation) -> str:
 
 
 def took_along(victims: tuple[Ending, ...], *, first: Ending | None) -> str:
-    """Name the victims by what became of them, in one line."""
+    """Name the victims by what became of them, and all nodes among them, in one line."""
     parts = []
     for cause, (one, several, link) in TOOK_ALONG.items():
         names = [each.rank for each in victims if each.cause == cause and each.rank is not None]
         if names:
             what = several if len(names) > 1 else one
             parts.append(f"rank{'s' * (len(names) > 1)} {rankset.fold(names)} {what}{link if first else ''}")
-    return "; ".join(parts)
+    return "; ".join(filter(None, (*parts, lost_too(victims))))
 
 
 def _headline(each: Explanation) -> str:
@@ -172,8 +172,9 @@ def _agree(verdict: dict[str, Any], ended: dict[str, Any]) -> bool:
 
 def _next_step(state: RunState, verdict: dict[str, Any]) -> str:
     """Return what to do; what goes on with the run stands apart."""
+    run = RunDir(Path(state.path))
     if not state.is_over and state.state != "lost":
-        return "muster status --watch follows it, muster logs -f shows its output"
+        return f"{run.command('status --watch')} follows it, {run.command('logs -f')} shows its output"
     if state.state == "done" or (state.state == "stopped" and _going_on(state)):
         return ""
     first, message = verdict.get("first"), str(verdict.get("message") or "")
@@ -181,18 +182,19 @@ def _next_step(state: RunState, verdict: dict[str, Any]) -> str:
     if (state.state == "lost" and first is None) or state.class_name == "stopped":  # a verdict knows no checkpoints
         class_name, given = state.state + "-unsaved" * (_going_on(state) is None), None
     given = given or next_step(class_name, first, message)
-    return re.sub(r"\bRUN\b", state.run_id, str(given))
+    return for_run(str(given), run)
 
 
 def _going_on(state: RunState) -> str | None:
     """Return the command that goes on with a run that is over, where that is possible."""
     if state.state == "done" or not (state.is_over or state.state == "lost"):
         return None
+    resume = RunDir(Path(state.path)).command("resume")
     if state.checkpoint is not None:
         mended = "once that is changed back, " * (state.code == exits.REFUSED)
-        where = f"after step {state.checkpoint.step} ({state.checkpoint.name})"
-        return f"{mended}muster resume {state.run_id} goes on {where}"
-    return f"muster resume {state.run_id} starts the program once more" if state.kind == "command" else None
+        where = f"goes on after step {state.checkpoint.step} ({state.checkpoint.name})"
+        return f"{mended}{resume} {where}"
+    return f"{resume} starts the program once more" if state.kind == "command" else None
 
 
 def _as_in_rows(record: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 A file that shrank, was replaced, or no longer holds the bytes that were read last is read again from its start
 (logrotate's copytruncate, a rank that reopens its log). What was held of an unfinished line is given out first.
+The hole of a capped log (`jobs/node/logcap.py`) is skipped.
 """
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Final
 
 from muster.jobs.basics.reading import open_file, read_end
 from muster.jobs.basics.terminal import last_state
+from muster.jobs.node.logcap import SECTOR_BYTES
 
 CHUNK_BYTES: Final = 1 << 18
 MOST_TAIL_BYTES: Final = 1 << 26
@@ -60,7 +63,8 @@ class LineFollower:
             # The size now, not the end: a writer faster than its reader must not keep the other files waiting.
             size = os.fstat(descriptor).st_size
             while self.offset < size:
-                data = os.pread(descriptor, min(CHUNK_BYTES, size - self.offset), self.offset)
+                end = self._skip_hole(descriptor, size)
+                data = os.pread(descriptor, min(CHUNK_BYTES, end - self.offset), self.offset)
                 if not data:
                     break
                 self.offset += len(data)
@@ -92,7 +96,22 @@ class LineFollower:
         if inode != known or status.st_size < self.offset:
             return True
         length = len(self._fingerprint)
-        return os.pread(descriptor, length, self.offset - length) != self._fingerprint
+        found = os.pread(descriptor, length, self.offset - length)
+        return not self._fingerprint.endswith(found.lstrip(b"\0"))  # a log that is capped meanwhile has a hole there
+
+    def _skip_hole(self, descriptor: int, size: int) -> int:
+        """Move to the next byte that is no hole; return where the next hole begins."""
+        if os.fstat(descriptor).st_blocks * SECTOR_BYTES >= size:
+            return size
+        try:
+            begin = os.lseek(descriptor, self.offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            begin = size  # nothing but a hole up to the end
+        if begin > self.offset:
+            self.offset, self._fingerprint = begin, b""
+        return os.lseek(descriptor, begin, os.SEEK_HOLE) if begin < size else size
 
     def _restart(self) -> Iterator[bytes]:
         self.offset, self._fingerprint = 0, b""

@@ -15,7 +15,9 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the optional run."""
-    parser.add_argument("run", metavar="RUN", nargs="?", help="its id, a unique part of it, or its folder (the newest)")
+    parser.add_argument(
+        "run", metavar="RUN", nargs="?", help="its id, a part of it, or its folder (default: the newest)"
+    )
     add_runs(parser)
 
 

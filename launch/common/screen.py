@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.basics.terminal import printable, raw
+from muster.jobs.basics.terminal import printable, raw, terminal_columns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,25 +23,34 @@ STYLES: Final = {
 }
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, spare: Sequence[str] = ()) -> str:
     """Render rows under headings; a column whose name ends in `>` is aligned right; None is shown as `-`.
 
-    Coloured on a terminal, where its own line wrap shows what is wider than it.
+    Coloured on a terminal. One that is too narrow gets no `spare` columns, the first of them leaving first, and the
+    last line names them.
     """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    cells = [["-" if value is None else str(value) for value in row] for row in rows]
+    by_column = [(name, list(texts)) for name, *texts in zip(columns, *cells, strict=True)]
+    missing = []
+    for name in spare:
+        wide = sum(max(map(len, [head.rstrip(">"), *texts])) + 2 for head, texts in by_column) - 2
+        if wide > terminal_columns() and name in columns:
+            by_column = [each for each in by_column if each[0] != name]
+            missing.append(name.rstrip(">"))
     grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
+    for column, _ in by_column:
         grid.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", no_wrap=True)
-    for row in rows:
-        texts = ("-" if value is None else str(value) for value in row)
+    for texts in zip(*(texts for _, texts in by_column), strict=True):
         grid.add_row(*(Text(printable(text), style=STYLES.get(text.rstrip("?"), "")) for text in texts))
     console = Console(file=sys.stdout, width=WIDE)
     with console.capture() as capture:
         console.print(grid)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    return "\n".join([*lines, f"too narrow for: {', '.join(missing)}"] if missing else lines)
 
 
 def live() -> "Console":

@@ -22,6 +22,7 @@ from muster.jobs.basics.errors import RunFolderError, UnreachableError
 from muster.jobs.basics.files import folder_error, make_folder
 from muster.jobs.basics.ownership import check_folder, private_folder, warn_once
 from muster.jobs.basics.reading import UntrustedError, read_bytes
+from muster.jobs.node.logcap import cap
 from muster.jobs.runfolder.profiledir import PROFILE
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 
@@ -136,6 +137,8 @@ def keep(run: RunDir, allowed: Sequence[Path], piece: Piece) -> None:
             os.close(descriptor)
     except OSError as error:
         raise folder_error(path, error) from error
+    if path.suffix in (".out", ".err"):
+        cap(path)
 
 
 def _open_within(run: RunDir, name: str, flags: int) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.basics.errors import MusterError, RunFolderError
+from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
@@ -55,7 +55,7 @@ def read_memories(run: RunDir, attempt: int | None) -> tuple[int, list[RankMemor
     """Read what the ranks of an attempt said, by default of the newest in which any did; lowest rank first.
 
     Raises:
-        RunFolderError: none did.
+        NotFoundError: none did.
     """
     numbers = run.attempt_numbers() if attempt is None else [attempt]
     for latest in reversed(numbers):
@@ -64,7 +64,7 @@ def read_memories(run: RunDir, attempt: int | None) -> tuple[int, list[RankMemor
         if found:
             return latest, found
     where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
-    raise RunFolderError(f"{where}: no rank has said what its memory is for; ranks of train: jobs do, once they begin")
+    raise NotFoundError(f"{where}: no rank has said what its memory is for; ranks of train: jobs do, once they begin")
 
 
 def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:

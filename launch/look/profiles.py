@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.basics.errors import NotFoundError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_json
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
@@ -75,7 +75,7 @@ def read_profiles(run: RunDir, attempt: int | None) -> tuple[int, list[RankProfi
     """Read the profiles of an attempt, by default of the newest that has any; the slowest rank comes first.
 
     Raises:
-        RunFolderError: there are none.
+        NotFoundError: there are none.
     """
     numbers = run.attempt_numbers() if attempt is None else [attempt]
     for latest in reversed(numbers):
@@ -84,7 +84,7 @@ def read_profiles(run: RunDir, attempt: int | None) -> tuple[int, list[RankProfi
         if found:
             return latest, sorted(found, key=lambda each: (-each.own_s, each.rank))
     where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
-    raise RunFolderError(
+    raise NotFoundError(
         f"{where}: no rank has written a profile; set train.profile: true (muster run JOB --set train.profile=true), "
         "and let the recorded steps be done"
     )

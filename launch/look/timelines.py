@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.basics.errors import NotFoundError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records import fields
@@ -84,20 +84,20 @@ class Timeline:
         """Return the pipeline that a rank of the world is in.
 
         Raises:
-            RunFolderError: none is.
+            NotFoundError: none is.
         """
         for each in self.pipelines:
             if rank in each.ranks:
                 return each
         there = ", ".join(str(each) for each in sorted(rank for one in self.pipelines for rank in one.ranks))
-        raise RunFolderError(f"attempt {self.attempt}, step {self.step}: rank {rank} was not recorded, only {there}")
+        raise NotFoundError(f"attempt {self.attempt}, step {self.step}: rank {rank} was not recorded, only {there}")
 
 
 def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> Timeline:
     """Read a step that an attempt recorded, by default the newest of the newest.
 
     Raises:
-        RunFolderError: there is none.
+        NotFoundError: there is none.
     """
     numbers = run.attempt_numbers() if attempt is None else [attempt]
     seen: set[int] = set()
@@ -109,10 +109,8 @@ def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> Timelin
                 return Timeline(number, each, tuple(sorted(steps)), pipelines)
     where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
     if not seen:
-        raise RunFolderError(
-            f"{where}: no timeline is there; pipelines record one at every log point (train.log_every)"
-        )
-    raise RunFolderError(f"{where}: step {step} was not recorded, only {', '.join(map(str, sorted(seen)))}")
+        raise NotFoundError(f"{where}: no timeline is there; pipelines record one at every log point (train.log_every)")
+    raise NotFoundError(f"{where}: step {step} was not recorded, only {', '.join(map(str, sorted(seen)))}")
 
 
 def _newest_rows(path: Path, step: int | None) -> tuple[set[int], dict[int, list[Mapping[str, Any]]]]:

@@ -6,13 +6,16 @@ that what comes late is known as such.
 
 import asyncio
 import contextlib
+import sys
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import write_json
+from muster.jobs.node import logcap
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch.common import processes, storage
 from muster.launch.common.follow import LineFollower, tail_lines
@@ -86,13 +89,36 @@ class NodeAttempt:
         }
         if message.apart:
             self.folder.path.mkdir(parents=True, exist_ok=True)
+            RunDir(self.folder.path.parent).trim_attempts(self.number)
             ranks = [start["rank"] for start in message.ranks]
             self._courier = storage.Courier(RunDir(self.folder.path.parent), self.folder, self.node, ranks)
 
     def follow(self, keeper: KeeperLink) -> None:
         """Begin to watch: the ranks have been ordered to start."""
-        for work in (self._forward(), self._look(keeper) if self.ours else self._take_census()):
+        for work in (self._forward(), self._cap(), self._look(keeper) if self.ours else self._take_census()):
             self._tasks.add(asyncio.create_task(self._guard(work)))
+
+    def tell_programs(self, message: wire.StopRanks) -> None:
+        """Write for the user's programs why and until when (unix seconds) they may end by themselves."""
+        if self.start is None or self.ours or not message.reason:
+            return
+        told = {"reason": message.reason, "message": message.text, "deadline": time.time() + message.grace_s}
+        with self._saying():  # they are stopped all the same
+            write_json(self.folder.stop(self.node), told)
+
+    def ask_to_save(self) -> None:
+        """Answer SIGUSR1: ask rank 0 for a checkpoint, by the run folder, which nodes share where ranks save."""
+        if self.start is not None:
+            with self._saying():
+                RunDir(self.folder.path.parent).ask_to_save(f"SIGUSR1 at node {self.node}")
+
+    @contextlib.contextmanager
+    def _saying(self) -> Iterator[None]:
+        """Say on standard error that something cannot be written, and go on."""
+        try:
+            yield
+        except MusterError as error:
+            print(f"muster agent of node {self.node}: {error}", file=sys.stderr)
 
     async def close(self) -> None:
         """Send what is still to be sent, and watch no more; may come twice."""
@@ -103,7 +129,7 @@ class NodeAttempt:
             await asyncio.gather(*tasks, return_exceptions=True)
         for rank in self._followers:
             await self._forward_rank(rank, ended=True)
-        await self.deliver()
+        await self._cap_once()
 
     def abandon(self) -> None:
         """Watch no more, whatever is still to be sent: nobody takes it."""
@@ -227,6 +253,18 @@ class NodeAttempt:
         async with self._sending:
             for piece in self._courier.news():
                 await self.tell(wire.File(self.number, *piece))
+
+    async def _cap(self) -> None:
+        """Keep the ranks' logs from filling the disk."""
+        while True:
+            await self._cap_once()
+            await asyncio.sleep(LOOK_S)
+
+    async def _cap_once(self) -> None:
+        await self.deliver()  # what is freed has been sent home before
+        for start in self._ranks:
+            for stream in ("out", "err"):
+                logcap.cap(Path(start[stream]))
 
     async def _forward_rank(self, rank: int, *, ended: bool = False) -> None:
         async with self._sending:

@@ -21,6 +21,7 @@ from muster.launch.wire.channel import START_BYTES
 
 CHUNK: Final = 1 << 16
 END_S: Final = 5.0  # a keeper needs 1 s and a sweep to end
+TIMES: Final = 6  # that it is given END_S, as long as it runs or wants to: a loaded machine is slow
 
 
 def start_warm(
@@ -132,16 +133,29 @@ class KeeperLink:
         try:
             if self.is_open:
                 self.keeper.shutdown(socket.SHUT_WR)
-                await asyncio.wait_for(self._hear_out(self.keeper), END_S)
-        except asyncio.TimeoutError:  # from Python 3.11 on this is an OSError, so it stands first
-            if self._pid:
-                linux.kill_quietly(self._pid, signal.SIGKILL)
+                hung_up = asyncio.ensure_future(self._hear_out(self.keeper))
+                if not await self._ends(hung_up) and self._pid:
+                    linux.kill_quietly(self._pid, signal.SIGKILL)
         except OSError:  # it has gone already
             pass
         self.keeper.close()
         if self._writer is not None:
             self._writer.close()
         await self._end_warm()
+
+    async def _ends(self, hung_up: "asyncio.Future[None]") -> bool:
+        """Wait until the keeper has hung up; return False if it is frozen instead: it neither runs nor wants to."""
+        for _ in range(TIMES):
+            _, before = linux.signs_of_life(self._pid)
+            await asyncio.wait([hung_up], timeout=END_S)
+            if hung_up.done():
+                await hung_up
+                return True
+            starved, switches = linux.signs_of_life(self._pid)
+            if not starved and switches == before:
+                break
+        hung_up.cancel()
+        return False
 
     async def _end_warm(self) -> None:
         """Wait for the warm process that we started: it ends with its keeper, when all that is below is dead."""

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from muster.launch.common.lateness import OwnLateness
 from muster.launch.wire.records import Progress, RankProgress
 
-STOOD_STILL_S: Final = 2.5  # we look, or are asked, each second
+LOOK_S: Final = 1.0  # we look, or are asked, each second
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Pulse:
         self._ranks: dict[int, _Rank] = {}
         self._steps = 0
         self._begun = False
-        self._touched: float | None = None
+        self._own = OwnLateness(LOOK_S)
 
     def note(self, looked: Iterable[Sequence[Any]], now: float) -> None:
         """Take what the keeper saw: [rank, phase, steps, beats, slowest_s, held] of each rank that runs."""
@@ -86,8 +87,7 @@ class Pulse:
         return {"phase": rank.phase, "steps": rank.steps, "beats_age_s": round(now - rank.moved, 3)}
 
     def _forgive(self, now: float) -> None:
-        """Where we ourselves stood still - a stopped machine, a sleeping laptop - nobody else is late."""
-        if self._touched is not None and (gap := now - self._touched) > STOOD_STILL_S:
-            for rank in self._ranks.values():
-                rank.moved += gap - 1.0
-        self._touched = now
+        """Do not count the time in which this process did not run as silence of the ranks."""
+        late_s = self._own.look(now)
+        for rank in self._ranks.values():
+            rank.moved += late_s

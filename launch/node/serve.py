@@ -22,6 +22,7 @@ from muster.jobs.machine import linux, network, ports
 from muster.jobs.node import leftovers
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import storage
+from muster.launch.common.lateness import OwnLateness
 from muster.launch.node import setup_lines
 from muster.launch.node.attempt import NodeAttempt, RankProcessId, gone
 from muster.launch.node.keeper_link import KeeperLink
@@ -29,7 +30,8 @@ from muster.launch.wire import messages as wire
 from muster.launch.wire.channel import Channel, ChannelClosed, over_pipes, over_socket
 from muster.launch.wire.records import Facts, Leftover
 
-LEASE_LOOK_S: Final = 0.25
+LOOK_S: Final = 0.25
+LATE_KEPT: Final = 0.98  # of the lateness told, at each look: half of it is forgotten after 9 s
 BACKLOG: Final = 4096  # ranks dial before the store serves
 REACH_S: Final = 5.0
 LONGEST_WHY: Final = 4000  # characters
@@ -45,6 +47,7 @@ class Agent:
         self.lease_s = lease_s
         self.heard = time.monotonic()
         self.alone = False  # the lease has ended
+        self.late_s = 0.0
         self.attempt = self._new_attempt(0)
         self.before: set[RankProcessId] = set()  # ranks of attempts before: gone, unless their keeper died
         self.listening: socket.socket | None = None  # the store's, until the keeper has it
@@ -56,8 +59,8 @@ class Agent:
         """Serve until the supervisor says bye, falls silent, or the channel closes; return the run's exit code."""
         code = UNREACHABLE
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_term)
-        if self.lease_s:
-            self._spawn(self._watch_lease())
+        self._spawn(self._watch_lease())
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: self.attempt.ask_to_save())
         try:
             while not isinstance(message := await self.channel.receive(), wire.Bye):
                 self.heard = time.monotonic()
@@ -107,16 +110,24 @@ class Agent:
         self._spawn(self.channel.send(wire.Terminated(self.attempt.number)))
 
     async def _watch_lease(self) -> None:
-        while time.monotonic() - self.heard < self.lease_s:
-            await asyncio.sleep(LEASE_LOOK_S)
+        """Wait for the end of the lease; time in which this process did not run is no silence of the supervisor."""
+        own = OwnLateness(LOOK_S)
+        own.look(now := time.monotonic())
+        while not self.lease_s or now - self.heard < self.lease_s:
+            await asyncio.sleep(LOOK_S)
+            now = time.monotonic()
+            late_s = own.look(now)
+            self.heard = min(now, self.heard + late_s)
+            self.late_s = max(late_s, LATE_KEPT * self.late_s)
         print(f"muster agent of node {self.node}: the supervisor was silent for {self.lease_s:g} s", file=sys.stderr)
         self.alone = True
         self.channel.abort()
 
     async def _beat(self, message: wire.Beat) -> None:
         """Answer with both times of this clock, so that the supervisor can tell how far it is off."""
-        heard, progress = time.time(), self.attempt.pulse.record(time.monotonic())
-        await self.channel.send(wire.Heartbeat(self.attempt.number, message.sent, heard, time.time(), progress))
+        heard, number = time.time(), self.attempt.number
+        progress = self.attempt.pulse.record(time.monotonic())
+        await self.channel.send(wire.Heartbeat(number, message.sent, heard, time.time(), progress, self.late_s))
 
     # Before the start -----------------------------------------------------------------------------------------------
 
@@ -204,6 +215,7 @@ class Agent:
             self.starting.cancel()  # the setup lines may be at work
             await asyncio.gather(self.starting, return_exceptions=True)
         self._close_listening()
+        self.attempt.tell_programs(message)
         if self.keeper.is_open:
             await self.keeper.order({"do": "stop", "grace_s": message.grace_s, "attempt": self.attempt.number})
             return

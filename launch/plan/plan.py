@@ -12,13 +12,12 @@ from typing import Any, Final
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.placement import NodePlacement, Placement, divide, pin
-from muster.jobs.hosts.ranks import STATUS_FD, RankEnv
+from muster.jobs.hosts.ranks import OF_A_RANK, STOP_FILE
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
 from muster.launch.wire.messages import Start
 
-RANK_VARIABLES: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {STATUS_FD}
 GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE: Final = "NCCL_SOCKET_IFNAME"
 PORT_ORIGIN: Final = "bound by node 0's agent when it starts"
@@ -123,7 +122,7 @@ def shared_environment(context: Context, machine: Machine, threads: int) -> tupl
         add("MUSTER_DATA", context.site.data, "site file: data")
     for file, env in (("site file", context.site.env), ("job file", context.job.env)):
         for name, value in env.items():
-            if name in RANK_VARIABLES:
+            if name in OF_A_RANK:
                 raise RefusedError(f"{file}: env.{name}: this is Muster's to set for each rank; remove it")
             add(name, value, f"{file}: env")
     return tuple(values.values())
@@ -215,12 +214,13 @@ def _threads(job: Job, machine: Machine, node: NodePlacement) -> int:
 def _rank_environment(
     context: Context, machine: Machine, rank: int, master_port: int | None, divided: bool
 ) -> tuple[EnvValue, ...]:
+    run = machine.run or context.run
     env = context.placement.rank_env(
         rank,
         master_port=master_port or 0,
         attempt=context.attempt,
         run_id=context.run.run_id,
-        run_dir=str((machine.run or context.run).path),
+        run_dir=str(run.path),
         agent_store=machine.torch,
     )
     values = []
@@ -233,6 +233,9 @@ def _rank_environment(
             values.append(EnvValue(name, value, "node 0's agent hosts the store" if env.agent_store else "no torch"))
         else:
             values.append(EnvValue(name, value, "placement"))
+    if context.entry is None:
+        file = run.attempt(context.attempt).stop(env.node_rank)
+        values.append(EnvValue(STOP_FILE, str(file), "written before SIGTERM: why, and until when"))
     if divided and machine.gpus:
         values.append(EnvValue("CUDA_VISIBLE_DEVICES", ",".join(machine.gpus), "pretend nodes divide the GPUs"))
     return tuple(values)

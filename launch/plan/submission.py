@@ -19,6 +19,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
 from muster.launch.common.kinds import BY_KEY
 from muster.launch.plan.plan import Context
+from muster.launch.records.fields import typed_lines
 
 VERSION: Final = 1
 
@@ -82,6 +83,7 @@ class Submission:
                 raise RunFolderError(f"{run.submission}: version {record['version']}; this Muster reads {VERSION}")
             route = {**record["route"], "hosts": hosts_of(record["route"]["hosts"])}
             route.pop("token", None)  # of a run that was made before nodes had keys
+            judged = (row["attempt"] for row in typed_lines(run.attempts) if "attempt" in row)  # some have no folder
             kind = BY_KEY[record["job"]["kind"]]
             settings = kind.settings.model_validate(record["job"]["settings"])
             context = Context(
@@ -93,7 +95,7 @@ class Submission:
                 python=record["python"],
                 entry=kind.entry,
                 options=record["options"],
-                attempt=len(run.attempt_numbers()),
+                attempt=1 + max((*run.attempt_numbers(), *judged), default=-1),
                 code=record["code"],
                 remote=record["route"]["transport"] != "local",
                 iface=record["route"]["iface"],

@@ -12,6 +12,9 @@ from typing import Any, Final
 
 from muster.jobs.basics import exits
 from muster.jobs.machine.linux import signal_name
+from muster.jobs.runfolder.rundir import RunDir
+
+_OF_RUN: Final = re.compile(r"\bmuster (list|status|logs|why|stop|resume|checkpoint (?:list|verify))\b(?: RUN\b)?")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ TABLE: Final[tuple[Advice, ...]] = (
         "with a job that it queues again",
         class_name="requeue",
     ),
+    Advice(
+        "it left before its time was up, and Muster saved nothing at the end: muster resume RUN starts it again, as "
+        "Slurm does by itself with a job that it queues again",
+        class_name="requeue-unsaved",
+    ),
     # What Muster itself refused: the message says where.
     Advice("correct the command line; muster COMMAND --help shows its options", class_name="usage"),
     Advice("correct the job file where the message points; muster schema shows every key", class_name="bad-job"),
@@ -58,6 +66,11 @@ TABLE: Final[tuple[Advice, ...]] = (
         "choose another folder with --runs DIR or MUSTER_RUNS, one that you can write on this host",
         class_name="run-folder",
     ),
+    Advice(
+        "make it yours, and closed to others (chown, chmod go-w), or choose another folder with --runs DIR",
+        class_name="untrusted",
+    ),
+    Advice("name what is missing, or another run: muster list shows them", class_name="not-found"),
     # What the machine ran out of.
     Advice(
         "free some space on the disk of the run folder, or mend it (df -h, df -i, dmesg); the checkpoints before are "
@@ -243,6 +256,11 @@ def next_step(class_name: str, failure: Mapping[str, Any] | None, message: str =
             # Without spaces: `2-3,7` can be pasted behind an option.
             return text.replace("{1}", found[1].replace(" ", "")) if found and found.re.groups else text
     raise AssertionError("the last row of the table fits everything")
+
+
+def for_run(text: str, run: RunDir) -> str:
+    """Complete the commands of an advice: `muster logs` becomes `muster logs RUN --runs DIR`."""
+    return _OF_RUN.sub(lambda found: run.command(found[1], named=found[1] != "list"), text)
 
 
 def _as_signal(failure: Mapping[str, Any]) -> str | None:

@@ -5,8 +5,9 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
+from muster.jobs.basics.files import reserve
 from muster.jobs.basics.rowlog import RowLog
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.processes import start_ticks
@@ -14,11 +15,14 @@ from muster.launch.plan.plan import Context
 from muster.launch.records.advice import next_step
 from muster.launch.records.verdict import Verdict
 
+RESERVE_BYTES: Final = 1 << 16
+
 
 class EventLog:
     """The only writer of a run's events.jsonl and attempts.jsonl.
 
     `say`: where it tells of a full disk, whose rows it keeps until there is room again; without, that is an error.
+    The verdict is written in any case: a small file holds room for it from the first row to the last.
     """
 
     def __init__(self, run: RunDir, say: Callable[[str], None] | None = None) -> None:
@@ -38,6 +42,8 @@ class EventLog:
 
     def submitted(self, context: Context, transport: str) -> None:
         """Say what was asked for, and which process supervises it."""
+        if self._may_be_full:
+            reserve(self.run.reserve, RESERVE_BYTES)
         self.event(
             "submitted",
             run_id=self.run.run_id,
@@ -64,8 +70,12 @@ class EventLog:
         return advice
 
     def run_ended(self, attempt: int, verdict: Verdict) -> None:
-        """Write the run's last row."""
+        """Write the run's last row, if need be into the room that was reserved for it."""
         self.event("ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
+        if self._may_be_full:
+            self.run.reserve.unlink(missing_ok=True)
+            self._attempts.give_out()
+            self._events.give_out()
 
     def ended(self, attempt: int, verdict: Verdict, began: float) -> str:
         """Write the row of the last attempt and the run's last row; return the advice that went with them."""

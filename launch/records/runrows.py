@@ -1,7 +1,9 @@
 """Read the records of a run folder: sorted, not yet judged (`launch/records/runstate.py` does that)."""
 
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,7 +14,8 @@ from muster.launch.records.fields import number as number  # those who read rows
 from muster.launch.records.fields import real as real
 from muster.launch.records.verdict import Ending
 
-TAIL_BYTES: Final = 1 << 16
+TAIL_BYTES: Final = 1 << 17  # some 300 steps
+WARM_UP_STEPS: Final = 5
 MOST_WARNINGS: Final = 1000
 TOLD: Final = frozenset({"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining"})
 
@@ -22,7 +25,8 @@ class Rows:
     """The rows of events.jsonl that count: the newest of each, per rank and node of the newest attempt.
 
     `told` are what ranks and supervisor last said of the newest attempt, by event; `hosts` those of the newest attempt,
-    `all_hosts` those of every attempt of the newest supervisor. Of a file of any size, this takes little memory.
+    `all_hosts` those of every attempt of the newest supervisor; `asked` is the newest request to stop the run. Of a
+    file of any size, this takes little memory.
     """
 
     submitted: dict[str, Any] = field(default_factory=dict)
@@ -34,6 +38,7 @@ class Rows:
     joined: bool = False
     by_rank: dict[tuple[int | None, int | None], dict[str, Any]] = field(default_factory=dict)
     stopping: bool = False
+    asked: str = ""
     told: dict[str, dict[str, Any]] = field(default_factory=dict)
     restarting: dict[str, Any] | None = None
     warnings: dict[str, None] = field(default_factory=dict)
@@ -63,7 +68,7 @@ class Rows:
     def begin_supervisor(self, row: dict[str, Any]) -> None:
         """Forget what an earlier supervisor had under way: this one has not started anything yet."""
         self.begin_attempt({})
-        self.submitted, self.attempts, self.all_hosts = row, self.attempts - 1, {}
+        self.submitted, self.attempts, self.all_hosts, self.asked = row, self.attempts - 1, {}, ""
 
 
 def read_rows(run: RunDir) -> Rows:
@@ -84,6 +89,8 @@ def read_rows(run: RunDir) -> Rows:
                 rows.by_rank[row.get("rank"), row.get("node")] = row
             case "stopping":
                 rows.stopping = True
+            case "asked":
+                rows.asked = row.get("reason", "")
             case "restarting":
                 rows.restarting = row
             case "warning":
@@ -116,6 +123,40 @@ def last_metrics(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
         else:
             return row, evaluation
     return step, evaluation
+
+
+@dataclass(frozen=True)
+class StepRate:
+    """The median rate of an attempt's steps and its quartiles: the middle half of the `steps` lie between these two."""
+
+    median: float
+    low: float
+    high: float
+    steps: int
+
+    def words(self, unit: str | None) -> tuple[str, str]:
+        """Write the median with its unit, and the quartiles."""
+        return f"{_figure(self.median)} {unit or 'samples/s'}", f"{_figure(self.low)} to {_figure(self.high)}"
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def step_rate(run: RunDir) -> StepRate | None:
+    """Summarize the steps of the newest attempt that has any, without its warm-up; None before the first step.
+
+    Evaluations, saves and the start are not part of a step. Of a long attempt only the newest steps count.
+    """
+    steps = (row for row in _last_rows(run.metrics) if not row.get("evaluation"))
+    newest = next(steps, {})
+    of_attempt = [newest, *takewhile(lambda row: row.get("attempt") == newest.get("attempt"), steps)]
+    rates = [row["rate"] for row in of_attempt if "rate" in row]
+    rates = rates[: len(rates) - min(WARM_UP_STEPS, len(rates) // 2)]  # the newest stand first
+    if not rates:
+        return None
+    low, median, high = statistics.quantiles(rates * 2 if len(rates) == 1 else rates, n=4, method="inclusive")
+    return StepRate(median, low, high, len(rates))
 
 
 def first_and_last_step(run: RunDir, attempt: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -20,7 +20,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
 from muster.launch.records import lease
 from muster.launch.records.activity import Saved, doing, left_out, newest_saved
-from muster.launch.records.runrows import Rows, last_metrics, read_rows
+from muster.launch.records.runrows import Rows, StepRate, last_metrics, read_rows, step_rate
 
 if TYPE_CHECKING:
     from muster.launch.records.slurm_job import Seen
@@ -85,7 +85,7 @@ class RunState:
     steps: int | None
     epoch: int | None
     loss: float | None
-    rate: float | None
+    rate: StepRate | None
     unit: str | None
     ranks: tuple[RankState, ...]
     warnings: tuple[str, ...]
@@ -101,8 +101,10 @@ class RunState:
         return self.state in OVER and (self.sure or self.state != "lost")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the record for --json; `class_name` is spelt `class` as in the rows."""
+        """Return the record for --json; `class_name` is spelt `class` as in the rows, and `rate` is the median."""
         record = asdict(self)
+        rate = record["rate"] or dict.fromkeys(("median", "low", "high", "steps"))
+        record |= {"rate": rate.pop("median"), **{f"rate_{name}": value for name, value in rate.items()}}
         return {"class" if key == "class_name" else key: value for key, value in record.items()}
 
     @property
@@ -172,7 +174,7 @@ def read_state(run: RunDir) -> RunState:
         steps=step_row.get("steps"),
         epoch=step_row.get("epoch"),
         loss=step_row.get("loss"),
-        rate=step_row.get("rate"),
+        rate=step_rate(run),
         unit=step_row.get("unit"),
         ranks=_ranks(rows, over=state in OVER),
         warnings=tuple(rows.warnings),

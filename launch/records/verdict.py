@@ -67,6 +67,12 @@ class Stop:
     code: int
     message: str
     final: bool = False  # whoever ended this attempt ends the run: a scheduler that takes its nodes away
+    why: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The reason in one word, or two, for programs to read."""
+        return self.why or {exits.STOPPED: "stopped", exits.REQUEUE: "requeue"}.get(self.code, "failure")
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,14 @@ def judge(endings: Sequence[Ending], stop: Stop | None) -> Verdict:
     victims = tuple(
         each for each in ordered if each is not first and each.cause != "done" and not _is_again(each, first)
     )
-    return Verdict(first.exit_code, first.sentence(), first, victims)
+    message = "; ".join(filter(None, (first.sentence(), lost_too(victims))))
+    return Verdict(first.exit_code, message, first, victims)
+
+
+def lost_too(victims: Sequence[Ending]) -> str:
+    """Name the nodes that were lost besides the first failure; "" without any."""
+    nodes = [each.where() for each in victims if each.rank is None]
+    return f"lost too: {', '.join(nodes)}" if nodes else ""
 
 
 def _is_again(ending: Ending, first: Ending) -> bool:

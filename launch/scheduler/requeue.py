@@ -8,10 +8,12 @@ end     75 (drained with a commit) ──running──→ scontrol requeue ─�
 
 import signal
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
@@ -20,6 +22,8 @@ from muster.launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocation
 from muster.launch.scheduler.slurm_output import BatchOutput
 from muster.launch.scheduler.slurm_run import close, settings_of
 from muster.slurm.allocation import inside_allocation, read_allocation
+from muster.slurm.client import LIST_S, Client
+from muster.slurm.notice import Notice, notice_of
 from muster.slurm.requeue import RUNNING, queue_again, state_of
 from muster.slurm.states import Outcome
 
@@ -34,6 +38,7 @@ class OwnJob:
     saves: bool  # the run makes checkpoints
     by_us: bool  # it is ours to have it queued again, and not submitit's
     may: bool  # slurm.requeue
+    signal_s: int
     output: BatchOutput
     environ: Mapping[str, str]
 
@@ -45,6 +50,18 @@ class OwnJob:
         EventLog(self.run).event(EVENT, job=self.job, restarts=len(found) if self.restarts is None else self.restarts)
         count = fruitless(found, self.restarts)
         return self._hopeless(count) if self.saves and count >= MAX_FRUITLESS else None
+
+    def notice(self, *, limit: bool) -> Notice | None:
+        """Ask Slurm whether it is about to end the job; `limit`: its signal before the time limit has come."""
+        client, state = Client(self.environ), None
+        try:
+            state = client.details(self.job, LIST_S)
+            if state and state.preempted and state.end_time is None:  # scontrol hides it from a job without a limit
+                grace_s = client.grace_s(self.environ.get("SLURM_JOB_PARTITION", ""))
+                state = replace(state, end_time=state.preempted + grace_s)
+        except MusterError as error:
+            self._warn(f"cannot ask why the job is signalled: {error}")
+        return notice_of(state, time.time(), self.signal_s, limit=limit)
 
     def end(self, code: int) -> int:
         """Have the job queued again after a verdict that asks for it; return the exit code of this process."""
@@ -69,12 +86,13 @@ class OwnJob:
             EventLog(self.run).event("requeueing", job=self.job)
             answer = queue_again(self.job, self.environ)
             if answer.done:
-                print(f"muster: Slurm job {self.job} is queued again, and goes on from its checkpoint", file=sys.stderr)
+                onward = ", and goes on from its checkpoint" * self.saves
+                print(f"muster: Slurm job {self.job} is queued again{onward}", file=sys.stderr)
                 return exits.REQUEUE
             why = f"scontrol requeue {self.job}: {answer.said}"
         self._warn(
             f"{why}; it ends with code {exits.REQUEUE}, which a site's RequeueExit={exits.REQUEUE} answers; without "
-            f"that, go on with: muster resume {self.run.run_id}"
+            f"that, go on with: {self.run.command('resume')}"
         )
         return exits.REQUEUE
 
@@ -88,7 +106,7 @@ class OwnJob:
         outcome = Outcome(
             exits.DO_NOT_RESTART,
             f"{count} starts of job {self.job} in a row have made no new checkpoint, so it is not queued again; raise "
-            f"slurm.time, or save more often (checkpoint.every_s), then: muster resume {self.run.run_id}",
+            f"slurm.time, or save more often (checkpoint.every_s), then: {self.run.command('resume')}",
         )
         close(self.run, outcome, anew=True)
         print(f"muster: {outcome.message}", file=sys.stderr)
@@ -111,7 +129,7 @@ def own_job(submission: Submission, environ: Mapping[str, str]) -> OwnJob | None
     if transport not in ("slurm", "submitit") or not (run.sbatch.exists() or run.slurm.exists() or local):
         return None
     restarts: int | None = None
-    job = local or ""
+    job, settings = local or "", settings_of(context)
     if inside_allocation(environ):
         allocation = read_allocation(environ)
         job, restarts = allocation.requeue_id, allocation.restarts
@@ -121,7 +139,8 @@ def own_job(submission: Submission, environ: Mapping[str, str]) -> OwnJob | None
         restarts=restarts,
         saves=context.job.checkpoint is not None,
         by_us=transport == "slurm",
-        may=settings_of(context).requeue,
+        may=settings.requeue,
+        signal_s=settings.signal_s,
         output=BatchOutput(run, job),
         environ=environ,
     )

@@ -9,24 +9,18 @@ first and every 30 s in a long wait; after a request to stop, every second.
 """
 
 import math
-import os
-import signal
-import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, StartTimeoutError, UnreachableError
-from muster.jobs.basics.files import write_json
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.follow import LineFollower, as_shown
 from muster.launch.records.event_texts import lines_of
 from muster.launch.records.fields import typed_line
 from muster.launch.records.runrows import number, read_json, real
 from muster.launch.records.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
-from muster.launch.scheduler.held_signals import SIGNALS, noting
+from muster.launch.scheduler.held_signals import listening, request_stop
 from muster.launch.scheduler.slurm_run import close, show_end, stopped
 from muster.launch.supervision.console import Console
 from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, never_began, outcome, waiting
@@ -51,7 +45,7 @@ def follow(run: RunDir, console: Console, asked: list[str] | None = None) -> int
         UnreachableError: it was never submitted to Slurm.
     """
     follower = Follower(run, console, asked=asked)
-    with follower.listening():
+    with listening(follower.asked_to_stop):
         ended = follower.until_ended()
     show_end(run, console, ended)
     return number(ended.get("code")) or 0
@@ -92,7 +86,7 @@ class Follower:
         self.grace_s = 5.0
         self._events = LineFollower(run.events, offset=since_submission(run, job))
         self._outputs: dict[str, LineFollower] = {}
-        self._asked_to_stop = [] if asked is None else asked
+        self.asked_to_stop = [] if asked is None else asked
         self._stop_by = ""
         self._kill_at: float | None = None
         self._draining_s = 0.0  # that its supervisor may take to save before it stops
@@ -113,9 +107,9 @@ class Follower:
         while time.monotonic() < began + deadline_s + self._draining_s:
             self.read_events()
             self._pass_on_lines()
-            for by in self._asked_to_stop:
+            for by in self.asked_to_stop:
                 self.stop(by, self.grace_s, now=bool(self._stop_by))
-            self._asked_to_stop.clear()
+            self.asked_to_stop.clear()
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._kill_at = None
                 self._cancel()
@@ -138,14 +132,7 @@ class Follower:
             self._wait_anew()
         if self.begun and not again:
             self.console.say(f"stopping the run: {by}")
-            request = {
-                "time": time.time(),
-                "grace_s": grace_s,
-                "now": now,
-                "by": f"{socket.gethostname()}:{os.getpid()}",
-                "who": by,
-            }
-            write_json(self.run.stop, request)
+            request_stop(self.run, grace_s, now=now, who=by)
             self._kill_at = time.monotonic() + grace_s + BEYOND_GRACE_S
             return
         self.console.say(f"cancelling Slurm job {self.job.job_id}: {by}")
@@ -168,18 +155,6 @@ class Follower:
     def _wait_anew(self) -> None:
         """Take the last row for that of an earlier start."""
         self.ended, self.begun, self.requeued = None, False, True
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take the signals that ask for an end as requests to stop the run."""
-        before = {each: signal.signal(each, noting(self._asked_to_stop)) for each in SIGNALS}
-        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            for each, handler in before.items():
-                signal.signal(each, handler)
 
     # The run folder -------------------------------------------------------------------------------------------------
 

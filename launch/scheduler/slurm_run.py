@@ -4,7 +4,6 @@ submit   the `submitted` row, sbatch.sh, sbatch, slurm.json; from then on the su
 close    Slurm says that the job is over, and its supervisor left no last row
 """
 
-import math
 import os
 import time
 from typing import Any, Final
@@ -15,7 +14,7 @@ from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import append_line, write_secret
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
-from muster.jobs.spec.slurm import SlurmSettings, merged, seconds_of
+from muster.jobs.spec.slurm import SIGNAL_S, SlurmSettings, merged, signal_before
 from muster.launch.plan.plan import Context
 from muster.launch.plan.spares import crew_size
 from muster.launch.plan.submission import Submission
@@ -99,10 +98,10 @@ def settings_of(context: Context) -> SlurmSettings:
     """
     site, job = context.site.slurm, context.job.slurm
     settings = merged(site, job)
-    if context.job.checkpoint is None or "signal_s" in site.model_fields_set | job.model_fields_set:
+    if "signal_s" in settings.model_fields_set:
         return settings
-    limit_s = math.inf if settings.time is None else seconds_of(settings.time)
-    return settings.model_copy(update={"signal_s": int(min(SAVING_S, limit_s // 2))})
+    wanted_s = SIGNAL_S if context.job.checkpoint is None else SAVING_S
+    return settings.model_copy(update={"signal_s": signal_before(settings.time, wanted_s)})
 
 
 def cores_of(job: Job) -> int | None:
@@ -145,4 +144,4 @@ def show_end(run: RunDir, console: Console, ended: dict[str, Any]) -> None:
     began = real(row.get("started")) or real(read_rows(run).submitted.get("time"))
     until = real(ended.get("time")) or time.time()
     advice = str(row.get("next_step") or next_step(verdict.name, row.get("first"), message))
-    console.end(verdict, until - (until if began is None else began), run.run_id, advice)
+    console.end(verdict, until - (until if began is None else began), run, advice)

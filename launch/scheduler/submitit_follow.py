@@ -1,18 +1,14 @@
 """Follow a run of submitit's local executor in its folder, and pass on what rank 0 prints."""
 
-import os
 import signal
-import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
 from typing import Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError
-from muster.jobs.basics.files import read_lines, write_json
+from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_end
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
@@ -20,12 +16,12 @@ from muster.launch.common.follow import CHUNK_BYTES, LineFollower, as_shown
 from muster.launch.records.event_texts import lines_of
 from muster.launch.records.runrows import number, read_rows
 from muster.launch.records.runstate import read_state
+from muster.launch.scheduler.held_signals import listening, request_stop
 from muster.launch.scheduler.slurm_run import close, show_end
 from muster.launch.supervision.console import Console
 from muster.slurm.states import Outcome
 
 POLL_S: Final = 0.1
-SIGNALS: Final = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 
 
 class RankZero:
@@ -79,7 +75,7 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
     """
     lines, asked, said = RankZero(run, console), 0, sum(1 for _ in read_lines(run.events))
     before, controller = begun(run), start()
-    with listening() as signals:
+    with listening([]) as signals:
         while controller.poll() is None or _goes_on(run):
             said = _tell(run, console, said)
             lines.pass_on()
@@ -126,27 +122,9 @@ def _ask_to_stop(run: RunDir, console: Console, by: str, *, now: bool) -> None:
     """Have the supervisor stop the run; a second time its own signal says at once."""
     console.say(f"stopping the run: {by}")
     if not now:
-        who = f"{socket.gethostname()}:{os.getpid()}"
-        text = f"stopped by {by}"
-        write_json(run.stop, {"time": time.time(), "grace_s": None, "now": False, "by": who, "text": text})
+        request_stop(run, None, text=f"stopped by {by}")
         return
     submitted = read_rows(run).submitted
     pid, ticks = number(submitted.get("pid")), number(submitted.get("pid_start"))
     if pid is not None and ticks is not None:
         processes.send(pid, ticks, signal.SIGTERM)
-
-
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """Take the signals that ask for an end as requests to stop the run."""
-    asked: list[str] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(SIGNALS[signal.Signals(number)])
-
-    before = {each: signal.signal(each, note) for each in SIGNALS}
-    try:
-        yield asked
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

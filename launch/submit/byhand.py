@@ -10,11 +10,13 @@ which other users of a node cannot read.
 
 import secrets
 import shlex
+from collections.abc import Sequence
 from typing import Final
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.hosts import nodelist
+from muster.jobs.machine import network
 from muster.launch.submit.prepare import Prepared
 from muster.launch.transports.base import LEASE_S
 from muster.launch.wire.handshake import node_key
@@ -39,9 +41,10 @@ def lines(prepared: Prepared, job_words: list[str], secret: str) -> list[str]:
     context, route = prepared.context, prepared.submission.route
     address = context.placement.master_addr
     if not address:
+        own = ", ".join(each for _, each in network.own_addresses()) or "none but loopback"
         raise UsageError(
             "where the other nodes find node 0 is not known; give --master-addr ADDRESS, or hosts with addresses "
-            "(-H FILE, --manifest FILE)"
+            f"(-H FILE, --manifest FILE); this machine has {own}"
         )
     port = route.port or any_port()
     words = [*module_argv(context.python, "muster.launch.cli", context.code), "run", *job_words]
@@ -55,3 +58,12 @@ def lines(prepared: Prepared, job_words: list[str], secret: str) -> list[str]:
         agent += ["--connect", f"{address}:{port}", "--dial-timeout-s", str(DIAL_S), "--lease-s", str(LEASE_S)]
         found.append(f"{KEY}={node_key(secret, node)} {shlex.join([*agent, '--end-as', 'run'])}")
     return found
+
+
+def labelled(prepared: Prepared, lines: Sequence[str], first: int = 0) -> str:
+    """Put above each line, as a comment, which node it is for; `first` is the node of the first one."""
+    nodes = prepared.submission.context.crew[first:]
+    return "\n".join(
+        f"# node {number} ({node.host})\n{line}"
+        for number, (node, line) in enumerate(zip(nodes, lines, strict=True), start=first)
+    )

@@ -59,7 +59,7 @@ def _take(run: RunDir, own: Path) -> Path:
         if last and not is_free(found, time.time()):
             raise RefusedError(
                 f"{run.run_id}: is being resumed already, by pid {found.get('pid')} on {found.get('host')}; "
-                f"muster status {run.run_id} shows it"
+                f"{run.command('status')} shows it"
             )
         path = claim(run, last + 1)
         with suppress(FileExistsError):  # somebody was faster: look again

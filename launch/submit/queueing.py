@@ -5,9 +5,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from muster.jobs.runfolder.rundir import RunDir
     from muster.launch.plan.submission import Submission
     from muster.launch.submit.prepare import Prepared
     from muster.launch.supervision.console import Console
+
+
+def whereabouts(run: "RunDir") -> str:
+    """Return what became of a run that was left to itself: the job of Slurm's that it is, or that it has begun."""
+    from muster.launch.records.slurm_job import SlurmJob
+
+    job = SlurmJob.read(run)
+    return "has begun" if job is None else f"is Slurm job {job.job_id}"
 
 
 def put_into_slurm(submission: "Submission") -> None:
@@ -28,8 +37,8 @@ def put_into_submitit(submission: "Submission") -> None:
 QUEUES: "dict[str, Callable[[Submission], None]]" = {"slurm": put_into_slurm, "submitit": put_into_submitit}
 
 
-def leave(prepared: "Prepared", *, snapshot: bool) -> str:
-    """Start the run in the background or put it into the queue; return its id.
+def leave(prepared: "Prepared", *, snapshot: bool) -> "RunDir":
+    """Start the run in the background or put it into the queue; return its folder.
 
     Raises:
         UsageError: a run by hand cannot be left to itself.
@@ -46,7 +55,7 @@ def leave(prepared: "Prepared", *, snapshot: bool) -> str:
         QUEUES[submission.route.transport](submission)
     else:
         detach(submission.context.run, submission.context.python, submission.context.code)
-    return submission.context.run.run_id
+    return submission.context.run
 
 
 def follow(prepared: "Prepared", *, quiet: bool = False, console: "Console | None" = None) -> int:

@@ -82,7 +82,7 @@ def refuse_running(run: RunDir, state: RunState) -> None:
         RefusedError: it runs, or whether it does cannot be seen.
     """
     where = f"its supervisor is pid {state.pid} on {state.host}"
-    ways = f"muster status {run.run_id} shows it, muster stop {run.run_id} ends it"
+    ways = f"{run.command('status')} shows it, {run.command('stop')} ends it"
     if state.message:  # what Slurm says of it
         raise RefusedError(f"{run.run_id}: is not over ({state.label}): {state.message}; {ways}")
     if state.sure:
@@ -162,7 +162,7 @@ def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) ->
     if has is None or has <= had:
         raise RefusedError(
             f"{run.run_id}: is done ({counted(had, key[:-1])}); to train on, give it more: "
-            f"muster resume {run.run_id} --set train.{key}={2 * had}; {anew}"
+            f"{run.command('resume')} --set train.{key}={2 * had}; {anew}"
         )
 
 
@@ -183,7 +183,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
     if chosen is None:
         if has_commits(run):
             raise NoCheckpointError(
-                f"{run.checkpoints}: nothing of what was saved is whole (muster checkpoint list {run.run_id}); "
+                f"{run.checkpoints}: nothing of what was saved is whole ({run.command('checkpoint list')}); "
                 f"start it anew: muster run {shlex.quote(str(run.job))}"
             )
         say(f"{run.run_id}: nothing was saved before it ended: it starts again from step 0")
@@ -193,7 +193,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
         if steps is not None and steps < saved:
             raise RefusedError(
                 f"{run.run_id}: train.steps: {steps} is less than the {saved} steps of {chosen.folder.name}; "
-                f"give more steps, or go back with --from STEP (muster checkpoint list {run.run_id})"
+                f"give more steps, or go back with --from STEP ({run.command('checkpoint list')})"
             )
         require_settings(chosen.manifest.meta.get(KEPT), job.settings, chosen.folder.name)
 

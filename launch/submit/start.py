@@ -19,10 +19,11 @@ from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.launch.plan.plan import preload, shared_environment
 from muster.launch.plan.submission import Submission
 from muster.launch.records.verdict import Verdict
+from muster.launch.scheduler.requeue import OwnJob
 from muster.launch.submit.prepare import Prepared, this_machine
 from muster.launch.submit.routes import make_transport
 from muster.launch.supervision.console import Console
-from muster.launch.supervision.supervisor import Cause, Supervisor
+from muster.launch.supervision.supervisor import Supervisor
 from muster.launch.transports.local import Local
 
 DETACH_S: Final = 20.0
@@ -80,8 +81,8 @@ def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
     return submission
 
 
-def supervise(submission: Submission, console: Console, cause: Cause | None = None) -> Verdict:
-    """Run an attempt of a submitted run from this process; `cause` may know why others ended it.
+def supervise(submission: Submission, console: Console, own_job: OwnJob | None = None) -> Verdict:
+    """Run an attempt of a submitted run from this process; `own_job` is the scheduler's that it is in.
 
     Raises:
         RefusedError: its transport cannot be used here.
@@ -89,7 +90,7 @@ def supervise(submission: Submission, console: Console, cause: Cause | None = No
     transport = make_transport(submission)
     if isinstance(transport, Local):
         warm_up(submission, transport)
-    return asyncio.run(Supervisor(submission.context, transport, console, cause).run())
+    return asyncio.run(Supervisor(submission.context, transport, console, own_job).run())
 
 
 def warm_up(submission: Submission, transport: Local) -> None:

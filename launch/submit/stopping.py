@@ -4,10 +4,10 @@ supervisor lives, or is on another host   stop.json → a drain, if the run save
 a job of Slurm's                          waiting: scancel; running: stop.json, its `ended` row, then scancel
 supervisor is gone (this host)            find the run's processes: TERM, 1 s, KILL; write the `ended` row for it
 no supervisor (started directly)          TERM to the run's processes on this host, KILL after the grace
+a sweep                                   stop.json in its folder: no other point begins; then each run as above
 """
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -16,11 +16,12 @@ from typing import Any, Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import StartTimeoutError, UnreachableError
-from muster.jobs.basics.files import append_line, write_json
+from muster.jobs.basics.files import append_line
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes, screen
 from muster.launch.records.runrows import read_rows, real
 from muster.launch.records.runstate import DIRECT, RunState, is_here, read_state
+from muster.launch.scheduler.held_signals import request_stop
 
 POLL_S: Final = 0.1
 BEYOND_GRACE_S: Final = 10.0
@@ -79,10 +80,11 @@ def stop(run: RunDir, *, grace_s: float | None, now: bool) -> Outcome:
         return end_leftovers(run, term_s=0.0 if now else LEFTOVER_TERM_S, message="supervisor was gone")
     if state.transport == DIRECT:
         if not is_here(state.host):
-            raise UnreachableError(f"{run.run_id}: it was started directly on {state.host}; run muster stop there")
+            raise UnreachableError(
+                f"{run.run_id}: it was started directly on {state.host}; there, run: {run.command('stop')}"
+            )
         return end_leftovers(run, term_s=grace, message="started directly")
-    request = {"time": time.time(), "grace_s": grace, "now": now, "by": f"{socket.gethostname()}:{os.getpid()}"}
-    write_json(run.stop, request)
+    request_stop(run, grace, now=now)
     return _wait(run, state, grace, term_s=0.0 if now else LEFTOVER_TERM_S)
 
 
@@ -95,7 +97,8 @@ def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Out
         drain = read_rows(run).told.get("draining")
         if drain is not None and not drains:
             drains = True
-            print(f"muster: {run.run_id} saves first; a second muster stop --now does not wait", file=sys.stderr)
+            now = run.command("stop --now")
+            print(f"muster: {run.run_id} saves first; to end it without waiting: {now}", file=sys.stderr)
             patience_s += real(drain.get("deadline_s")) or 0.0
             deadline = time.monotonic() + patience_s
         if state.state == "lost" and state.sure:

@@ -11,6 +11,7 @@ What happens comes in as messages from `supervisor.py`, which lives longer. Node
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from signal import SIGTERM
 from typing import Final
 
 from muster.jobs.basics import exits
@@ -19,19 +20,23 @@ from muster.launch.common import storage
 from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.verdict import Cause, Ending, Stop, Verdict, ending_of, judge
+from muster.launch.supervision import resumption
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
 from muster.launch.supervision.hangs import HangWatch, Mute
 from muster.launch.supervision.roster import Roster
 from muster.launch.supervision.startup import Startup
-from muster.launch.supervision.story import Story
+from muster.launch.supervision.story import SAVED, Story
 from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import ProtocolError
 from muster.launch.wire.records import RankReport
+from muster.slurm.notice import PREEMPTED, Notice
 
 SWEEP_S: Final = 3.0  # beyond the grace, for the last KILL to be reported
 MEET_S: Final = 5.0  # beyond the start time-out, for the ranks' own time-out to speak first
 DRAIN_S: Final = 60.0
+LEAVING_S: Final = 5.0  # before a scheduler's deadline: to sweep, and to have the job queued again
+LONGEST_WHY: Final = 1 << 12  # characters
 KILL_WAIT_S: Final = 25.0  # a scheduler that sends SIGTERM sends SIGKILL 30 s later (Slurm's KillWait)
 
 Send = Callable[[int, wire.ToAgent], None]
@@ -41,7 +46,14 @@ class Attempt:
     """Its ranks, what is asked of them, and how each ended."""
 
     def __init__(
-        self, context: Context, nodes: Sequence[Node], log: EventLog, console: Console, send: Send, patience_s: float
+        self,
+        context: Context,
+        nodes: Sequence[Node],
+        log: EventLog,
+        console: Console,
+        send: Send,
+        patience_s: float,
+        ask: Callable[[bool], None] | None = None,
     ) -> None:
         self.context = context
         self.job = context.job
@@ -57,12 +69,16 @@ class Attempt:
         self.stop: Stop | None = None
         self.told: Stop | None = None  # the stop for which a node's SIGTERM was the reason
         self.told_by: Ending | None = None
+        self.ask = ask  # have the scheduler asked whether it ends the job; it answers by `noticed`
+        self.unless_noticed: list[Callable[[], None]] = []  # what waits for that answer
         self.draining: Stop | None = None
+        self.growing = False  # the drain is for an attempt on more nodes
         self.drain_deadline = 0.0
         self.stop_at: int | None = None
         self.hangs = HangWatch(self.roster, context.job.hang_s)
         self.stuck: set[int] = set()  # node ranks where something survives KILL
         self.stop_deadline: float | None = None
+        self.overdue = False  # the ranks have not ended by then
         self.began = time.time()
         self.started_at = time.monotonic()
         self.deadline = self.started_at + max(context.job.start_timeout_s, patience_s)
@@ -74,9 +90,11 @@ class Attempt:
 
     def is_over(self) -> bool:
         """True when no rank of it runs any more, or those that do could not be stopped."""
+        if self.unless_noticed:
+            return False
         if self.stop_deadline is None:
             return not self.roster.running
-        if time.monotonic() > self.stop_deadline:
+        if self.overdue:
             return True
         return all(
             rank in self.roster.swept or not node.is_alive or node.hello is None
@@ -95,7 +113,7 @@ class Attempt:
         if self.draining is None or self.stop is not self.draining:
             return verdict
         step, saved = self.story.saved_step, self.stop_at is not None and self.story.saved_step == self.stop_at
-        last = f"saved after step {step}" if saved else "nothing more was saved"
+        last = f"{SAVED} {step}" if saved else "nothing more was saved"
         return replace(verdict, message=f"{verdict.message}; {last}")
 
     # Messages -------------------------------------------------------------------------------------------------------
@@ -191,7 +209,13 @@ class Attempt:
         self.log.event("exited", attempt=self.number, **asdict(ending))
         if ending.cause in ("own", "peer"):
             self.story.failed(ending)
-            self.stop_all(self.draining, f"{ending.where()} has failed", self.job.grace_s)
+            why = None if self.growing else self.draining  # nobody asked for an end: the failure counts
+            reason, grace_s = f"{ending.where()} has failed", self.job.grace_s
+            by_term = ending.exit_code == exits.SIGNAL_BASE + SIGTERM  # a scheduler's own, perhaps
+            if self.draining is None and (by_term or self.unless_noticed):
+                self.ask_first(lambda: self.stop_all(None, reason, grace_s))
+            else:
+                self.stop_all(why, reason, grace_s)
 
     def _on_swept(self, node_rank: int, message: wire.Swept) -> None:
         """Note that a node has nothing left of the attempt."""
@@ -217,10 +241,14 @@ class Attempt:
         """Take a node's SIGTERM for the end of the run: a scheduler sends it to agents and ranks, in any order."""
         where = f"node {node_rank} ({self.roster.hosts[node_rank]})"
         stop = Stop(exits.STOPPED, f"SIGTERM at {where}: its scheduler, or somebody there, ends the job")
-        if self.told is None and self.drain(replace(stop, code=exits.REQUEUE), "SIGTERM"):
-            self.told = self.draining
         if self.draining is not None:  # others are told of it, too
             return
+        if self.drain(replace(stop, code=exits.REQUEUE), "SIGTERM"):
+            self.told = self.draining
+            return
+        self.ask_first(lambda: self._end_terminated(stop, node_rank))
+
+    def _end_terminated(self, stop: Stop, node_rank: int) -> None:
         if not self.is_stopping:
             self.stop_all(stop, stop.message, self.job.grace_s)
         elif self.stop is None and all(each.signal == "SIGTERM" for each in self.endings if each.cause == "own"):
@@ -230,6 +258,31 @@ class Attempt:
             self.told, self.told_by = stop, Ending(None, node_rank, host, None, "SIGTERM", time.time(), "own")
 
     # Stopping -------------------------------------------------------------------------------------------------------
+
+    def ask_first(self, end: Callable[[], None], *, limit: bool = False) -> None:
+        """End the attempt by `end`, unless the scheduler, which is asked now, is about to end its job.
+
+        `limit`: it has sent its signal before the time limit.
+        """
+        if self.ask is None or self.is_stopping:
+            end()
+            return
+        self.unless_noticed.append(end)
+        if len(self.unless_noticed) == 1:
+            self.ask(limit)
+
+    def noticed(self, notice: Notice | None) -> None:
+        """Take the scheduler's answer: the ranks have until shortly before it ends the job."""
+        waiting, self.unless_noticed = self.unless_noticed, []
+        if notice is None or self.is_stopping:
+            for end in waiting:
+                end()
+            return
+        again = notice.reason == PREEMPTED or resumption.continues(self.context)
+        code = exits.REQUEUE if again else exits.TIMEOUT
+        left_s = max(0.0, notice.deadline - time.time())
+        self.told = Stop(code, notice.message, why=notice.reason)
+        self.stop_all(self.told, f"{notice.message}, in {left_s:.0f} s", left_s - min(LEAVING_S, left_s / 4))
 
     def stop_all(self, stop: Stop | None, reason: str, grace_s: float) -> None:
         """Tell every node to stop its ranks; a second call only shortens the grace."""
@@ -241,22 +294,28 @@ class Attempt:
                 self.console.say(f"stopping the ranks: {reason}")
         elif grace_s > 0:
             return
-        self.stop_deadline = time.monotonic() + grace_s + SWEEP_S
+        self.stop_deadline = time.monotonic() + grace_s + SWEEP_S + max(node.late_s for node in self.roster.nodes)
         for rank, node in enumerate(self.roster.nodes):
             if node.is_alive:
-                self.send(rank, wire.StopRanks(self.number, grace_s))
+                why = self.stop.reason if self.stop is not None else "failure"
+                self.send(rank, wire.StopRanks(self.number, grace_s, why, reason[:LONGEST_WHY]))
 
-    def drain(self, stop: Stop, by: str) -> bool:
-        """Have all ranks save after one and the same step, and end; False where that is not possible (any more)."""
+    def drain(self, stop: Stop, by: str, *, growing: bool = False) -> bool:
+        """Have all ranks save after one and the same step, and end; False where that is not possible (any more).
+
+        `growing`: for an attempt on more nodes. A drain that is under way goes on for the reason given now, unless that
+        is growth.
+        """
         saving = bool(self.startup.context.options.get("saving"))
-        if not saving or self.draining or self.is_stopping or self.story.first_step is None:
+        if not saving or self.is_stopping or self.story.first_step is None or (growing and self.draining is not None):
             return False
-        deadline_s = KILL_WAIT_S if by == "SIGTERM" else DRAIN_S
-        self.draining = stop
-        self.drain_deadline = time.monotonic() + deadline_s
-        self.log.event("draining", attempt=self.number, by=by, deadline_s=deadline_s)
+        if self.draining is None:
+            deadline_s = KILL_WAIT_S if by == "SIGTERM" else DRAIN_S
+            self.drain_deadline = time.monotonic() + deadline_s
+            self.log.event("draining", attempt=self.number, by=by, deadline_s=deadline_s)
+            self._tell_all(wire.Hold(self.number))
+        self.draining, self.growing = stop, growing
         self.console.say(f"saving, then stopping: {by}" + ("; once more to stop at once" * (by == "Ctrl-C")))
-        self._tell_all(wire.Hold(self.number))
         return True
 
     def _on_held(self, message: wire.Held) -> None:
@@ -281,15 +340,18 @@ class Attempt:
 
     # The clock ------------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
-        """Look at the deadlines."""
-        if self.is_stopping:
+    def tick(self, now: float, late_s: float = 0.0) -> None:
+        """Look at the deadlines; for `late_s` seconds we could not read whether they were met."""
+        if self.stop_deadline is not None:
+            self.stop_deadline += late_s
+            self.overdue = now > self.stop_deadline
             return
         if self.draining is not None and now > self.drain_deadline:
             self.stop_all(self.draining, "the ranks did not save in time", self.job.grace_s)
             return
-        late_s = now - self.deadline
-        if late_s > 0 and (late := self.roster.late(self.job.start_timeout_s, patient=late_s < MEET_S)):
+        self.startup.say_waiting(now, self.deadline)
+        over_s, limit_s = now - self.deadline, self.deadline - self.started_at
+        if over_s > 0 and (late := self.roster.late(limit_s, patient=over_s < MEET_S)):
             self.stop_all(Stop(exits.TIMEOUT, late), late, self.job.grace_s)
         elif self.hangs.hang is not None:
             self._end_hang(now)

@@ -4,13 +4,16 @@ Rank 0's standard output goes to standard output; everything of ours goes to sta
 """
 
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from muster.jobs.basics.terminal import rank_line, raw
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import screen
 from muster.launch.plan.plan import NodePlan
+from muster.launch.records.advice import for_run
 from muster.launch.records.verdict import Verdict
 
 
@@ -38,6 +41,8 @@ class Console:
                 cores = ",".join(map(str, rank.cores))
                 self.say(f"{rank.rank:>6}  {node.placement.node_rank:>4}  {node.placement.host:<20}  {cores}")
         self.say(f"master {master}")
+        if self._terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            self.say("closing this terminal ends the run; muster submit leaves one running without it")
 
     def lines(self, stream: str, lines: Sequence[str]) -> None:
         """Pass on what rank 0 printed."""
@@ -85,7 +90,7 @@ class Console:
         self._task = self._progress.add_task("training", total=steps, text="")
         self._progress.start()
 
-    def end(self, verdict: Verdict, seconds: float, run_id: str, next_step: str) -> None:
+    def end(self, verdict: Verdict, seconds: float, run: RunDir, next_step: str) -> None:
         """Say how it ended: the cause with its last lines, the victims in one line, what to do next."""
         if self._progress is not None:
             self._progress.stop()
@@ -93,7 +98,7 @@ class Console:
         hidden = self.quiet  # then nobody has seen what rank 0 printed
         self.quiet = self.quiet and verdict.code == 0  # a failure is said, however quiet the run was to be
         if verdict.code == 0:
-            self.say(f"done in {seconds:.1f} s: {verdict.message} · muster status {run_id}")
+            self.say(f"done in {seconds:.1f} s: {verdict.message} · {run.command('status')}")
             return
         if verdict.first is not None and (verdict.first.rank != 0 or hidden):
             for line in verdict.first.last_lines:
@@ -102,6 +107,6 @@ class Console:
         ranks = ", ".join(map(str, sorted(each.rank for each in verdict.victims if each.rank is not None)))
         if verdict.first is not None and ranks:
             self.say(f"  ended because of it: rank {ranks}")
-        self.say(f"  {verdict.name}, exit code {verdict.code} after {seconds:.1f} s · muster why {run_id}")
+        self.say(f"  {verdict.name}, exit code {verdict.code} after {seconds:.1f} s · {run.command('why')}")
         if next_step:
-            self.say(f"  {next_step}")
+            self.say(f"  {for_run(next_step, run)}")

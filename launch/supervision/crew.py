@@ -1,23 +1,32 @@
 """The agents of a run, from the first hello to the last bye; attempts come and go, they stay.
 
 A node's slot is its place in here. It has an agent until that one is lost; then it may be given another.
+
+An agent that is silent for SILENT_S is lost. Three things are starvation, and not silence:
+
+    the supervisor's own tick came late    that time does not count
+    the agent's own looks came late        it is allowed as much more, up to SILENT_S, and that before it has told
+    all nodes fall silent at once          time does not count for TOGETHER_S: what they share has failed, or is loaded
 """
 
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Final
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.hosts.placement import NodePlacement
+from muster.launch.common.lateness import OwnLateness
 from muster.launch.wire.channel import Channel, ChannelClosed
 from muster.launch.wire.codec import ProtocolError
 from muster.launch.wire.messages import Beat, Heartbeat, Hello, Reached, ToAgent
 from muster.launch.wire.records import Progress
 
+TICK_S: Final = 0.25
 SILENT_S: Final = 5.0
-REVIVE_S: Final = 2.0  # between two tries to start the agent of a lost node
+TOGETHER_S: Final = 5.0  # then agents elsewhere have ended their ranks themselves (LEASE_S)
 BEAT_S: Final = 1.0
 
 
@@ -49,8 +58,13 @@ class Node:
     gone: bool = False
     lost_at: float = 0.0  # monotonic seconds, of `gone`
     silent: bool = False  # it is gone for it was not heard: its ranks may live until its lease ends
+    late_s: float = SILENT_S  # how late its agent has been of late
     progress: Progress | None = None  # the newest that its agent told of its ranks
     progress_at: float = 0.0
+    losses: int = 0  # how often it was lost, or cut off from others
+    tries: int = 0  # in vain, since then, to use it again
+    tried: float = 0.0  # monotonic seconds: the newest loss or try
+    given_up: bool = False  # it is not tried again
 
     @property
     def host(self) -> str:
@@ -70,14 +84,19 @@ class Node:
     def beat(self, message: Heartbeat, received: float, attempt: int) -> None:
         """Take the answer to a beat; what it says of another attempt's ranks does not count."""
         self.clock.note(sent=message.sent, heard=message.heard, answered=message.time, received=received)
+        self.late_s = min(SILENT_S, message.late_s)
         if message.progress is not None and message.attempt == attempt:
             self.progress, self.progress_at = message.progress, time.monotonic()
+
+    def set_back(self, now: float) -> None:
+        """Count a loss; the more there were, the longer the node is left alone."""
+        self.losses, self.tries, self.tried = self.losses + 1, 0, now
 
     def forget_agent(self) -> None:
         """Be ready for another agent."""
         self.channel = self.hello = self.reached = self.failure = None
         self.gone = self.silent = False
-        self.progress = None
+        self.progress, self.late_s = None, SILENT_S
 
 
 class Crew:
@@ -87,8 +106,10 @@ class Crew:
         self.nodes = [Node(place) for place in places]
         self.missing = set(range(len(self.nodes)))  # have not answered yet, nor failed: until then nobody is spoken to
         self.beaten = 0.0
-        self.ticked = time.monotonic()
+        self.own = OwnLateness(TICK_S)
+        self.together_s = 0.0  # for how long all nodes have been silent
         self.broken: list[int] = []  # slots that turned out to have gone when they were spoken to
+        self.cuts: set[frozenset[int]] = set()  # pairs of slots between which there was no way when last tried
 
     def hosts(self, slots: Sequence[int]) -> list[str]:
         """Name the hosts of some slots."""
@@ -110,9 +131,10 @@ class Crew:
 
     def answered(self, slot: int) -> None:
         """Note that an agent has come, or never will."""
-        self.missing.discard(slot)
-        if not self.missing:
-            self.forgive(time.monotonic())
+        if slot in self.missing:
+            self.missing.discard(slot)
+            if not self.missing:
+                self.forgive(time.monotonic())
 
     def greeted(self, slot: int, hello: Hello, channel: Channel) -> bool:
         """Take a node's agent; False for a second one, or one of a node that we have given up.
@@ -140,24 +162,28 @@ class Crew:
     def tick(self, now: float) -> float:
         """Give every agent a sign of life, and ask for one, each second.
 
-        Returns the seconds for which we ourselves were not there (Ctrl-Z, a sleeping laptop), mostly 0: then nobody
-        else is late.
+        Returns the seconds for which we ourselves were not there (Ctrl-Z, a sleeping laptop, a loaded machine).
         """
-        stood_s = now - self.ticked if now - self.ticked > SILENT_S / 2 else 0.0
-        self.ticked = now
-        if stood_s:
-            self.forgive(now)
+        late_s = self.own.look(now)
+        silences = [now - late_s - self.nodes[slot].heard for slot in self.alive()]
+        if len(silences) > 1 and min(silences) > SILENT_S / 2:
+            self.together_s += TICK_S
+        else:
+            self.together_s = 0.0
+        uncounted_s = late_s + TICK_S * (0.0 < self.together_s <= TOGETHER_S)
+        for node in self.nodes:
+            node.heard = min(now, node.heard + uncounted_s)
         if not self.missing and now - self.beaten >= BEAT_S:
             self.beaten = now
             for slot in self.alive():
                 self.send(slot, Beat(time.time()))
-        return stood_s
+        return late_s
 
     def silent(self, now: float) -> list[int]:
         """Mark and list the slots that have not been heard for too long."""
         if self.missing:
             return []
-        found = [slot for slot in self.alive() if now - self.nodes[slot].heard > SILENT_S]
+        found = [slot for slot in self.alive() if now - self.nodes[slot].heard > SILENT_S + self.nodes[slot].late_s]
         for slot in found:
             self.lose(slot, now, silent=True)
         return found
@@ -166,10 +192,21 @@ class Crew:
         """Take an agent for gone."""
         node = self.nodes[slot]
         node.gone, node.lost_at, node.silent = True, now, silent
+        node.set_back(now)
         if node.channel is not None:
             node.channel.abort()  # should it live, it learns now that it is alone
 
+    def note_ways(self, joined: Sequence[int], cut_off: Sequence[int]) -> None:
+        """Note which nodes reached the master, itself among `joined`, and which did not."""
+        if self.cuts:
+            self.cuts -= {frozenset(pair) for pair in combinations(joined, 2)}
+        for slot in cut_off:
+            new = {frozenset((slot, each)) for each in joined} - self.cuts
+            if new:
+                self.cuts |= new
+                self.nodes[slot].set_back(time.monotonic())
+
     def forgive(self, now: float) -> None:
-        """Count everybody's silence anew: it was we who were not there."""
+        """Count everybody's silence anew: until now nobody was spoken to."""
         for node in self.nodes:
             node.heard = now

@@ -13,10 +13,10 @@ from muster.jobs.basics.errors import MusterError, UnreachableError
 from muster.jobs.basics.reading import UntrustedError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records.runrows import number, read_json, real
+from muster.launch.supervision.crew import TICK_S
 from muster.launch.wire.channel import Channel, ChannelClosed, NotAMessage
 from muster.launch.wire.messages import Bye, FromAgent
-
-TICK_S: Final = 0.25
+from muster.slurm.notice import TIME_LIMIT, Notice
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class StopRequest:
     code: int = exits.STOPPED
     now: bool = False
     grace_s: float | None = None
+    why: str = ""
 
     @classmethod
     def of(cls, record: dict[str, Any]) -> "StopRequest":
@@ -86,14 +87,21 @@ class Loaded:
     """The checkpoint of the next attempt has been chosen."""
 
 
-Event = Heard | Gone | Failed | Refused | StopRequest | Tick | Loaded
+@dataclass(frozen=True)
+class Noticed:
+    """The scheduler has said whether it is about to end its job."""
+
+    answer: asyncio.Future[Notice | None]
+
+
+Event = Heard | Gone | Failed | Refused | StopRequest | Tick | Loaded | Noticed
 
 SIGNALS: Final[tuple[tuple[signal.Signals, StopRequest], ...]] = (
     (signal.SIGINT, StopRequest("Ctrl-C")),
     (signal.SIGTERM, StopRequest("SIGTERM")),
     (signal.SIGHUP, StopRequest("SIGHUP")),
     # What a batch system sends some time before the limit (slurm.signal_s).
-    (signal.SIGUSR2, StopRequest("SIGUSR2", "the time limit is near (SIGUSR2)", exits.TIMEOUT)),
+    (signal.SIGUSR2, StopRequest("SIGUSR2", "the time limit is near (SIGUSR2)", exits.TIMEOUT, why=TIME_LIMIT)),
 )
 
 
@@ -129,11 +137,16 @@ class Inbox:
         """Have a tick come every TICK_S from now on."""
         self.spawn(self._tick())
 
-    def listen_for_signals(self) -> None:
-        """Have the signals that ask for an end come as events."""
+    def listen_for_signals(self, run: RunDir) -> None:
+        """Have the signals that ask for an end come as events; SIGUSR1 asks for a checkpoint.
+
+        nohup has SIGHUP ignored, and it stays so.
+        """
         loop = asyncio.get_running_loop()
         for signal_number, request in SIGNALS:
-            loop.add_signal_handler(signal_number, self.put, request)
+            if signal_number != signal.SIGHUP or signal.getsignal(signal_number) is not signal.SIG_IGN:
+                loop.add_signal_handler(signal_number, self.put, request)
+        loop.add_signal_handler(signal.SIGUSR1, run.ask_to_save, "SIGUSR1")
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something beside the queue, until `close`."""
@@ -143,6 +156,7 @@ class Inbox:
 
     def close(self, code: int) -> None:
         """Read and tick no more, and let every agent go; `code` is the run's exit code."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})  # too late, and no reason to die
         for task in self._tasks:
             task.cancel()
         for channel in self.channels:

@@ -1,5 +1,6 @@
-"""What becomes of a run after an attempt has ended: pure. Again, on which nodes, after how long; or not, and why.
+"""Decide what to do after an attempt ends: restart (on which nodes, after what delay) or give up (and why). Pure.
 
+the attempt ended        to grow: lost nodes are back                → again, at once; not counted
 the attempt ended        done, stopped, refused, storage, …          → so does the run
 the same exception       at the same step as the time before         → 93: the program is wrong, not the machine
 the same last line       and code of a program, three times          → 93
@@ -7,11 +8,14 @@ three in a row           without a new checkpoint                    → 93: sta
 the budget is used up    restart.max                                 → the attempt's own verdict
 else                                                                 → again, at once; after a second failure in a
                                                                        row without progress later and later
+
+An outage (a lost node, a cut between nodes) says nothing about the program: it is waited out, and never ends with 93.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from muster.jobs.basics import exits
@@ -23,6 +27,7 @@ IN_VAIN: Final = 3  # attempts without a new checkpoint
 BLAMED: Final = 2  # of the last WATCHED attempts: then a node is left out
 WATCHED: Final = 3
 LONGEST_BACKOFF_S: Final = 60.0
+OUTAGE_S: Final = 2.0  # before the second start in a row that an outage prevents; doubles
 
 # Restarting changes nothing about these: somebody wanted the end, or has to change something first.
 FINAL: Final = frozenset(
@@ -31,9 +36,11 @@ FINAL: Final = frozenset(
         exits.USAGE,
         exits.BAD_JOB,
         exits.NO_CHECKPOINT,
+        exits.NOT_FOUND,
         exits.RUN_FOLDER,
         exits.STORAGE,
         exits.REQUEUE,
+        exits.UNTRUSTED,
         exits.REFUSED,
         exits.DO_NOT_RESTART,
         exits.STOPPED,
@@ -51,6 +58,8 @@ class Past:
     culprit: int | None  # slot of the node on which the first failure was
     step: int  # steps that were done when it failed
     committed: bool  # it made a checkpoint
+    outage: bool = False  # nodes or connections between them were lost
+    grown: bool = False  # it was stopped to go on with more nodes
 
     @property
     def exception(self) -> str:
@@ -85,22 +94,34 @@ def decide(past: Sequence[Past], settings: RestartSettings | None, *, saves: boo
     """Decide after the last of `past`, the attempts of this supervisor; `saves`: the job makes checkpoints."""
     last = past[-1]
     verdict = last.verdict
+    if last.grown:
+        return Decision(verdict, again=True)
     if settings is None or is_final(verdict):
         return Decision(verdict)
-    if len(past) > 1 and last.exception and last.failure == past[-2].failure:
-        return Decision(_hopeless(verdict, f"the same failure at the same step ({last.step}) twice"))
-    words = [each.last_word for each in past[-IN_VAIN:]]
-    if len(words) == IN_VAIN and words[0] and len(set(words)) == 1:
-        return Decision(_hopeless(verdict, f"the same failure {IN_VAIN} times in a row ({words[0]})"))
-    vain = in_vain(past)
-    if saves and vain >= IN_VAIN:
-        return Decision(_hopeless(verdict, f"{vain} attempts in a row without a new checkpoint"))
-    if len(past) > settings.max:
+    if not last.outage and (why := _why_hopeless(past, saves=saves)):
+        return Decision(_hopeless(verdict, why))
+    if sum(not each.grown for each in past) > settings.max:
         used = f"; {counted(settings.max, 'restart')} used up (restart.max)" if settings.max else ""
-        return Decision(Verdict(verdict.code, verdict.message + used, verdict.first, verdict.victims))
+        first, *more = verdict.message.split("\n")
+        message = "\n".join((first + used, *more))
+        return Decision(Verdict(verdict.code, message, verdict.first, verdict.victims))
     # The first failure after progress is met at once; what fails again and again is given time.
-    delay_s = 0.0 if vain <= 1 else min(settings.backoff * 2 ** (vain - 2), LONGEST_BACKOFF_S)
+    first_s, count = (OUTAGE_S, outages(past)) if last.outage else (settings.backoff, in_vain(past))
+    delay_s = 0.0 if count <= 1 else min(first_s * 2 ** (count - 2), LONGEST_BACKOFF_S)
     return Decision(verdict, again=True, delay_s=delay_s)
+
+
+def _why_hopeless(past: Sequence[Past], *, saves: bool) -> str:
+    """Say why another attempt would fail as the last one did, "" if it may not."""
+    failed = [each for each in past if not (each.outage or each.grown)]
+    last = failed[-1]
+    if len(failed) > 1 and last.exception and last.failure == failed[-2].failure:
+        return f"the same failure at the same step ({last.step}) twice"
+    words = [each.last_word for each in failed[-IN_VAIN:]]
+    if len(words) == IN_VAIN and words[0] and len(set(words)) == 1:
+        return f"the same failure {IN_VAIN} times in a row ({words[0]})"
+    vain = in_vain(past)
+    return f"{vain} attempts in a row without a new checkpoint" if saves and vain >= IN_VAIN else ""
 
 
 def is_final(verdict: Verdict) -> bool:
@@ -112,24 +133,25 @@ def is_final(verdict: Verdict) -> bool:
 
 
 def in_vain(past: Sequence[Past]) -> int:
-    """Count the attempts at the end that made no checkpoint."""
-    count = 0
-    for each in reversed(past):
-        if each.committed:
-            break
-        count += 1
-    return count
+    """Count the attempts since the last checkpoint or outage; a failure just before an outage was part of it."""
+    recent = takewhile(lambda each: not (each.committed or each.outage), reversed(past))
+    return sum(not each.grown for each in recent)
+
+
+def outages(past: Sequence[Past]) -> int:
+    """Count the attempts at the end that an outage ended before they made a checkpoint."""
+    return sum(1 for _ in takewhile(lambda each: each.outage and not each.committed, reversed(past)))
 
 
 def blamed(past: Sequence[Past]) -> frozenset[int]:
     """Return the slots that were to blame for two of the last three attempts."""
-    recent = [each.culprit for each in past[-WATCHED:]]
+    recent = [each.culprit for each in past if not each.grown][-WATCHED:]
     return frozenset(slot for slot in recent if slot is not None and recent.count(slot) >= BLAMED)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The slots of the next attempt, in node order; `revive`: those of them whose agent must be started first."""
+    """The slots of the next attempt, in node order; `revive`: those of them whose agent must be back first."""
 
     slots: tuple[int, ...]
     revive: tuple[int, ...] = ()
@@ -141,29 +163,39 @@ def choose(
     *,
     wanted: int,
     least: int,
-    avoid: frozenset[int],
+    avoid: Sequence[frozenset[int]],
     revivable: Sequence[int],
     fits: Callable[[Sequence[int]], bool],
 ) -> Choice | None:
     """Choose the nodes of the next attempt; None where too few are left.
 
     `before` are the slots of the attempt that ended, `alive` those with an agent, `wanted` and `least` numbers of
-    nodes, `avoid` the slots not to use as long as there are others, `revivable` lost ones whose agent can be started
-    again, and `fits` says whether the job can run on some slots. Nodes that stay keep their order; spares replace;
-    fewer are better than waiting for the lost; with too few, the lost are waited for, then the avoided are used.
+    nodes, `avoid` groups of slots not to use as long as there are others, the group to use first in front,
+    `revivable` lost ones whose agent can be started again, and `fits` says whether the job can run on some slots.
+    Nodes that stay keep their order; spares and nodes that came back replace. Fewer nodes are better than waiting for
+    the lost. With too few, the avoided are used, then the lost are waited for.
     """
-    kept = [slot for slot in before if slot in alive and slot not in avoid]
-    spare = [slot for slot in alive if slot not in before and slot not in avoid]
-    for candidates in ([*kept, *spare], [*kept, *spare, *(slot for slot in alive if slot in avoid)]):
+    kept = [slot for slot in before if slot in alive]
+    left = [*kept, *(slot for slot in alive if slot not in before)]
+    rank = {slot: max((place for place, group in enumerate(avoid, 1) if slot in group), default=0) for slot in left}
+    for allowed in range(len(avoid) + 1):
+        candidates = sorted((slot for slot in left if rank[slot] <= allowed), key=rank.__getitem__)
         for count in range(min(wanted, len(candidates)), least - 1, -1):
             if fits(candidates[:count]):
                 return Choice(tuple(candidates[:count]))
-    back = [slot for slot in before if slot in alive or slot in revivable]
+    lost = [slot for slot in revivable if slot not in before]
+    back = [*(slot for slot in before if slot in alive or slot in revivable), *left[len(kept) :], *lost]
     for count in range(min(wanted, len(back)), least - 1, -1):
         slots = tuple(back[:count])
         if fits(slots):
             return Choice(slots, tuple(slot for slot in slots if slot not in alive))
     return None
+
+
+def largest_part(slots: Sequence[int], cuts: Collection[frozenset[int]]) -> list[int]:
+    """Return the most slots that one of them can reach; `cuts` are the pairs known to be cut off from each other."""
+    parts = ([slot for slot in slots if frozenset((slot, each)) not in cuts] for each in slots)
+    return max(parts, key=len, default=[]) if cuts else list(slots)
 
 
 def _hopeless(verdict: Verdict, why: str) -> Verdict:

@@ -16,6 +16,11 @@ def saves(context: Context) -> bool:
     return context.job.kind == TRAIN and context.job.checkpoint is not None
 
 
+def continues(context: Context) -> bool:
+    """Say whether the run goes on after the time limit of its allocation: from a checkpoint, or as it knows itself."""
+    return saves(context) or (context.entry is None and context.job.restart is not None)
+
+
 def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:
     """Return what the next attempt's ranks are told: the newest good checkpoint of the run, verified; None at first.
 
@@ -33,7 +38,7 @@ def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:
     if chosen is None and run.checkpoints.is_dir() and any(run.checkpoints.glob("bad-*")):
         raise NoCheckpointError(
             f"{run.checkpoints}: every checkpoint was found broken (bad-*), none is left to go on from; "
-            "muster checkpoint list shows why; start the job anew with muster run"
+            f"{run.command('checkpoint list')} shows why; start the job anew with muster run"
         )
     resume = None
     if chosen is not None:

@@ -52,17 +52,18 @@ class Roster:
         """
         limit = f"{limit_s:g} s (start_timeout_s)"
         if silent := [number for number, node in enumerate(self.nodes) if node.hello is None]:
-            return f"{self._name_nodes(silent)}: the agent did not answer within {limit}"
+            return f"{self.name_nodes(silent)}: the agent did not answer within {limit}"
         # A program of the user's need not meet anybody; but once one rank waits at the store, all others should come.
         expected = self.meets or bool(self.running & self.arrived)
         if expected and (missing := sorted(self.running - self.arrived)):
             names = self._name(missing)
-            return f"{names} did not reach the rendezvous within {limit}; see muster logs --rank {missing[0]}"
+            return f"{names} did not reach the rendezvous within {limit}"
         if self.meets and not patient and (apart := sorted(self.running - self.joined)):
             return f"{self._name(apart)} did not meet the others within {limit}"
         return ""
 
-    def _name_nodes(self, numbers: list[int]) -> str:
+    def name_nodes(self, numbers: Sequence[int]) -> str:
+        """Name the first few of some nodes, and count the others."""
         names = ", ".join(f"{number} ({self.hosts[number]})" for number in numbers[:NAMED])
         return f"node {names}" + (f" and {len(numbers) - NAMED} more" if len(numbers) > NAMED else "")
 

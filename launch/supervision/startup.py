@@ -28,6 +28,7 @@ from muster.launch.plan.plan import Context, Machine, NodePlan, plan_nodes, star
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.verdict import Stop
 from muster.launch.supervision.console import Console
+from muster.launch.supervision.crew import Node
 from muster.launch.supervision.master import own_address
 from muster.launch.supervision.roster import Roster
 from muster.launch.wire.codec import ProtocolError
@@ -49,6 +50,7 @@ from muster.launch.wire.messages import (
 )
 
 LOOPBACK: Final = "127.0.0.1"
+WAITING_S: Final = 3.0  # between two lines that say who has not answered
 SKEW_WARN_S: Final = 2.0
 SKEW_BAD_S: Final = 60.0
 OF_RANKS: Final = (Started, Report, Exited, Log, Held, File)
@@ -69,11 +71,22 @@ class Startup:
         self.nonce = secrets.token_hex(16)
         self.begun = False  # ranks are being started
         self.complete = False  # every node has answered or failed: from now on they are spoken to, and may be silent
+        self._waiting: tuple[int, ...] = ()  # nodes that were said to be waited for
+        self._say_at = time.monotonic() + WAITING_S
 
     def answered(self, number: int) -> Stop | None:
         """Go on when a node has answered or failed, if it was the last one to."""
         self.roster.missing.discard(number)
         return None if self.roster.missing else self.begin()
+
+    def say_waiting(self, now: float, deadline: float) -> None:
+        """Say which nodes have not greeted, and until when they may; again when it has become fewer."""
+        missing = tuple(sorted(self.roster.missing))
+        if self.complete or now < self._say_at or missing == self._waiting:
+            return
+        self._waiting, self._say_at = missing, now + WAITING_S
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + deadline - now))
+        self.console.say(f"waiting until {until} for {self.roster.name_nodes(missing)}")
 
     def begin(self) -> Stop | None:
         """Begin with nodes that have all answered or failed."""
@@ -85,7 +98,7 @@ class Startup:
         failed = {
             number: node.failure or UnreachableError(f"{self.roster.hosts[number]}: its agent has gone")
             for number, node in enumerate(self.roster.nodes)
-            if node.failure is not None or node.gone  # since it was chosen for this attempt
+            if node.failure is not None or node.gone or node.hello is None  # since it was chosen for this attempt
         }
         if failed:
             return self._report(failed)
@@ -123,9 +136,16 @@ class Startup:
         if not message.bound and not self.context.placement.one_host:
             address = self.context.placement.master_addr
             self.warn(f"{self.roster.hosts[0]}: has no address {address}; the store listens on all of its addresses")
-        write_text(self.context.run.nonce("supervisor"), self.nonce)
         self.roster.missing = set(range(len(self.roster.nodes)))
-        reach = Reach(
+        reach = self.reach()
+        for each in range(len(self.roster.nodes)):
+            self.send(each, reach)
+        return None
+
+    def reach(self) -> Reach:
+        """Return the order to try the way to the master, and leave in the run folder what proves that it is seen."""
+        write_text(self.context.run.nonce("supervisor"), self.nonce)
+        return Reach(
             attempt=self.context.attempt,
             address=self.context.placement.master_addr,
             port=self.port,
@@ -133,9 +153,6 @@ class Startup:
             run=str(self.context.run.path),
             nonce=self.nonce,
         )
-        for each in range(len(self.roster.nodes)):
-            self.send(each, reach)
-        return None
 
     def _learn_master(self, addresses: Sequence[tuple[str, str]]) -> None:
         """Take node 0's address from its agent where neither hosts nor user gave one.
@@ -162,10 +179,9 @@ class Startup:
         if self.roster.missing:
             return None
         self.context.run.nonce("supervisor").unlink(missing_ok=True)
-        mine = fingerprint()
         failed: dict[int, MusterError] = {}
         for each, node in enumerate(self.roster.nodes):
-            if wrong := self._judge(each, mine):
+            if wrong := self.judge(node):
                 failed[each] = wrong
             elif abs(node.clock.seconds) > SKEW_WARN_S:
                 self.warn(f"{self.roster.hosts[each]}: its clock is off by {node.clock.seconds:+.1f} s")
@@ -180,10 +196,9 @@ class Startup:
             self.context = replace(self.context, options={**self.context.options, "saving": False, "resume": None})
         return self._start()
 
-    def _judge(self, number: int, code: str) -> MusterError | None:
-        """Tell what keeps a node from taking part, if anything does."""
-        node, host = self.roster.nodes[number], self.roster.hosts[number]
-        said, placement = node.reached, self.context.placement
+    def judge(self, node: Node) -> MusterError | None:
+        """Return what keeps a node that has tried from taking part, if anything does."""
+        host, said, placement, code = node.place.host, node.reached, self.context.placement, fingerprint()
         assert said is not None
         where = f"{placement.master_addr}:{self.port}"
         if said.why:

@@ -7,7 +7,7 @@ its beginning and its end cost.
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.reading import UntrustedError
@@ -18,6 +18,8 @@ from muster.launch.records.runrows import last_metrics, number
 from muster.launch.records.verdict import Ending, Verdict
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
+
+SAVED: Final = "saved after step"  # in the message of a drain that did
 
 
 class Story:
@@ -114,5 +116,6 @@ class Story:
 def last_advice(verdict: Verdict, story: Story | None) -> str:
     """Return what to do after a run that has ended so; `story` is its last attempt's."""
     unsaved = verdict.code == exits.STOPPED and (story is None or not story.has_checkpoint)
-    about = "stopped-unsaved" if unsaved else verdict.name
+    unsaved |= verdict.code == exits.REQUEUE and SAVED not in verdict.message
+    about = f"{verdict.name}-unsaved" if unsaved else verdict.name
     return next_step(about, asdict(verdict.first) if verdict.first else None, verdict.message)

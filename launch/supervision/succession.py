@@ -6,6 +6,7 @@ Whether there is a next one is decided in `launch/supervision/recovery.py`.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from muster.jobs.basics import exits
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts.placement import Placement
@@ -16,7 +17,7 @@ from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.attempt import Attempt
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Crew
-from muster.launch.supervision.recovery import Choice, Decision, Past, blamed, choose, decide
+from muster.launch.supervision.recovery import Choice, Decision, Past, blamed, choose, decide, largest_part
 
 
 class Succession:
@@ -27,34 +28,58 @@ class Succession:
         self.crew = crew
         self.saves = saves
         self.past: list[Past] = []
+        self.begun = False  # ranks have been started
 
     def follow(
         self, attempt: Attempt, slots: Sequence[int], verdict: Verdict, *, asked: bool
     ) -> tuple[Decision, Choice | None]:
         """Decide what follows an attempt that was on `slots`; `asked`: somebody wants the run to end."""
-        story = attempt.story
-        first = verdict.first  # one that only lost its connection to another is a victim
-        culprit = slots[first.node] if first is not None and first.cause == "own" else None
-        last = Past(verdict, culprit, story.last_step(attempt.roster.nodes), story.saved_step is not None)
-        self.past.append(last)
+        self.begun |= attempt.startup.begun
+        self.past.append(self._past(attempt, slots, verdict))
         decision = Decision(verdict) if asked else decide(self.past, self.job.restart, saves=self.saves)
         if not decision.again:
             return decision, None
-        choice = self._choose(slots, begun=attempt.startup.begun)
+        choice = self.choose(slots)
         return (Decision(self._too_few(verdict)) if choice is None else decision), choice
 
-    def _choose(self, slots: Sequence[int], *, begun: bool) -> Choice | None:
-        """Choose the nodes of the next attempt."""
-        # One whose agent could not be started was waited for, or refused.
-        nodes = self.crew.nodes
-        lost = [slot for slot in slots if not nodes[slot].is_alive and nodes[slot].failure is None]
+    def _past(self, attempt: Attempt, slots: Sequence[int], verdict: Verdict) -> Past:
+        """Sum up an attempt, and note which of its nodes reached the master."""
+        said = {slot: node.reached for slot, node in zip(slots, attempt.roster.nodes, strict=True)}
+        self.crew.note_ways(
+            [slot for slot, reached in said.items() if reached is not None and not reached.why],
+            [slot for slot, reached in said.items() if reached is not None and reached.why],
+        )
+        story, first = attempt.story, verdict.first
+        blame, outage = None, False
+        if first is None:
+            never_met = verdict.code == exits.TIMEOUT and "start_s" not in story.times
+            outage = never_met or verdict.code == exits.UNREACHABLE
+        elif first.cause == "peer" or self.crew.nodes[slots[first.node]].gone:
+            outage = True  # whoever only lost its connection is a victim, and the reserve leaves lost nodes alone
+        else:
+            blame = slots[first.node]
+            outage = first.rank is not None and verdict.name == exits.class_of(exits.UNREACHABLE)
+        return Past(
+            verdict,
+            blame,
+            story.last_step(attempt.roster.nodes),
+            committed=story.saved_step is not None,
+            outage=outage,
+            grown=attempt.growing and attempt.stop is attempt.draining,
+        )
+
+    def choose(self, slots: Sequence[int], alive: Sequence[int] | None = None) -> Choice | None:
+        """Choose the nodes of the attempt after one on `slots`, of those that are `alive` (None: all that are)."""
+        alive = self.crew.alive() if alive is None else alive
+        nodes = enumerate(self.crew.nodes)
+        lost = [slot for slot, node in nodes if not node.is_alive and not node.given_up]
         return choose(
             slots,
-            self.crew.alive(),
+            alive,
             wanted=self.job.nodes,
             least=self._least(),
-            avoid=blamed(self.past),
-            revivable=lost if begun or len(self.past) > 1 else [],  # at the very start a name may be wrong
+            avoid=[blamed(self.past), frozenset(alive) - set(largest_part(alive, self.crew.cuts))],
+            revivable=lost if self.begun or len(self.past) > 1 else [],  # at the very start a name may be wrong
             fits=self._fits,
         )
 

@@ -10,21 +10,22 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
 
 from muster.jobs.basics import exits
-from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError, UnreachableError
+from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError
 from muster.jobs.basics.words import counted
+from muster.jobs.hosts import nodelist
 from muster.launch.common import processes
 from muster.launch.common.limits import raise_open_files
 from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.lease import Lease
-from muster.launch.records.verdict import Ending, Stop, Verdict, judge
+from muster.launch.records.verdict import Stop, Verdict, judge
+from muster.launch.scheduler.requeue import OwnJob
 from muster.launch.supervision import resumption
 from muster.launch.supervision.attempt import Attempt, Send
 from muster.launch.supervision.console import Console
-from muster.launch.supervision.crew import REVIVE_S, SILENT_S, Crew
+from muster.launch.supervision.crew import SILENT_S, Crew
 from muster.launch.supervision.inbox import (
     Event,
     Failed,
@@ -32,28 +33,25 @@ from muster.launch.supervision.inbox import (
     Heard,
     Inbox,
     Loaded,
+    Noticed,
     Refused,
     StopRequest,
     Tick,
     requested,
 )
 from muster.launch.supervision.recovery import Choice, Decision
+from muster.launch.supervision.reserve import FENCE_S, MOST_LOSSES, Reserve
 from muster.launch.supervision.story import last_advice
 from muster.launch.supervision.succession import Succession
 from muster.launch.transports.base import LEASE_S, Transport
-from muster.launch.wire.messages import Heartbeat, Hello, StopRanks
-
-ORPHANS_S: Final = 2.0  # for the ranks of an agent that has died to end after it
-FENCE_S: Final = LEASE_S + 2.0  # for those of one that is only silent: its lease, and its keeper's kill
-
-Cause = Callable[[Ending | None], Stop | None]
+from muster.launch.wire.messages import Heartbeat, Hello, Reached, StopRanks
 
 
 class Supervisor:
     """A run, from its first agent to its verdict."""
 
-    def __init__(self, context: Context, transport: Transport, console: Console, cause: Cause | None = None) -> None:
-        self.cause = cause  # what the world outside says of the end of a run, after a first failure
+    def __init__(self, context: Context, transport: Transport, console: Console, own_job: OwnJob | None = None) -> None:
+        self.own_job = own_job  # the scheduler's, which it may end
         self.transport = transport
         self.console = console
         self.context = context
@@ -66,6 +64,7 @@ class Supervisor:
         self.rank_of = {slot: slot for slot in self.slots}  # the node rank of each of them
         self.attempt: Attempt | None = None
         self.succession = Succession(context.job, self.crew, saves=resumption.saves(context))
+        self.reserve = Reserve(self.crew, transport, self.inbox, remote=context.remote)
         self.stop: Stop | None = None  # what somebody has asked for
         self.request: float | None = None  # when `muster stop` was called last
 
@@ -74,15 +73,17 @@ class Supervisor:
         began = time.time()
         raise_open_files()
         self.log.submitted(self.context, self.transport.name)
-        self.inbox.listen_for_signals()
+        self.inbox.listen_for_signals(self.run_dir)
         try:
             verdict = await self._attempts()
+        except (RunFolderError, StorageError) as error:  # of the run folder: the last row may still find room
+            verdict = Verdict(error.exit_code, str(error))
         finally:
             await self._farewell()
         self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
         advice = last_advice(verdict, self.attempt.story if self.attempt is not None else None)
-        self.console.end(verdict, time.time() - began, self.run_dir.run_id, advice)
+        self.console.end(verdict, time.time() - began, self.run_dir, advice)
         return verdict
 
     async def _attempts(self) -> Verdict:
@@ -133,13 +134,16 @@ class Supervisor:
         return None
 
     def _new_attempt(self) -> None:
+        self.run_dir.trim_attempts(self.context.attempt)
         nodes = [self.crew.nodes[slot] for slot in self.slots]
         for node in nodes:
             node.reached = node.progress = None
+        self.reserve.turn()
         patience_s = 0.0 if self.succession.past else self.transport.patience_s
         slots = self.slots
         send: Send = lambda rank, message: self.crew.send(slots[rank], message)  # noqa: E731
-        self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s)
+        ask = None if self.own_job is None else self._ask
+        self.attempt = Attempt(self.context, nodes, self.log, self.console, send, patience_s, ask)
         if self.stop is not None:  # asked for while we were busy
             self.attempt.stop_all(self.stop, self.stop.message, 0.0)
 
@@ -148,8 +152,10 @@ class Supervisor:
         attempt = self._current
         await self._pump(attempt.is_over)
         over = time.time()
-        self.crew.missing.clear()  # whoever has not come by now is not waited for again
-        for rank in attempt.unswept():  # something there cannot be killed: no attempt may count on this node
+        for slot in [*self.crew.missing]:  # whoever has not come by now is not waited for again
+            self.crew.answered(slot)
+        for rank in attempt.unswept():  # something there cannot be killed: left alone for long, unless it is needed
+            self.crew.nodes[self.slots[rank]].losses = MOST_LOSSES
             self.crew.lose(self.slots[rank], time.monotonic())
         verdict, final = self._judge(attempt)
         asked = final or self.stop is not None or attempt.told is not None
@@ -169,44 +175,46 @@ class Supervisor:
         A scheduler that ended it knows better why than who saw ranks and agents go.
         """
         verdict = attempt.verdict()
-        asks = self.cause is not None and attempt.stop is attempt.told
-        cause = self.cause(attempt.told_by or verdict.first) if asks and self.cause is not None else None
+        if self.own_job is None or attempt.stop is not attempt.told:
+            return verdict, False
+        cause = self.own_job.output.cause(attempt.told_by or verdict.first)
         return (judge(attempt.endings, cause), cause.final) if cause else (verdict, False)
+
+    def _ask(self, limit: bool) -> None:
+        """Ask the scheduler why it signals, beside the loop; the attempt is told the answer."""
+        assert self.own_job is not None
+        answer = asyncio.ensure_future(asyncio.to_thread(self.own_job.notice, limit=limit))
+        answer.add_done_callback(lambda _: self.inbox.put(Noticed(answer)))
 
     async def _prepare(self, decision: Decision, choice: Choice) -> bool:
         """Wait, start the agents that are to come back, and place the next attempt; False when a stop was asked for."""
         until = time.monotonic() + decision.delay_s
         await self._pump(lambda: time.monotonic() >= until or self.stop is not None)
-        for slot in choice.revive:
-            node = self.crew.nodes[slot]
-            fence = node.lost_at + (FENCE_S if node.silent else ORPHANS_S) * self.context.remote
-            await self._pump(lambda: time.monotonic() >= fence or self.stop is not None)  # noqa: B023
-            if self.stop is None:
-                await self._revive(slot)
+        choice = self.succession.choose(self.slots) or choice  # nodes may have come and gone meanwhile
+        if choice.revive:
+            await self._revive()
+            choice = self.succession.choose(self.slots) or choice
         self.slots = choice.slots
         self.rank_of = {slot: rank for rank, slot in enumerate(choice.slots)}
         placement = self.succession.placement(self.context.placement, choice.slots)
-        number = len(self.run_dir.attempt_numbers())
-        self.context = replace(self.context, attempt=number, placement=placement, spares=())
+        self.context = replace(self.context, attempt=self.context.attempt + 1, placement=placement, spares=())
         return self.stop is None
 
-    async def _revive(self, slot: int) -> None:
-        """Start the agent of a lost node until it answers: one that boots refuses at first."""
-        node, deadline, why = self.crew.nodes[slot], time.monotonic() + self.job.start_timeout_s, ""
-        while time.monotonic() < deadline and self.stop is None:
-            node.forget_agent()
-            try:
-                await self.transport.restart(slot, self.inbox)
-            except MusterError as error:
-                node.failure = error
-            await self._pump(lambda: node.settled or self.stop is not None or time.monotonic() > deadline)
-            if node.hello is not None or (node.failure is not None and not isinstance(node.failure, UnreachableError)):
-                return
-            why = f"; the last time: {node.failure}" if node.failure is not None else why
-            until = min(time.monotonic() + REVIVE_S, deadline)
-            await self._pump(lambda: self.stop is not None or time.monotonic() >= until)  # noqa: B023
-        waited = f"its agent did not answer within {self.job.start_timeout_s:g} s"
-        node.failure = UnreachableError(f"{node.place.host}: {waited} (start_timeout_s){why}")
+    async def _revive(self) -> None:
+        """Wait until enough nodes are back; those that are not in time are given up."""
+        limit_s = self.job.start_timeout_s
+        deadline = time.monotonic() + limit_s + FENCE_S * self.context.remote
+        self.reserve.needed = True
+
+        def settled() -> bool:
+            choice = self.succession.choose(self.slots)
+            return choice is None or not choice.revive
+
+        await self._pump(lambda: self.stop is not None or time.monotonic() > deadline or settled())
+        self.reserve.needed = False
+        choice = self.succession.choose(self.slots)
+        if choice is None or choice.revive:
+            self.reserve.give_up(f"its agent did not answer within {limit_s:g} s (start_timeout_s)")
 
     # Messages -------------------------------------------------------------------------------------------------------
 
@@ -228,6 +236,8 @@ class Supervisor:
                 self._current.stop_all(Stop(error.exit_code, str(error)), str(error), 0.0)
             case StopRequest():
                 self._on_stop(event)
+            case Noticed(answer):
+                self._current.noticed(answer.result())
             case Tick():
                 self._on_tick()
         while self.crew.broken:
@@ -248,6 +258,7 @@ class Supervisor:
         slot, message, attempt = heard.slot, heard.message, self.attempt
         if isinstance(message, Hello):
             if self.crew.greeted(slot, message, heard.via):
+                self.reserve.starting.discard(slot)
                 self._answered(slot)
             return
         if not self.crew.heard(slot, heard.via):
@@ -256,11 +267,13 @@ class Supervisor:
             self.crew.nodes[slot].beat(message, heard.received, self.context.attempt)
         elif attempt is not None and slot in self.rank_of and message.attempt == attempt.number:
             attempt.take(self.rank_of[slot], message)
+        elif attempt is not None and isinstance(message, Reached) and message.attempt == attempt.number:
+            self.reserve.reached(slot, message, attempt, self.slots, time.monotonic())
 
     def _on_failed(self, slot: int, error: MusterError) -> None:
         node = self.crew.nodes[slot]
-        if node.settled:  # once there is an agent, the end of its channel counts
-            return
+        if node.settled or self.reserve.failed(slot, error, time.monotonic()):
+            return  # once there is an agent, the end of its channel counts
         if self._current.is_over() or not self._current.is_stopping:
             node.failure = error
             self.log.event("unreachable", attempt=self.context.attempt, node=slot, message=str(node.failure))
@@ -292,30 +305,52 @@ class Supervisor:
     def _on_tick(self) -> None:
         now = time.monotonic()
         self.lease.renew()
-        stood_s = self.crew.tick(now)
-        if stood_s and self.context.remote:
-            text = f"the supervisor itself stood still for {stood_s:.0f} s; nodes wait {LEASE_S:g} s for it"
+        late_s = self.crew.tick(now)
+        if late_s > SILENT_S / 2 and self.context.remote:
+            text = f"the supervisor itself stood still for {late_s:.0f} s; nodes wait {LEASE_S:g} s for it"
             self.log.event("warning", text=text)
             self.console.say(f"muster: warning: {text}")
         for lost in self.crew.silent(now):
-            self._lost(lost, f"its agent was silent for {SILENT_S:g} s", now - self.crew.nodes[lost].heard)
+            silent_s = now - self.crew.nodes[lost].heard
+            self._lost(lost, f"its agent was silent for {silent_s:.0f} s", silent_s)
         request = requested(self.run_dir)
         if request.get("time") != self.request:
             self.request = request.get("time")
             self._on_stop(StopRequest.of(request))
         if self.attempt is not None:
-            self.attempt.tick(now)
+            self.attempt.tick(now, late_s)
+            if self.job.restart is not None:
+                self._tend_reserve(self.attempt, now)
+
+    def _tend_reserve(self, attempt: Attempt, now: float) -> None:
+        """Bring lost nodes back; once the job can use more than it has, save and go on with them."""
+        used = () if attempt.is_over() else self.slots
+        self.reserve.tick(now, attempt, used)
+        missing = self.job.nodes - len(used)
+        if not used or not missing or not (fit := self.reserve.ready(now, missing)):
+            return
+        choice = self.succession.choose(used, [*used, *fit])
+        if choice is not None and len(choice.slots) > len(used):
+            names = nodelist.fold(self.crew.hosts(sorted(set(choice.slots) - set(used))))
+            text = f"to go on with {counted(len(choice.slots), 'node')}, {names} among them again"
+            attempt.drain(Stop(exits.REQUEUE, f"stopped {text}"), text, growing=True)
 
     def _on_stop(self, request: StopRequest) -> None:
         """End the run on request: save first where that is possible; at a second request at once."""
-        limit = request.code == exits.TIMEOUT and resumption.saves(self.context)
-        code = exits.REQUEUE if limit else request.code  # a scheduler's time limit: the next allocation continues
-        again, self.stop = self.stop is not None, Stop(code, request.text or f"stopped by {request.by}")
-        attempt = self.attempt
-        if attempt is None or (not again and not request.now and attempt.drain(self.stop, request.by)):
+        limit = request.code == exits.TIMEOUT
+        # A scheduler's time limit: the next allocation continues.
+        code = exits.REQUEUE if limit and resumption.continues(self.context) else request.code
+        attempt, again = self.attempt, self.stop is not None
+        self.stop = stop = Stop(code, request.text or f"stopped by {request.by}", why=request.why)
+        self.log.event("asked", attempt=self.context.attempt, reason=stop.message)
+        if attempt is None or (not again and not request.now and attempt.drain(stop, request.by)):
             return
-        grace_s = 0.0 if again or attempt.is_stopping or request.now else request.grace_s
-        attempt.stop_all(self.stop, request.by, self.job.grace_s if grace_s is None else grace_s)
+        given_s = 0.0 if again or attempt.is_stopping or request.now else request.grace_s
+        grace_s = self.job.grace_s if given_s is None else given_s
+        if limit and not again:
+            attempt.ask_first(lambda: attempt.stop_all(stop, request.by, grace_s), limit=True)
+        else:
+            attempt.stop_all(stop, request.by, grace_s)
 
     # The end --------------------------------------------------------------------------------------------------------
 

@@ -9,16 +9,17 @@ import itertools
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.errors import JobFileError, MusterError, RunFolderError, UsageError
+from muster.jobs.basics.errors import JobFileError, MusterError, NotFoundError, RunFolderError, UsageError
 from muster.jobs.basics.files import write_json
 from muster.jobs.basics.ownership import check_folder
 from muster.jobs.basics.reading import read_json
-from muster.jobs.runfolder.rundir import RUN_ID, RunDir, open_run, run_path
+from muster.jobs.runfolder.rundir import RUN_ID, RunDir, all_runs, note_choice, open_run, run_path
 
 VERSION: Final = 1
 MOST_POINTS: Final = 1000  # Slurm's own limit for an array, unless the site raised it
@@ -26,6 +27,8 @@ PREFIX: Final = "sweep-"
 RECORD: Final = "sweep.json"
 LONGEST_NAME: Final = 64
 NOT_GRIDS: Final = {"name": "the runs are named after their points; name the sweep with --name"}
+SHOWN: Final = ("code", "class", "seconds", "step", "steps", "loss", "unit", "message")
+RATES: Final = ("rate", "rate_low", "rate_high", "rate_steps")
 BRACKETS: Final = {"[": "]", "{": "}", "(": ")"}
 
 
@@ -225,22 +228,34 @@ def sweep_path(root: Path, name: str) -> Path:
     return run_path(root, PREFIX + name)
 
 
-def find_sweep(root: Path, given: str) -> Path:
-    """Find a sweep's folder by path, name, or unique part of its name.
+def find_sweep(root: Path, given: str, *, unique: bool = False) -> Path:
+    """Find a sweep's folder by path, name, or part of its name; where several fit, the newest.
 
     Raises:
-        RunFolderError: none or more than one fits.
+        NotFoundError: none fits.
+        UsageError: several fit, and `unique` is set.
     """
     if os.path.isfile(os.path.join(given, RECORD)):  # noqa: PTH113, PTH118 (False if it is closed)
         return open_run(Path(given)).path
     sweeps = sorted(path.parent for path in root.glob(f"{PREFIX}*/{RECORD}"))
     found = [path for path in sweeps if path.name == given] or [path for path in sweeps if given in path.name]
-    if len(found) == 1:
-        return open_run(found[0]).path
-    names = ", ".join(path.name for path in (found or sweeps)[-4:]) or "none"
     if not found:
-        raise RunFolderError(f"{root}: no sweep named {given!r}; there is: {names}")
-    raise RunFolderError(f"{root}: {given!r} fits {len(found)} sweeps: {names}; give more of the name")
+        names = ", ".join(path.name for path in sweeps[-4:]) or "none"
+        raise NotFoundError(f"{root}: no sweep named {given!r}; there is: {names}")
+    if unique and len(found) > 1:
+        names = ", ".join(path.name for path in found[-4:])
+        raise UsageError(f"{root}: {given!r} fits {len(found)} sweeps: {names}; give more of the name")
+    newest = max(found, key=lambda path: path.name.rsplit("-", 2)[-2:])
+    note_choice(given, newest.name, len(found), "sweep")
+    return open_run(newest).path
+
+
+def named_sweep(root: Path, given: str | None) -> Path | None:
+    """Return the sweep that a word names, None where it is for a run; errors as `find_sweep`."""
+    name = Path(given or "").name
+    if given is None or not name.startswith(PREFIX) or any(name in run.run_id for run in all_runs(root)):
+        return None
+    return find_sweep(root, given, unique=True)
 
 
 def exit_code(codes: Sequence[int | None]) -> int:
@@ -251,17 +266,10 @@ def exit_code(codes: Sequence[int | None]) -> int:
 def summary(point: Point, state: Any) -> dict[str, Any]:
     """Return a point's row of the table; `state` is its RunState, or None where its run has no folder."""
     known = {} if state is None else state.to_json()
-    return {
-        "point": point.label,
-        "run_id": known.get("run_id"),
-        "state": "not run" if state is None else state.label,
-        "code": known.get("code"),
-        "class": known.get("class"),
-        "seconds": known.get("seconds"),
-        "step": known.get("step"),
-        "steps": known.get("steps"),
-        "loss": known.get("loss"),
-        "rate": known.get("rate"),
-        "unit": known.get("unit"),
-        "message": known.get("message"),
-    }
+    head = {"point": point.label, "run_id": known.get("run_id"), "state": "not run" if state is None else state.label}
+    return head | {key: known.get(key) for key in SHOWN + RATES}
+
+
+def say(text: str) -> None:
+    """Say one thing of ours, beside the data on standard output."""
+    print(text, file=sys.stderr, flush=True)

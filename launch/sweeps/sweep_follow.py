@@ -3,20 +3,18 @@
 The first Ctrl-C cancels what waits and asks the supervisors of what runs to stop it; the second cancels all.
 """
 
-import os
-import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError
-from muster.jobs.basics.files import write_json
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.records.runrows import Rows, number, read_rows, real
 from muster.launch.records.slurm_job import SlurmJob, has_begun, last_words
+from muster.launch.scheduler.held_signals import listening, request_stop
 from muster.launch.scheduler.slurm_run import close, stopped
-from muster.launch.scheduler.submitit_follow import listening
-from muster.launch.sweeps.sweep_run import Element
+from muster.launch.sweeps.sweep import Point
 from muster.slurm.client import Client
 from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, outcome, waiting
 
@@ -34,8 +32,8 @@ Say = Callable[[str], None]
 class Followed:
     """What has been seen of one point."""
 
-    def __init__(self, element: Element, job: SlurmJob) -> None:
-        self.element, self.job, self.run = element, job, element.run
+    def __init__(self, point: Point, run: RunDir, job: SlurmJob) -> None:
+        self.point, self.run, self.job = point, run, job
         self.rows: Rows = read_rows(self.run)
         self.state: JobState | None = None
         self.cancelled = False
@@ -97,25 +95,30 @@ class Followed:
         return Outcome(exits.UNREACHABLE, words) if lasted_s > UNKNOWN_S else None
 
 
-def follow(elements: Sequence[Element], say: Say) -> bool:
+def follow(
+    points: Iterable[tuple[Point, RunDir]], say: Say, *, requests: Sequence[str] = (), grace_s: float | None = None
+) -> bool:
     """Follow the points that were submitted until all have ended; return False when the user ended the sweep.
+
+    `requests` name who has already asked for the end: one stops what runs and cancels what waits, two cancel all.
+    `grace_s` is then the time between TERM and KILL, unless it is that of the job.
 
     Raises:
         RunFolderError: a slurm.json is damaged.
     """
-    jobs = [(element, SlurmJob.read(element.run)) for element in elements if element.run.path.is_dir()]
-    open_ = [Followed(element, job) for element, job in jobs if job is not None]
+    jobs = [(point, run, SlurmJob.read(run)) for point, run in points if run.path.is_dir()]
+    open_ = [Followed(point, run, job) for point, run, job in jobs if job is not None]
     if not open_:
         return True
     client = open_[0].job.client()
     total, next_ask, kill_at, answered = len(open_), 0.0, 0.0, 0
-    with listening() as asked:
+    with listening(list(requests)) as asked:
         while open_:
             for each in open_:
                 each.look()
             if len(asked) > answered:
                 answered = len(asked)
-                kill_at = _stop(open_, client, say, asked[-1], now=answered > 1)
+                kill_at = _stop(open_, client, say, asked[-1], now=answered > 1, given_s=grace_s)
                 next_ask = 0.0
             if kill_at and time.monotonic() > kill_at and not all(each.cancelled for each in open_):
                 kill_at = _stop(open_, client, say, asked[-1], now=True)
@@ -125,7 +128,7 @@ def follow(elements: Sequence[Element], say: Say) -> bool:
             for each in [each for each in open_ if each.is_over(stopping=bool(asked))]:
                 open_.remove(each)
                 ended = each.rows.ended or {}
-                say(f"[{total - len(open_)}/{total}] {each.element.point.label}: {ended.get('class')}")
+                say(f"[{total - len(open_)}/{total}] {each.point.label}: {ended.get('class')}")
             time.sleep(POLL_S)
     return not asked
 
@@ -147,16 +150,16 @@ def _ask(open_: Sequence[Followed], client: Client, say: Say, stopped_by: str) -
         each.look()
 
 
-def _stop(open_: Sequence[Followed], client: Client, say: Say, by: str, *, now: bool) -> float:
+def _stop(
+    open_: Sequence[Followed], client: Client, say: Say, by: str, *, now: bool, given_s: float | None = None
+) -> float:
     """Ask the supervisors of what runs to end it, and cancel what waits; return when all is to be cancelled, 0: is."""
     say(f"{'cancelling' if now else 'stopping'} {len(open_)} points: {by}")
     running = [] if now else [each for each in open_ if each.begun and each.rows.ended is None]
     grace_s = 0.0
     for each in running:
-        grace_s = max(grace_s, real(each.rows.submitted.get("grace_s")) or 0.0)
-        who = f"{socket.gethostname()}:{os.getpid()}"
-        request = {"time": time.time(), "grace_s": None, "now": False, "by": who, "text": f"stopped by {by}"}
-        write_json(each.run.stop, request)
+        grace_s = max(grace_s, (real(each.rows.submitted.get("grace_s")) or 0.0) if given_s is None else given_s)
+        request_stop(each.run, given_s, text=f"stopped by {by}")
     _cancel([each for each in open_ if each not in running], client, say)
     return time.monotonic() + grace_s + BEYOND_GRACE_S if running else 0.0
 

@@ -1,6 +1,7 @@
 """Run the points of a sweep: one after another here, or as arrays of Slurm's, one for each shape.
 
-here     every point is started and supervised from this process; Ctrl-C ends the point and the sweep
+here     every point is started and supervised from this process; Ctrl-C stops the point and the sweep, and so does
+         stop.json in the sweep's folder, which `muster stop SWEEP` writes
 arrays   points that ask Slurm for the same are one array, for its elements share what they ask for; directly by sbatch,
          or through submitit. Then all are followed to their ends (launch/sweeps/sweep_follow.py)
 """
@@ -11,11 +12,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
-from muster.jobs.basics import exits
 from muster.jobs.basics.boot import module_argv
-from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.errors import MusterError, StoppedError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.plan.spares import crew_size
@@ -24,9 +23,10 @@ from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import read_rows
 from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
 from muster.launch.scheduler import submitit_run
+from muster.launch.scheduler.held_signals import BY_SIGNAL, ended_by_signal
 from muster.launch.scheduler.slurm_run import TRANSPORT, close, cores_of, settings_of
 from muster.launch.submit.prepare import Prepared
-from muster.launch.submit.start import check_torch, start, write_run
+from muster.launch.submit.start import check_torch, supervise, write_run
 from muster.launch.supervision.console import Console
 from muster.launch.sweeps.sweep import Point
 from muster.slurm.allocation import clean_environment, inside_allocation
@@ -34,8 +34,6 @@ from muster.slurm.client import Client, SubmissionRefusedError
 from muster.slurm.refusals import refusal
 from muster.slurm.script import Array, options_of, overriding_variables, sbatch_text
 from muster.slurm.states import Outcome
-
-BY_SIGNAL: Final = tuple(f"stopped by {by}" for by in ("Ctrl-C", "SIGTERM", "SIGHUP"))
 
 Say = Callable[[str], None]
 
@@ -64,32 +62,39 @@ def is_array(prepared: Prepared, environ: Mapping[str, str] = os.environ) -> boo
 # One after another -------------------------------------------------------------------------------------------------
 
 
-def run_here(elements: Sequence[Element], say: Say, *, keep_going: bool) -> bool:
-    """Run the points one after another; return False when the user ended the sweep."""
+def run_here(elements: Sequence[Element], folder: Path, say: Say, *, keep_going: bool) -> bool:
+    """Run the points of the sweep in `folder` one after another; return False when the user stopped it."""
+    stop = RunDir(folder).stop
     for count, element in enumerate(elements, 1):
-        say(f"[{count}/{len(elements)}] {element.point.label}")
+        if stop.exists():
+            return False
         try:
-            code = _run_one(element.prepared)
+            say(f"[{count}/{len(elements)}] {element.point.label}")
+            code = _run_one(element.prepared, stop)
             say(f"  {(read_rows(element.run).ended or {}).get('message', code)}")
-        except MusterError as error:
+        except (MusterError, KeyboardInterrupt) as caught:
+            error = caught if isinstance(caught, MusterError) else StoppedError(BY_SIGNAL[0])
             say(f"muster: {error}")
             code = error.exit_code
             if element.run.path.is_dir():
                 close(element.run, Outcome(code, str(error)))
-        except KeyboardInterrupt:
-            return False
-        if code == exits.STOPPED and (read_rows(element.run).ended or {}).get("message") in BY_SIGNAL:
+            if error is not caught:
+                return False
+        if ended_by_signal(element.run):
             return False
         if code and not keep_going:
             break
-    return True
+    return not stop.exists()
 
 
-def _run_one(prepared: Prepared) -> int:
-    if prepared.submission.route.transport != "submitit":
-        return start(prepared, quiet=True).code
+def _run_one(prepared: Prepared, stop: Path) -> int:
     check_torch(prepared.submission)
-    return submitit_run.run_here(write_run(prepared), Console(quiet=True))
+    submission = write_run(prepared)
+    if stop.exists():  # whoever wrote it before this folder was made knows nothing of this run
+        raise StoppedError("stopped by muster stop before it began")
+    if submission.route.transport == "submitit":
+        return submitit_run.run_here(submission, Console(quiet=True))
+    return supervise(submission, Console(quiet=True)).code
 
 
 # Arrays ------------------------------------------------------------------------------------------------------------

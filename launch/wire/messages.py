@@ -54,13 +54,17 @@ class Hello:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The answer to a Beat: when it was sent, received and answered, and how far the ranks are."""
+    """The answer to a Beat: when it was sent, received and answered, and how far the ranks are.
+
+    `late_s` is how late the agent itself has been of late, for lack of a processor or behind a slow disk.
+    """
 
     attempt: Attempt
     sent: Seconds
     heard: Seconds
     time: Seconds
     progress: Progress | None = None
+    late_s: Seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -292,10 +296,12 @@ class Dump:
 
 @dataclass(frozen=True)
 class StopRanks:
-    """End this node's ranks: TERM, KILL after the grace, then a sweep."""
+    """End this node's ranks: TERM, KILL after the grace, then a sweep. Programs are told why."""
 
     attempt: Attempt
     grace_s: Seconds
+    reason: Name = ""
+    text: Text = ""
 
 
 @dataclass(frozen=True)

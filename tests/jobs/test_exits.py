@@ -4,10 +4,11 @@ import pytest
 
 from muster.jobs.basics import errors, exits
 from muster.jobs.basics.exits import TABLE, class_of
+from muster.jobs.basics.reading import UntrustedError
 
 
 def test_the_table_is_the_documented_one() -> None:
-    assert [row.code for row in TABLE] == [0, 2, 65, 66, 69, 73, 74, 75, 76, 78, 93, 124, 130]
+    assert [row.code for row in TABLE] == [0, 2, 65, 66, 69, 72, 73, 74, 75, 76, 77, 78, 93, 124, 130]
 
 
 def test_codes_and_classes_name_each_other() -> None:
@@ -30,6 +31,8 @@ def test_other_codes_are_signals_or_failures_of_the_job(code: int, name: str) ->
         (errors.JobFileError, 65),
         (errors.UnreachableError, 69),
         (errors.RunFolderError, 73),
+        (errors.NotFoundError, 72),
+        (UntrustedError, 77),
         (errors.StorageError, 74),
         (errors.RefusedError, 78),
         (errors.StartTimeoutError, 124),

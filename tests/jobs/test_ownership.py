@@ -95,6 +95,14 @@ def test_a_run_folder_that_everybody_can_write_is_refused(run: RunDir) -> None:
         rundir.find_run(run.path.parent, None)
 
 
+def test_the_path_in_a_suggested_command_is_quoted(tmp_path: Path) -> None:
+    run = rundir.new_run(tmp_path / "my runs", "j")
+    run.events.touch()
+    run.path.chmod(0o777)
+    with pytest.raises(UntrustedError, match=f": chmod o-w '{run.path}'"):
+        rundir.open_run(run.path)
+
+
 def test_of_a_folder_that_its_group_can_write_is_warned_once(run: RunDir, capsys) -> None:
     run.path.chmod(0o775)
     run.path.parent.chmod(0o775)

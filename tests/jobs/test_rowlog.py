@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from muster.jobs.basics import rowlog
 from muster.jobs.basics.errors import StorageError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.rowlog import MOST_KEPT, RowLog
+
+FULL = Path("/dev/full")
 
 
 class Disk:
@@ -19,7 +22,7 @@ class Disk:
         self.log = RowLog(path, patient=patient, say=self.said.append)
 
     def fill(self) -> None:
-        self.log.path = Path("/dev/full")
+        self.log.path = FULL
 
     def free(self) -> None:
         self.log.path = self.path
@@ -65,3 +68,16 @@ def test_of_too_many_rows_the_newest_are_kept(tmp_path: Path) -> None:
     disk.free()
     disk.log.append([])
     assert [row["row"] for row in disk.rows()] == list(range(5, MOST_KEPT + 5))
+
+
+def test_what_is_kept_is_given_out_as_far_as_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(tmp_path / "log", patient=True)
+    disk.fill()
+    disk.log.append([{"row": row} for row in range(10)])
+    disk.free()
+    append = rowlog.append_lines
+    monkeypatch.setattr(rowlog, "append_lines", lambda path, rows: append(path if len(rows) <= 3 else FULL, rows))
+    disk.log.give_out()
+    assert [row["row"] for row in disk.rows()] == [8, 9]
+    disk.log.append([{"row": 10}])
+    assert [row["row"] for row in disk.rows()] == [8, 9, 10]

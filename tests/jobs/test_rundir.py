@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.basics import files
-from muster.jobs.basics.errors import RunFolderError, StorageError
+from muster.jobs.basics.errors import NotFoundError, RunFolderError, StorageError, UsageError
 from muster.jobs.runfolder import rundir
 from muster.jobs.runfolder.rundir import RunDir
 
@@ -92,14 +92,36 @@ def test_a_run_is_found_by_a_path_with_dots(tmp_path: Path, monkeypatch: pytest.
     assert rundir.find_run(tmp_path, "..") == run
 
 
+def test_of_several_runs_that_a_name_fits_the_newest_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a_run(tmp_path, "k-20250101T000000Z-bbbbbb")
+    newest = a_run(tmp_path, "j-20250102T000000Z-aaaaaa")
+    assert rundir.find_run(tmp_path, "2025") == newest
+    assert capsys.readouterr().err == "muster: '2025' fits 2 runs; this is the newest, j-20250102T000000Z-aaaaaa\n"
+    assert rundir.find_run(tmp_path, "j-") == newest
+    assert capsys.readouterr().err == ""
+
+
+def test_a_command_for_a_run_finds_it_when_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDir(tmp_path / "my runs" / "j-1")
+    monkeypatch.chdir(tmp_path)
+    assert run.command("logs -f") == f"muster logs -f j-1 --runs '{tmp_path}/my runs'"
+    assert run.command("list", named=False) == f"muster list --runs '{tmp_path}/my runs'"
+    monkeypatch.setenv("MUSTER_RUNS", "my runs")
+    assert run.command("checkpoint list") == "muster checkpoint list j-1"
+    monkeypatch.delenv("MUSTER_RUNS")
+    assert RunDir(tmp_path / "runs" / "j-1").command("why") == "muster why j-1"
+
+
 def test_a_run_that_cannot_be_told_is_refused_with_the_choices(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="no runs here"):
+    with pytest.raises(NotFoundError, match="no runs here"):
         rundir.find_run(tmp_path, None)
     a_run(tmp_path, "j-20250101T000000Z-aaaaaa")
     a_run(tmp_path, "j-20250102T000000Z-bbbbbb")
-    with pytest.raises(RunFolderError, match="'j-' fits 2 runs: j-20250101T000000Z-aaaaaa, j-20250102T000000Z-bbbbbb"):
-        rundir.find_run(tmp_path, "j-")
-    with pytest.raises(RunFolderError, match="no run named 'x'; newest: "):
+    with pytest.raises(UsageError, match="'j-' fits 2 runs: j-20250101T000000Z-aaaaaa, j-20250102T000000Z-bbbbbb"):
+        rundir.find_run(tmp_path, "j-", unique=True)
+    with pytest.raises(NotFoundError, match="no run named 'x'; newest: "):
         rundir.find_run(tmp_path, "x")
 
 
@@ -154,3 +176,21 @@ def test_a_line_on_a_full_disk_is_a_storage_error() -> None:
 def test_a_line_in_a_missing_folder_is_a_folder_error(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="No such file or directory"):
         files.append_line(tmp_path / "no" / "x.jsonl", {"a": 1})
+
+
+def test_an_old_attempt_keeps_logs_steps_and_results(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    for number in range(6):
+        folder = run.attempt(number)
+        folder.make()
+        made = [folder.placement, folder.resume, folder.command(0), folder.node(0), folder.setup(0), folder.timeline]
+        made += [folder.bench, *(of(rank) for of in (folder.metrics, folder.memory, folder.err) for rank in (0, 11))]
+        for path in made:
+            path.write_text("something\n")
+        folder.out(0).touch()
+        run.trim_attempts(number)
+    kept = [{path.name for path in run.attempt(number).path.iterdir()} for number in range(6)]
+    logs = {"rank-00000.err", "rank-00011.err", "metrics-00000.jsonl", "resume.json", "timeline.jsonl", "bench.jsonl"}
+    assert kept[1] == kept[2] == logs
+    assert kept[0] == kept[3] == kept[4] == kept[5] > logs

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.spec.slurm import SlurmSettings, merged, seconds_of, split_option
+from muster.jobs.spec.slurm import SlurmSettings, merged, seconds_of, signal_before, split_option
 
 TIMES = [
     (30, 1800),
@@ -125,9 +125,15 @@ def test_a_job_wins_over_its_site_by_what_it_names() -> None:
 
 
 def test_a_signal_before_the_job_begins_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"slurm.signal_s: 60 s before a time limit of 60 s \(slurm.time\)"):
-        merged(SlurmSettings(time=1), SlurmSettings())
-    assert merged(SlurmSettings(time=1), SlurmSettings(signal_s=10)).signal_s == 10
+    words = r"slurm.signal_s: 60 s before a time limit of 120 s \(slurm.time\).*more than 120 s"
+    with pytest.raises(RefusedError, match=words):
+        merged(SlurmSettings(time=2), SlurmSettings(signal_s=60))
+    assert merged(SlurmSettings(time=2), SlurmSettings(signal_s=59)).signal_s == 59
+
+
+def test_a_signal_that_nobody_set_is_as_early_as_a_short_limit_allows() -> None:
+    found = [signal_before(time, 90) for time in (None, "01:00:00", 4, 2, 1)]
+    assert found == [90, 90, 90, 30, 1]
 
 
 def test_unknown_keys_and_wrong_types_are_refused() -> None:

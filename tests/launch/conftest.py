@@ -81,8 +81,9 @@ class RunFolder:
 
 
 @pytest.fixture
-def make_run(tmp_path: Path) -> Callable[..., RunFolder]:
-    """Return a function that makes a run folder with a fixed id."""
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
+    """Return a function that makes a run folder with a fixed id, where commands without --runs find it."""
+    monkeypatch.setenv("MUSTER_RUNS", str(tmp_path / "runs"))
     return lambda run_id="vgg-20250101T000000Z-abc123": RunFolder(tmp_path / "runs", run_id)
 
 

@@ -122,7 +122,29 @@ def test_one_that_was_started_by_hand_ends_as_the_run_does(start_agent, listenin
         started.send(Bye(7))
     else:
         started.hang_up()
-    assert started.end() == (code, "")
+    ended, said = started.end()
+    assert ended == code
+    first, second = said.splitlines()
+    assert f"node 0 tries to reach node 0 at {LOOPBACK}:{port_of(listening)} until " in first
+    assert second.endswith(": node 0 has reached node 0 and waits for the other nodes")
+
+
+@pytest.mark.parametrize("reached", [False, True])
+def test_ctrl_c_before_the_run_begins_ends_one_that_was_started_by_hand(start_agent, listening, reached) -> None:
+    connect = f"{LOOPBACK}:{port_of(listening)}"
+    started = start_agent("--node", "2", "--connect", connect, "--end-as", "run")
+    if reached:
+        started.accept(listening)
+        started.greeted()
+        started.process.send_signal(signal.SIGINT)
+    else:
+        with listening.accept()[0] as connection:
+            connection.recv(1)  # it greets, and is not answered
+            started.process.send_signal(signal.SIGINT)
+            started.process.wait()
+    code, said = started.end()
+    assert code == 130
+    assert said.splitlines()[-1] == f"muster agent on {socket.gethostname()}: stopped by Ctrl-C before the run began"
 
 
 def test_a_supervisor_that_gives_no_sign_for_the_lease_is_left(start_agent, listening) -> None:
@@ -135,6 +157,24 @@ def test_a_supervisor_that_gives_no_sign_for_the_lease_is_left(start_agent, list
         started.send(Beat(1.5))
         assert started.receive().sent == 1.5
     assert started.end() == (0, "muster agent of node 4: the supervisor was silent for 1 s\n")
+
+
+def test_time_in_which_the_agent_itself_stood_still_is_no_silence_of_the_supervisor(start_agent, listening) -> None:
+    lease_s = 2.0
+    started = start_agent("--node", "4", "--connect", f"{LOOPBACK}:{port_of(listening)}", "--lease-s", str(lease_s))
+    started.accept(listening)
+    started.greeted()
+    started.send(Beat(1.0))
+    started.receive()
+    started.process.send_signal(signal.SIGSTOP)
+    time.sleep(2 * lease_s)
+    started.process.send_signal(signal.SIGCONT)
+    with pytest.raises(subprocess.TimeoutExpired):  # it waits for us as if it had not been away
+        started.process.wait(lease_s / 4)
+    started.send(Beat(2.0))
+    heartbeat = started.receive()
+    assert heartbeat.sent == 2.0
+    assert heartbeat.late_s > lease_s
 
 
 def test_ctrl_c_and_a_closing_terminal_are_the_supervisors_to_answer(start_agent) -> None:

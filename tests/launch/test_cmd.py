@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -164,13 +165,14 @@ def test_without_an_address_of_node_0_the_error_says_how_to_give_one(muster, tmp
     code, out, err = muster("cmd", str(tmp_path / "job.yaml"))
     assert (code, out) == (2, "")
     assert "give --master-addr ADDRESS" in err
+    assert "this machine has " in err
 
 
-def test_the_plain_output_is_one_line_per_node(muster, tmp_path) -> None:
+def test_the_plain_output_is_one_line_per_node_below_its_name(muster, tmp_path) -> None:
     (tmp_path / "job.yaml").write_text(TRAIN)
     code, out, err = muster("cmd", str(tmp_path / "job.yaml"), *HERE)
-    first, second = out.splitlines()
-    assert (code, err) == (0, "")
+    name, first, other, second = out.splitlines()
+    assert (code, err, name, other) == (0, "", "# node 0 (node0)", "# node 1 (node1)")
     assert words(first)[0].startswith(f"{SECRET}=")
     assert words(second)[0] == f"{KEY}={node_key(words(first)[0].partition('=')[2], 1)}"
 
@@ -248,6 +250,21 @@ def test_a_line_that_is_killed_ends_the_run(killed: int, code: int | None, lines
 
 
 @pytest.mark.ranks
+def test_node_0_says_until_when_it_waits_for_whom_and_ctrl_c_ends_the_wait(lines, shells) -> None:
+    found = lines({"nodes": 3, "command": ["true"]}, *HERE)
+    first = shells.paste(found[0])
+    assert first.stdout is not None
+    line = first.stdout.readline()
+    assert re.fullmatch(r"waiting until \d\d:\d\d:\d\d for node 1 \(node1\), 2 \(node2\)\n", line)
+    shells.paste(found[2])
+    assert re.fullmatch(r"waiting until \d\d:\d\d:\d\d for node 1 \(node1\)\n", first.stdout.readline())
+    os.killpg(first.pid, signal.SIGINT)
+    codes, said = shells.end()
+    assert codes == [130, 130], said
+    assert "Traceback" not in "".join(said)
+
+
+@pytest.mark.ranks
 def test_ctrl_c_at_node_0_ends_all_lines(lines, shells, tmp_path) -> None:
     found = lines({"nodes": 2, "grace_s": 1, "command": ["sleep", "1000"]}, *HERE)
     first = shells.paste(found[0])
@@ -274,10 +291,10 @@ def test_a_line_of_another_call_is_refused_in_one_sentence_on_both_ends(lines, s
     stranger = shells.paste(shortened(other[1]))
     said, _ = stranger.communicate(timeout=50)
     assert stranger.returncode == 78
-    assert said == (
+    assert said.splitlines(keepends=True)[1:] == [
         f"muster agent on {socket.gethostname()}: who answers at 127.0.0.1:{free} does not hold this agent's key, so "
         "it was not obeyed; paste the lines of one muster cmd, and let no other program take that port\n"
-    )
+    ]
     assert first.stdout is not None
     line = ""
     while "refused" not in line:

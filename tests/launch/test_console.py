@@ -11,13 +11,14 @@ import pytest
 
 from muster.jobs.basics.terminal import guard
 from muster.jobs.hosts.placement import NodePlacement
-from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.plan.plan import NodePlan, RankPlan
 from muster.launch.records.verdict import Ending, Verdict, judge
 from muster.launch.supervision.console import Console
 from support.terminals import ATTACKS, HOSTILE, forbidden_in
 
 REPOSITORY = Path(__file__).parents[2]
+RUN = RunDir(runs_root(None) / "demo-1")
 PROGRESS = {"report": "progress", "step": 20, "steps": 196, "loss": 2.1, "rate": 812.0, "unit": "samples/s"}
 
 
@@ -57,7 +58,7 @@ def test_rank_0s_streams_stay_apart_and_are_passed_on_as_they_are(capsys) -> Non
 def test_progress_is_not_drawn_where_there_is_no_terminal(capsys) -> None:
     console = Console()
     console.progress(PROGRESS)
-    console.end(DONE, 1.0, "demo-1", "")
+    console.end(DONE, 1.0, RUN, "")
     assert capsys.readouterr() == ("", "done in 1.0 s: 2 ranks ended with 0 · muster status demo-1\n")
 
 
@@ -72,13 +73,22 @@ def test_on_a_terminal_the_progress_line_shows_step_loss_and_rate_and_output_to_
     console.progress(PROGRESS)
     console.lines("out", ["a line"])  # standard output is a file: `muster run ... > log`
     console.progress({**PROGRESS, "step": 196})
-    console.end(DONE, 1.0, "demo-1", "")
+    console.end(DONE, 1.0, RUN, "")
     shown = terminal.getvalue()
     assert "196/196" in shown
     assert "loss 2.1000  812 samples/s" in shown
     assert shown.endswith("done in 1.0 s: 2 ranks ended with 0 · muster status demo-1\n")
     assert "a line" not in shown
     assert capsys.readouterr().out == "a line\n"
+
+
+def test_on_a_terminal_it_says_that_closing_it_ends_the_run(capsys, monkeypatch) -> None:
+    text = "closing this terminal ends the run; muster submit leaves one running without it\n"
+    Console().plan("/runs/demo-1", [], "127.0.0.1:1")
+    assert text not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    Console().plan("/runs/demo-1", [], "127.0.0.1:1")
+    assert capsys.readouterr().err.endswith(text)
 
 
 def test_beside_the_progress_line_only_the_progress_line_moves_the_cursor(monkeypatch) -> None:
@@ -96,7 +106,7 @@ def test_beside_the_progress_line_only_the_progress_line_moves_the_cursor(monkey
         console.say(line)
         print(line, file=sys.stderr)
     console.lines("out", ["10%\r\x1b[32m100%\x1b[0m\x1b[K"])
-    console.end(DONE, 1.0, "demo-1", "")
+    console.end(DONE, 1.0, RUN, "")
     shown = terminal.getvalue()
     assert "\x1b[32m100%\x1b[0m" in shown
     assert "20/196" in shown
@@ -105,7 +115,7 @@ def test_beside_the_progress_line_only_the_progress_line_moves_the_cursor(monkey
 
 def test_a_failing_rank_is_shown_with_its_last_lines_its_victims_and_the_next_step(capsys) -> None:
     verdict = judge([ending(3), ending(0, "peer", ended=2.0), ending(2, "stopped", ended=3.0)], None)
-    Console().end(verdict, 12.34, "demo-1", "look there")
+    Console().end(verdict, 12.34, RUN, "look there")
     assert capsys.readouterr() == (
         "",
         "  one\n"
@@ -118,7 +128,7 @@ def test_a_failing_rank_is_shown_with_its_last_lines_its_victims_and_the_next_st
 
 
 def test_rank_0s_last_lines_are_not_repeated_below_themselves(capsys) -> None:
-    Console().end(judge([ending(0)], None), 1.0, "demo-1", "")
+    Console().end(judge([ending(0)], None), 1.0, RUN, "")
     assert capsys.readouterr().err == (
         "muster: rank 0 on node 1 (n1) exited with code 7: ValueError: bad\n"
         "  failed, exit code 7 after 1.0 s · muster why demo-1\n"
@@ -127,7 +137,7 @@ def test_rank_0s_last_lines_are_not_repeated_below_themselves(capsys) -> None:
 
 def test_a_lost_node_among_the_victims_is_no_rank(capsys) -> None:
     verdict = judge([ending(3, last_lines=[]), ending(None, "stopped", ended=2.0)], None)
-    Console().end(verdict, 1.0, "demo-1", "")
+    Console().end(verdict, 1.0, RUN, "")
     assert "ended because of it" not in capsys.readouterr().err
 
 
@@ -138,14 +148,14 @@ def test_quiet_prints_nothing_when_all_goes_well(capsys) -> None:
     console.lines("err", ["a line"])
     console.progress(PROGRESS)
     console.say("of ours")
-    console.end(DONE, 1.0, "demo-1", "")
+    console.end(DONE, 1.0, RUN, "")
     assert capsys.readouterr() == ("", "")
 
 
 def test_quiet_still_says_why_it_failed_with_the_last_lines_that_it_hid(capsys) -> None:
     console = Console(quiet=True)
     console.lines("err", ["one", "two"])
-    console.end(judge([ending(0)], None), 1.0, "demo-1", "look there")
+    console.end(judge([ending(0)], None), 1.0, RUN, "look there")
     assert capsys.readouterr() == (
         "",
         "  one\n"
@@ -169,13 +179,14 @@ def test_without_somebody_to_read_it_rank_0s_output_stays_in_its_log(capsys) -> 
 
 TALK = """
 import sys
+from muster.jobs.runfolder.rundir import RunDir, runs_root
 from muster.launch.supervision.console import Console
 from muster.launch.records.verdict import Verdict
 console = Console()
 for number in range(3):
     console.lines("out", [f"line {number}"])
 console.lines("err", ["to err"])
-console.end(Verdict(0, "1 rank ended with 0"), 1.0, "demo-1", "")
+console.end(Verdict(0, "1 rank ended with 0"), 1.0, RunDir(runs_root(None) / "demo-1"), "")
 sys.stdout.flush()
 sys.exit(5)
 """

@@ -22,6 +22,19 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 DEADLINE_S = 120.0
 JOB = CODE_ROOT / "jobs" / "examples" / "failover.yaml"
 LONG = ("--set", "train.steps=100000", "--set", "train.log_every=1000")
+RARELY = ("--set", "checkpoint.every_s=null", "--set", "checkpoint.every_steps=1000000")
+PROGRAM = """
+import json, os, signal, sys, time
+def stop(*_):
+    while not os.path.exists(os.environ["MUSTER_STOP_FILE"]):  # where Slurm itself has sent the signal
+        time.sleep(0.01)
+    told = json.load(open(os.environ["MUSTER_STOP_FILE"]))
+    print(told["reason"], told["deadline"] - time.time(), flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+time.sleep(1000)
+"""
 BLOCKER = "#!/bin/sh\n#SBATCH --nodes=4 --exclusive --output=/dev/null --partition=batch\nexec sleep 5\n"
 
 
@@ -35,10 +48,10 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
 class Training:
     """A training that was submitted; it ends with the test."""
 
-    def __init__(self, box: LiveBox, folder: Path, *words: str) -> None:
+    def __init__(self, box: LiveBox, folder: Path, *words: str, job: Path = JOB) -> None:
         self.box = box
         self.runs = folder / "runs"
-        self.muster("submit", str(JOB), "--on", "slurm", "--hosts", box.spelt, *LONG, *words)
+        self.muster("submit", str(job), "--on", "slurm", "--hosts", box.spelt, *(LONG if job == JOB else ()), *words)
 
     def muster(self, *words: str) -> str:
         """Call a command of Muster's; return what it printed."""
@@ -106,8 +119,8 @@ def trainings(box: LiveBox, tmp_path: Path) -> Iterator[list[Training]]:
 def train(box: LiveBox, tmp_path: Path, trainings: list[Training]) -> Any:
     """Return a function that submits a training."""
 
-    def start(*words: str) -> Training:
-        trainings.append(Training(box, tmp_path, *words))
+    def start(*words: str, job: Path = JOB) -> Training:
+        trainings.append(Training(box, tmp_path, *words, job=job))
         return trainings[-1]
 
     return start
@@ -123,6 +136,62 @@ def test_the_signal_before_the_time_limit_saves_and_queues_it_again(train: Any) 
     assert training.begun_from(1) == last
     assert [row["restarts"] for row in training.events("allocation")] == [0, 1]
     assert training.events("warning") == []  # Slurm's count of starts is ours
+
+
+@pytest.mark.parametrize("end", [("scancel",), ("scontrol", "requeue")], ids=["scancel", "requeue"])
+def test_a_job_that_is_cancelled_or_queued_again_saves_first(train: Any, end: tuple[str, ...]) -> None:
+    """Slurm signals agents and supervisor an instant apart."""
+    training: Training = train(*RARELY)
+    wait_until(lambda: training.events("first_step", 0), "a first step")
+    training.client(*end, training.job.job_id)
+    ended = training.ended(0)
+    assert ended["message"].endswith(f"saved after step {training.saved(0)}")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    """A job file of a program that prints why and for how long it may save."""
+    path = tmp_path / "program.yaml"
+    path.write_text(f"nodes: 2\nranks_per_node: 1\nrestart: {{}}\ncommand: {json.dumps(['python', '-c', PROGRAM])}\n")
+    return path
+
+
+def told(training: Training) -> tuple[str, float]:
+    """Wait until attempt 0 of a program is over and the job is queued again; return what rank 0 was told."""
+    assert training.ended(0)["code"] == 75
+    wait_until(lambda: training.events("requeueing"), "a requeue")
+    _, *reason, left_s = training.run.attempt(0).out(0).read_text().split()
+    return " ".join(reason), float(left_s)
+
+
+def ready(training: Training) -> None:
+    files = [training.run.attempt(0).out(rank) for rank in range(2)]
+    wait_until(lambda: all(file.is_file() and file.read_text() for file in files), "a program that is ready")
+
+
+def test_a_program_has_the_time_to_the_limit_and_is_queued_again(train: Any, program: Path) -> None:
+    training: Training = train("--set", "slurm.signal_s=50", job=program)
+    ready(training)
+    training.client("scancel", "--batch", "--signal=USR2", training.job.job_id)
+    reason, left_s = told(training)
+    assert reason == "time limit"
+    assert left_s > 20.0  # and not the 5 s of grace_s
+
+
+def test_a_program_has_the_whole_grace_of_a_preemption_and_is_queued_again(
+    train: Any, program: Path, tmp_path: Path
+) -> None:
+    training: Training = train("--set", "slurm.partition=preempt", job=program)
+    training.client("scontrol", "update", "PartitionName=preempt", "GraceTime=40")
+    ready(training)
+    (tmp_path / "blocker.sh").write_text(BLOCKER)
+    try:
+        training.client("sbatch", str(tmp_path / "blocker.sh"))
+        reason, left_s = told(training)
+        assert reason == "preempted"
+        assert left_s > 10.0
+    finally:
+        training.client("scontrol", "update", "PartitionName=preempt", "GraceTime=0")
 
 
 @pytest.mark.soak

@@ -25,7 +25,7 @@ run      {ID}  failed
 job      train, 4 ranks on 2 nodes, over local
 started  2025-01-01 00:00:00 UTC, took 12.0 s
 attempt  0
-step     20 of 196, loss 2.3026, 812.0 samples/s
+step     20 of 196, loss 2.3026, 812 samples/s
 outcome  signal (137)
 message  rank 3 on node 1 (alpha) was killed by SIGKILL
 warning  no shared storage
@@ -43,13 +43,23 @@ def test_status_shows_the_run_and_every_rank(make_run, muster) -> None:
     assert muster("status") == (0, STATUS, "")
 
 
+def test_status_shows_the_median_rate_of_the_attempt_without_its_warm_up(make_run, muster) -> None:
+    folder = make_run().submitted().attempt()
+    for step in range(1, 9):
+        folder.step(step, rate=1e6)  # of an earlier attempt
+    for step, rate in enumerate([1, 2, 3, 4, 5, 900, 13000, 12000, 14000, 10000, 13500, 11000], start=9):
+        folder.step(step, attempt=1, rate=rate, unit="tokens/s")
+    assert "median of 7 steps 12,000 tokens/s (10,500 to 13,250)" in muster("status")[1]
+
+
 def test_status_of_a_lost_run_says_what_to_do(make_run) -> None:
     folder = make_run().submitted(alive=False, pid=77, pid_start=1, world_size=0).event("joined", 3.0)
     assert render(read_state(folder.run)) == (
         f"run      {ID}  lost\n"
         "job      train, ? ranks on 2 nodes, over local\n"
         "started  2025-01-01 00:00:00 UTC, took 3.0 s\n"
-        "note     its supervisor (pid 77) is gone; muster why says what is known, muster stop ends what is left"
+        f"note     its supervisor (pid 77) is gone; muster why {ID} says what is known, "
+        f"muster stop {ID} ends what is left"
     )
 
 
@@ -93,6 +103,21 @@ def test_list_shows_one_line_a_run_newest_last(make_run, muster) -> None:
     assert muster("list") == (0, LIST, "")
 
 
+NARROW = """\
+run                          state   ranks        took       step    loss
+a-20250101T000000Z-000001    done        4  1 min 40 s          -       -
+vgg-20250101T000000Z-abc123  failed      4      12.0 s  20 of 196  2.3026
+too narrow for: started, kind, nodes, outcome
+"""
+
+
+def test_list_fits_a_terminal_of_80_columns(make_run, muster, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    make_run("a-20250101T000000Z-000001").submitted().ended(100.0)
+    fill(make_run())
+    assert muster("list") == (0, NARROW, "")
+
+
 def test_list_shows_the_newest_and_says_how_many_it_left_out(make_run, muster, muster_json) -> None:
     for number in range(23):
         make_run(f"r-20250101T0000{number:02d}Z-000000").submitted().ended()
@@ -107,7 +132,7 @@ def test_list_shows_the_newest_and_says_how_many_it_left_out(make_run, muster, m
 @pytest.mark.parametrize("command", ["list", "status", "logs", "why", "stop"])
 def test_without_any_run_the_folder_is_named(command: str, muster) -> None:
     code, out, err = muster(command)
-    assert (code, out) == (73, "")
+    assert (code, out) == (72, "")
     assert err.endswith("/runs: no runs here; start one with muster run, or name their folder with --runs DIR\n")
 
 

@@ -11,6 +11,7 @@ import pytest
 from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines, write_json
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.cli import main
 from muster.launch.common.processes import command_line
 from support.live import LiveRun, argv, wait_until
 
@@ -83,6 +84,36 @@ def test_when_the_budget_is_used_up_the_run_ends_with_the_last_failure(tmp_path:
     assert [row["code"] for row in live.events("ended")] == [7]
 
 
+def test_all_nodes_that_are_lost_at_once_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    live = LiveRun(tmp_path, job("import time; time.sleep(1000)", "{max: 0}", nodes=4))
+    live.wait_for("started", 4)
+    for node in (1, 3, 2):
+        os.kill(agent_of(live, node), signal.SIGKILL)
+    assert live.end() == exits.UNREACHABLE
+    said = live.verdict()["message"]
+    assert [said.count(f"node {node} (") for node in range(4)] == [0, 1, 1, 1]
+    assert "; lost too: node " in said
+    assert said in live.err
+    assert main(["why", live.run.run_id, "--runs", str(live.root)]) == 0
+    told = capsys.readouterr().out
+    assert all(f"node {node} (" in told for node in (1, 2, 3))
+
+
+def test_old_attempts_keep_what_is_looked_at_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    live = LiveRun(tmp_path, job(FAILING.format(failures=5, rank=1), "{max: 5, backoff: 0}"))
+    assert live.end() == 0, live.err
+    names = [{path.name for path in live.run.attempt(number).path.iterdir()} for number in range(6)]
+    whole = {"commands", "node-00.json", "node-01.json", "placement.json"}
+    logs = {f"rank-0000{rank}.out" for rank in range(4)}
+    assert [whole <= each for each in names] == [True, False, False, True, True, True]
+    assert names[1] == names[2] == logs | {"resume.json"} & names[0]
+    capsys.readouterr()
+    assert main(["logs", live.run.run_id, "--attempt", "1", "--rank", "3", "--runs", str(live.root)]) == 0
+    assert capsys.readouterr().out == "[rank 3 node 1] attempt 1 rank 3 of 4\n"
+    assert main(["why", live.run.run_id, "--runs", str(live.root)]) == 0
+    assert capsys.readouterr().out.count("exited with code 7") == 5
+
+
 def test_without_a_restart_section_nothing_is_started_again(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, f"nodes: 2\n{argv(FAILING.format(failures=1, rank=1))}")
     assert live.end() == 7
@@ -110,6 +141,26 @@ def test_fewer_nodes_go_on_without_waiting_for_a_lost_one(tmp_path: Path) -> Non
     lost, again = rows(live.run)
     assert (lost["world_size"], again["world_size"]) == (6, 4)
     assert live.run.attempt(1).out(3).read_text() == "attempt 1 rank 3 of 4\n"
+    assert live.left() == []
+
+
+def test_a_training_grows_back_to_a_node_whose_agent_was_lost(tmp_path: Path) -> None:
+    train = "{model: gpt-nano, data: synthetic, mode: allreduce, batch_size: 4, steps: 1000000, evaluate: false}"
+    text = f"nodes: 2\ngrace_s: 1\ntrain: {train}\ncheckpoint: {{every_steps: 5}}\nrestart: {{max: 1, min_nodes: 1}}\n"
+    live = LiveRun(tmp_path, text)
+    live.wait_for("saved")
+    os.kill(agent_of(live, 1), signal.SIGKILL)
+    live.wait_for("first_step", 3)
+    live.interrupt()
+    assert live.end() == exits.STOPPED, live.err
+    ended = rows(live.run)
+    assert [(row["world_size"], row["class"]) for row in ended] == [
+        (2, "unreachable"),
+        (1, "requeue"),
+        (2, "stopped"),
+    ]
+    assert ended[1]["cause"].startswith("stopped to go on with 2 nodes, ")
+    assert ended[1]["lost_steps"] == 0
     assert live.left() == []
 
 

@@ -3,10 +3,12 @@
 import json
 import os
 import re
+import shutil
 import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,10 @@ import pytest
 from muster.jobs.basics.files import read_lines
 from muster.jobs.machine.linux import descendants
 from muster.jobs.node.leftovers import state_of
+from muster.launch.cli import main
 from muster.launch.common.processes import command_line, of_run
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
+from support.users import needs_root
 
 pytestmark = pytest.mark.ranks
 
@@ -102,3 +106,58 @@ def test_a_full_disk_under_rank_0_ends_the_run_with_74_and_keeps_what_was_writte
     assert live.end() == 74
     assert "No space left on device" in live.err
     assert len(list(read_lines(kept))) >= 2
+
+
+FLOOD = """
+import os, time
+line = b"x" * ((1 << 20) - 1) + b"\\n"
+os.write(1, b"the first line\\n")
+for _ in range(320):
+    os.write(1, line)
+os.write(1, b"the last line\\n")
+"""
+
+
+def test_a_rank_that_prints_without_end_does_not_fill_the_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = LiveRun(
+        tmp_path, "ranks_per_node: 2\n" + argv(f"import os\nif os.environ['RANK'] == '1':\n    exec({FLOOD!r})")
+    )
+    assert live.end() == 0, live.err
+    status = live.run.attempt(0).out(1).stat()
+    assert status.st_size > 320 << 20
+    assert status.st_blocks * 512 <= 272 << 20
+    assert main(["logs", live.run.run_id, "--grep", "^the |left out", "--runs", str(live.root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("] ")[2][:9] for line in lines] == ["the first", "[muster: ", "the last "]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own of 2 MB."""
+    point = tmp_path / "disk"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(point)], check=True)
+    yield point
+    subprocess.run(["umount", "--lazy", str(point)], check=True)
+
+
+@needs_root
+@pytest.mark.parametrize("restart", ["", "restart: {max: 2}\n"], ids=["once", "restarted"])
+def test_a_disk_that_is_full_to_the_last_byte_takes_the_verdict(
+    disk: Path, restart: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    live = LiveRun(disk, TRAINING + restart)
+    wait_until(lambda: live.run.metrics.is_file() and len(list(read_lines(live.run.metrics))) >= 2, "two steps")
+    with (disk / "somebody-elses-file").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free)
+    assert live.end() == 74
+    last = list(read_lines(live.run.attempts))[-1]
+    assert (last["code"], last["class"]) == (74, "storage")
+    assert live.events("ended")[0]["class"] == "storage"
+    assert main(["why", live.run.run_id, "--runs", str(live.root)]) == 0
+    told = capsys.readouterr().out
+    assert "failed: storage, exit code 74" in told
+    assert "supervisor" not in told
+    assert not live.run.reserve.exists()

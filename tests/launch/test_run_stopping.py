@@ -9,7 +9,8 @@ import pytest
 
 from muster.jobs.machine.linux import descendants
 from muster.launch.common.processes import command_line, of_run, start_ticks
-from support.live import SLEEP, TRAINING, LiveRun, two_by_two, wait_until
+from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
+from support.starve import starve
 
 pytestmark = pytest.mark.ranks
 
@@ -48,6 +49,23 @@ def test_ctrl_c_ends_stubborn_ranks_after_the_grace(tmp_path: Path) -> None:
     assert live.verdict()["message"] == "stopped by Ctrl-C"
     (ended,) = live.events("ended")
     assert ended["class"] == "stopped"
+
+
+@pytest.mark.parametrize(("nohup", "by"), [(False, "SIGHUP"), (True, "Ctrl-C")])
+def test_a_closed_terminal_ends_a_run_unless_it_was_started_by_nohup(tmp_path: Path, nohup: bool, by: str) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    try:
+        live = LiveRun(tmp_path, two_by_two(SLEEP))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    live.wait_for("started", 2)
+    status = Path(f"/proc/{live.process.pid}/status").read_text()
+    assert int(status.partition("SigIgn:")[2].split()[0], 16) & 1 == nohup
+    live.process.send_signal(signal.SIGHUP)
+    if nohup:
+        live.interrupt()
+    assert live.end() == 130
+    assert live.verdict()["message"] == f"stopped by {by}"
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_grace(tmp_path: Path) -> None:
@@ -140,3 +158,10 @@ def test_a_frozen_agent_is_noticed_by_its_silence(tmp_path: Path) -> None:
     assert live.end() == 69
     assert "silent" in live.verdict()["message"]
     assert not live.left()
+
+
+def test_a_machine_that_hardly_runs_ends_no_run(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path, f"nodes: 4\n{argv('import time; time.sleep(1)')}")
+    live.wait_for("submitted")
+    starve(live.process.pid, cycles=6, stopped_s=2.3, running_s=0.05)
+    assert live.end() == 0, live.err

@@ -176,7 +176,7 @@ def test_a_run_that_can_never_start_is_refused_in_the_end(login: Login, monkeypa
 
 
 def test_a_time_limit_is_said_before_slurm_kills(login: Login) -> None:
-    words = ("--set", "slurm.time=1", "--set", "slurm.signal_s=50")
+    words = ("--set", "slurm.time=2", "--set", "slurm.signal_s=59")
     process = login.start("run", login.job(), *words)
     process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 124
@@ -222,10 +222,12 @@ def test_a_run_that_may_be_queued_again_begins_anew_without_the_node_of_its_supe
 def test_a_run_that_is_queued_again_is_shown_as_waiting(login: Login) -> None:
     """Its last row says "stopped": who believed that would start a second one."""
     process = login.start("submit", login.job())
-    assert process.wait(timeout=DEADLINE_S) == 0
+    out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
     login.event("started")
     job = SlurmJob.read(login.run)
     assert job is not None
+    assert out.startswith(f"{login.run.run_id} is Slurm job {job.job_id}; muster logs -f ")
     requeued = login.box.client("scontrol", "requeue", job.job_id)
     assert requeued.returncode == 0, requeued.stderr
     assert login.event("ended")["code"] == 130

@@ -122,7 +122,7 @@ def test_a_drain_is_waited_for_as_long_as_the_supervisor_gives_it(make_run, must
     supervise(folder, answer)
     code, out, err = muster("stop", "--grace", "0.1")
     assert (code, out) == (0, f"{ID} ended after 4.0 s: stopped (130)\n")
-    assert err == f"muster: {ID} saves first; a second muster stop --now does not wait\n"
+    assert err == f"muster: {ID} saves first; to end it without waiting: muster stop --now {ID}\n"
 
 
 def test_leftovers_of_a_lost_run_are_listed_and_ended_whatever_they_do(make_run, muster, start_process):
@@ -205,7 +205,7 @@ def test_a_direct_run_of_another_host_is_refused(make_run, muster) -> None:
     assert muster("stop") == (
         69,
         "",
-        f"muster: {ID}: it was started directly on elsewhere; run muster stop there\n",
+        f"muster: {ID}: it was started directly on elsewhere; there, run: muster stop {ID}\n",
     )
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import RunFolderError, StorageError, UnreachableError
 from muster.jobs.basics.files import append_line, write_json, write_text
+from muster.jobs.node import logcap
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import storage
 from muster.launch.common.storage import Courier, find, keep
@@ -317,3 +319,15 @@ def test_a_full_disk_is_a_matter_of_storage(home: RunDir, monkeypatch: pytest.Mo
     monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(StorageError, match="No space left on device; free some space"):
         take(home, piece("metrics.jsonl"))
+
+
+def test_the_copy_at_home_of_a_long_log_is_capped_too(home: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = logcap.BLOCK_BYTES
+    monkeypatch.setattr(storage, "cap", partial(logcap.cap, first=block, last=block, step=block))
+    log, rows = home.attempt(0).out(0), home.attempt(0).metrics(0)
+    for path in (log, rows):
+        for number in range(16):
+            keep(home, [path], (str(path.relative_to(home.path)), number * block, b"x" * block))
+    assert [path.stat().st_size for path in (log, rows)] == [16 * block] * 2
+    assert log.stat().st_blocks * 512 <= 3 * block
+    assert rows.stat().st_blocks * 512 >= 16 * block

@@ -102,7 +102,7 @@ def test_of_several_pipelines_the_slowest_is_drawn_by_ranks_of_the_world_and_oth
     assert [each["ranks"] for each in told["pipelines"]] == [[0, 2], [1, 3]]
     assert [each["makespan_s"] for each in told["pipelines"]] == pytest.approx([0.020, 0.023])
     assert "one of 2 pipelines" in shown(capsys, run, "--rank", "0")
-    assert cli.main(["timeline", str(run.path), "--rank", "4"]) == 73
+    assert cli.main(["timeline", str(run.path), "--rank", "4"]) == 72
     assert "step 10: rank 4 was not recorded, only 0, 1, 2, 3" in capsys.readouterr().err
     assert cli.main(["timeline", str(run.path), "--rank", "-1"]) == 2
 
@@ -152,13 +152,13 @@ def test_it_is_drawn_into_a_file(capsys, run, tmp_path):
 
 
 def test_what_is_not_there_is_said(capsys, run):
-    assert cli.main(["timeline", str(run.path)]) == 73
+    assert cli.main(["timeline", str(run.path)]) == 72
     assert "no timeline is there; pipelines record one at every log point" in capsys.readouterr().err
     record(run, 10)
     with run.attempt(0).timeline.open("a") as file:
         file.write('{"step": 30, "schedule": "1f1b"}\n{"step": 40')  # torn, and another version's
     assert "step 10" in shown(capsys, run)
-    assert cli.main(["timeline", str(run.path), "--step", "11"]) == 73
+    assert cli.main(["timeline", str(run.path), "--step", "11"]) == 72
     assert "step 11 was not recorded, only 10" in capsys.readouterr().err
     assert cli.main(["timeline", str(run.path), "--step", "0"]) == 2
 

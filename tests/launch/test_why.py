@@ -69,7 +69,7 @@ def test_a_run_that_goes_on_says_that_nothing_failed(make_run, muster) -> None:
     make_run().submitted().attempt().started().event("joined", 2.0, attempt=0)
     assert muster("why")[1] == (
         f"{ID} is running; nothing has failed so far\n\n"
-        "next: muster status --watch follows it, muster logs -f shows its output\n"
+        f"next: muster status --watch {ID} follows it, muster logs -f {ID} shows its output\n"
     )
 
 
@@ -93,7 +93,7 @@ def test_a_run_without_verdict_rows_is_judged_by_how_its_ranks_ended(make_run, m
     why = muster_json("why")
     assert (why["first"]["rank"], why["first"]["code"], why["class"]) == (2, 7, "failed")
     assert sorted(each["rank"] for each in why["victims"]) == [0, 1]
-    assert why["next_step"] == "its output tells more: muster logs --rank 2"
+    assert why["next_step"] == f"its output tells more: muster logs {ID} --rank 2"
 
 
 def test_a_lost_run_tells_what_is_known(make_run, muster) -> None:

@@ -63,6 +63,12 @@ def test_what_scontrol_says_of_a_job_is_read() -> None:
     assert from_scontrol("", "29") is None
 
 
+def test_a_preempted_job_says_since_when() -> None:
+    state = from_scontrol(SCONTROL.replace("RUNNING", "RUNNING PreemptTime=2025-01-01T00:00:00"), "29")
+    assert state is not None
+    assert state.preempted == unix_s("2025-01-01T00:00:00")
+
+
 def test_a_comment_cannot_pose_as_a_state() -> None:
     state = from_scontrol(SCONTROL.replace("Power=", "Comment=x JobState=COMPLETED ExitCode=1:0"), "29")
     assert state is not None

@@ -179,3 +179,10 @@ def test_variables_of_sbatch_that_would_overrule_the_script_are_named() -> None:
     dropped = overriding_variables(options)
     assert {"SBATCH_PARTITION", "SBATCH_MEM_PER_CPU", "SBATCH_OUTPUT", "SBATCH_ARRAY_INX", "SBATCH_WAIT"} <= dropped
     assert not {"SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_TIMELIMIT"} & dropped
+
+
+def test_a_signal_before_the_supervisor_listens_does_not_end_it(tmp_path: Path) -> None:
+    argv = ["/bin/sh", "-c", "kill -USR1 $$; kill -USR2 $$; echo it lives"]
+    text = sbatch_text(name="demo", folder=tmp_path, nodes=1, argv=argv, settings=SlurmSettings())
+    done = subprocess.run(["/bin/sh"], input=text, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "it lives\n")

@@ -1,5 +1,6 @@
 """Ranks of one host read each other's memory; where one cannot, all go back to messages."""
 
+import itertools
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -109,3 +110,32 @@ def accumulates(world: World) -> list[str]:
 
 def test_gradients_that_are_synchronized_twice_are_the_sum_of_both_means(on_ranks):
     assert on_ranks(4, accumulates) == [[]] * 4
+
+
+def far_from_near(world: World) -> list[str]:
+    """Return the trainings whose bits depend on whether ranks read each other's memory or send messages."""
+    found = []
+    for stage, exact in itertools.product((1, 2, 3), (False, True)):
+        bits = []
+        for far in (False, True):
+            with over_links() if far else nullcontext():
+                torch.manual_seed(1)
+                module = nn.Sequential(*(nn.Linear(97, 97) for _ in range(3)))
+                model = ShardedDataParallel(module, world.group, stage=stage, exact=exact)
+                optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
+                torch.manual_seed(world.rank)
+                for _ in range(5):
+                    optimizer.zero_grad()
+                    model(torch.randn(16, 97)).square().mean().backward()
+                    optimizer.step()
+                with model.gather_full():
+                    bits.append([each.detach().clone() for each in module.parameters()])
+        if not all(map(torch.equal, *bits)):
+            found.append(f"stage {stage}" + ", exact" * exact)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_where_ranks_are_moves_no_bit_of_two_ranks_nor_of_exact_sums(on_ranks, ranks: int) -> None:
+    depends = {2: [], 4: ["stage 1", "stage 3"]}[ranks]  # more than two numbers are added up in another order
+    assert on_ranks(ranks, far_from_near) == [depends] * ranks

@@ -21,6 +21,7 @@ from muster.jobs.train.rng.keyed import SYNTHETIC, key, uniform_ints
 BYTES: Final = 256
 SYNTHETIC_TRAIN_SAMPLES: Final = 8192
 SYNTHETIC_EVAL_SAMPLES: Final = 512
+TEXT_EVAL_SAMPLES: Final = 1024  # of a text's last tenth, which takes longer to read than a short training does
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,9 @@ def open_text(settings: TrainSettings) -> Tokens:
 
 
 def _text_tokens(name: str, path: Path, settings: TrainSettings) -> Tokens:
-    """Cut a file into windows; the last tenth of them, at least one, is for evaluation.
+    """Cut a file into windows; the last tenth of them, at least one, is held out of the training.
 
+    An evaluation reads TEXT_EVAL_SAMPLES of the held-out windows, evenly spread, or with `evaluate: all` all of them.
     Window i reads bytes i * context to (i + 1) * context, both included: each byte is the input of one window and
     the target of one, but for the first, the last, and a tail shorter than a window, which is left out.
     """
@@ -97,15 +99,17 @@ def _text_tokens(name: str, path: Path, settings: TrainSettings) -> Tokens:
             "train on and one to evaluate; use more text or a smaller train.model.context"
         )
     windows = map_bytes(path).unfold(0, context + 1, context)  # (windows, context + 1), a view
-    train_samples = len(windows) - max(1, len(windows) // 10)
+    held_out = max(1, len(windows) // 10)
+    train_samples = len(windows) - held_out
+    evaluated = held_out if settings.evaluate == "all" else min(held_out, TEXT_EVAL_SAMPLES)
     return Tokens(
         name=name,
         context=context,
         vocabulary=BYTES,
         train_samples=train_samples,
-        eval_samples=len(windows) - train_samples,
+        eval_samples=evaluated,
         train=lambda indices: windows[:train_samples][indices].to(torch.int64),
-        evaluation=lambda indices: windows[train_samples:][indices].to(torch.int64),
+        evaluation=lambda indices: windows[train_samples + indices * held_out // evaluated].to(torch.int64),
         digest=lambda: datafiles.sha256_of(path),
     )
 

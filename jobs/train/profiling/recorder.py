@@ -21,6 +21,7 @@ from typing_extensions import Self
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.runfolder.profiledir import ProfileDir
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.profile import ProfileSettings
 from muster.jobs.trace.events import MARK, START
 from muster.jobs.trace.record import numbers
@@ -161,7 +162,8 @@ class Recorder(NotProfiling):
         steps = numbers([step["step"] for step in record["steps"]])
         ratio = record["overlap"]
         hidden = "" if ratio is None else f", {ratio:.0%} of rank {record['rank']}'s communication hidden"
-        return f"profiled {steps}{hidden}: {self.folder.path.parent}/profile-*/; muster profile shows them"
+        shows = RunDir(self.folder.path.parent.parent).command("profile")
+        return f"profiled {steps}{hidden}: {self.folder.path.parent}/profile-*/; {shows} shows them"
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do something; where it fails, say so and go on without: a training is worth more than its profile."""

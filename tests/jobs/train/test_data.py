@@ -3,6 +3,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -196,6 +197,19 @@ def test_windows_cover_a_text_without_overlap(content: bytes, context: int):
         assert data.eval_samples == max(1, windows // 10)
         assert bytes(inputs) == content[: windows * context]
         assert bytes(targets) == content[1 : windows * context + 1]
+
+
+def test_a_long_text_is_evaluated_on_windows_spread_over_its_last_tenth(tmp_path: Path):
+    path = tmp_path / "text"
+    path.write_bytes(np.arange(40_960 * 2 + 1).astype("<u2").tobytes())  # window i: the numbers 2i and 2i + 1
+    model, text = {"name": "gpt-nano", "context": 4}, {"text": str(path)}
+    some = open_data(settings(model, text))
+    every = open_data(settings(model, text, evaluate="all"))
+    assert (some.train_samples, some.eval_samples) == (36_864, 1024)
+    assert (every.train_samples, every.eval_samples) == (36_864, 4096)
+    assert torch.equal(some.eval_batch(torch.arange(1024))[0], every.eval_batch(torch.arange(0, 4096, 4))[0])
+    first = every.eval_batch(torch.tensor([0]))[0][0, :2].tolist()
+    assert first[0] + 256 * first[1] == (2 * 36_864) % 65_536
 
 
 def test_a_text_is_fingerprinted_by_its_bytes_not_its_name(tmp_path: Path):

@@ -5,6 +5,8 @@ What is said of the start itself is tested with processes that are started; the 
 
 import json
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -149,7 +151,7 @@ def test_a_rank_that_never_arrives_is_named_within_the_start_time_out(forked, tm
 def test_without_a_master_the_others_say_where_they_looked(tmp_path):
     ((_, err, code),) = by_hand(tmp_path, range(1, 2), 2, "--set", "start_timeout_s=2.0")
     assert code == 124
-    (line,) = err.splitlines()  # and no stack of C++ around it
+    _, line = err.splitlines()  # and no stack of C++ around it
     assert "rank 1 found no master within 2 s" in line
 
 
@@ -159,7 +161,7 @@ def test_a_taken_port_is_refused_with_what_to_do(forked, tmp_path):
         taken.listen()
         ((_, err, code),) = forked(tmp_path, range(1), 2, port=taken.getsockname()[1])
     assert code == 78
-    (line,) = err.splitlines()
+    _, line = err.splitlines()
     assert line.endswith("is taken on this machine; choose another --master-port")
 
 
@@ -215,6 +217,16 @@ def test_a_job_of_two_ranks_that_is_started_as_one_says_so_and_goes_on(run_here,
         "muster: the job asks for 2 ranks, this start has 1 (no rank variables found: see muster env); "
         "--num-nodes and --rank start more\n",
     )
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_another_which_it_has_said(tmp_path):
+    command = [sys.executable, "-m", "muster.jobs.train", *pasted(tmp_path, range(1), 2)[0]]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as rank:
+        said = rank.stderr.readline()
+        rank.send_signal(signal.SIGINT)
+        assert rank.wait(timeout=30) == -signal.SIGINT
+        assert rank.stderr.read() == ""
+    assert re.fullmatch(r"muster: rank 0 of 2 meets the others at 127.0.0.1:\d+, until \d\d:\d\d:\d\d\n", said)
 
 
 def test_help_does_not_wait_for_torch():

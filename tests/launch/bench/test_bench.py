@@ -94,7 +94,7 @@ def test_every_world_of_a_grid_is_a_run_and_one_that_is_refused_leaves_the_other
     assert re.search(r"^measuring 4 cells in 2 launches: 1 node x 2 ranks, gloo on cpu$", err, re.MULTILINE)
     assert "\nlaunch 2 of 2: 4 cells\n" in err
     assert len(measured(out)) == 4
-    assert out.splitlines()[-1] == "# verdict: OK"
+    assert out.splitlines()[-2:] == ["# not measured: nodes=1 ranks_per_node=1", "# verdict: UNFINISHED"]
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
@@ -128,6 +128,27 @@ def test_ctrl_c_ends_it_with_130_and_what_was_measured_is_shown(tmp_path: Path) 
     assert process.returncode == 130, err
     assert len(measured(out)) == 1
     assert "[2/2]" not in err
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("as_json", [(), ("--json",)], ids=["text", "json"])
+def test_ctrl_c_in_the_second_world_names_what_was_not_measured(tmp_path: Path, as_json: tuple[str, ...]) -> None:
+    runs = tmp_path / "runs"
+    process = bench("all_reduce", *QUICK, "-n", "1,2,3", *as_json, runs=runs)
+    try:
+        wait_until(lambda: runs.is_dir() and len(list(runs.iterdir())) == 2, "the second run's folder")
+        second = RunDir(max(runs.iterdir(), key=lambda path: path.stat().st_ctime_ns))
+        wait_until(lambda: second.lease.exists() or second.events.exists(), "its supervisor")
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=50)
+    finally:
+        process.kill()
+    assert process.returncode == 130, err
+    missing = "not measured: nodes=1 ranks_per_node=2; nodes=1 ranks_per_node=3"
+    if as_json:
+        assert f"muster: {missing}\n" in err
+    else:
+        assert out.splitlines()[-2:] == [f"# {missing}", "# verdict: UNFINISHED"]
 
 
 @pytest.mark.parametrize(

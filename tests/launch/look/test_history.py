@@ -109,7 +109,7 @@ attempt 1, 2 ranks on 1 node, ddp, from step-00000040.a000, steps 41-75
 total    2 attempts, 2 failed, 17 steps and 8.3 s lost, 50.0 s in all, effective time ratio 70.0 %
 ended    the same failure at the same step (75) twice: rank 1 failed
 
-next: the program fails there every time, whatever the machine: correct it first (muster logs --rank 1)
+next: the program fails there every time, whatever the machine: correct it first (muster logs {ID} --rank 1)
 then: muster resume {ID} goes on after step 70 (step-00000070.a001)
 """
     )

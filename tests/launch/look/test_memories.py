@@ -180,8 +180,8 @@ def test_a_torn_record_is_none(run, text):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 73, "no rank has said what its memory is for; ranks of train: jobs do, once they begin"),
-        (("--attempt", "1"), 73, "attempt 1 of held-"),
+        ((), 72, "no rank has said what its memory is for; ranks of train: jobs do, once they begin"),
+        (("--attempt", "1"), 72, "attempt 1 of held-"),
         (("--attempt", "-1"), 2, "--attempt: must be at least 0, got -1"),
         (("--world", "4"), 2, "--world: does not go with a run; leave it out, or name a job"),
         (("--set", "train.seed=1"), 2, "--set: does not go with a run"),

@@ -114,8 +114,8 @@ def test_where_the_metrics_are_not_the_trace_s_own_phases_stand_in(run: RunDir) 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 73, "no rank has written a profile; set train.profile: true"),
-        (("--attempt", "1"), 73, "attempt 1 of run-"),
+        ((), 72, "no rank has written a profile; set train.profile: true"),
+        (("--attempt", "1"), 72, "attempt 1 of run-"),
         (("--attempt", "-1"), 2, "--attempt: must be at least 0, got -1"),
     ],
 )
@@ -126,7 +126,7 @@ def test_without_a_profile_it_says_how_to_have_one(run: RunDir, capsys, argument
 
 def test_a_rank_without_a_profile_is_named(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     profiled(run, 0)
-    assert cli.main(["profile", str(run.path), "--rank", "0-2"]) == 73
+    assert cli.main(["profile", str(run.path), "--rank", "0-2"]) == 72
     assert "no profile of rank 1-2, only of 0" in capsys.readouterr().err
     assert cli.main(["profile", str(run.path), "--rank", "7"]) == 2
 

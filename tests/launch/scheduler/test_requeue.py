@@ -241,7 +241,8 @@ def test_the_supervisors_exit_code_is_that_of_the_job(
     ("given", "signal_s"),
     [
         ({}, 90),
-        ({"time": 2}, 60),
+        ({"time": 2}, 30),
+        ({"time": 1}, 1),
         ({"signal_s": 20}, 20),
         ({"time": 2, "signal_s": 20}, 20),
         ({"time": "01:00:00"}, 90),

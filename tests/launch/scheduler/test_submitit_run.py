@@ -335,12 +335,13 @@ def test_in_slurm_the_signal_before_the_end_queues_the_job_again(boxed: Boxed) -
 @cluster
 @patient
 def test_in_slurm_a_waiting_run_is_cancelled_by_muster_stop(boxed: Boxed) -> None:
-    process = boxed.start("submit", job_of("pass", slurm={"extra": ["--begin=now+1hour"]}), "--parsable")
+    process = boxed.start("submit", job_of("pass", slurm={"extra": ["--begin=now+1hour"]}))
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    job_id = boxed.job_id()
+    job_id, run_id = boxed.job_id(), boxed.run().run_id
+    assert out.startswith(f"{run_id} is Slurm job {job_id}; muster logs -f ")
     assert boxed.box.client("squeue", "--noheader", f"--jobs={job_id}", "--format=%T").stdout.split() == ["PENDING"]
-    stop = [sys.executable, "-m", "muster", "stop", out.strip(), "--runs", str(boxed.runs)]
+    stop = [sys.executable, "-m", "muster", "stop", run_id, "--runs", str(boxed.runs)]
     done = subprocess.run(stop, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     ended = [row for row in read_lines(boxed.run().events) if row["event"] == "ended"]

@@ -36,6 +36,15 @@ train: {model: gpt-nano, data: synthetic, steps: 2}
 """
 
 
+def test_on_a_narrow_terminal_no_value_is_wider_than_it(muster_plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = muster_plan(TRAIN)[1].splitlines()
+    tables = lines[lines.index("") : lines.index("commands")]
+    assert max(map(len, tables)) <= 60
+    assert "  MASTER_PORT = (at start)  (bound by node 0's agent when it" in tables
+    assert any(line.startswith("rank 1, node 1, host") for line in tables)
+
+
 @pytest.fixture
 def muster_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -101,7 +110,7 @@ def test_json_holds_the_same_plan_as_records_and_null_where_the_start_decides(mu
     environment = {each["name"]: each for each in rank["environment"]}
     assert environment["RANK"] == {"name": "RANK", "value": "3", "origin": "placement"}
     undecided = {name for name, each in environment.items() if each["value"] is None}
-    assert undecided == {"MASTER_PORT", "MUSTER_RUN_ID", "MUSTER_RUN_DIR", "TORCHELASTIC_RUN_ID"}
+    assert undecided == {"MASTER_PORT", "MUSTER_RUN_ID", "MUSTER_RUN_DIR", "MUSTER_STOP_FILE", "TORCHELASTIC_RUN_ID"}
     every = [*node["environment"], *rank["environment"]]
     assert all(each.keys() == {"name", "value", "origin"} and each["origin"] for each in every)
 

@@ -294,7 +294,7 @@ def test_a_direct_run_and_a_folder_without_submission_are_refused(make, muster) 
     code, err = muster()
     assert code == 73
     assert "submission.json: cannot be read" in err
-    assert muster("nonesuch")[0] == 73
+    assert muster("nonesuch")[0] == 72
 
 
 def test_a_copy_of_the_code_in_the_layout_of_before_is_refused(make, muster, supervised) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import RunFolderError
+from muster.jobs.basics.files import append_line
 from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host, Login, place
 from muster.jobs.runfolder.rundir import RunDir
@@ -104,6 +105,14 @@ def test_each_reading_is_of_the_next_attempt(run: RunDir) -> None:
     assert Submission.read(run).context.attempt == 0
     run.attempt(0).path.mkdir()
     assert Submission.read(run).context.attempt == 1
+
+
+def test_an_attempt_that_began_no_rank_has_no_folder_and_keeps_its_number(run: RunDir) -> None:
+    submission(run).write()
+    run.attempt(0).path.mkdir()
+    for attempt in range(3):
+        append_line(run.attempts, {"attempt": attempt, "code": 69})
+    assert Submission.read(run).context.attempt == 3
 
 
 def test_local_nodes_are_told_from_those_of_other_machines(run: RunDir) -> None:

@@ -1,6 +1,8 @@
 """One attempt, message by message, without processes: drains, hangs, and what its verdict says."""
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,7 +12,7 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines
 from muster.jobs.hosts.placement import Host, place
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.spec.failover import CheckpointSettings
+from muster.jobs.spec.failover import CheckpointSettings, RestartSettings
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
 from muster.jobs.spec.train import TrainSettings
@@ -18,11 +20,12 @@ from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.verdict import Stop
 from muster.launch.supervision import hangs
-from muster.launch.supervision.attempt import Attempt
+from muster.launch.supervision.attempt import Attempt, Send
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
 from muster.launch.supervision.progress import Hang
 from muster.launch.supervision.stacks import Absent
+from muster.launch.supervision.story import last_advice
 from muster.launch.wire.codec import ProtocolError, decode, encode
 from muster.launch.wire.messages import (
     FROM_AGENT,
@@ -35,8 +38,10 @@ from muster.launch.wire.messages import (
     StopAt,
     StopRanks,
     Swept,
+    Terminated,
     ToAgent,
 )
+from muster.slurm.notice import Notice
 from support.messages import exited, hello
 
 Order = TypeVar("Order")
@@ -53,7 +58,7 @@ class Channel:
 class Played:
     """An attempt of two nodes with a rank each, whose agents are this test."""
 
-    def __init__(self, folder: Path, *, saving: bool = True) -> None:
+    def __init__(self, folder: Path, *, saving: bool = True, ask: Callable[[bool], None] | None = None) -> None:
         self.run = RunDir(folder / "run-1")
         self.run.attempt(0).path.mkdir(parents=True)
         settings = TrainSettings.model_validate({"model": "vgg11", "data": "digits", "steps": 100})
@@ -66,9 +71,8 @@ class Played:
             node.hello, node.channel = hello(host=f"n{number}"), Channel()  # type: ignore[assignment]
         self.nodes = nodes
         self.sent: list[tuple[int, ToAgent]] = []
-        self.attempt = Attempt(
-            context, nodes, EventLog(self.run), Console(quiet=True), lambda node, m: self.sent.append((node, m)), 0.0
-        )
+        send: Send = lambda node, message: self.sent.append((node, message))  # noqa: E731
+        self.attempt = Attempt(context, nodes, EventLog(self.run), Console(quiet=True), send, 0.0, ask)
         self.attempt.startup.begun = True
 
     def report(self, what: str, rank: int = 0, **fields: Any) -> None:
@@ -135,6 +139,9 @@ def test_a_drain_whose_save_fails_says_so_and_keeps_its_code(played: Played) -> 
     assert played.attempt.is_stopping
     verdict = played.attempt.verdict()
     assert (verdict.code, verdict.message) == (exits.REQUEUE, "the time limit is near; nothing more was saved")
+    assert "saved nothing at the end" in last_advice(verdict, played.attempt.story)
+    saved = replace(verdict, message="the time limit is near; saved after step 24")
+    assert last_advice(saved, played.attempt.story).startswith("it saved its work")
 
 
 def test_a_training_that_ends_while_it_is_asked_to_drain_is_done(played: Played) -> None:
@@ -151,6 +158,27 @@ def test_a_drain_that_takes_too_long_is_cut_off(played: Played) -> None:
     assert played.orders(StopRanks) == []
     played.attempt.tick(played.attempt.drain_deadline + 0.1)
     assert len(played.orders(StopRanks)) == 2
+
+
+GROW = Stop(exits.REQUEUE, "stopped to go on with 2 nodes")
+
+
+def test_who_asks_for_an_end_takes_over_the_drain_of_a_run_that_grows(played: Played) -> None:
+    assert played.attempt.drain(GROW, "to grow", growing=True)
+    assert not played.attempt.drain(GROW, "to grow", growing=True)
+    assert played.attempt.drain(STOP, "Ctrl-C")
+    assert not played.attempt.drain(STOP, "Ctrl-C")
+    assert not played.attempt.drain(GROW, "to grow", growing=True)
+    played.exited(0, exits.REQUEUE)
+    played.exited(1, exits.REQUEUE)
+    assert (played.attempt.verdict().code, played.attempt.growing) == (exits.STOPPED, False)
+
+
+def test_a_rank_that_fails_while_the_run_saves_to_grow_has_failed(played: Played) -> None:
+    played.attempt.drain(GROW, "to grow", growing=True)
+    played.exited(1, None)
+    assert played.attempt.verdict().code == 137
+    assert played.attempt.stop is None
 
 
 @pytest.mark.parametrize("saving", [True, False])
@@ -283,3 +311,101 @@ def test_a_rank_ends_once(played: Played) -> None:
     with pytest.raises(ProtocolError, match="rank 0 ends a second time"):
         played.exited(0, 1)
     assert [each.code for each in played.attempt.endings] == [0]
+
+
+def test_a_drain_that_a_node_began_goes_on_for_the_reason_of_who_asks_next(played: Played) -> None:
+    played.attempt.take(1, Terminated(0))
+    assert played.attempt.drain(STOP, "SIGTERM")
+    assert (len(played.orders(Hold)), played.orders(StopRanks)) == (2, [])
+    played.attempt.take(1, Held(0, 23))
+    played.report("saved", step=24, checkpoint="step-00000024.a000", stall_s=0.1, seconds=0.2, bytes=4)
+    for rank in range(2):
+        played.exited(rank, exits.REQUEUE)
+    verdict = played.attempt.verdict()
+    assert (verdict.code, verdict.message) == (exits.STOPPED, "stopped by Ctrl-C; saved after step 24")
+
+
+def terminated(played: Played) -> None:
+    played.attempt.take(0, Terminated(0))
+
+
+def killed(played: Played) -> None:
+    played.exited(1, None, sent=None)  # by SIGKILL: nobody is asked
+    assert played.attempt.is_stopping
+
+
+def died_of_term(played: Played) -> None:
+    ending = exited(0, None, signal="SIGTERM", sent=None, ended=time.time())
+    played.attempt.take(0, ending)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Played:
+    """An attempt that saves nothing, inside a scheduler's job; `limits` are the questions."""
+    limits: list[bool] = []
+    played = Played(tmp_path, saving=False, ask=limits.append).working()
+    played.limits = limits  # type: ignore[attr-defined]
+    return played
+
+
+def shell_died_of_term(played: Played) -> None:
+    played.attempt.take(0, exited(0, 143, ended=time.time()))
+
+
+@pytest.mark.parametrize("first", [terminated, died_of_term, shell_died_of_term])
+def test_ranks_have_the_whole_grace_of_a_preemption(asked: Played, first: Callable[[Played], None]) -> None:
+    first(asked)
+    terminated(asked)
+    assert asked.limits == [False]  # type: ignore[attr-defined]
+    assert asked.orders(StopRanks) == []
+    assert not asked.attempt.is_over()
+    asked.attempt.noticed(Notice("preempted", time.time() + 40.0))
+    (_, order), _ = asked.orders(StopRanks)
+    assert order.reason == "preempted"
+    assert 34.0 < order.grace_s <= 35.0
+    verdict = asked.attempt.verdict()
+    assert (verdict.code, verdict.message) == (exits.REQUEUE, "Slurm gives its nodes to another job")
+
+
+def test_a_rank_that_fails_while_the_scheduler_is_asked_waits_for_the_answer(asked: Played) -> None:
+    terminated(asked)
+    asked.exited(1, 1)
+    assert asked.orders(StopRanks) == []
+    asked.attempt.noticed(Notice("preempted", time.time() + 40.0))
+    assert asked.attempt.verdict().code == exits.REQUEUE
+
+
+def test_ranks_that_all_die_of_a_preemption_are_queued_again(asked: Played) -> None:
+    for rank in range(2):
+        asked.attempt.take(rank, exited(rank, None, signal="SIGTERM", sent=None, ended=time.time()))
+    assert not asked.attempt.is_over()
+    asked.attempt.noticed(Notice("preempted", time.time() + 40.0))
+    for node in range(2):
+        asked.swept(node)
+    assert (asked.attempt.is_over(), asked.attempt.verdict().code) == (True, exits.REQUEUE)
+
+
+@pytest.mark.parametrize(("first", "reason"), [(terminated, "stopped"), (died_of_term, "failure")])
+def test_a_sigterm_that_no_scheduler_sent_stops_with_the_jobs_grace(
+    asked: Played, first: Callable[[Played], None], reason: str
+) -> None:
+    first(asked)
+    asked.attempt.noticed(None)
+    assert [(order.reason, order.grace_s) for _, order in asked.orders(StopRanks)] == [(reason, 5.0)] * 2
+
+
+def test_a_rank_that_was_killed_is_asked_about_nowhere(asked: Played) -> None:
+    killed(asked)
+    assert asked.limits == []  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("restart", "code"), [(None, exits.TIMEOUT), (RestartSettings(), exits.REQUEUE)])
+def test_at_the_time_limit_a_program_is_queued_again_where_the_job_has_restart(
+    asked: Played, restart: RestartSettings | None, code: int
+) -> None:
+    job = asked.attempt.job.model_copy(update={"kind": "command", "restart": restart})
+    asked.attempt.context = replace(asked.attempt.context, job=job, entry=None)
+    asked.attempt.ask_first(lambda: None, limit=True)
+    assert asked.limits == [True]  # type: ignore[attr-defined]
+    asked.attempt.noticed(Notice("time limit", time.time() + 40.0))
+    assert (asked.attempt.verdict().code, asked.orders(StopRanks)[0][1].reason) == (code, "time limit")

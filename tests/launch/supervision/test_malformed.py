@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.supervision import inbox
-from muster.launch.supervision import supervisor as module
+from muster.launch.supervision import inbox, reserve, supervisor
 from muster.launch.supervision.supervisor import Supervisor
 from muster.launch.wire.channel import LINE_BYTES
 from muster.launch.wire.codec import encode
@@ -49,8 +48,8 @@ REACHED = Reached(0, "eth1", "10.10.1.2", "", "code", "shared", "/runs", "")
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inbox, "TICK_S", 0.02)
-    monkeypatch.setattr(module, "ORPHANS_S", 0.0)
-    monkeypatch.setattr(module, "raise_open_files", lambda: None)
+    monkeypatch.setattr(reserve, "ORPHANS_S", 0.0)
+    monkeypatch.setattr(supervisor, "raise_open_files", lambda: None)
 
 
 def line(**fields: Any) -> bytes:

@@ -1,5 +1,6 @@
 """What follows an attempt that has ended: pure decisions, as tables."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from muster.jobs.basics import exits
 from muster.jobs.spec.failover import RestartSettings
 from muster.launch.records.verdict import Ending, Stop, Verdict, judge
-from muster.launch.supervision.recovery import Choice, Past, blamed, choose, decide, in_vain
+from muster.launch.supervision.recovery import Choice, Decision, Past, blamed, choose, decide, in_vain, largest_part
 
 ALWAYS = RestartSettings(max=100)
 
@@ -151,7 +152,7 @@ def chosen(
         alive,
         wanted=wanted,
         least=least,
-        avoid=frozenset(avoid or ()),
+        avoid=[frozenset(avoid or ())],
         revivable=revivable or [],
         fits=lambda slots: len(slots) in sizes,
     )
@@ -215,3 +216,82 @@ def test_a_program_that_fails_three_times_with_the_same_last_word_is_not_tried_a
 def test_another_last_word_between_is_another_failure(odd: Past) -> None:
     same = program("ValueError: boom")
     assert decide([same, odd, same], ALWAYS, saves=False).again
+
+
+# Outages, and nodes that come back ------------------------------------------------------------------------------------
+
+
+def outage(**more: Any) -> Past:
+    """An attempt of which two nodes did not reach the master."""
+    return replace(stopped(exits.UNREACHABLE, "n2: cannot reach the master\nto go on without: --exclude n2"), **more)
+
+
+GROWN = replace(stopped(exits.REQUEUE), grown=True)
+
+
+def test_an_outage_is_waited_out_longer_and_longer_and_never_ends_with_93() -> None:
+    settings = RestartSettings(max=8)
+    decisions = [decide([outage(outage=True)] * count, settings, saves=True) for count in range(1, 10)]
+    assert [each.delay_s for each in decisions[:-1]] == [0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    assert all(each.again for each in decisions[:-1])
+    assert (decisions[-1].again, decisions[-1].verdict.code) == (False, exits.UNREACHABLE)
+    said = "n2: cannot reach the master; 8 restarts used up (restart.max)\nto go on without: --exclude n2"
+    assert decisions[-1].verdict.message == said
+
+
+def test_what_failed_before_an_outage_does_not_count_as_in_vain() -> None:
+    hang = replace(stopped(exits.TIMEOUT, "the ranks made no progress"), committed=False)
+    assert not decide([hang, hang, hang], ALWAYS, saves=True).again
+    cut = outage(outage=True)
+    assert decide([hang, cut, hang, cut, hang], ALWAYS, saves=True).again
+    assert in_vain([hang, cut, hang]) == 1
+
+
+def test_an_outage_between_two_equal_failures_hides_neither() -> None:
+    decision = decide([past(step=7), outage(outage=True), past(step=7)], ALWAYS, saves=True)
+    assert decision.verdict.code == exits.DO_NOT_RESTART
+
+
+def test_growing_is_no_restart_of_the_budget_and_no_failure() -> None:
+    once = RestartSettings(max=1)
+    killed = past(signal="SIGKILL", committed=False)
+    assert decide([killed, GROWN], once, saves=True) == Decision(GROWN.verdict, again=True)
+    assert not decide([killed, GROWN, GROWN, killed], once, saves=True).again
+    assert decide([GROWN, GROWN, killed], once, saves=True).again
+    assert in_vain([killed, GROWN, GROWN]) == 1
+    assert blamed([past(node=1), GROWN, GROWN, past(node=1)]) == {1}
+
+
+def cut(*pairs: tuple[int, int]) -> set[frozenset[int]]:
+    return {frozenset(pair) for pair in pairs}
+
+
+@pytest.mark.parametrize(
+    ("slots", "cuts", "expected"),
+    [
+        ([0, 1, 2, 3], cut(), [0, 1, 2, 3]),
+        ([0, 1, 2, 3], cut((0, 2), (0, 3), (1, 2), (1, 3)), [0, 1]),  # of two halves the one with the master
+        ([0, 1, 2, 3], cut((0, 1), (0, 2), (0, 3)), [1, 2, 3]),  # the master itself is alone
+        ([0, 1, 2, 3], cut((3, 0), (3, 1), (3, 2)), [0, 1, 2]),
+        ([2, 3], cut((0, 2), (0, 3)), [2, 3]),
+        ([], cut((0, 1)), []),
+    ],
+)
+def test_the_largest_part_of_a_cut_network(slots: list[int], cuts: set[frozenset[int]], expected: list[int]) -> None:
+    assert largest_part(slots, cuts) == expected
+
+
+def in_groups(before: list[int], alive: list[int], blame: set[int], apart: set[int], least: int) -> Choice | None:
+    avoid = [frozenset(blame), frozenset(apart)]
+    return choose(before, alive, wanted=4, least=least, avoid=avoid, revivable=[], fits=lambda _: True)
+
+
+def test_nodes_that_are_cut_off_are_used_last() -> None:
+    assert in_groups([0, 1, 2, 3], [0, 1, 2, 3], {1}, {2}, 2) == Choice((0, 3))
+    assert in_groups([0, 1, 2, 3], [0, 1, 2, 3], {1}, {2}, 3) == Choice((0, 3, 1))
+    assert in_groups([0, 1, 2, 3], [0, 1, 2, 3], {1}, {2}, 4) == Choice((0, 3, 1, 2))
+
+
+def test_a_node_that_was_lost_earlier_replaces_one_that_is_lost_now() -> None:
+    assert chosen([0, 1], [0, 2], wanted=2, least=2, revivable=[1, 3]) == Choice((0, 2))
+    assert chosen([0], [0], wanted=2, least=2, revivable=[3]) == Choice((0, 3), (3,))

@@ -41,7 +41,6 @@ def test_the_ranks_that_have_not_arrived_are_named_with_their_node() -> None:
     made.arrived = {0, 1, 2}
     message = made.late(60.0, patient=True)
     assert message.startswith("rank 3 on node 1 (n1) did not reach the rendezvous within 60 s (start_timeout_s)")
-    assert "muster logs --rank 3" in message
 
 
 def test_ranks_that_arrived_but_did_not_join_are_given_a_moment_then_named() -> None:

@@ -1,6 +1,8 @@
 """Between two attempts, without a node: how long a lost one is tried again, and what is said when it stays away."""
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics import exits
+from muster.jobs.basics.boot import CODE_ROOT
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
 from muster.jobs.hosts.placement import Host, place
 from muster.jobs.runfolder.rundir import RunDir
@@ -17,6 +20,7 @@ from muster.jobs.spec.site import Site
 from muster.jobs.spec.train import TrainSettings
 from muster.launch.plan.plan import Context
 from muster.launch.records.verdict import Verdict
+from muster.launch.supervision import inbox, reserve
 from muster.launch.supervision import supervisor as module
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.inbox import Heard
@@ -59,7 +63,10 @@ class Boots:
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Supervise a training on 4 nodes, one of which was lost in the attempt before."""
-    monkeypatch.setattr(module, "REVIVE_S", 0.0)
+    for name in ("REVIVE_S", "ORPHANS_S", "FENCE_S"):
+        monkeypatch.setattr(reserve, name, 0.0)
+    monkeypatch.setattr(module, "FENCE_S", 0.0)
+    monkeypatch.setattr(inbox, "TICK_S", 0.02)
 
     def supervise(transport: Boots, *, min_nodes: int | None = None, start_timeout_s: float = 60.0) -> Supervisor:
         settings = TrainSettings.model_validate(
@@ -84,8 +91,11 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             node.channel, node.hello, node.gone = Channel(), hello(host=f"n{slot}"), slot == LOST  # type: ignore[assignment]
         # an attempt that has ended: everything of it was stopped
         over = {"is_over": lambda: True, "is_stopping": True, "startup": SimpleNamespace(begun=True, complete=True)}
-        story = SimpleNamespace(last_step=lambda nodes: 120, saved_step=None)
-        made.attempt = SimpleNamespace(**over, story=story, roster=SimpleNamespace(nodes=[]))  # type: ignore[assignment]
+        story = SimpleNamespace(last_step=lambda nodes: 120, saved_step=None, times={})
+        stopped = {"tick": lambda now: None, "growing": False, "stop": None, "draining": None}
+        roster = SimpleNamespace(nodes=made.crew.nodes)
+        made.attempt = SimpleNamespace(**over, **stopped, story=story, roster=roster)  # type: ignore[assignment]
+        made.succession.begun = True
         made.succession.past.append(Past(Verdict(exits.UNREACHABLE, "silent"), LOST, 120, committed=True))
         return made
 
@@ -93,8 +103,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def revive(supervisor: Supervisor) -> Any:
-    """Revive the lost node; return why it could not be."""
-    asyncio.run(supervisor._revive(LOST))
+    """Wait for the lost node; return why it did not come back."""
+
+    async def work() -> None:
+        supervisor.inbox.tick()
+        await supervisor._revive()
+        supervisor.inbox.close(0)
+
+    asyncio.run(work())
     return supervisor.crew.nodes[LOST].failure
 
 
@@ -136,9 +152,30 @@ def test_without_a_node_that_stayed_away_the_run_ends_and_says_what_the_job_need
     slots = tuple(range(4))
     begun = supervisor.succession.follow(supervisor.attempt, slots, Verdict(exits.UNREACHABLE, "silent"), asked=False)
     assert begun[1] == Choice(slots, (LOST,)), "it is waited for first"
-    supervisor.crew.nodes[LOST].failure = UnreachableError("n3: no route to host")
+    supervisor.reserve.give_up("no route to host")
     supervisor.attempt.startup.begun = False
     verdict = Verdict(exits.UNREACHABLE, "n3: no route to host\nto go on without: --exclude n3")
     decision, choice = supervisor.succession.follow(supervisor.attempt, slots, verdict, asked=False)
     assert (choice, decision.again, decision.verdict.code) == (None, False, exits.UNREACHABLE)
     assert decision.verdict.message == f"n3: no route to host; {why}\nto go on without: --exclude n3"
+
+
+def test_a_signal_that_comes_after_the_end_ends_nothing() -> None:
+    """Slurm's signal before the time limit, while the job is being queued again."""
+    code = """
+import asyncio, os, signal
+from pathlib import Path
+from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.supervision.inbox import Inbox
+async def main():
+    inbox = Inbox()
+    inbox.listen_for_signals(RunDir(Path("run")))
+    inbox.close(0)
+asyncio.run(main())
+for number in (signal.SIGUSR1, signal.SIGUSR2):
+    os.kill(os.getpid(), number)
+print("it lives")
+"""
+    argv = [sys.executable, "-c", code]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, cwd=CODE_ROOT)
+    assert (done.returncode, done.stdout) == (0, "it lives\n"), done.stderr

@@ -13,8 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from muster.jobs.basics import exits
-from muster.jobs.basics.errors import JobFileError, RefusedError, RunFolderError, UsageError
-from muster.jobs.runfolder.rundir import list_runs
+from muster.jobs.basics.errors import JobFileError, NotFoundError, RefusedError, RunFolderError, UsageError
+from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.cli import main
 from muster.launch.sweeps.sweep import (
     Grid,
@@ -37,6 +37,11 @@ train: {model: gpt-nano, data: synthetic, batch_size: 4, steps: 2, log_every: 1,
 """
 EXIT = "name: exit\ngrace_s: 1\n" + argv("import os; exit(int(os.environ['CODE']))")
 SLEEP = "name: sleep\ngrace_s: 1\n" + argv("import time; print('ready', flush=True); time.sleep(1000)")
+SAVING = """
+name: saving
+checkpoint: {every_steps: 10000}
+train: {model: gpt-nano, data: synthetic, batch_size: 4, steps: 100000, log_every: 1}
+"""
 cluster = pytest.mark.cluster
 patient = pytest.mark.timeout(180)
 LISTED = "name: array\ngrace_s: 1\n" + argv("import os; print(os.environ['WHAT'])")
@@ -169,9 +174,8 @@ def test_a_record_reads_back_and_is_found_by_a_part_of_its_name(tmp_path: Path) 
     assert [run.path for run in record.runs(tmp_path / "sweep-vgg-1")] == [tmp_path / "run-a", tmp_path / "run-b"]
     assert find_sweep(tmp_path, "vgg-2") == tmp_path / "sweep-vgg-2"
     assert find_sweep(Path("/nowhere"), str(tmp_path / "sweep-vgg-1")) == tmp_path / "sweep-vgg-1"
-    with pytest.raises(RunFolderError, match="fits 2 sweeps"):
-        find_sweep(tmp_path, "vgg")
-    with pytest.raises(RunFolderError, match="no sweep named 'gpt'; there is: sweep-vgg-1, sweep-vgg-2"):
+    assert find_sweep(tmp_path, "vgg") == tmp_path / "sweep-vgg-2"
+    with pytest.raises(NotFoundError, match="no sweep named 'gpt'; there is: sweep-vgg-1, sweep-vgg-2"):
         find_sweep(tmp_path, "gpt")
 
 
@@ -219,14 +223,17 @@ def test_tiny_trainings_one_after_another_and_their_table(
         *("train.optimizer.lr=1e-3 nodes=1", "train.optimizer.lr=1e-4 nodes=1"),
     ]
     assert {(row["state"], row["code"], row["step"], row["steps"]) for row in table} == {("done", 0, 2, 2)}
-    assert all(row["loss"] > 0 and row["rate"] > 0 and row["seconds"] > 0 for row in table)
+    assert all(
+        row["loss"] > 0 and 0 < row["rate_low"] <= row["rate"] <= row["rate_high"] and row["seconds"] > 0
+        for row in table
+    )
     assert [run.run_id for run in list_runs(tmp_path / "runs")] == sorted(row["run_id"] for row in table)
     capfd.readouterr()
     assert main(["sweep", "--show", "sweep-nano", "--runs", str(tmp_path / "runs"), "--json"]) == 0
     assert rows(capfd.readouterr().out) == table
     assert main(["sweep", "--show", "sweep-nano", "--runs", str(tmp_path / "runs")]) == 0
     head = capfd.readouterr().out.splitlines()[0]
-    assert " ".join(head.split()) == "point state exit took step loss rate run"
+    assert " ".join(head.split()) == "point state exit took step loss median rate middle half run"
 
 
 @pytest.mark.ranks
@@ -296,19 +303,64 @@ def test_what_is_wrong_is_one_message(sweep: Sweep, words: list[str], code: int,
     assert err.startswith(f"muster: {said}")
 
 
+def two_points(folder: Path, text: str, *words: str) -> "subprocess.Popen[str]":
+    """Start a sweep over one node and two in a process of its own."""
+    (folder / "job.yaml").write_text(text)
+    command = [sys.executable, "-m", "muster", "sweep", str(folder / "job.yaml"), "--grid", "nodes=1,2", *words]
+    return subprocess.Popen([*command, "--runs", str(folder / "runs"), "--json"], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for_first(runs: Path, sign: Callable[[RunDir], Path]) -> None:
+    """Wait until a file of the first point's run has something in it."""
+    wait_until(lambda: runs.is_dir() and list_runs(runs), "a run")
+    path = sign(list_runs(runs)[0])
+    wait_until(lambda: path.is_file() and path.read_text(), str(path))
+
+
 @pytest.mark.ranks
-def test_ctrl_c_ends_the_point_and_the_sweep(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(SLEEP)
-    runs = tmp_path / "runs"
-    command = [sys.executable, "-m", "muster", "sweep", str(tmp_path / "job.yaml"), "--grid", "nodes=1,2"]
-    with subprocess.Popen([*command, "--runs", str(runs), "--json"], stdout=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: runs.is_dir() and list_runs(runs), "a run")
-        run = list_runs(runs)[0]
-        wait_until(lambda: run.attempt(0).out(0).is_file() and run.attempt(0).out(0).read_text(), "its rank")
+@patient
+@pytest.mark.parametrize(
+    ("text", "sign"),
+    [(SLEEP, lambda run: run.attempt(0).out(0)), (SAVING, lambda run: run.metrics)],
+    ids=["ends at once", "saves first"],
+)
+def test_ctrl_c_ends_the_point_and_the_sweep(tmp_path: Path, text: str, sign: Callable[[RunDir], Path]) -> None:
+    with two_points(tmp_path, text) as process:
+        wait_for_first(tmp_path / "runs", sign)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == exits.STOPPED
     assert [row["state"] for row in rows(out)] == ["stopped", "not run"]
+
+
+@pytest.mark.ranks
+@patient
+@pytest.mark.parametrize("words", [(), ("--on", "submitit", "--executor", "local")], ids=["local", "submitit"])
+def test_muster_stop_ends_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    runs = tmp_path / "runs"
+    with two_points(tmp_path, SLEEP, *words) as process:
+        wait_for_first(runs, lambda run: run.attempt(0).out(0))
+        assert main(["stop", "sweep-sleep", "--runs", str(runs)]) == 0
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == exits.STOPPED
+    assert [row["state"] for row in rows(out)] == ["stopped", "not run"]
+    assert ": stopped 1 run; no other one begins\n" in capsys.readouterr().out
+    assert main(["stop", str(find_sweep(runs, "sleep")), "--json", "--runs", str(runs)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["stopped"], [run["was_over"] for run in again["runs"]]) == (0, [True])
+    assert main(["stop", "sweep-none", "--runs", str(runs)]) == exits.RUN_FOLDER
+    assert "no sweep named 'sweep-none'" in capsys.readouterr().err
+
+
+def test_a_sweep_that_is_refused_leaves_nothing(sweep: Sweep, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    with (work / "data").open("wb") as file:
+        file.truncate(100 << 20)
+    code, out, err = sweep(f"workdir: {work}\n" + EXIT, "--grid", "nodes=1,2", "--on", "slurm")
+    assert (code, out) == (exits.REFUSED, "")
+    assert "too much for a copy of the code" in err
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 # In a box -----------------------------------------------------------------------------------------------------------
@@ -389,6 +441,22 @@ def test_ctrl_c_stops_what_runs_and_cancels_what_waits(boxed: BoxedSweep, on: li
     wait_until(lambda: boxed.runs.is_dir() and list_runs(boxed.runs), "the runs")
     wait_until(lambda: list(boxed.runs.glob("*/attempt-000/rank-00000.out")), "the first point's rank")
     process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == exits.STOPPED, err
+    assert {row["state"] for row in rows(out)} == {"stopped"}
+    wait_until(lambda: not boxed.queue(), "an empty queue")
+
+
+@cluster
+@patient
+@BOTH
+def test_muster_stop_ends_a_sweep_in_the_queue(boxed: BoxedSweep, on: list[str]) -> None:
+    process = boxed.start(SLEEP, "--grid", "env.WHAT=a,b,c", "--limit", "1", *on)
+    wait_until(lambda: list(boxed.runs.glob("*/attempt-000/rank-00000.out")), "the first point's rank")
+    asked = [sys.executable, "-m", "muster", "stop", "sweep-sleep", "--runs", str(boxed.runs)]
+    stopped = subprocess.run(asked, capture_output=True, text=True, timeout=100, check=False)
+    assert stopped.returncode == 0, stopped.stderr
+    assert ": stopped 3 runs; no other one begins\n" in stopped.stdout
     out, err = process.communicate(timeout=100)
     assert process.returncode == exits.STOPPED, err
     assert {row["state"] for row in rows(out)} == {"stopped"}

@@ -229,7 +229,7 @@ def received_by_an_impostor(started: Started, server: socket.socket, *sent: byte
 
 @pytest.fixture
 def dialling(start_agent, listening) -> Started:
-    return start_agent("--node", "0", "--connect", f"{LOOPBACK}:{port_of(listening)}", "--end-as", "run")
+    return start_agent("--node", "0", "--connect", f"{LOOPBACK}:{port_of(listening)}")
 
 
 def said_of(port: int, what: str) -> str:

@@ -1,0 +1,43 @@
+"""Cap the logs of ranks: keep the first and the last part of each, and free the disk space of what lies between.
+
+    | first 64 MB, which end with a line that says how much is left out | hole | last 192 MB |
+
+A rank goes on appending to the same file, so it loses nothing, waits for nobody, and offsets mean what they meant. The
+hole reads as zero bytes to `cat`; `launch/common/follow.py` skips it.
+"""
+
+import os
+import stat
+from pathlib import Path
+from typing import Final
+
+from muster.jobs.basics.ownership import warn_once
+from muster.jobs.machine.linux import punch_hole
+
+FIRST_BYTES: Final = 64 << 20
+LAST_BYTES: Final = 192 << 20
+STEP_BYTES: Final = 16 << 20
+BLOCK_BYTES: Final = 64 << 10  # no page or block is larger
+SECTOR_BYTES: Final = 512  # of st_blocks
+
+
+def cap(path: Path, *, first: int = FIRST_BYTES, last: int = LAST_BYTES, step: int = STEP_BYTES) -> None:
+    """Free the middle of a log once it takes `step` more bytes of the disk than its two parts; all are whole blocks."""
+    try:
+        status = path.lstat()
+        end = (status.st_size - last) // BLOCK_BYTES * BLOCK_BYTES
+        if status.st_blocks * SECTOR_BYTES < first + last + step or end <= first or not stat.S_ISREG(status.st_mode):
+            return
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            punch_hole(descriptor, first, end - first)
+            line = f"\n[muster: {end - first:>16,} bytes of this log are left out here]\n".encode()
+            os.pwrite(descriptor, line, first - len(line))
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        warn_once(
+            f"{path.parent}: logs there cannot be capped, and may fill the disk: {error.strerror}", str(path.parent)
+        )

@@ -1,0 +1,88 @@
+"""`muster save`: have a running training save a checkpoint now, and wait until it has. It goes on meanwhile.
+
+save.json → rank 0 finds it at its next log point → all ranks save → the `saved` row
+"""
+
+import argparse
+import json
+import time
+from typing import Any, Final
+
+from muster.jobs.basics.errors import RefusedError, StartTimeoutError, StorageError, UsageError
+from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
+from muster.launch.common import options
+from muster.launch.common.follow import LineFollower
+from muster.launch.plan.submission import Submission
+from muster.launch.records.fields import typed_line
+from muster.launch.records.runstate import DIRECT, RunState, read_state
+
+POLL_S: Final = 0.1
+PATIENCE_S: Final = 300.0
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `muster save`."""
+    options.add_run(parser)
+    help_text = f"seconds to wait for the checkpoint (default: {PATIENCE_S:g})"
+    parser.add_argument("--timeout", metavar="S", type=float, default=PATIENCE_S, help=help_text)
+    options.add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Ask for a checkpoint, and say after which step it is."""
+    if not args.timeout > 0:
+        raise UsageError(f"--timeout: must be more than 0 seconds, got {args.timeout:g}")
+    folder = find_run(runs_root(args.runs), args.run)
+    saved = save(folder, check(folder), args.timeout)
+    record = {"run_id": folder.run_id, "step": saved.get("step"), "checkpoint": saved.get("checkpoint")}
+    print(json.dumps(record) if args.json else f"{folder.run_id}: saved after step {saved.get('step')}")
+    return 0
+
+
+def check(run: RunDir) -> RunState:
+    """Return the state of a run that can save now.
+
+    Raises:
+        RefusedError: it has no checkpoints, has ended, or has no supervisor.
+    """
+    state = read_state(run)
+    if state.transport == DIRECT:
+        raise RefusedError(f"{run.run_id}: was started directly, and such runs save nothing")
+    job = Submission.read(run).context.job
+    if job.kind != "train":
+        raise RefusedError(f"{run.run_id}: runs a {job.kind}: job, of which Muster saves nothing")
+    if job.checkpoint is None:
+        raise RefusedError(
+            f"{run.run_id}: its job has no checkpoint: section, so it saves nothing; add one and start anew"
+        )
+    if state.is_over or state.state == "lost":
+        raise RefusedError(
+            f"{run.run_id}: does not run ({state.label}); muster checkpoint list {run.run_id} shows what it has saved"
+        )
+    return state
+
+
+def save(run: RunDir, state: RunState, timeout_s: float) -> dict[str, Any]:
+    """Ask for a checkpoint and return its `saved` row.
+
+    Raises:
+        RefusedError: the run ended first.
+        StorageError: the save failed.
+        StartTimeoutError: there is no checkpoint in time.
+    """
+    rows = LineFollower(run.events, offset=run.events.stat().st_size)
+    run.ask_to_save("muster save")
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for row in map(typed_line, rows.poll()):
+            match row.get("event"):
+                case "saved" if row.get("step", 0) >= (state.step or 0):
+                    return row
+                case "missed" if row.get("missed"):
+                    raise StorageError(f"{run.run_id}: the save failed: {row.get('message')}")
+                case "ended":
+                    raise RefusedError(f"{run.run_id}: ended before it saved: {row.get('message')}")
+        time.sleep(POLL_S)
+    raise StartTimeoutError(
+        f"{run.run_id}: has not saved within {timeout_s:g} s; it saves at its next log point (train.log_every)"
+    )

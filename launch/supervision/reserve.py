@@ -1,0 +1,124 @@
+"""The nodes of a run that the current attempt does not use: bring lost ones back, and find out when the run can grow.
+
+    lost ──wait, start its agent──→ idle ──can it reach the master? ──yes──→ fit ──→ save, then an attempt with it
+      ↑ └──────── no answer ───────┘  └────────────── no: wait ─────────────┘
+
+Each wait is longer than the one before. It grows with the node's losses too, so a node that comes and goes seldom
+costs the others a restart.
+"""
+
+from collections.abc import Collection
+from typing import Final
+
+from muster.jobs.basics.errors import MusterError, UnreachableError
+from muster.launch.supervision.attempt import Attempt
+from muster.launch.supervision.crew import Crew, Node
+from muster.launch.supervision.inbox import Failed, Inbox
+from muster.launch.transports.base import LEASE_S, Transport
+from muster.launch.wire.messages import Reached
+
+REVIVE_S: Final = 2.0  # between two tries to use a lost node
+MOST_TRIES: Final = 3  # doublings: a node that stays away is tried every 16 s,
+MOST_LOSSES: Final = 10  # and one that was lost eleven times is left alone for half an hour
+SETTLE_S: Final = 5.0  # for more nodes to come back, before the run grows
+ORPHANS_S: Final = 2.0  # for the ranks of an agent that has died to end after it
+FENCE_S: Final = LEASE_S + 2.0  # for those of one that is only silent: its lease, and its rank parent's kill
+
+
+class Reserve:
+    """Lost and idle nodes, by slot."""
+
+    def __init__(self, crew: Crew, transport: Transport, inbox: Inbox, *, remote: bool) -> None:
+        self.crew = crew
+        self.transport = transport
+        self.inbox = inbox
+        self.remote = remote
+        self.needed = False  # the run waits for a lost node
+        self.errors: dict[int, MusterError] = {}  # of the newest tries
+        self.starting: set[int] = set()  # lost ones whose agent is being started
+        self.asked: set[int] = set()  # idle ones that try the way to the master
+        self.fit: dict[int, float] = {}  # idle ones that could take part, and since when
+
+    def turn(self) -> None:
+        """Forget what was found out for the attempt before."""
+        self.asked, self.fit = set(), {}
+
+    def tick(self, now: float, attempt: Attempt, used: Collection[int]) -> None:
+        """Start agents and test nodes whose wait is over; `used` are the slots at work."""
+        asks = used and attempt.startup.begun and not attempt.is_stopping
+        for slot, node in enumerate(self.crew.nodes):
+            if slot in used or slot in self.starting or now < self._due(node):
+                continue
+            if not node.is_alive:
+                if (node.gone or node.failure is not None) and not node.given_up:
+                    self.starting.add(slot)
+                    self.inbox.spawn(self._start(slot))
+            elif not self.remote:
+                self.fit.setdefault(slot, now)
+            elif asks and slot not in self.asked and slot not in self.fit:
+                self.asked.add(slot)
+                self.crew.send(slot, attempt.startup.reach())
+
+    def ready(self, now: float, wanted: int) -> list[int]:
+        """List the nodes to grow by: all that are missing, or those that are there when no other has come for long."""
+        fit = [slot for slot in self.fit if self.crew.nodes[slot].is_alive]
+        settled = fit and now - min(self.fit[slot] for slot in fit) >= SETTLE_S
+        return fit if settled or len(fit) >= wanted else []
+
+    def failed(self, slot: int, error: MusterError, now: float) -> bool:
+        """Note that a node's agent could not be started again; False if nobody tried."""
+        if slot not in self.starting:
+            return False
+        self.starting.discard(slot)
+        self._in_vain(slot, now)
+        node = self.crew.nodes[slot]
+        node.failure, node.given_up = error, not isinstance(error, UnreachableError)
+        self.errors[slot] = error
+        return True
+
+    def give_up(self, why: str) -> None:
+        """Try no lost node any more."""
+        for slot, node in enumerate(self.crew.nodes):
+            if not node.is_alive and not node.given_up:
+                self.starting.discard(slot)
+                last = f"; the last time: {self.errors[slot]}" if slot in self.errors else ""
+                node.failure, node.given_up = UnreachableError(f"{node.place.host}: {why}{last}"), True
+
+    def reached(self, slot: int, message: Reached, attempt: Attempt, used: Collection[int], now: float) -> None:
+        """Take what an idle node found out."""
+        if slot not in self.asked:
+            return
+        self.asked.discard(slot)
+        if not self.asked:
+            attempt.context.run.nonce("supervisor").unlink(missing_ok=True)
+        node = self.crew.nodes[slot]
+        node.reached = message
+        apart = message.storage != "shared" and attempt.startup.context.options.get("saving")
+        if attempt.startup.judge(node) is None and not apart:
+            self.crew.note_ways([*used, slot], [])
+            self.fit[slot] = now
+        else:
+            self.crew.note_ways(list(used), [slot])
+            self._in_vain(slot, now)
+
+    def _due(self, node: Node) -> float:
+        """Return when a node is tried again (monotonic seconds)."""
+        doublings = max(min(node.losses - 1, MOST_LOSSES), min(node.tries, MOST_TRIES))
+        wait_s = REVIVE_S * 2.0**doublings
+        if self.needed:
+            wait_s = REVIVE_S if node.tries else 0.0
+        fence_s = (FENCE_S + node.late_s if node.silent else ORPHANS_S) * self.remote if node.gone else 0.0
+        return max(node.tried + wait_s, node.lost_at + fence_s)
+
+    def _in_vain(self, slot: int, now: float) -> None:
+        node = self.crew.nodes[slot]
+        node.tries, node.tried = node.tries + 1, now
+
+    async def _start(self, slot: int) -> None:
+        self.crew.nodes[slot].forget_agent()
+        self.asked.discard(slot)
+        self.fit.pop(slot, None)
+        try:
+            await self.transport.restart(slot, self.inbox)
+        except MusterError as error:
+            self.inbox.put(Failed(slot, error))

@@ -1,0 +1,27 @@
+"""Stop the runs of a sweep, and whoever begins them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.records.runstate import read_state
+from muster.launch.scheduler.held_signals import request_stop
+from muster.launch.submit.stopping import Outcome, stop
+from muster.launch.sweeps.sweep import SweepRecord
+
+
+def stop_sweep(folder: Path, *, grace_s: float | None, now: bool) -> list[Outcome]:
+    """Stop the runs of a sweep, and whoever begins them; errors as `stop`."""
+    record = SweepRecord.read(folder)
+    request_stop(RunDir(folder), grace_s, now=now)
+    runs = [run for run in record.runs(folder) if run.path.is_dir()]  # made later, a run sees stop.json and ends
+    over = {run for run in runs if read_state(run).is_over}
+    if any(run.slurm.exists() for run in runs):  # all at once: a point may take its time to save
+        from muster.launch.sweeps.sweep import say
+        from muster.launch.sweeps.sweep_follow import follow
+
+        points = zip(record.points, record.runs(folder), strict=True)
+        requests = ["muster stop"] * (1 + now)
+        follow([each for each in points if each[1] not in over], say, requests=requests, grace_s=grace_s)
+    outcomes = [stop(run, grace_s=grace_s, now=now) for run in runs]
+    return [replace(each, was_over=run in over) for run, each in zip(runs, outcomes, strict=True)]

@@ -1,0 +1,41 @@
+"""Slurm's notice to a running job: why and when it is about to end it, from what scontrol says of the job. Pure.
+
+preempted    PreemptTime is set, and EndTime is when the grace time is over
+time limit   EndTime is near
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from muster.jobs.spec.slurm import EARLY_S
+from muster.slurm.states import JobState
+
+PREEMPTED: Final = "preempted"
+TIME_LIMIT: Final = "time limit"
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Why a job is about to end, and when (unix seconds)."""
+
+    reason: str
+    deadline: float
+
+    @property
+    def message(self) -> str:
+        """The reason in a sentence."""
+        return "Slurm gives its nodes to another job" if self.reason == PREEMPTED else "the time limit is near"
+
+
+def notice_of(job: JobState | None, now: float, signal_s: int, *, limit: bool) -> Notice | None:
+    """Return the notice that a job has been given, None if there is none: then somebody else stops its processes.
+
+    `limit`: it was sent the signal that comes `signal_s` seconds before the time limit.
+    """
+    runs = job is not None and job.phase == "running" and job.state != "COMPLETING"
+    end = job.end_time if job is not None and runs else None
+    if job is not None and job.preempted and end is not None:
+        return Notice(PREEMPTED, end)
+    if end is not None and end - now <= signal_s + EARLY_S:
+        return Notice(TIME_LIMIT, end)
+    return Notice(TIME_LIMIT, now + signal_s) if limit else None

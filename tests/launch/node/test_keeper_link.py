@@ -1,0 +1,60 @@
+"""How an agent waits for its keeper's end: a frozen one is killed, and one that is only slow is not."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from muster.launch.node import keeper_link
+from muster.launch.node.keeper_link import KeeperLink
+
+SLOW = """
+import json, os, socket, sys, time
+agent = socket.socket(fileno=int(sys.argv[1]))
+agent.sendall((json.dumps({"ready": os.getpid()}) + "\\n").encode())
+while agent.recv(1000):
+    pass
+for _ in range(40):  # it ends its ranks, slowly
+    time.sleep(0.05)
+"""
+END_S = 0.5
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+    """A keeper that needs two seconds to end, where END_S is shorter, and the agent's socket to it."""
+    monkeypatch.setattr(keeper_link, "END_S", END_S)
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen([sys.executable, "-c", SLOW, str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    theirs.close()
+    yield process, ours
+    process.kill()
+    process.wait()
+    ours.close()
+
+
+async def close(ours: socket.socket, *, freeze: bool) -> None:
+    """Meet a keeper, freeze it if that is asked for, and let it go."""
+    link = KeeperLink(ours)
+    await link.open(preload="", env={})
+    ready = await anext(link.messages())
+    if freeze:
+        os.kill(ready["ready"], signal.SIGSTOP)
+    await link.close()
+
+
+def test_a_keeper_that_runs_is_waited_for_however_slow_it_is(slow) -> None:
+    process, ours = slow
+    asyncio.run(close(ours, freeze=False))
+    assert process.wait() == 0
+
+
+def test_a_frozen_keeper_is_killed(slow) -> None:
+    process, ours = slow
+    asyncio.run(close(ours, freeze=True))
+    assert process.wait() == -signal.SIGKILL
