@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
-from muster.launch.records.fields import real
+from muster.launch.common.fields import real
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.exposed import Compute

@@ -11,9 +11,9 @@ from typing import Any, Final
 from muster.jobs.basics.errors import RefusedError, StartTimeoutError, StorageError, UsageError
 from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
 from muster.launch.common import options
+from muster.launch.common.fields import typed_line
 from muster.launch.common.follow import LineFollower
 from muster.launch.plan.submission import Submission
-from muster.launch.records.fields import typed_line
 from muster.launch.records.runstate import DIRECT, RunState, read_state
 
 POLL_S: Final = 0.1

@@ -10,11 +10,11 @@ from typing import Any, Final
 from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
 from muster.launch.common import options, processes, rankset, screen
+from muster.launch.common.fields import typed_lines
 from muster.launch.common.follow import tail_lines
 from muster.launch.look.history import History, read_history
 from muster.launch.look.history_view import attempt_lines
 from muster.launch.records.advice import for_run, next_step
-from muster.launch.records.fields import typed_lines
 from muster.launch.records.runrows import Rows, read_ending, read_rows
 from muster.launch.records.runstate import RunState, is_here, read_state
 from muster.launch.records.verdict import Ending, judge, lost_too

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.records.fields import MOST_ATTEMPTS, typed_lines
+from muster.launch.common.fields import MOST_ATTEMPTS, typed_lines
 from muster.launch.records.runrows import first_and_last_step
 from muster.launch.records.runstate import RunState
 from muster.launch.records.verdict import Ending

@@ -9,7 +9,7 @@ from muster.jobs.basics.errors import MusterError, NotFoundError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
-from muster.launch.records.fields import number, typed
+from muster.launch.common.fields import number, typed
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.memory import Memory

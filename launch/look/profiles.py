@@ -9,7 +9,7 @@ from muster.jobs.basics.errors import NotFoundError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_json
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
-from muster.launch.records.fields import MOST_RANKS, below, fits, number, optional, real, reals, text, texts
+from muster.launch.common.fields import MOST_RANKS, below, fits, number, optional, real, reals, text, texts
 
 PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "replay")
 WAITING: Final = "communication"

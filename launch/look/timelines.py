@@ -8,7 +8,7 @@ from typing import Any, Final
 from muster.jobs.basics.errors import NotFoundError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.records import fields
+from muster.launch.common import fields
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Compared, Record, busy_s, compare

@@ -17,9 +17,9 @@ from muster.jobs.hosts.placement import Host, Login, NodePlacement, Placement
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
+from muster.launch.common.fields import typed_lines
 from muster.launch.common.kinds import BY_KEY
 from muster.launch.plan.plan import Context
-from muster.launch.records.fields import typed_lines
 
 VERSION: Final = 1
 

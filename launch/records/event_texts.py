@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from muster.jobs.basics.words import counted
-from muster.launch.records.fields import typed
+from muster.launch.common.fields import typed
 
 Row = Mapping[str, Any]
 

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from muster.jobs.basics import reading
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.records.fields import MOST_RANKS, below, typed_line, typed_lines
-from muster.launch.records.fields import number as number  # those who read rows look for them here
-from muster.launch.records.fields import real as real
+from muster.launch.common.fields import MOST_RANKS, below, typed_line, typed_lines
+from muster.launch.common.fields import number as number  # those who read rows look for them here
+from muster.launch.common.fields import real as real
 from muster.launch.records.verdict import Ending
 
 TAIL_BYTES: Final = 1 << 17  # some 300 steps

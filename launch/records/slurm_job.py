@@ -23,9 +23,9 @@ from muster.jobs.basics.errors import MusterError, RunFolderError
 from muster.jobs.basics.files import write_json
 from muster.jobs.basics.reading import LONGEST_LINE_BYTES, open_file, target_of
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.common.fields import typed, typed_line
 from muster.launch.common.follow import tail_lines
 from muster.launch.records import lease
-from muster.launch.records.fields import typed, typed_line
 from muster.launch.records.runrows import Rows, number, read_json, read_rows
 from muster.slurm.client import Client
 from muster.slurm.script import OUTPUT

@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.common.fields import typed_lines
 from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
-from muster.launch.records.fields import typed_lines
+from muster.launch.records.verdict import Ending, Stop
 from muster.launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocations, disagreement, fruitless
 from muster.launch.scheduler.slurm_output import BatchOutput
 from muster.launch.scheduler.slurm_run import close, settings_of
@@ -50,6 +51,10 @@ class OwnJob:
         EventLog(self.run).event(EVENT, job=self.job, restarts=len(found) if self.restarts is None else self.restarts)
         count = fruitless(found, self.restarts)
         return self._hopeless(count) if self.saves and count >= MAX_FRUITLESS else None
+
+    def cause(self, first: Ending | None) -> Stop | None:
+        """Return why Slurm ended an attempt, from what it wrote into the batch output; None if it did not."""
+        return self.output.cause(first)
 
     def notice(self, *, limit: bool) -> Notice | None:
         """Ask Slurm whether it is about to end the job; `limit`: its signal before the time limit has come."""

@@ -15,9 +15,9 @@ from typing import Any, Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, StartTimeoutError, UnreachableError
 from muster.jobs.runfolder.rundir import RunDir
+from muster.launch.common.fields import typed_line
 from muster.launch.common.follow import LineFollower, as_shown
 from muster.launch.records.event_texts import lines_of
-from muster.launch.records.fields import typed_line
 from muster.launch.records.runrows import number, read_json, real
 from muster.launch.records.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
 from muster.launch.scheduler.held_signals import listening, request_stop

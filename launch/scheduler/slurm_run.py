@@ -15,12 +15,12 @@ from muster.jobs.basics.files import append_line, write_secret
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.slurm import SIGNAL_S, SlurmSettings, merged, signal_before
+from muster.launch.common.fields import typed_lines
 from muster.launch.plan.plan import Context
 from muster.launch.plan.spares import crew_size
 from muster.launch.plan.submission import Submission
 from muster.launch.records.advice import next_step
 from muster.launch.records.eventlog import EventLog
-from muster.launch.records.fields import typed_lines
 from muster.launch.records.runrows import number, read_ending, read_rows, real
 from muster.launch.records.slurm_job import SlurmJob, kept_environment, last_row, this_process
 from muster.launch.records.verdict import Verdict

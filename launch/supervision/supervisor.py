@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError
@@ -20,8 +21,7 @@ from muster.launch.common.limits import raise_open_files
 from muster.launch.plan.plan import Context
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.lease import Lease
-from muster.launch.records.verdict import Stop, Verdict, judge
-from muster.launch.scheduler.requeue import OwnJob
+from muster.launch.records.verdict import Ending, Stop, Verdict, judge
 from muster.launch.supervision import resumption
 from muster.launch.supervision.attempt import Attempt, Send
 from muster.launch.supervision.console import Console
@@ -45,6 +45,17 @@ from muster.launch.supervision.story import last_advice
 from muster.launch.supervision.succession import Succession
 from muster.launch.transports.base import LEASE_S, Transport
 from muster.launch.wire.messages import Heartbeat, Hello, Reached, StopRanks
+from muster.slurm.notice import Notice
+
+
+class OwnJob(Protocol):
+    """The scheduler's job that a supervisor is in (`launch/scheduler/requeue.py`)."""
+
+    def cause(self, first: Ending | None) -> Stop | None:
+        """Return why the scheduler ended the attempt, from what it wrote; None if it did not."""
+
+    def notice(self, *, limit: bool) -> Notice | None:
+        """Return why and when the scheduler is about to end the job; None if it is not."""
 
 
 class Supervisor:
@@ -177,7 +188,7 @@ class Supervisor:
         verdict = attempt.verdict()
         if self.own_job is None or attempt.stop is not attempt.told:
             return verdict, False
-        cause = self.own_job.output.cause(attempt.told_by or verdict.first)
+        cause = self.own_job.cause(attempt.told_by or verdict.first)
         return (judge(attempt.endings, cause), cause.final) if cause else (verdict, False)
 
     def _ask(self, limit: bool) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from muster.jobs.basics.files import append_line, write_json
 from muster.launch import cli
-from muster.launch.common import follow
+from muster.launch.common import fields, follow
+from muster.launch.common.fields import typed
 from muster.launch.common.follow import offset_of_last
-from muster.launch.records import fields
-from muster.launch.records.fields import typed
 from muster.launch.records.runrows import read_rows
 from muster.launch.records.runstate import read_state
 from muster.launch.records.slurm_job import KEPT, SlurmJob
