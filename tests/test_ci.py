@@ -1,4 +1,4 @@
-"""What `.ci/run` does with tests: two rows of them beside each other, and a few that fail once more, loudly."""
+"""What `.ci/run` does with tests: two rows of them beside each other; those marked unsteady may fail once, loudly."""
 
 import os
 import re
@@ -16,11 +16,18 @@ TESTS = """
 import pathlib
 import pytest
 
-@pytest.mark.parametrize("number", range(8))
-def test_of_chance(number, pytestconfig):
+def play(number):
     runs = pathlib.Path(f"runs-{number}")
     runs.write_text(runs.read_text() + "." if runs.exists() else ".")
     assert len(runs.read_text()) > pathlib.Path("failures").read_text().split()[number].count("F")
+
+@pytest.mark.unsteady("chance")
+@pytest.mark.parametrize("number", range(7))
+def test_of_chance(number):
+    play(number)
+
+def test_without_chance():
+    play(7)
 """
 
 
@@ -30,11 +37,12 @@ def test_of_chance(number, pytestconfig):
         (". . . . . . . .", 0, None),
         (". F . . . F . .", 0, [1, 5]),
         (". F . . . FF . .", 1, [1, 5]),
-        ("F F F F F F . .", 1, None),
+        (". F . . . . . F", 1, None),
+        (". . . . . . . F", 1, None),
     ],
-    ids=["none", "two by chance", "one of two again", "six"],
+    ids=["none", "two by chance", "one of two again", "one that is steady, too", "a steady one"],
 )
-def test_up_to_five_failed_tests_are_run_once_more_and_named(
+def test_only_tests_that_are_marked_unsteady_are_run_once_more_and_named(
     tmp_path: Path, failures: str, code: int, again: list[int] | None
 ) -> None:
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -47,7 +55,7 @@ def test_up_to_five_failed_tests_are_run_once_more_and_named(
         [
             "set -euo pipefail",
             *FUNCTIONS,
-            "tests 'true && .venv/bin/pytest -k chance' .pytest_cache -k chance",
+            "tests 'true && .venv/bin/pytest test_them.py' .pytest_cache test_them.py",
             "echo on",
         ]
     )
@@ -69,30 +77,29 @@ def test_up_to_five_failed_tests_are_run_once_more_and_named(
     assert times == [2 if number in (again or []) else 1 for number in range(8)]
 
 
-@pytest.mark.parametrize("fails", ["nothing", "cluster", "tests/launch", "plain"])
+@pytest.mark.parametrize("fails", ["nothing", "cluster and", "tests/launch", "core", "--ignore"])
 def test_every_test_is_in_one_of_the_rows_and_each_can_fail_the_build(tmp_path: Path, fails: str) -> None:
-    """A `pytest` that writes down how it was called stands for the tests; the README's line gives it no word."""
+    """A `pytest` that writes down how it was called stands for the tests."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    called = 'echo "${PYTEST_ADDOPTS:-} | $*" >>calls; case "${*:-plain}" in *"$FAILS"*) exit 2; esac'
+    called = 'echo "$*" >>calls; case "$*" in *"$FAILS"*) exit 2; esac'
     for name, text in (("setup.sh", "exit 0"), (".venv/bin/pytest", called)):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    (tmp_path / "README.md").write_text("./setup.sh --dev && .venv/bin/pytest\n")
+    (tmp_path / "README.md").write_text("./setup.sh --dev && .venv/bin/pytest -m core\n")
     ended = subprocess.run(
         ["bash", "-c", "\n".join(["set -euo pipefail", *FUNCTIONS, ROWS])],
         cwd=tmp_path,
-        env={**os.environ, "FAILS": fails, "PYTEST_ADDOPTS": ""},
+        env={**os.environ, "FAILS": fails},
         capture_output=True,
         text=True,
         timeout=50,
         check=False,
     )
     assert (ended.returncode, ended.stderr) == (0 if fails == "nothing" else 2, "")
-    calls = [line.split(" | ") for line in (tmp_path / "calls").read_text().splitlines()]
-    (plain,) = [options.split() for options, words in calls if not words]
-    (folder,) = [words.split()[-1] for _, words in calls if "cluster" not in words and words]
-    assert len(calls) == 3
-    assert [option for option in plain if option.startswith("--") and "durations" not in option] == [
-        f"--ignore={folder}"
-    ]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    slow = "-m slow and not gpu and not cluster and not soak"
+    folder = next(call.split()[-1] for call in calls if slow in call and "--ignore" not in call)
     assert (Path(__file__).parents[1] / folder).is_dir()
+    assert sorted(re.sub(r" --durations=\d+| ?-o cache_dir=\S+ ?", "", call) for call in calls) == sorted(
+        ["-m core", f"{slow} --ignore={folder}", f"{slow} {folder}", "-m cluster and not soak"]
+    )

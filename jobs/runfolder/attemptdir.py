@@ -9,7 +9,7 @@ from typing import Final
 from muster.jobs.basics.files import folder_error, make_folder
 from muster.jobs.runfolder.profiledir import PROFILE, ProfileDir
 
-OF_START: Final = re.compile(r"placement\.json|(node|metrics|memory)-\d+\.\w+")
+OF_START: Final = re.compile(r"placement\.json|(node|metrics|memory)-\d+(\.stop)?\.\w+")
 
 
 @dataclass(frozen=True)

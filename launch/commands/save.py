@@ -57,7 +57,7 @@ def check(run: RunDir) -> RunState:
         )
     if state.is_over or state.state == "lost":
         raise RefusedError(
-            f"{run.run_id}: does not run ({state.label}); muster checkpoint list {run.run_id} shows what it has saved"
+            f"{run.run_id}: does not run ({state.label}); {run.command('checkpoint list')} shows what it has saved"
         )
     return state
 

@@ -51,11 +51,11 @@ def make_root(tmp_path: Path) -> Callable[..., Path]:
 
     def make(name: str = "snapshot", **files: str) -> Path:
         root = tmp_path / name
-        for package in ("muster", "muster/jobs", "muster/launch"):
+        for package in ("muster", "muster/jobs", "muster/jobs/basics", "muster/launch"):
             (root / package).mkdir(parents=True)
             (root / package / "__init__.py").touch()
         shutil.copy(BOOT, root / "muster" / "launch" / "boot.py")
-        (root / "muster" / "jobs" / "exits.py").write_text("HERE = True\n")
+        (root / "muster" / "jobs" / "basics" / "exits.py").write_text("HERE = True\n")
         for module, text in files.items():
             path = root / "muster" / f"{module.replace('__in__', '/')}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def test_a_snapshots_code_is_used_rather_than_the_installed_one(make_root: Calla
     assert json.loads(done.stdout) == {
         "name": "__main__",
         "file": str(root / "muster" / "launch" / "tell.py"),
-        "jobs": str(root / "muster" / "jobs" / "exits.py"),
+        "jobs": str(root / "muster" / "jobs" / "basics" / "exits.py"),
         "argv": ["a b", ""],
     }
 
@@ -114,7 +114,7 @@ def test_a_root_behind_a_link_is_the_one_that_was_named(make_root: Callable[...,
     link = tmp_path / "current"
     link.symlink_to(make_root(launch__in__tell=TELL))
     done = run(module_argv(sys.executable, "muster.launch.tell", str(link)), tmp_path)
-    assert json.loads(done.stdout)["jobs"] == str(link / "muster" / "jobs" / "exits.py")
+    assert json.loads(done.stdout)["jobs"] == str(link / "muster" / "jobs" / "basics" / "exits.py")
 
 
 @pytest.mark.parametrize("name", ["it's a root", "ünïcode", "tab\tand\nnewline", "$(echo no)"])

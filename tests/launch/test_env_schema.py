@@ -54,7 +54,8 @@ def test_schema_prints_the_schema_of_all_kinds(capsys: pytest.CaptureFixture[str
 
 
 def test_reading_jobs_sites_and_ranks_imports_no_torch() -> None:
-    modules = "muster.jobs.spec.load, jobs.schema, jobs.site, jobs.placement, jobs.detect, launch.commands.env"
-    script = f"import sys, {modules}; print(*{{name.split('.')[0] for name in sys.modules}} & {{'torch', 'numpy'}})"
+    modules = ("spec.load", "spec.schema", "spec.site", "hosts.placement", "hosts.detect")
+    imported = ", ".join(["muster.launch.commands.env", *(f"muster.jobs.{each}" for each in modules)])
+    script = f"import sys, {imported}; print(*{{name.split('.')[0] for name in sys.modules}} & {{'torch', 'numpy'}})"
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert found.stdout.strip() == ""

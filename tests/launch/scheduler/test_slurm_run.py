@@ -28,7 +28,7 @@ def test_a_run_is_submitted_with_its_script_and_its_number_kept(submission: Subm
     assert "#SBATCH --nodes=2\n" in text
     assert "#SBATCH --cpus-per-task=6\n" in text  # 2 ranks of 3 threads
     assert "#SBATCH --partition=main\n" in text
-    assert text.endswith(f"exec /opt/python -I /opt/muster/launch/boot.py launch.supervise {run.path}\n")
+    assert text.endswith(f"exec /opt/python -I /opt/muster/muster/launch/boot.py muster.launch.supervise {run.path}\n")
     job = SlurmJob.read(run)
     assert job is not None
     assert (job.job_id, job.name, job.pid) == ("12", ID, os.getpid())

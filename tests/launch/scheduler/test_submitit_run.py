@@ -188,7 +188,7 @@ def test_muster_stop_ends_a_run_that_was_left(tmp_path: Path) -> None:
     submit = [
         sys.executable,
         "-m",
-        "launch",
+        "muster",
         "submit",
         str(tmp_path / "job.yaml"),
         *LOCAL,

@@ -100,7 +100,8 @@ def test_a_lost_node_is_tried_later_and_later_up_to_16_s(played: Any) -> None:
 
 def test_the_ranks_of_a_silent_node_must_have_ended_first(played: Any) -> None:
     lose(played, 100.0, silent=True)
-    assert gaps(played, 2, 100.0) == [FENCE_S, 4.0]
+    late_s = played.crew.nodes[1].late_s
+    assert gaps(played, 2, 100.0) == [FENCE_S + late_s, 4.0]
 
 
 def test_a_node_that_is_lost_again_and_again_is_left_alone_for_longer_each_time(played: Any) -> None:

@@ -92,7 +92,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         # an attempt that has ended: everything of it was stopped
         over = {"is_over": lambda: True, "is_stopping": True, "startup": SimpleNamespace(begun=True, complete=True)}
         story = SimpleNamespace(last_step=lambda nodes: 120, saved_step=None, times={})
-        stopped = {"tick": lambda now: None, "growing": False, "stop": None, "draining": None}
+        stopped = {"tick": lambda now, late_s: None, "growing": False, "stop": None, "draining": None}
         roster = SimpleNamespace(nodes=made.crew.nodes)
         made.attempt = SimpleNamespace(**over, **stopped, story=story, roster=roster)  # type: ignore[assignment]
         made.succession.begun = True

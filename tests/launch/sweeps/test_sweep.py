@@ -348,7 +348,7 @@ def test_muster_stop_ends_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["stop", str(find_sweep(runs, "sleep")), "--json", "--runs", str(runs)]) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["stopped"], [run["was_over"] for run in again["runs"]]) == (0, [True])
-    assert main(["stop", "sweep-none", "--runs", str(runs)]) == exits.RUN_FOLDER
+    assert main(["stop", "sweep-none", "--runs", str(runs)]) == exits.NOT_FOUND
     assert "no sweep named 'sweep-none'" in capsys.readouterr().err
 
 
