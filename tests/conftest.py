@@ -68,9 +68,14 @@ def rank_server() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture(autouse=True)
 def _no_run_outlives_its_test() -> Iterator[None]:
-    """Kill the supervisors that a failed test left running; their ranks end with them."""
+    """Kill the supervisors that a failed test left running; their ranks end with them.
+
+    What is started later would inherit the signals that a supervisor in this process has blocked at its end.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     LiveRun.end_all()
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def test_only_tests_that_are_marked_unsteady_are_run_once_more_and_named(
     tmp_path: Path, failures: str, code: int, again: list[int] | None
 ) -> None:
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    for name, command in (("python", ""), ("pytest", " -m pytest -q")):
+    for name, command in (("python", ""), ("pytest", " -m pytest")):
         (tmp_path / f".venv/bin/{name}").write_text(f'#!/bin/sh\nexec "{sys.executable}"{command} "$@"\n')
         (tmp_path / f".venv/bin/{name}").chmod(0o755)
     (tmp_path / "test_them.py").write_text(TESTS)

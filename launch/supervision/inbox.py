@@ -96,6 +96,7 @@ class Noticed:
 
 Event = Heard | Gone | Failed | Refused | StopRequest | Tick | Loaded | Noticed
 
+ENDED_BY: Final = (signal.SIGUSR1, signal.SIGUSR2)  # where nobody listens to them
 SIGNALS: Final[tuple[tuple[signal.Signals, StopRequest], ...]] = (
     (signal.SIGINT, StopRequest("Ctrl-C")),
     (signal.SIGTERM, StopRequest("SIGTERM")),
@@ -147,6 +148,7 @@ class Inbox:
             if signal_number != signal.SIGHUP or signal.getsignal(signal_number) is not signal.SIG_IGN:
                 loop.add_signal_handler(signal_number, self.put, request)
         loop.add_signal_handler(signal.SIGUSR1, run.ask_to_save, "SIGUSR1")
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDED_BY)  # a run before, in this process, has left them blocked
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Do something beside the queue, until `close`."""
@@ -156,7 +158,7 @@ class Inbox:
 
     def close(self, code: int) -> None:
         """Read and tick no more, and let every agent go; `code` is the run's exit code."""
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})  # too late, and no reason to die
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDED_BY)  # too late, and no reason to die
         for task in self._tasks:
             task.cancel()
         for channel in self.channels:

@@ -131,7 +131,8 @@ def test_the_sha256_of_several_files_is_that_of_their_bytes_in_order(tmp_path: P
 
 def test_data_is_fetched_without_torch():
     code = (
-        "import sys, muster.jobs.data.cifar10, muster.jobs.models.shapes, muster.launch.commands.data; sys.exit('torch' in sys.modules or 'numpy' in "
+        "import sys, muster.jobs.data.cifar10, muster.jobs.models.shapes, muster.launch.commands.data; "
+        "sys.exit('torch' in sys.modules or 'numpy' in "
         "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

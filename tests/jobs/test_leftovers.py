@@ -13,7 +13,8 @@ pytestmark = pytest.mark.ranks
 
 def swept_by_a_process(code: str) -> list[str]:
     """Run code in a process that is the parent of its orphans; return what it printed."""
-    head = "import os, signal, subprocess, sys, time\nfrom muster.jobs.machine import linux\nfrom muster.jobs.node import leftovers\nlinux.adopt_orphans()\n"
+    head = "import os, signal, subprocess, sys, time\nfrom muster.jobs.machine import linux\n"
+    head += "from muster.jobs.node import leftovers\nlinux.adopt_orphans()\n"
     done = subprocess.run([sys.executable, "-I", "-c", head + code], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -164,6 +164,7 @@ def test_logs_follow_no_link(tmp_path: Path) -> None:
 
 def test_looking_ends_with_the_command(tmp_path: Path) -> None:
     """Nothing that one command may read is read by a later one of the same process."""
-    code = "from muster.launch.cli import main; from muster.jobs.basics import reading, ownership; main(['list', '--runs', 'x']);"
+    code = "from muster.launch.cli import main; from muster.jobs.basics import reading, ownership; "
+    code += "main(['list', '--runs', 'x']); "
     code += "assert not reading._extra_owners.get(); assert ownership._shares.get() is None"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], capture_output=True, check=True)

@@ -46,7 +46,7 @@ def test_a_running_training_saves_when_it_is_asked_and_goes_on(
     run_id = live.run.run_id
     assert (code, err) == (
         78,
-        f"muster: {run_id}: does not run (stopped); muster checkpoint list {run_id} shows what it has saved\n",
+        f"muster: {run_id}: does not run (stopped); {live.run.command('checkpoint list')} shows what it has saved\n",
     )
 
 

@@ -110,6 +110,9 @@ def drain(world: World, folder: str, settings: dict) -> list:
         while own.steps < 5 and time.monotonic() < deadline:
             pass
         own.ask_to_hold()
+        Path(folder, f"held-{world.rank}").touch()
+        while len(list(Path(folder).glob("held-*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
         while not agreed.exists() and time.monotonic() < deadline:
             if world.rank == 0 and own.held != NEVER:
                 made = agreed.with_suffix(".new")

@@ -67,7 +67,10 @@ def test_agents_start_from_the_copy(run: RunDir, work: Path) -> None:
         "from muster.jobs.basics import errors; print(errors.__file__)\n"
     )
     argv = module_argv(sys.executable, "muster.launch.where", str(taken.code))
-    assert subprocess.run(argv, capture_output=True, text=True).stdout.strip() == f"{taken.code}/muster/jobs/errors.py"
+    assert (
+        subprocess.run(argv, capture_output=True, text=True).stdout.strip()
+        == f"{taken.code}/muster/jobs/basics/errors.py"
+    )
 
 
 def test_where_muster_came_from_is_recorded(run: RunDir, work: Path) -> None:
