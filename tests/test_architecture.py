@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(init.parent.name for init in REPOSITORY.glob("*/__init__.py") if init.parent.name != "muster")
 OURS = "muster."  # before the name of every package, wherever it is imported

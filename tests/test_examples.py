@@ -21,7 +21,7 @@ from muster.jobs.spec.train import TrainSettings
 from muster.launch.common.kinds import KINDS
 from support.ahead import Ahead, parameters_of
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250)]
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
 Ended = subprocess.CompletedProcess[str]
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
 

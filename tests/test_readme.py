@@ -16,6 +16,8 @@ from muster.jobs.basics import exits
 from muster.jobs.spec.modes import MODES
 from support.ahead import Ahead, parameters_of
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PAGES = ("README.md", "DESIGN.md", "CHANGELOG.md")

@@ -52,7 +52,7 @@ def sweep(
             return Swept(len(found), frozenset(buried), tuple(sorted(left)))
         wait_for_death(min(deadline, now + LOOK_S))
         buried |= bury()
-    return Swept(len(found), frozenset(buried))
+    return Swept(len(found), frozenset(buried | bury()))  # who died after the last look, and is below nobody any more
 
 
 def wait_for_death(deadline: float) -> None:

@@ -14,6 +14,8 @@ from muster.collectives_bench.results.compare import Comparison, Verdict
 from muster.collectives_bench.results.files import read_result
 from support.bench_records import a_block, a_cell
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_arm_has_its_turn_in_a_random_order_and_then_backwards() -> None:
     arms = [a_a_compare.arm_of(launch, seed=1) for launch in range(40)]

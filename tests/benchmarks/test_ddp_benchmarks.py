@@ -16,6 +16,8 @@ import step_sides
 
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.slow
+
 
 def steps(world: World) -> dict:
     return {model: ddp_step.measure(model, repeats=2, steps=1, tiny=True) for model in ddp_step.SIDES}

@@ -13,6 +13,8 @@ from random_kills import torment
 
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
+pytestmark = pytest.mark.slow
+
 # A hang, which no other test does as a whole; the rest of the quick part is a soak. The random kills below, which are
 # always tested, kill a rank, a node and the supervisor, and hurt the newest checkpoint as "12 one bit flipped" does.
 PATIENTLY = {"3 rank stopped"}

@@ -17,6 +17,8 @@ from gpu_pipes import worst_of
 from muster.jobs.world.world import World
 from muster.pipe.schedules.tables import schedule
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("1f1b", "gpipe", "zbv")  # PyTorch's take 2 s to import
 
 

@@ -12,6 +12,8 @@ import zero_wire
 
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.slow
+
 STEPS = (("vgg11", zero_step.FAMILIES["stages 1, 2"]), ("gpt-5m", ("zero3", "ddp")))  # fsdp2 takes 2 s to import
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from support.users import AS_ATTACKER, ATTACKER, needs_root, public_folder
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).resolve().parents[2] / "cloudlab" / "boot.sh"
 Ended = subprocess.CompletedProcess[str]
 

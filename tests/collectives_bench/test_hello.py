@@ -16,6 +16,8 @@ from muster.jobs.spec.job import CommandSettings, Job
 from muster.launch import cli
 from support.live import LiveRun
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[2]
 LINE = re.compile(r"rank (\d) of (\d) on node (\d) \((\S+), pid \d+\): the ranks sum to (\d+), in \d+\.\d\d ms")
 

@@ -10,6 +10,8 @@ from muster.ddp.buckets import FIRST_BYTES, MB, Size, plan_buckets
 from muster.jobs.world.world import World
 from support.data_parallel import wrong_gradients
 
+pytestmark = pytest.mark.slow
+
 KIND = st.sampled_from([("float32", 4), ("float64", 8), ("bfloat16", 2)])
 SIZES = st.lists(st.builds(lambda n, kind: Size(n, kind[1], kind[0]), st.integers(0, 2_000_000), KIND), max_size=40)
 BOUND = st.none() | st.sampled_from([0.0, 1e-6, 0.5, 1.0, 25.0]) | st.floats(0, 64)

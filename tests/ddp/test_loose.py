@@ -16,7 +16,7 @@ from muster.ddp.means import Mean
 from muster.jobs.world.world import World
 from support.data_parallel import wrong_gradients, wrong_training
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 class InPlace(Mean):

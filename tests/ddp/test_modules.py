@@ -6,7 +6,7 @@ from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, wrong_gradients, wrong_start
 from support.data_parallel_models import CASES
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 MODULES = [case for case in CASES if case not in ("vgg11", "gpt")]  # these train, in test_training.py
 EVERY_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)

@@ -11,7 +11,7 @@ from muster.ddp import primitives
 from muster.jobs.world.world import World
 from support.primitives import DTYPES, check_all, whole
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 EVERY_WORLD = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 

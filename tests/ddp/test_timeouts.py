@@ -16,7 +16,7 @@ from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, backwards
 from support.data_parallel_models import CASES
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 TIMEOUT_S = 0.5
 EXACT_TIMEOUT_S = 4.0

@@ -19,7 +19,7 @@ from support.data_parallel import (
 )
 from support.data_parallel_models import CASES
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 EVERY_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
 

@@ -21,7 +21,7 @@ from support.data_parallel import (
 )
 from support.data_parallel_models import CASES, ToyModel, normal
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 TOY = CASES["toy"]
 

@@ -27,7 +27,7 @@ from support.data_parallel import (
 )
 from support.data_parallel_models import CASES
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 EVERY_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
 SYNCHRONIZES_ITSELF = ["BucketedDDP", "OverlappedDDP"]

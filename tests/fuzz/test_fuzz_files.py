@@ -14,6 +14,8 @@ import pytest
 from fuzz.engine import Target, fuzz, replay
 from fuzz.targets import targets
 
+pytestmark = pytest.mark.slow
+
 SEED = int(os.environ.get("FUZZ_SEED") or time.time() / 86400)  # another one every day, told with what it finds
 LEAST, CPU_S = 8, 0.25  # of each parser, whatever the machine
 

@@ -24,6 +24,8 @@ from muster.jobs.spec import yamlfile
 from support.memory import little_memory
 from support.users import ATTACKER, needs_root
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_log_of_1_gb_in_one_line_takes_little_memory_and_hides_no_record(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"

@@ -14,6 +14,8 @@ from muster.jobs.basics import terminal
 from muster.jobs.basics.terminal import last_state, printable, rank_line, shown
 from support.terminals import ATTACKS, forbidden_in
 
+pytestmark = pytest.mark.slow
+
 SEQUENCES = [
     "\x1b",
     "\x1b[",

@@ -13,6 +13,8 @@ from muster.launch.common.fingerprint import fingerprint
 from muster.launch.supervision.master import own_address
 from support.box import LiveBox
 
+pytestmark = pytest.mark.slow
+
 JOB = "name: look\nnodes: 2\ncommand: ['true']\n"
 TRAIN = "name: look\nnodes: 2\ntrain: {model: vgg11, data: digits, device: cuda}\n"
 FOUR = "name: look\nnodes: 4\ncommand: ['true']\n"

@@ -22,6 +22,8 @@ from muster.launch.wire.keys import KEY, SECRET
 from support.agents import closed_port
 from support.live import wait_until
 
+pytestmark = pytest.mark.slow
+
 DUMP = """
 import json, os, sys
 record = {"argv": sys.argv[1:], "env": dict(os.environ), "cwd": os.getcwd()}

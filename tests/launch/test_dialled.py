@@ -26,6 +26,8 @@ from muster.launch.wire.handshake import node_key
 from muster.launch.wire.keys import KEY, SECRET
 from muster.launch.wire.messages import Bye, Hello
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 30.0
 AGENT = shlex.join(module_argv(sys.executable, "muster.launch.agent"))
 

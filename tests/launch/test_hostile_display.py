@@ -11,6 +11,8 @@ import pytest
 from muster.launch.commands.status import CLEAR
 from support.terminals import ATTACKS, HOSTILE, forbidden_in, on_terminal, through_pipes
 
+pytestmark = pytest.mark.slow
+
 LOOKS = (
     ("list",),
     ("list", "--json"),

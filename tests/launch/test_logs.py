@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ID = "vgg-20250101T000000Z-abc123"
 
 

@@ -15,7 +15,7 @@ from muster.launch.cli import main
 from muster.launch.common.processes import command_line
 from support.live import LiveRun, argv, wait_until
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 # A rank sleeps until the attempt that is to end well.
 FAILING = """

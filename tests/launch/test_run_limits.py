@@ -21,7 +21,7 @@ from muster.launch.common.processes import command_line, of_run
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
 from support.users import needs_root
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def fill(path: Path) -> None:

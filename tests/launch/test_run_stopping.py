@@ -12,7 +12,7 @@ from muster.launch.common.processes import command_line, of_run, start_ticks
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
 from support.starve import starve
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 STUBBORN = (Path(__file__).parents[2] / "benchmarks" / "stubborn.py").read_text()
 

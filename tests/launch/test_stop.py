@@ -12,6 +12,8 @@ from muster.launch.common import processes
 from muster.launch.submit import stopping as stop_command
 from support.live import wait_until
 
+pytestmark = pytest.mark.slow
+
 ID = "vgg-20250101T000000Z-abc123"
 T0 = 1735689600.0  # the zero of the records that `make_run` writes
 HERE = socket.gethostname()

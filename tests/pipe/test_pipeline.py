@@ -5,7 +5,7 @@ import pytest
 from muster.jobs.world.world import World
 from support.pipelines import Case, wrong_training
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 EXACT = {"exact": True}
 CASES = {

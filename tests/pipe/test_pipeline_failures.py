@@ -18,7 +18,7 @@ from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.tables import schedule
 from muster.pipe.wires.failures import StageFailedError
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 PROMPT_S = 20.0  # the groups of tests wait 30 s for a message: nobody ends by waiting
 

@@ -16,7 +16,7 @@ from muster.zero import ShardedDataParallel, data_parallel, scatter
 from support.data_parallel_models import CASES, ToyModel, seeded
 from support.sharded import SMALL_MB
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 TOY = CASES["toy"]
 TIMEOUT_S = 3.0

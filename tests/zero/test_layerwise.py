@@ -19,7 +19,7 @@ from muster.zero.flat import ALIGNMENT
 from muster.zero.layerwise import Layerwise
 from support.tensors import apart
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 STEPS = 3
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {

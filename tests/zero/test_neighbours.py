@@ -16,7 +16,7 @@ from muster.zero.neighbours import neighbours_of
 from muster.zero.scatter import ExchangeScatter, NeighbourScatter, RingScatter
 from support.sharded import Run, over_links, wrong_training
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from support.zero_checks import parts, written, wrong_events, wrong_steps
 from support.zero_models import OPTIMIZERS, Ragged, Several, own_groups, ragged_loss
 from support.zero_optimizer import pair
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 SEVERAL = [torch.float32, torch.bfloat16, torch.float64, torch.float16]
 

@@ -14,7 +14,7 @@ from support.data_parallel import same_bits
 from support.stage3 import Alone, Watch, backwards, wrap
 from support.zero_units import CASES, Case
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 STEPS = 3
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from muster.jobs.world.world import World
 from support.sharded import Run, wrong_training
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 EXACT = {"exact": True}
 

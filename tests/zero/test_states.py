@@ -16,7 +16,7 @@ from support.data_parallel_models import Case
 from support.zero_models import OPTIMIZERS, Ragged, Several, own_groups, ragged_loss, row_major, seeded
 from support.zero_optimizer import Pair, pair, photograph, refusal, states_apart, unchanged
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 WITHOUT = ("up.bias", "embed.weight", "none")
 

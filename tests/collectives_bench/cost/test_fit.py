@@ -15,6 +15,8 @@ from muster.collectives_bench.results.rows import rows_of
 from muster.jobs.basics.errors import RefusedError
 from support.costs import OnLinks, OnOneHost, block, drawn, header, world_of
 
+pytestmark = pytest.mark.slow
+
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "scatter", "all_to_all", "barrier")
 RECORDED = Path(__file__).parent / "data" / "box-1gbit.csv"
 MB = 2**20

@@ -6,7 +6,7 @@ from muster.collectives_bench.records import Block, Header
 from muster.jobs.basics.files import read_lines
 from support.bench import blocks, free_port, measure
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 QUICK = {"operation": ["all_reduce", "broadcast", "barrier"], "sizes": ["4K", "64K"], "block_s": 0.02, "launches": 1}
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from muster.collectives_bench.ranks import direct
 from support.bench import blocks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 REPOSITORY = Path(__file__).parents[3]
 QUICK = ["--operation", "all_reduce,barrier", "--sizes", "4K", "--launches", "2", "--block-s", "0.02"]
 

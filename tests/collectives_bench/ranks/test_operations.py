@@ -13,6 +13,8 @@ from muster.collectives_bench.records import Cell
 from muster.jobs.world.world import World
 from support.operations import cells, has_result, play, prepared, result_of
 
+pytestmark = pytest.mark.slow
+
 SIZES = [8, 300_000]  # an element or two a rank; several periods of the pattern
 EVERY_WORLD = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 

@@ -10,6 +10,8 @@ from muster.collectives_bench.results.rows import rows_of
 from muster.jobs.basics.errors import RunFolderError
 from support.measured import block, result, settings, world
 
+pytestmark = pytest.mark.slow
+
 ROWS = rows_of(result(settings(operation=["all_reduce", "all_gather"], places="both")))
 
 

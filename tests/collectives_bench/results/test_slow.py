@@ -11,6 +11,8 @@ from muster.collectives_bench.records import Pair, World
 from muster.collectives_bench.results.slow import Findings, slow
 from muster.collectives_bench.results.stats import timing
 
+pytestmark = pytest.mark.slow
+
 MB = 2**20
 HEALTHY = 0.125  # GB/s
 

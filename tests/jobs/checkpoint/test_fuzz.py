@@ -18,6 +18,8 @@ from muster.jobs.checkpoint.verify import verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from support.checkpoints import Saved
 
+pytestmark = pytest.mark.slow
+
 NUMBERS = (-1, 0, 1, 7, 8, 2**31, 2**52, 2**63, 2**64, 1.5)
 NASTY = st.sampled_from([*NUMBERS, None, True, "", "../x", "/etc/passwd", "\0", [], {}, [[]], "F32"])
 VALUES = st.one_of(NASTY, st.integers(), st.text(max_size=8), st.lists(st.integers(-9, 99), max_size=3))

@@ -14,7 +14,7 @@ from muster.jobs.train.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer
 from muster.jobs.world.world import World
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}

@@ -24,6 +24,8 @@ from muster.jobs.train.verify import digest
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GPT: dict[str, Any] = {
     "model": {"d_model": 16, "d_ff": 32, "layers": 2, "heads": 2, "context": 8},

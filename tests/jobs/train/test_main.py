@@ -24,6 +24,8 @@ from muster.jobs.train.loop import build_trainer
 from muster.jobs.train.main import FAILED, guarded
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.slow
+
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 4}
 

@@ -31,6 +31,8 @@ from muster.launch.bench.loads import load_of
 from muster.launch.bench.own_split import own_split
 from muster.launch.look.memories import RankMemory, formula_of, read_memories
 
+pytestmark = pytest.mark.slow
+
 SMALL_VGG = VggShape("vgg-small", (16, POOL, 32, POOL, 48, POOL, 48, POOL, 64, POOL))
 MODEL = {"d_model": 64, "d_ff": 256, "layers": 3, "heads": 4, "context": 32, "vocabulary": 128}
 COMMON = {"data": "synthetic", "batch_size": 8, "steps": 2, "evaluate": False, "device": "cpu", "log_every": 4}

@@ -16,6 +16,8 @@ from muster.jobs.train.modes import WRAP
 from muster.jobs.train.replica import Replica, WrappedReplica
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.slow
+
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 24, "evaluate": False}
 OWN = [name for name, mode in MODES.items() if mode.can_be_exact and name not in (*SHARDED, *PIPELINES)]

@@ -24,6 +24,8 @@ from muster.jobs.world.world import World
 from muster.pipe.ties import Ties
 from support.resuming import attempt
 
+pytestmark = pytest.mark.slow
+
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
 ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}

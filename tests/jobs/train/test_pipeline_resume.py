@@ -20,6 +20,8 @@ from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline
 from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
 
+pytestmark = pytest.mark.slow
+
 PRODUCT = {"parallel": {"data": 2, "pipe": 2}}
 SHARED = {"parallel": {"data": 2, "pipe": 2, "zero": 1, "schedule": "zbv"}}
 

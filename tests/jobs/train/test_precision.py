@@ -12,7 +12,7 @@ from muster.jobs.train import verify as verification
 from muster.jobs.world.world import World
 from support.resuming import TINY_VGG, attempt, hashes
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}

@@ -25,7 +25,7 @@ from muster.jobs.train.profiling import recorder
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, Recorder
 from muster.jobs.world.world import World
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 MODEL = {"d_model": 64, "d_ff": 256, "layers": 3, "heads": 4, "context": 64, "vocabulary": 128}
 GPT = {"model": MODEL, "data": "synthetic", "batch_size": 16, "evaluate": False, "device": "cpu", "log_every": 2}

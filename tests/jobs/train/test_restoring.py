@@ -22,7 +22,7 @@ from muster.jobs.train.restoring import Resume
 from muster.jobs.world.world import World
 from support.resuming import GPT, TINY_VGG, VGG, attempt
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 GPT_4 = {**GPT, "mode": "ddp", "steps": 4, "optimizer": {"name": "sgd", "lr": 0.1}}
 

@@ -10,7 +10,7 @@ from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.runfolder.rundir import RunDir
 from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
 def rows(folder: Path, *, evaluation: bool = False) -> list[dict]:

@@ -10,6 +10,8 @@ from muster.jobs.train.models import build_model
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.rounding import Rounding
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 4, "context": 16, "bias": True}
 
 

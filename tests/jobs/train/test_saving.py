@@ -23,6 +23,8 @@ from muster.jobs.train.state import Part, whole_part
 from muster.jobs.world.world import World
 from support.checkpoints import Told
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 20.0
 
 

@@ -22,6 +22,8 @@ from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
 from muster.zero.flat import Held
 
+pytestmark = pytest.mark.slow
+
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 15, POOL, 16, POOL, 17, POOL))  # odd sizes too
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}
 VGG = {"model": "vgg-tiny", "data": "digits", "batch_size": 50, "optimizer": SGD}

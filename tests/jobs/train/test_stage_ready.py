@@ -10,6 +10,8 @@ from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.slow
+
 MODEL = {"d_model": 16, "d_ff": 32, "layers": 3, "heads": 2, "context": 16}
 JOB = {"model": {**MODEL, "tied": False}, "data": "synthetic", "batch_size": 11, "bucket_size_mb": 0.002, "steps": 1}
 TIED = {**JOB, "model": MODEL}

@@ -18,7 +18,7 @@ from muster.jobs.train.tensor_replica import TensorReplica
 from muster.jobs.world.world import World
 from muster.pipe.tensor.region import Region
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ADAMW = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1}
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}

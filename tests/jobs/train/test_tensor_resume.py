@@ -10,7 +10,7 @@ from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.runfolder.rundir import RunDir
 from support.resuming import ADAMW, agree_within_rounding, attempt
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 MODEL = {"d_model": 16, "d_ff": 32, "layers": 2, "heads": 4, "context": 16}  # its head is its embedding
 JOB = {"model": MODEL, "data": "synthetic", "batch_size": 12, "optimizer": ADAMW, "precision": "fp64", "clip_norm": 0.3}

@@ -20,7 +20,7 @@ from muster.jobs.train.soundness import LOG_POINTS, NotFiniteError
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 1e-4}

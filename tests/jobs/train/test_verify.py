@@ -19,7 +19,7 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import verify as verification
 from muster.jobs.world.world import World
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 TINY_VGG = VggShape("vgg-tiny", (8, POOL, 8, POOL, 16, POOL, 16, POOL, 16, POOL))
 

@@ -21,6 +21,8 @@ from muster.launch.bench.measuring import prepare_worlds
 from muster.launch.commands.bench import configure
 from support.live import wait_until
 
+pytestmark = pytest.mark.slow
+
 QUICK = ("--launches", "2", "--block-s", "0.02", "--sizes", "8,64K")
 
 

@@ -12,6 +12,8 @@ from muster.launch import cli
 from muster.launch.bench.fitting import text
 from support.costs import OnOneHost, drawn
 
+pytestmark = pytest.mark.slow
+
 OPERATIONS = ("all_reduce", "broadcast", "barrier")
 
 

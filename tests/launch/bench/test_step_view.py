@@ -7,6 +7,8 @@ import pytest
 
 from muster.launch.cli import main
 
+pytestmark = pytest.mark.slow
+
 FAST = ("--link", "1gbit", "--latency", "500us")
 JOB = """
 name: steps

@@ -20,6 +20,8 @@ from muster.launch.node.nodefacts import control_groups, facts, run_probes
 from muster.launch.wire.codec import decode, encode
 from muster.launch.wire.messages import FROM_AGENT, Inspect, Inspected
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_node_says_what_it_is_and_has() -> None:
     found = facts()

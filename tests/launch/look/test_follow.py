@@ -11,6 +11,8 @@ from muster.jobs.basics.terminal import last_state
 from muster.launch.common import follow
 from muster.launch.common.follow import LineFollower, decoded, offset_of_last, tail_lines
 
+pytestmark = pytest.mark.slow
+
 TEXT = st.binary(max_size=60) | st.text(alphabet="aé\u2028😀\n", max_size=30).map(str.encode)
 
 

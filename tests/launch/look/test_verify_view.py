@@ -13,6 +13,8 @@ from rich.console import Console
 from muster.jobs.spec.modes import MODES
 from muster.launch.look.verify_view import render
 
+pytestmark = pytest.mark.slow
+
 LONG_NAME = "block2.attention.output.weight"
 
 

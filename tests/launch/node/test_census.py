@@ -8,7 +8,7 @@ import torch.distributed as dist
 from muster.jobs.world.world import World
 from muster.launch.node.census import connected
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 LOOPBACK = "127.0.0.1"
 
 

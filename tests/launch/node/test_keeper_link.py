@@ -13,6 +13,8 @@ import pytest
 from muster.launch.node import keeper_link
 from muster.launch.node.keeper_link import KeeperLink
 
+pytestmark = pytest.mark.slow
+
 SLOW = """
 import json, os, socket, sys, time
 agent = socket.socket(fileno=int(sys.argv[1]))

@@ -14,6 +14,8 @@ from muster.launch.supervision.console import Console
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import SUPERVISOR, Player, ended
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_run_is_followed_from_the_queue_to_its_verdict(
     submission: Submission, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]

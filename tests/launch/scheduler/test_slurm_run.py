@@ -17,6 +17,8 @@ from muster.launch.scheduler import slurm_run
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player, ended
 
+pytestmark = pytest.mark.slow
+
 # Submission ----------------------------------------------------------------------------------------------------------
 
 

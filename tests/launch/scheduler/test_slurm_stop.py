@@ -14,6 +14,8 @@ from muster.launch.supervision.console import Console
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player, ended
 
+pytestmark = pytest.mark.slow
+
 # By a signal ---------------------------------------------------------------------------------------------------------
 
 

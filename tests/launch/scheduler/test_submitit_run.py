@@ -21,6 +21,8 @@ from muster.launch.scheduler.submitit_order import slurm_parameters
 from support.box import LiveBox
 from support.live import LiveRun, argv, wait_until
 
+pytestmark = pytest.mark.slow
+
 LOCAL = ("--on", "submitit", "--executor", "local")
 DEBUG = ("--on", "submitit", "--executor", "debug")
 # Sleeps in its first attempt, and ends in every later one.

@@ -22,6 +22,8 @@ from muster.launch.submit import snapshot
 from muster.launch.submit.snapshot import Snapshot, moved_link, take
 from support.worktrees import commit, git, repository, write
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

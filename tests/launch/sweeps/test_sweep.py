@@ -31,6 +31,8 @@ from muster.launch.sweeps.sweep import (
 from support.box import LiveBox
 from support.live import argv, wait_until
 
+pytestmark = pytest.mark.slow
+
 NANO = """
 name: nano
 train: {model: gpt-nano, data: synthetic, batch_size: 4, steps: 2, log_every: 1, optimizer: {name: adamw, lr: 1e-3}}

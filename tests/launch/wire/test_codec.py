@@ -27,6 +27,8 @@ from muster.launch.wire.messages import (
 )
 from support.messages_drawn import instances
 
+pytestmark = pytest.mark.slow
+
 KINDS = {**FROM_AGENT, **TO_AGENT}
 LINE = {"message": "Held", "attempt": 0, "steps": 41}
 

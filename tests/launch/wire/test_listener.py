@@ -21,6 +21,8 @@ from muster.launch.wire.listener import Listener
 from muster.launch.wire.messages import Held
 from support.agents import DEADLINE_S, LOOPBACK
 
+pytestmark = pytest.mark.slow
+
 MIB = 1 << 20
 
 

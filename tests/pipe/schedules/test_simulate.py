@@ -11,6 +11,8 @@ from muster.pipe.schedules.simulate import Costs, Simulated, bubble_formula, sim
 from muster.pipe.schedules.tables import SCHEDULES, schedule
 from muster.pipe.schedules.times import needs
 
+pytestmark = pytest.mark.slow
+
 RANKS, MICROBATCHES, CHUNKS = st.integers(1, 8), st.integers(1, 12), st.integers(1, 3)
 
 

@@ -32,7 +32,7 @@ def convolutions() -> nn.Module:
 
 
 # What the compiler of torch says of torch itself.
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from muster.zero import ShardedDataParallel
 from support.data_parallel import same_bits
 from support.pipelines import MODELS, Loop, batch_of, loss_of, seed_of
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 SMALL_MB = 0.0002
 MICROBATCHES = 3

@@ -5,7 +5,7 @@ import pytest
 from muster.jobs.world.world import World
 from support.tensor_parallel import CASES, wrong_evaluation, wrong_training
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 MIXED = [CASES[0], CASES[5], CASES[10], CASES[3], CASES[7]]  # every option and every way to split sequences once
 

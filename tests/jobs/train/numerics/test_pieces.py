@@ -22,6 +22,8 @@ from muster.jobs.train.numerics import Numerics, pieces
 from muster.jobs.train.numerics.pieces import cut, require_compiler
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 GPT = GptShape("tiny", d_model=16, d_ff=32, layers=3, heads=2, context=8, vocabulary=11, dropout=0.2)
 VGG = VggShape("vgg-tiny", (8, POOL, 8, 8, POOL, 16, POOL, 16, POOL, 16, POOL))

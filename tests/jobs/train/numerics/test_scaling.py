@@ -10,6 +10,8 @@ from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.scaling import LossScaler
 from muster.jobs.world.world import World
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SGD = OptimizerSettings(name="sgd", lr=0.1, momentum=0.9)
 ADAMW = OptimizerSettings(name="adamw", lr=0.1)

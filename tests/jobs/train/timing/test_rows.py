@@ -19,7 +19,7 @@ from muster.jobs.train.timing.work import Task
 from muster.jobs.world.world import World
 from support.timings import settings
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 CPU = torch.device("cpu")
 TINY = {"batch": 2, "context": 16, "vocabulary": 300, "warmup": 1, "steps": 2, "matmul": False}
 MB = 2**20
