@@ -12,6 +12,7 @@ import pytest
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.runfolder.rundir import list_runs
 from muster.jobs.spec import yamlfile
+from support.box import LiveBox
 from support.live import DEADLINE_S
 from support.sshd import ADDRESSES, Sshd
 
@@ -77,3 +78,22 @@ def test_a_program_of_the_users_finds_its_own(muster: Muster, python: Path, tran
     runs, done = muster(transport, yamlfile.dump({"env": {"OWN": "1"}, "command": [str(python), "-c", PROGRAM]}))
     assert done.returncode == 0, done.stdout + done.stderr
     assert list_runs(runs)[0].attempt(0).out(0).read_text().split() == list(NAMES)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("transport", ["slurm", "submitit"])
+def test_neither_does_a_job_of_slurms(tmp_path: Path, python: Path, box: LiveBox, transport: str) -> None:
+    write_theirs(tmp_path)
+    (tmp_path / "job.yaml").write_text(TRAINING)
+    (tmp_path / "site.yaml").write_text(yamlfile.dump({"interpreter": str(python)}))
+    executor = ["--executor", "slurm"] * (transport == "submitit")
+    on = ["--on", transport, *executor, "--hosts", box.spelt]
+    words = ["run", "job.yaml", "--site", "site.yaml", *on, "--runs", "runs"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+    argv = [*module_argv(str(python), "muster.launch.cli"), *words]
+    done = subprocess.run(
+        argv, cwd=tmp_path, env={**env, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "was imported" not in done.stdout + done.stderr
