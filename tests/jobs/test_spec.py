@@ -56,6 +56,8 @@ GPT: Any = {"model": SPLIT, "data": "synthetic"}
         ({"mode": "fsdp", "communication_dtype": "bf16"}, "communication_dtype needs one of the modes .* got fsdp"),
         ({"mode": "zero2", "exact": True, "accumulate": "sharded"}, "set accumulate: local, or exact: false"),
         ({"mode": "zero3", "layerwise": True, "exact": True}, "without exact; set exact: false, or layerwise: false"),
+        ({"mode": "zero3", "layerwise": True, "compile": True}, "without compile; set compile: false, or layerwise"),
+        ({"mode": "zero3", "layerwise": True, "activation_checkpointing": True}, "without activation_checkpointing"),
         ({"mode": "zero3", "layerwise": True, "communication_dtype": "bf16"}, "layerwise sends gradients as they are"),
         (
             {"mode": "zero3", "layerwise": True, "model": "gpt-nano", "data": "synthetic"},

@@ -99,7 +99,7 @@ def by_hand(muster: Muster, job: str) -> tuple[int, str]:
     """Paste the lines into shells on the four nodes, node 0's last but one."""
     code, out, err = muster.call("cmd", muster.job(), "--hosts", muster.box.spelt, job=job)
     assert code == 0, err
-    lines = out.splitlines()
+    lines = [line for line in out.splitlines() if not line.startswith("#")]  # above each: which node it is for
     shells = {}
     for node in (2, 1, 0, 3):
         shells[node] = subprocess.Popen(
