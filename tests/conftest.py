@@ -33,9 +33,10 @@ OnRanks = Callable[..., list[Any]]
 
 
 def pytest_configure() -> None:
-    """Hear Ctrl-C, so that what tests start does: what a script runs in the background is told to ignore it."""
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Hear Ctrl-C and SIGHUP, so that what tests start does: scripts in the background and nohup have them ignored."""
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 @pytest.hookimpl(tryfirst=True)
