@@ -75,7 +75,7 @@ COMPLAINTS: Final = (
         RefusedError,
     ),
     Complaint(
-        r"can't open file '[^']*/code/muster/launch/boot\.py'",
+        r"can't open file '[^']*-\d{8}T\d{6}\.\d{3}Z-\w+/code/muster/launch/boot\.py'",
         "it does not see the run folder, and with it the copy of the code that was submitted; name shared storage with "
         "--runs DIR, or use --no-snapshot",
         RefusedError,

@@ -229,7 +229,8 @@ def test_an_interpreter_that_no_node_has_is_a_refusal(launch: Launch, transport:
 def test_other_code_on_the_nodes_is_a_refusal(launch: Launch, transport: str, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(CODE_ROOT / PACKAGE, other / PACKAGE, ignore=shutil.ignore_patterns("__pycache__"))
-    (other / PACKAGE / "jobs" / "exits.py").write_text((CODE_ROOT / "jobs" / "exits.py").read_text() + "# edited\n")
+    with (other / PACKAGE / "jobs" / "basics" / "exits.py").open("a") as file:
+        file.write("# edited\n")
     live = launch(transport, SLEEP, code=str(other))
     assert live.end() == 78, live.err
     assert "n0: has other code of Muster" in live.err

@@ -175,9 +175,9 @@ def test_hosts_that_share_a_folder_are_brought_the_code_once(sshd: Sshd, code: P
 def test_what_was_deleted_here_goes_and_what_is_not_ours_stays(sshd: Sshd, code: Path, tmp_path: Path) -> None:
     to = tmp_path / "there"
     shutil.copytree(code, to)
-    write(to, "jobs/deleted_here.py", ".venv/bin/python", "data/set.bin")
+    write(to, "muster/jobs/deleted_here.py", ".venv/bin/python", "data/set.bin")
     assert bring(sshd, to, "n1")["n1"].error is None
-    assert not (to / "jobs" / "deleted_here.py").exists()
+    assert not (to / "muster" / "jobs" / "deleted_here.py").exists()
     assert (to / ".venv" / "bin" / "python").exists()
     assert (to / "data" / "set.bin").exists()
 

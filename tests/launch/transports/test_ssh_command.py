@@ -344,6 +344,15 @@ def test_code_that_is_not_there(client: Client) -> None:
     said(found, RefusedError, "Muster's code is not there: /no/such/code/muster/launch/boot.py; run muster sync")
 
 
+def test_a_copy_of_the_code_in_a_run_folder_that_a_node_does_not_see(client: Client) -> None:
+    code = "/no/such/runs/demo-20261122T194507.416Z-dde56a/code"
+    said(
+        client(*module_argv(sys.executable, "muster.launch.agent", code)),
+        RefusedError,
+        "it does not see the run folder",
+    )
+
+
 def test_a_copy_of_the_code_that_lacks_a_part(client: Client, tmp_path: Path) -> None:
     for package in (tmp_path / "muster", tmp_path / "muster" / "launch"):
         package.mkdir()
