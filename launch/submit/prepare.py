@@ -88,7 +88,7 @@ def prepare(
         if message.startswith(OF_SITE):
             raise RefusedError(placed(args.site, message.removeprefix(OF_SITE))) from error
         message = message.removeprefix("job file: ")
-        # What a command line stands for has no lines that its user has seen.
+        # A job made from a command line has no line numbers that its user has seen.
         is_file = Path(args.job).is_file()
         raise RefusedError(loaded.document.placed(message) if is_file else f"{args.job}: {message}") from error
     site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)

@@ -1,10 +1,9 @@
-"""Stop a run by the way that its state allows.
+"""Stop one run, in the way that its state allows.
 
 supervisor lives, or is on another host   stop.json → a drain, if the run saves → its `ended` row
 a job of Slurm's                          waiting: scancel; running: stop.json, its `ended` row, then scancel
 supervisor is gone (this host)            find the run's processes: TERM, 1 s, KILL; write the `ended` row for it
 no supervisor (started directly)          TERM to the run's processes on this host, KILL after the grace
-a sweep                                   stop.json in its folder: no other point begins; then each run as above
 """
 
 import os

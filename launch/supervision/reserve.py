@@ -1,4 +1,4 @@
-"""The nodes of a run that the current attempt does not use: bring lost ones back, and find out when the run can grow.
+"""Nodes outside the current attempt: restart the agents of lost ones, and find out when the run can grow.
 
     lost ──wait, start its agent──→ idle ──can it reach the master? ──yes──→ fit ──→ save, then an attempt with it
       ↑ └──────── no answer ───────┘  └────────────── no: wait ─────────────┘
@@ -19,7 +19,7 @@ from muster.launch.wire.messages import Reached
 
 REVIVE_S: Final = 2.0  # between two tries to use a lost node
 MOST_TRIES: Final = 3  # doublings: a node that stays away is tried every 16 s,
-MOST_LOSSES: Final = 10  # and one that was lost eleven times is left alone for half an hour
+MOST_LOSSES: Final = 10  # after eleven losses a node is left alone for half an hour
 SETTLE_S: Final = 5.0  # for more nodes to come back, before the run grows
 ORPHANS_S: Final = 2.0  # for the ranks of an agent that has died to end after it
 FENCE_S: Final = LEASE_S + 2.0  # for those of one that is only silent: its lease, and its rank parent's kill
@@ -33,7 +33,7 @@ class Reserve:
         self.transport = transport
         self.inbox = inbox
         self.remote = remote
-        self.needed = False  # the run waits for a lost node
+        self.needed = False  # True while the run cannot go on without a lost node
         self.errors: dict[int, MusterError] = {}  # of the newest tries
         self.starting: set[int] = set()  # lost ones whose agent is being started
         self.asked: set[int] = set()  # idle ones that try the way to the master

@@ -1,4 +1,4 @@
-"""Stop the runs of a sweep, and whoever begins them."""
+"""Stop a sweep: stop.json in its folder keeps other points from starting; then every run of it is stopped."""
 
 from dataclasses import replace
 from pathlib import Path
