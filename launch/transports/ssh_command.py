@@ -126,6 +126,8 @@ def base_options(ssh: SshSettings, *, port: int | None) -> list[str]:
 def explain(host: Host, code: int, errors: Sequence[str], ssh: SshSettings = NO_SETTINGS) -> MusterError:
     """Turn the end of an ssh that brought no agent into one message; `errors` is its standard error."""
     text = "\n".join(errors)
+    if code == SSH_FAILED and not text.strip():
+        text = "Connection reset by peer"  # at LogLevel=ERROR, ssh does not report a reset connection
     who, target, where = host.name, typed(host, ssh), "the hosts"
     if hop := _blamed_hop(text, ssh.jump):
         who, target, where = f"{host.name}: its jump host {hop}", hop, "--jump, or ssh.jump in the site file"
