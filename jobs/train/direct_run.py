@@ -25,9 +25,9 @@ from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.hosts.placement import NodePlacement, Placement
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.runfolder.rundir import RunDir, find_run, new_run, runs_root
+from muster.jobs.saving.resume import Resume
 from muster.jobs.spec.load import LoadedJob
 from muster.jobs.train.main import FAILED, Start
-from muster.jobs.train.restoring import Resume
 
 RUN_FOLDER_KEY: Final = "run-folder"
 LAST_WORD_S: Final = 5.0

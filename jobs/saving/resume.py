@@ -1,0 +1,28 @@
+"""The checkpoint that an attempt begins from, as whoever chose it names it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The checkpoint to go on from, as who chose it says: its folder's name, the steps done, its manifest's sha256."""
+
+    checkpoint: str
+    step: int
+    sha256: str
+
+    @classmethod
+    def read(cls, record: Mapping[str, Any] | None) -> "Resume | None":
+        """Read it from a start's payload."""
+        return None if record is None else cls(record["checkpoint"], record["step"], record["sha256"])
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was read, and how long it took."""
+
+    step: int
+    checkpoint: str
+    seconds: float
