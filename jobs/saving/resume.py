@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from muster.jobs.checkpoint.choose import newest_good
+from muster.jobs.runfolder.rundir import RunDir
+
 
 @dataclass(frozen=True)
 class Resume:
@@ -26,3 +29,13 @@ class Loaded:
     step: int
     checkpoint: str
     seconds: float
+
+
+def newest(run: RunDir) -> Resume | None:
+    """Choose and verify the newest good checkpoint of a run; None where there is none.
+
+    Raises:
+        StorageError: the run folder cannot be read.
+    """
+    chosen = newest_good(run, say=lambda line: print(line, flush=True))
+    return None if chosen is None else Resume(chosen.folder.name, chosen.manifest.step, chosen.manifest.sha256)
