@@ -1,9 +1,18 @@
 """The rank environment: the one module that writes, reads and detects rank variables.
 
 The names are torchrun's, so that any program that runs under torchrun runs under Muster; what is ours alone
-starts with MUSTER_.
+starts with MUSTER_:
+
+    MUSTER_RUN_ID, MUSTER_RUN_DIR    the run
+    MUSTER_STATUS_FD                 the pipe for reports (jobs/node/reports.py), as fd:inode
+    MUSTER_PAGE                      the page shared with the keeper (jobs/node/page.py), as fd:inode; of a program
+    MUSTER_FILES                     a folder for a program's own files, the same in all attempts
+    MUSTER_SESSION                   what `muster.session()` needs to know of the job, as JSON
+    MUSTER_STOP_FILE                 written before SIGTERM: why a program should stop, and until when
 """
 
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -16,6 +25,9 @@ RUN_ID: Final = "MUSTER_RUN_ID"
 RUN_DIR: Final = "MUSTER_RUN_DIR"
 STATUS_FD: Final = "MUSTER_STATUS_FD"
 STOP_FILE: Final = "MUSTER_STOP_FILE"
+PAGE: Final = "MUSTER_PAGE"
+FILES: Final = "MUSTER_FILES"
+SESSION: Final = "MUSTER_SESSION"
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,32 @@ class RankEnv:
 OF_A_RANK: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {
     STATUS_FD,
     STOP_FILE,
+    PAGE,
+    FILES,
+    SESSION,
 }
+
+
+def descriptor_text(descriptor: int) -> str:
+    """Spell an open descriptor as `fd:inode`, for a variable that `inherited` reads."""
+    return f"{descriptor}:{os.fstat(descriptor).st_ino}"
+
+
+def inherited(environ: Mapping[str, str], name: str) -> int | None:
+    """Return the descriptor that a variable names as `fd:inode`.
+
+    Return None if the variable is not set, or if the descriptor is closed or another file by now: in a process that
+    some other program has started, the number may mean anything.
+    """
+    number, _, inode = environ.get(name, "").partition(":")
+    if not (number.isdecimal() and inode.isdecimal()):
+        return None
+    try:
+        status = os.fstat(int(number))
+    except (OSError, OverflowError):
+        return None
+    is_kind = stat.S_ISFIFO if name == STATUS_FD else stat.S_ISREG
+    return int(number) if status.st_ino == int(inode) and is_kind(status.st_mode) else None
 
 
 def read(environ: Mapping[str, str]) -> RankEnv:

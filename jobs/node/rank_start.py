@@ -30,8 +30,11 @@ NOT_EXECUTABLE: Final = 126
 NOT_FOUND: Final = 127
 
 
-def become(start: Mapping[str, Any], reports: int) -> NoReturn:
-    """Turn this fresh child into the rank that `start` describes; `reports` is the writing end of its report pipe."""
+def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
+    """Turn this fresh child into the rank that `start` describes.
+
+    `reports` is the writing end of its report pipe, `page` the descriptor of its page, which a program inherits.
+    """
     code = 1
     try:
         os.setpgid(0, 0)
@@ -45,15 +48,15 @@ def become(start: Mapping[str, Any], reports: int) -> NoReturn:
         _flush_and_exit(exits.REFUSED)
     try:
         if start.get("argv"):
-            _execute(start["argv"], reports)
-        os.environ[ranks.STATUS_FD] = str(reports)
+            _execute(start["argv"], reports, page)
+        os.environ[ranks.STATUS_FD] = ranks.descriptor_text(reports)
         code = _call(start)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:
         # The child of a fork must not run on into its parent's code, whatever was raised.
         traceback.print_exc()
-        Reporter({ranks.STATUS_FD: str(reports)}).failed(error, peer=False)
+        _reporter(reports).failed(error, peer=False)
     finally:
         _flush_and_exit(code)
 
@@ -66,7 +69,10 @@ def _call(start: Mapping[str, Any]) -> int:
     return result
 
 
-def _execute(argv: list[str], reports: int) -> NoReturn:
+def _execute(argv: list[str], reports: int, page: int) -> NoReturn:
+    for name, descriptor in ((ranks.STATUS_FD, reports), (ranks.PAGE, page)):
+        os.environ[name] = ranks.descriptor_text(descriptor)
+        os.set_inheritable(descriptor, True)
     for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1):  # ignored so far, and exec would hand that on
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -83,7 +89,11 @@ def _execute(argv: list[str], reports: int) -> NoReturn:
 def _say(message: str, error: OSError | ValueError, reports: int) -> None:
     print(f"muster: {message}", file=sys.stderr)
     said = type(error)(message) if isinstance(error, OSError) else ValueError(message)
-    Reporter({ranks.STATUS_FD: str(reports)}).failed(said, peer=False)
+    _reporter(reports).failed(said, peer=False)
+
+
+def _reporter(reports: int) -> Reporter:
+    return Reporter({ranks.STATUS_FD: ranks.descriptor_text(reports)})
 
 
 def _redirect(out: str, err: str) -> None:

@@ -13,25 +13,28 @@
 `peer` is true when the failure is a lost connection to another rank: such a rank is a victim if any other failed
 for a reason of its own. Without the pipe (torchrun, srun) every report is dropped. A full pipe drops reports too:
 telling must never slow a step. But for `missed` and `failed`, which any rank tells, all after `joined` is rank 0's.
+A program that does not know its total of steps, a loss or a rate leaves those fields of `progress` out.
 """
 
 import json
 import os
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from muster.jobs.hosts import ranks
 
+LONGEST_KIND: Final = 200  # characters
+
 
 class Reporter:
-    """The writing end of a rank's pipe; silent when there is none."""
+    """The writing end of a rank's pipe; silent when there is none. Programs that the rank starts do not inherit it."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        text = environ.get(ranks.STATUS_FD, "")
-        self.descriptor = int(text) if text.isdecimal() else None
+        self.descriptor = ranks.inherited(environ, ranks.STATUS_FD)
         if self.descriptor is not None:
             os.set_blocking(self.descriptor, False)
+            os.set_inheritable(self.descriptor, False)
 
     def arrived(self) -> None:
         """Say that this rank is about to meet the others."""
@@ -41,9 +44,18 @@ class Reporter:
         """Say that this rank has met the others."""
         self._send({"report": "joined"})
 
-    def progress(self, *, step: int, steps: int, loss: float, rate: float, unit: str) -> None:
-        """Say how far the training is; only rank 0 does."""
-        self._send({"report": "progress", "step": step, "steps": steps, "loss": loss, "rate": rate, "unit": unit})
+    def progress(
+        self,
+        *,
+        step: int,
+        steps: int | None = None,
+        loss: float | None = None,
+        rate: float | None = None,
+        unit: str | None = None,
+    ) -> None:
+        """Say how far the training is; only rank 0 does. What is None is left out."""
+        fields = {"step": step, "steps": steps, "loss": loss, "rate": rate, "unit": unit}
+        self._send({"report": "progress", **{name: value for name, value in fields.items() if value is not None}})
 
     def loaded(self, *, step: int, seconds: float, checkpoint: str) -> None:
         """Say that the state of a checkpoint has been read: the training goes on after `step` steps."""
@@ -80,9 +92,8 @@ class Reporter:
     def failed(self, error: BaseException, *, peer: bool) -> None:
         """Say why this rank is about to end, with the time it noticed."""
         message = " ".join(str(error).split())[:500]
-        self._send(
-            {"report": "failed", "kind": type(error).__name__, "message": message, "peer": peer, "time": time.time()}
-        )
+        kind = type(error).__name__[:LONGEST_KIND]
+        self._send({"report": "failed", "kind": kind, "message": message, "peer": peer, "time": time.time()})
 
     def _send(self, report: dict[str, Any]) -> None:
         if self.descriptor is None:

@@ -21,6 +21,7 @@ Runs are made and found here too. Only folders that nobody else could have writt
         bench.jsonl                                              rank 0 only: what a `bench:` or `timing:` job measured
         memory-00000.jsonl                                       that rank of a `train:` job (`memory_rows.py`)
         profile-00000/                                           that rank, where `train.profile` is on
+      files/                                                     a program's own: MUSTER_FILES
       checkpoints/
         step-00000050.a000/                                      complete or invisible; never used again
           shard-00000.safetensors  shard-00000.ok                writer of that rank
@@ -184,6 +185,22 @@ class RunDir:
     def verify(self) -> Path:
         """The comparison that `muster verify` made."""
         return self.path / "verify.json"
+
+    @property
+    def files(self) -> Path:
+        """The folder for a program's own files, the same in all attempts: MUSTER_FILES."""
+        return self.path / "files"
+
+    def make_files(self) -> None:
+        """Make that folder, open to whom the run folder is open.
+
+        Raises:
+            RunFolderError, StorageError: it cannot be made.
+        """
+        try:
+            self.files.mkdir(mode=self.path.stat().st_mode & 0o777, exist_ok=True)
+        except OSError as error:
+            raise folder_error(self.files, error) from error
 
     @property
     def checkpoints(self) -> Path:

@@ -83,8 +83,10 @@ class Job(Strict):
 
     @model_validator(mode="after")
     def _can_be_saved(self) -> Self:
-        if self.checkpoint is not None and self.kind != "train":
-            raise ValueError(f"checkpoint is for train: jobs; Muster saves nothing of a {self.kind}: job: remove it")
+        if self.checkpoint is not None and self.kind not in ("train", "command"):
+            raise ValueError(
+                f"checkpoint is for train: and command: jobs; Muster saves nothing of a {self.kind}: job: remove it"
+            )
         return self
 
     @field_validator("env")

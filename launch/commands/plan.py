@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from muster.launch.plan.plan import NodePlan
     from muster.launch.submit.prepare import Prepared
 
-UNDECIDED = ("MUSTER_RUN_ID", "MUSTER_RUN_DIR", "MUSTER_STOP_FILE", "TORCHELASTIC_RUN_ID", "MASTER_PORT")
+UNDECIDED = (
+    "MUSTER_RUN_ID",
+    "MUSTER_RUN_DIR",
+    "MUSTER_STOP_FILE",
+    "MUSTER_FILES",
+    "MUSTER_SESSION",
+    "TORCHELASTIC_RUN_ID",
+    "MASTER_PORT",
+)
 WIDEST = 48  # characters of a value: PATH would push its origin off the screen; --json has all of it
 
 

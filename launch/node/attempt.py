@@ -90,6 +90,8 @@ class NodeAttempt:
         if message.apart:
             self.folder.path.mkdir(parents=True, exist_ok=True)
             RunDir(self.folder.path.parent).trim_attempts(self.number)
+            if not self.ours:
+                RunDir(self.folder.path.parent).make_files()
             ranks = [start["rank"] for start in message.ranks]
             self._courier = storage.Courier(RunDir(self.folder.path.parent), self.folder, self.node, ranks)
 

@@ -24,6 +24,7 @@ class _Rank:
     beats: int
     slowest_s: float
     held: int
+    session: bool  # it tells how far it is
     moved: float  # when its beats were last seen to change (monotonic seconds)
 
 
@@ -37,14 +38,14 @@ class Pulse:
         self._own = OwnLateness(LOOK_S)
 
     def note(self, looked: Iterable[Sequence[Any]], now: float) -> None:
-        """Take what the keeper saw: [rank, phase, steps, beats, slowest_s, held] of each rank that runs."""
+        """Take what the keeper saw: [rank, phase, steps, beats, slowest_s, held, session] of each rank that runs."""
         self._forgive(now)
         before = self._ranks
         self._ranks = {}
-        for rank, phase, steps, beats, slowest_s, held in looked:
+        for rank, phase, steps, beats, slowest_s, held, session in looked:
             known = before.get(rank)
             moved = known.moved if known is not None and known.beats == beats else now
-            self._ranks[rank] = _Rank(phase, steps, beats, slowest_s, held, moved)
+            self._ranks[rank] = _Rank(phase, steps, beats, slowest_s, held, session, moved)
             self._steps, self._begun = max(self._steps, steps), True
 
     def ended(self, rank: int, steps: int | None) -> None:

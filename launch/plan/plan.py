@@ -4,6 +4,7 @@ A node's start message holds one RankStart (`jobs/node/rank_start.py`) per rank.
 GPUs, whether torch is there - comes in as `Machine`; the master port as a number, or None where it is not bound yet.
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,9 @@ from typing import Any, Final
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.placement import NodePlacement, Placement, divide, pin
-from muster.jobs.hosts.ranks import OF_A_RANK, STOP_FILE
+from muster.jobs.hosts.ranks import FILES, OF_A_RANK, SESSION, STOP_FILE
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
 from muster.launch.wire.messages import Start
@@ -21,6 +23,7 @@ from muster.launch.wire.messages import Start
 GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE: Final = "NCCL_SOCKET_IFNAME"
 PORT_ORIGIN: Final = "bound by node 0's agent when it starts"
+SESSION_VERSION: Final = 1
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,23 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
     )
 
 
+def session_text(context: Context) -> str:
+    """Return what a program that calls `muster.session()` is told of its job, as JSON.
+
+    `saving` is false where the nodes share no run folder, so that no checkpoint could be complete.
+    """
+    settings = context.job.checkpoint or CheckpointSettings()
+    return json.dumps(
+        {
+            "version": SESSION_VERSION,
+            "job": context.job.name,
+            "checkpoint": settings.model_dump(mode="json"),
+            "saving": bool(context.options.get("saving", True)),
+            "resume": context.options.get("resume"),
+        }
+    )
+
+
 def _shares(machines: Sequence[Machine]) -> list[Machine]:
     """Give each pretend node its share of the host that it is on."""
     shares = list(machines)
@@ -236,6 +256,8 @@ def _rank_environment(
     if context.entry is None:
         file = run.attempt(context.attempt).stop(env.node_rank)
         values.append(EnvValue(STOP_FILE, str(file), "written before SIGTERM: why, and until when"))
+        values.append(EnvValue(FILES, str(run.files), "for the program's own files, the same in all attempts"))
+        values.append(EnvValue(SESSION, session_text(context), "what muster.session() reads"))
     if divided and machine.gpus:
         values.append(EnvValue("CUDA_VISIBLE_DEVICES", ",".join(machine.gpus), "pretend nodes divide the GPUs"))
     return tuple(values)

@@ -56,9 +56,11 @@ class Console:
         if not self._terminal:
             return
         if self._progress is None:
-            self._start_progress(report["steps"])
-        text = f"loss {report['loss']:.4f}  {report['rate']:,.0f} {report['unit']}"
-        self._progress.update(self._task, completed=report["step"], total=report["steps"], text=text)
+            self._start_progress(report.get("steps"))
+        loss = f"loss {report['loss']:.4f}" if "loss" in report else ""
+        rate = f"{report['rate']:,.0f} {report.get('unit', 'steps/s')}" if "rate" in report else ""
+        text = "  ".join(filter(None, (loss, rate)))
+        self._progress.update(self._task, completed=report["step"], total=report.get("steps"), text=text)
 
     def _print(self, text: str, stream: TextIO) -> None:
         """Print a line; a reader that has gone (`| head`) or a full disk must not end the run, whose logs are kept."""
@@ -75,7 +77,7 @@ class Console:
             if stream is raw(sys.stdout):
                 self.say(f"muster: standard output is lost ({error.strerror}); the run goes on, and its logs are kept")
 
-    def _start_progress(self, steps: int) -> None:
+    def _start_progress(self, steps: int | None) -> None:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._progress = Progress(

@@ -244,6 +244,8 @@ class Startup:
             plans = plan_nodes(context, machines, self.port)
             attempt = context.run.attempt(context.attempt)
             attempt.make()
+            if context.entry is None:
+                context.run.make_files()
             write_json(attempt.placement, context.placement.to_json())
             chosen = context.options.get("resume") or {}
             write_json(attempt.resume, {"checkpoint": chosen.get("checkpoint"), "step": chosen.get("step", 0)})

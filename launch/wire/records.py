@@ -46,11 +46,14 @@ class Arrived(TypedDict):
     report: Literal["arrived", "joined"]
 
 
-class StepReport(TypedDict):
-    """The progress of the training."""
-
+class _StepReport(TypedDict):
     report: Literal["progress"]
     step: Count
+
+
+class StepReport(_StepReport, total=False):
+    """The progress of the training; a program may know its step alone."""
+
     steps: Count
     loss: Real
     rate: Real

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from muster.jobs.hosts import ranks
 from muster.jobs.hosts.placement import Host, place
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.spec.job import CommandSettings, Job
@@ -106,7 +107,7 @@ def test_a_rank_that_loses_another_reports_that_it_is_a_victim(error, peer: bool
     reading, writing = os.pipe()
     for name, value in RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1).variables().items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MUSTER_STATUS_FD", str(writing))
+    monkeypatch.setenv("MUSTER_STATUS_FD", ranks.descriptor_text(writing))
     monkeypatch.setattr(run, "hello", fail)
     monkeypatch.setattr(run.dist, "init_process_group", lambda *_, **__: None)
     with pytest.raises(type(error)):

@@ -85,10 +85,10 @@ def open_files(pid: int) -> int:
 def test_a_look_says_how_far_every_rank_is(warm: Warm) -> None:
     warm.start(warm.rank(3, code=RUNS), warm.rank(4, SLEEP))
     warm.wait_for_output(3)
-    nothing = {"phase": "start", "steps": 0, "beats": 0, "slowest_s": 0.0, "held": NEVER}
+    nothing = {"phase": "start", "steps": 0, "beats": 0, "slowest_s": 0.0, "held": NEVER, "session": False}
     assert warm.looked() == {
-        3: {"phase": "run", "steps": 12, "beats": 2, "slowest_s": 0.5, "held": NEVER},
-        4: nothing,  # a program of the user's has no page
+        3: {"phase": "run", "steps": 12, "beats": 2, "slowest_s": 0.5, "held": NEVER, "session": True},
+        4: nothing,  # a program that has opened no session
     }
 
 

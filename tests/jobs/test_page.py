@@ -1,12 +1,15 @@
 """The page that a rank shares with its keeper, seen from both sides of a fork."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from muster.jobs.hosts import ranks
 from muster.jobs.node import page
-from muster.jobs.node.page import NEVER, Page, Phase
+from muster.jobs.node.page import MOST, NEVER, Page, Phase
 
 
 @pytest.fixture
@@ -103,3 +106,50 @@ def test_nobody_sees_half_of_a_number(shared: Page) -> None:
 @pytest.mark.parametrize("phase", Phase)
 def test_a_phase_has_a_word_for_events(phase: Phase) -> None:
     assert phase.word == phase.name.lower()
+
+
+# Pages that programs inherit ------------------------------------------------------------------------------------------
+
+ATTACHES = """
+import os
+from muster.jobs.hosts import ranks
+from muster.jobs.node.page import Page, Phase
+page = Page.attach(ranks.inherited(os.environ, ranks.PAGE))
+page.open_session(os.getpid(), deaf=True)
+page.enter(Phase.RUN)
+print(page.is_asked_to_hold, page.stop_at, os.get_inheritable(page.descriptor))
+"""
+
+
+@pytest.fixture
+def inheritable() -> Iterator[Page]:
+    made = Page.inheritable()
+    yield made
+    made.close()
+
+
+def test_a_program_attaches_the_page_that_it_has_inherited(inheritable: Page) -> None:
+    inheritable.ask_to_hold()
+    inheritable.set_stop_at(7)
+    environ = {**os.environ, ranks.PAGE: ranks.descriptor_text(inheritable.descriptor)}
+    assert inheritable.session == 0
+    argv = [sys.executable, "-c", ATTACHES]
+    program = subprocess.Popen(argv, env=environ, pass_fds=[inheritable.descriptor], stdout=subprocess.PIPE, text=True)
+    assert program.communicate()[0] == "True 7 False\n"
+    assert (inheritable.session, inheritable.is_deaf, inheritable.dumps) == (program.pid, True, False)
+    assert inheritable.phase == Phase.RUN
+
+
+def test_a_page_cannot_be_cut_short_by_the_program_that_has_it(inheritable: Page) -> None:
+    with pytest.raises(PermissionError):
+        os.ftruncate(inheritable.descriptor, 0)
+
+
+def test_whatever_a_program_writes_into_its_page_is_within_bounds(inheritable: Page) -> None:
+    for value in (-(1 << 63), (1 << 63) - 1):
+        os.pwrite(inheritable.descriptor, value.to_bytes(8, sys.byteorder, signed=True) * 10, 0)
+        assert inheritable.phase == Phase.START
+        assert inheritable.session == 0
+        assert 0 <= inheritable.steps <= MOST
+        assert NEVER <= inheritable.held <= MOST
+        assert 0.0 <= inheritable.slowest_s <= MOST

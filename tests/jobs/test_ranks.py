@@ -1,6 +1,7 @@
 """The rank environment: what is written is read back, and it has torchrun's names."""
 
 import dataclasses
+import os
 
 import pytest
 from hypothesis import given
@@ -68,3 +69,21 @@ def test_a_missing_or_odd_variable_is_refused(environ: dict[str, str], message: 
 def test_a_rank_env_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1).rank = 1  # type: ignore[misc]
+
+
+def test_a_descriptor_is_inherited_only_as_the_file_that_it_was() -> None:
+    reading, writing = os.pipe()
+    environ = {ranks.STATUS_FD: ranks.descriptor_text(writing)}
+    assert ranks.inherited(environ, ranks.STATUS_FD) == writing
+    assert ranks.inherited({ranks.PAGE: environ[ranks.STATUS_FD]}, ranks.PAGE) is None  # a pipe is no page
+    other, _ = os.pipe()
+    os.dup2(other, writing)
+    assert ranks.inherited(environ, ranks.STATUS_FD) is None
+    for descriptor in (reading, writing, other):
+        os.close(descriptor)
+    assert ranks.inherited(environ, ranks.STATUS_FD) is None
+
+
+@pytest.mark.parametrize("text", ["", "7", "7:", ":7", "x:7", "99999999999999999999:1"])
+def test_what_is_no_descriptor_is_not_inherited(text: str) -> None:
+    assert ranks.inherited({ranks.PAGE: text}, ranks.PAGE) is None

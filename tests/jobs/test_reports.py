@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from muster.jobs.hosts import ranks
 from muster.jobs.node.reports import Reporter
 
 Pipe = tuple[int, int]
@@ -29,7 +30,7 @@ def told(reading: int) -> list[dict[str, Any]]:
 
 def test_reports_are_lines_of_json(pipe: Pipe) -> None:
     reading, writing = pipe
-    reporter = Reporter({"MUSTER_STATUS_FD": str(writing)})
+    reporter = Reporter({"MUSTER_STATUS_FD": ranks.descriptor_text(writing)})
     reporter.arrived()
     reporter.joined()
     reporter.progress(step=20, steps=196, loss=2.5, rate=812.0, unit="samples/s")
@@ -50,7 +51,7 @@ def test_reports_are_lines_of_json(pipe: Pipe) -> None:
 
 def test_a_full_pipe_drops_whole_reports_and_does_not_block(pipe: Pipe) -> None:
     reading, writing = pipe
-    reporter = Reporter({"MUSTER_STATUS_FD": str(writing)})
+    reporter = Reporter({"MUSTER_STATUS_FD": ranks.descriptor_text(writing)})
     for _ in range(5000):
         reporter.joined()
     rows = told(reading)
@@ -60,7 +61,7 @@ def test_a_full_pipe_drops_whole_reports_and_does_not_block(pipe: Pipe) -> None:
 
 def test_a_keeper_that_is_gone_is_no_error_of_the_rank(pipe: Pipe) -> None:
     reading, writing = pipe
-    reporter = Reporter({"MUSTER_STATUS_FD": str(writing)})
+    reporter = Reporter({"MUSTER_STATUS_FD": ranks.descriptor_text(writing)})
     os.close(reading)
     reporter.joined()
     assert reporter.descriptor == writing
@@ -75,7 +76,7 @@ def test_without_a_keeper_reports_go_nowhere(environ: dict[str, str]) -> None:
 
 def test_what_becomes_of_checkpoints_is_told_in_whole_rows(pipe: Pipe) -> None:
     reading, writing = pipe
-    reporter = Reporter({"MUSTER_STATUS_FD": str(writing)})
+    reporter = Reporter({"MUSTER_STATUS_FD": ranks.descriptor_text(writing)})
     reporter.loaded(step=40, seconds=0.2, checkpoint="step-00000040.a000")
     reporter.first_step(41)
     reporter.replayed(steps=12, seconds=3.1, compared=11, worst=0.0)

@@ -107,7 +107,7 @@ class Warm:
     def looked(self) -> dict[int, dict[str, Any]]:
         """Ask how far every rank is."""
         self.tell({"do": "look"})
-        names = ("phase", "steps", "beats", "slowest_s", "held")
+        names = ("phase", "steps", "beats", "slowest_s", "held", "session")
         return {rank: dict(zip(names, seen, strict=True)) for rank, *seen in self.next("looked")["looked"]}
 
     def end_of(self, *numbers: int, keeper: int = 0) -> list[dict[str, Any]]:

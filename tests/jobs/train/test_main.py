@@ -96,7 +96,7 @@ def end_of_a_step_without_the_heads_bias(world: World, mode: str) -> list[object
         return 0
 
     reading, writing = os.pipe()
-    os.environ[ranks.STATUS_FD] = str(writing)
+    os.environ[ranks.STATUS_FD] = ranks.descriptor_text(writing)
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
         code = guarded(work)

@@ -7,9 +7,16 @@ from muster.launch.node.pulse import Pulse
 
 
 def seen(
-    rank: int, *, phase: str = "run", steps: int = 0, beats: int = 0, slowest_s: float = 0.1, held: int = -1
+    rank: int,
+    *,
+    phase: str = "run",
+    steps: int = 0,
+    beats: int = 0,
+    slowest_s: float = 0.1,
+    held: int = -1,
+    session: bool = True,
 ) -> list:
-    return [rank, phase, steps, beats, slowest_s, held]
+    return [rank, phase, steps, beats, slowest_s, held, session]
 
 
 def look_each_second(pulse: Pulse, begin: float, end: float, *ranks: list) -> None:

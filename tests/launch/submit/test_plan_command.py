@@ -110,7 +110,15 @@ def test_json_holds_the_same_plan_as_records_and_null_where_the_start_decides(mu
     environment = {each["name"]: each for each in rank["environment"]}
     assert environment["RANK"] == {"name": "RANK", "value": "3", "origin": "placement"}
     undecided = {name for name, each in environment.items() if each["value"] is None}
-    assert undecided == {"MASTER_PORT", "MUSTER_RUN_ID", "MUSTER_RUN_DIR", "MUSTER_STOP_FILE", "TORCHELASTIC_RUN_ID"}
+    assert undecided == {
+        "MUSTER_FILES",
+        "MUSTER_SESSION",
+        "MASTER_PORT",
+        "MUSTER_RUN_ID",
+        "MUSTER_RUN_DIR",
+        "MUSTER_STOP_FILE",
+        "TORCHELASTIC_RUN_ID",
+    }
     every = [*node["environment"], *rank["environment"]]
     assert all(each.keys() == {"name", "value", "origin"} and each["origin"] for each in every)
 

@@ -1,0 +1,95 @@
+"""Programs of the user's under a keeper: the page and the pipe that they inherit, and what they may write there."""
+
+import sys
+
+import pytest
+
+from muster.jobs.node.page import NEVER
+from support.live import wait_until
+from support.warm import SLEEP, Warm
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+SESSION = """
+import faulthandler, os, signal, sys, time
+from muster.jobs.hosts import ranks
+from muster.jobs.node.page import Page, Phase
+from muster.jobs.node.reports import Reporter
+page = Page.attach(ranks.inherited(os.environ, ranks.PAGE))
+reporter = Reporter(os.environ)
+if "dumps" in sys.argv:
+    faulthandler.register(signal.SIGQUIT, file=2, all_threads=True)
+if "deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+page.open_session(os.getpid(), deaf="deaf" in sys.argv, dumps="dumps" in sys.argv)
+page.enter(Phase.RUN)
+page.step_done(3, 0.5)
+reporter.first_step(3)
+print("ready", flush=True)
+try:
+    while not page.is_asked_to_hold:
+        time.sleep(0.001)
+except KeyboardInterrupt:
+    sys.exit(9)
+page.hold_at(page.steps)
+while page.stop_at < 0:
+    time.sleep(0.001)
+sys.exit(75)
+"""
+PROGRAM = [sys.executable, "-c", SESSION]
+GARBAGE = """
+import os
+fd = int(os.environ["MUSTER_STATUS_FD"].partition(":")[0])
+os.write(fd, b'no json\\n[1]\\n{"report": 7}\\n{}\\n\\xff\\n' + b"[" * 3000 + b"\\n" + b'{"report": "joined"}\\n')
+page = int(os.environ["MUSTER_PAGE"].partition(":")[0])
+os.pwrite(page, b"\\xfe" * 80, 0)
+print("ready", flush=True)
+"""
+
+
+def test_a_program_that_opens_a_session_is_seen_held_and_stopped_as_a_rank_of_ours(warm: Warm) -> None:
+    """Of the shell that starts it, the session is the child."""
+    script = ["bash", "-c", '"$0" "$@"; exit $?', *PROGRAM]
+    warm.start(warm.rank(0, PROGRAM), warm.rank(1, script))
+    assert [warm.next("report")["report"] for _ in range(2)] == [{"report": "first_step", "step": 3}] * 2
+    seen = {"phase": "run", "steps": 3, "beats": 2, "slowest_s": 0.5, "held": NEVER, "session": True}
+    assert warm.looked() == {0: seen, 1: seen}
+    warm.tell({"do": "hold"})
+    wait_until(lambda: [each["held"] for each in warm.looked().values()] == [3, 3], "both ranks to hold")
+    warm.tell({"do": "stop_at", "steps": 4})
+    assert [(end["code"], end["sent"], end["steps"]) for end in warm.end_of(0, 1)] == [(75, None, 3)] * 2
+
+
+def test_only_a_session_that_says_so_is_asked_for_its_stacks(warm: Warm) -> None:
+    """SIGQUIT ends a program that has no handler. Of a script, the session below it writes them."""
+    warm.start(
+        warm.rank(0, ["bash", "-c", '"$0" "$@"; exit $?', *PROGRAM, "dumps"]),
+        warm.rank(1, PROGRAM),
+        warm.rank(2, SLEEP),
+    )
+    for rank in (0, 1):
+        warm.wait_for_output(rank)
+        warm.next("report")
+    warm.tell({"do": "dump"})
+    assert warm.next("dumped")["dumped"].keys() == {"0", "1", "2"}
+    wait_until(lambda: "most recent call first" in warm.err(0).read_text(), "the stacks of rank 0")
+    assert warm.looked().keys() == {0, 1, 2}
+    assert warm.err(1).read_text() == warm.err(2).read_text() == ""
+
+
+def test_a_session_that_ignores_term_is_asked_to_end_by_an_interrupt(warm: Warm) -> None:
+    warm.start(warm.rank(0, [*PROGRAM, "deaf"]), warm.rank(1, PROGRAM))
+    for rank in (0, 1):
+        warm.wait_for_output(rank)
+        warm.next("report")
+    warm.tell({"do": "stop", "grace_s": 20.0})
+    first, second = warm.end_of(0, 1)
+    assert (first["code"], first["sent"]) == (9, "SIGINT")
+    assert (second["signal"], second["sent"]) == ("SIGTERM", "SIGTERM")
+
+
+def test_a_program_may_write_anything_into_its_pipe_and_its_page(warm: Warm) -> None:
+    warm.start(warm.rank(0, [sys.executable, "-c", GARBAGE]), warm.rank(1, SLEEP))
+    assert warm.next("report")["report"] == {"report": "joined"}
+    assert warm.end_of(0)[0]["code"] == 0
+    assert warm.looked().keys() == {1}
