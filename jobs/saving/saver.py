@@ -134,8 +134,14 @@ class NotSaving:
     def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
         """Save if that was agreed; look after a save that is in flight."""
 
+    def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
+        """Save the state after `done` steps, whether it is due or not: at the same step on every rank."""
+
     def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
         """Wait until the state after `done` steps, the last ones, is saved."""
+
+    def settle(self) -> None:
+        """Wait until no save is in flight, and save no more; others may still do so."""
 
 
 class Saver(NotSaving, Generic[Part]):
@@ -223,6 +229,19 @@ class Saver(NotSaving, Generic[Part]):
                 self._wait()
         elif self.flight is not None:
             self._look()
+
+    def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
+        """Save the state after `done` steps, once the save before is done; `wait` until this one is, too."""
+        self.agreed = False
+        self._wait()
+        self._save(done, losses)
+        if wait:
+            self._wait()
+
+    def settle(self) -> None:
+        """Wait until no save is in flight, and save no more; others may still do so."""
+        self._wait()
+        self.close()
 
     def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
         """Wait until the state after `done` steps, the last ones, is saved.

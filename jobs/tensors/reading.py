@@ -10,8 +10,7 @@ from muster.jobs.basics.errors import MusterError, NoCheckpointError, RefusedErr
 from muster.jobs.checkpoint.manifest import Manifest, read_manifest
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
-from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.saving.resume import Resume
+from muster.jobs.saving.resume import Resume, require_chosen
 from muster.jobs.tensors.parts import Part
 from muster.jobs.world.world import World, require_equal
 
@@ -45,12 +44,7 @@ def same_manifest(folder: CheckpointDir, resume: Resume, world: World) -> Manife
     if found is None:
         assert problem is not None
         raise problem
-    if (found.sha256, found.step) != (resume.sha256, resume.step):
-        again = RunDir(folder.path.parent.parent).command("resume")
-        raise RefusedError(
-            f"{folder.path}: its manifest has sha256 {found.sha256[:12]} and step {found.step}, chosen was one with "
-            f"{resume.sha256[:12]} and step {resume.step}; choose again: {again}"
-        )
+    require_chosen(found, folder, resume)
     return found
 
 

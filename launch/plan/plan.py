@@ -205,6 +205,8 @@ def session_text(context: Context) -> str:
             "version": SESSION_VERSION,
             "job": context.job.name,
             "checkpoint": settings.model_dump(mode="json"),
+            "attempt": context.attempt,
+            "hang_s": context.job.hang_s,
             "saving": bool(context.options.get("saving", True)),
             "resume": context.options.get("resume"),
         }
