@@ -23,7 +23,7 @@ WIDEST = 48  # characters of a value: PATH would push its origin off the screen;
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser)
+    add_job(parser, program=True)
     add_runs(parser)
     add_json(parser)
     add_transport(parser)
@@ -84,7 +84,8 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
             }
             for plan in plans
         ],
-        "command": job.settings.model_dump()["argv"] if context.entry is None else None,
+        "python": asdict(context.interpreter) if context.interpreter else None,
+        "command": context.argv if context.entry is None else None,
         "function": context.entry,
     }
 
@@ -165,6 +166,8 @@ def render(record: dict[str, Any]) -> str:
     lines += ["", "environment of the process that they are forked from"]
     environment = record["nodes"][0]["environment"]
     lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in environment])
+    if python := record["python"]:
+        lines += ["", f"python of the command: {shlex.join(python['words']) or 'found on PATH'} ({python['why']})"]
     lines += ["", "commands"]
     lines += [f"  setup      {line}" for line in record["setup"]]
     each = len(record["start"]) == len(record["nodes"])
