@@ -8,7 +8,8 @@ NAMES = {"session": "muster.jobs.session.session"}  # the module that holds each
 if sys.version_info < OLDEST:
     found = "{}.{}.{}".format(*sys.version_info[:3])
     raise ImportError(
-        f"muster needs Python 3.10 or newer, and {sys.executable} is Python {found}; choose another with python: in the job or site file"
+        f"muster needs Python 3.10 or newer, and {sys.executable} is Python {found}; name another with python: in the "
+        "job or site file"
     )
 
 

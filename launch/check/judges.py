@@ -130,6 +130,8 @@ def _code(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
 
 
 def _program(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    if "program" in answer.facts.get("failed", {}):
+        return _missing(answer, "program")
     why = answer.facts.get("program", "")
     if not why:
         return Cell("ok")

@@ -166,14 +166,15 @@ def render(record: dict[str, Any]) -> str:
     lines += ["", "environment of the process that they are forked from"]
     environment = record["nodes"][0]["environment"]
     lines += _columns([[f"  {each['name']}", _shown(each["value"]), each["origin"]] for each in environment])
-    if python := record["python"]:
-        lines += ["", f"python of the command: {shlex.join(python['words']) or 'found on PATH'} ({python['why']})"]
     lines += ["", "commands"]
     lines += [f"  setup      {line}" for line in record["setup"]]
     each = len(record["start"]) == len(record["nodes"])
     lines += [f"  {f'node {n}' if each else 'start':<10} {shlex.join(argv)}" for n, argv in enumerate(record["start"])]
     what = shlex.join(record["command"]) if record["command"] else f"{record['function']} in a fork of the warm process"
     lines.append(f"  every rank {what}")
+    if python := record["python"]:
+        words = shlex.join(python["words"])
+        lines.append(f"  python     {words} ({python['why']})" if words else f"  python     {python['why']}")
     return "\n".join(lines)
 
 

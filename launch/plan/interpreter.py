@@ -46,15 +46,15 @@ def choose(job: Job, site: Site, own: str, environ: Mapping[str, str] = os.envir
     for file, python in (("job", job.python), ("site", site.python)):
         if python is None:
             continue
-        chosen = explicit(words_of(python), f"python: of the {file} file")
+        chosen = explicit(words_of(python), f"{file} file: python")
         first = job.settings.argv[0]
         if file == "job" and first not in PYTHONS and not chosen.folder:
             raise RefusedError(f"python: has no effect on a command that begins with {first!r}; begin it with python")
         return chosen
-    python, why = active(environ) or (own, "Muster's own, because no virtual or conda environment is active here")
+    python, why = active(environ) or (own, "Muster's own: no virtual or conda environment is active here")
     folder = str(Path(python).parent)
     if site.setup or job.setup:
-        return Interpreter((), folder, f"the first python on PATH after the setup lines, or else {why}")
+        return Interpreter((), folder, f"the first on PATH after the setup lines; before them, {python} ({why})")
     return Interpreter((python,), folder, why)
 
 
@@ -73,5 +73,5 @@ def active(environ: Mapping[str, str]) -> tuple[str, str] | None:
         folder = os.path.join(environ.get(variable) or "/nonexistent", "bin")  # noqa: PTH118 (the words as they are)
         if os.access(f"{folder}/python", os.X_OK):
             place = path.index(folder) if folder in path else len(path)
-            found.append((place, f"{folder}/python", f"the {kind} environment that is active here ({variable})"))
+            found.append((place, f"{folder}/python", f"the {kind} environment that is active here: {variable}"))
     return min(found, key=lambda each: each[0])[1:] if found else None
