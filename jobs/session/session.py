@@ -208,15 +208,14 @@ class Session:
         loop = self._loop
         epoch, first = loop.progress.get("epoch", 0), loop.progress.get("batch", 0)
         driver = getattr(loader, "batch_sampler", None)
-        ours = isinstance(driver, Sampler)
+        ours = driver if isinstance(driver, Sampler) else None
         if isinstance(loader, Sized) and loop.epochs is not None:
             loop.steps = loop.done - first + (loop.epochs - epoch) * len(loader)
-        if ours:
-            if loader.batch_sampler.is_done:
-                return
-        elif callable(set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)):
+        if ours is not None and ours.is_done:
+            return
+        if ours is None and callable(set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)):
             set_epoch(epoch)
-        for number, batch in enumerate(islice(loader, 0 if ours else first, None), first):
+        for number, batch in enumerate(islice(loader, 0 if ours is not None else first, None), first):
             loop.before_step()
             yield batch
             loop.progress = {"epoch": epoch, "batch": number + 1}
