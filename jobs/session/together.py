@@ -42,13 +42,13 @@ class Together(Alone):
 
         if not dist.is_available() or not dist.is_initialized():
             raise RefusedError(
-                f"session: rank {env.rank} of {env.world_size} has not called torch.distributed.init_process_group(), "
-                "by which the ranks agree; call it before run.state() and run.steps()"
+                f"session: torch.distributed is not initialized, by which the {env.world_size} ranks agree; "
+                "call torch.distributed.init_process_group() before run.state() and run.steps()"
             )
         if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
             raise RefusedError(
-                f"session: this is rank {env.rank} of {env.world_size} by its environment, and rank {dist.get_rank()} "
-                f"of {dist.get_world_size()} by init_process_group(); give that the same numbers"
+                f"session: the environment says rank {env.rank} of {env.world_size}, init_process_group() was given rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}; give it the same numbers"
             )
         from datetime import timedelta
 
