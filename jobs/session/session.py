@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, RefusedError
@@ -39,7 +39,9 @@ from muster.jobs.session.together import agree
 
 if TYPE_CHECKING:
     import torch
+
     from muster.jobs.session.state import State
+    from muster.jobs.world.world import World
 
 Batch = TypeVar("Batch")
 UNNAMED_DEPTH: Final = 2
@@ -68,6 +70,7 @@ class Session:
         self._loop_made: Loop | None = None
         self._error: BaseException | None = None
         self._samplers: list[Sampler] = []
+        self._joined: State | None = None
 
     # Where this rank is ---------------------------------------------------------------------------------------------
 
@@ -256,6 +259,7 @@ class Session:
 
     def _restore(self, state: "State") -> Restored:
         loop = self._loop
+        self._join(state)
         restored = restore(loop.start, state, loop.ranks)
         loop.done = restored.step
         if restored.loaded is not None and self.is_main:
@@ -283,7 +287,7 @@ class Session:
     def _begin(self, state: "State | None", restored: Restored) -> None:
         loop = self._loop
         if state is not None:
-            state.join(loop.ranks.world)
+            self._join(state)
             if not self.place.saves and self.is_main:
                 print(
                     "muster: nothing is saved: the nodes share no run folder; name shared storage with --runs",
@@ -291,6 +295,15 @@ class Session:
                 )
         loop.samplers = self._samplers
         loop.begin(state, restored)
+
+    def _join(self, state: "State") -> None:
+        """Check a state on all ranks, once: a collective."""
+        loop = self._loop
+        if state is self._joined:
+            return
+        loop.device = self.device if state.has_tensors else None
+        state.join(cast("World", loop.ranks.world or loop.ranks), loop.device)
+        self._joined = state
 
     def steps_done(self) -> int | None:
         """Return how many steps are done; None before the first loop."""

@@ -21,6 +21,7 @@ class Alone:
     rank = 0
     size = 1
     world: "World | None" = None
+    group = None
 
     def meet(self) -> None:
         """Return when every rank has come here."""
@@ -47,8 +48,8 @@ class Together(Alone):
             )
         if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
             raise RefusedError(
-                f"session: the environment says rank {env.rank} of {env.world_size}, init_process_group() was given rank "
-                f"{dist.get_rank()} of {dist.get_world_size()}; give it the same numbers"
+                f"session: the environment says rank {env.rank} of {env.world_size}, init_process_group() was given "
+                f"rank {dist.get_rank()} of {dist.get_world_size()}; give it the same numbers"
             )
         from datetime import timedelta
 
