@@ -20,6 +20,7 @@ import sys
 import tempfile
 import warnings
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -32,10 +33,12 @@ from torch import nn
 
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.saving.saver import Saver, Target
+from muster.jobs.saving.schedule import Schedule
 from muster.jobs.spec.failover import CheckpointSettings
-from muster.jobs.train.saving import Saver, Target
-from muster.jobs.train.schedule import Schedule
-from muster.jobs.train.state import DealtState, Part
+from muster.jobs.tensors.parts import Part
+from muster.jobs.tensors.snapshot import Snapshot
+from muster.jobs.train.state import DealtState
 from muster.jobs.world.world import World
 
 GOAL_S, GOAL_RATIO = 0.060, 1.5
@@ -70,11 +73,12 @@ class Ours:
         self.saver = Saver(
             Target(run, 0),
             settings,
-            engine,
+            engine.held_state,
+            partial(Snapshot, device=world.device),
             world,
             schedule,
             lambda done, parent, losses: {},
-            silent,  # type: ignore[arg-type]
+            silent,
         )
 
     def save(self) -> float:

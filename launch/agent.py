@@ -27,7 +27,7 @@ UNREACHABLE, REFUSED, STOPPED = 69, 78, 130  # of jobs/basics/exits.py, whose da
 LONGEST_SECRET = 256
 WORD_S = 600.0  # for the supervisor's first word: until the slowest node has greeted, or has failed
 ESCAPES = {code: f"\\u{code:04x}" for code in (*range(0x20), ord('"'), ord("\\"))}
-PASSED_ON = ("PATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what a plan for this node depends on
+PASSED_ON = ("PATH", "PYTHONPATH", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # what a plan for this node depends on
 
 TYPE_CHECKING = False  # typing's own costs 5 ms
 if TYPE_CHECKING:

@@ -128,6 +128,7 @@ def _run(name: str, arguments: list[str]) -> int:
 
     from muster.jobs.basics import terminal
     from muster.jobs.basics.errors import MusterError
+    from muster.launch.common.program_words import parse
 
     command, phrase = import_module(f"muster.launch.commands.{name}"), PHRASES[name]
     if arguments[:1] and arguments[0] in (within := getattr(command, "WITHIN", {})):
@@ -140,7 +141,7 @@ def _run(name: str, arguments: list[str]) -> int:
     terminal.guard()  # they, files and other machines say what we print
     try:
         with _looking() if name in LOOKING else nullcontext():
-            return int(command.run(parser.parse_args(arguments)))
+            return int(command.run(parse(parser, arguments)))
     except SystemExit as stop:  # argparse: 0 after --help, 2 after a wrong option
         return stop.code if isinstance(stop.code, int) else 1
     except MusterError as error:

@@ -10,3 +10,10 @@ _here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 (path
 if os.path.islink(_here):  # noqa: PTH114
     # setup.sh links site-packages/muster to the checkout: say where the code is, not through which link it was found.
     __path__ = [os.path.join(os.path.dirname(_here), os.readlink(_here))]  # noqa: PTH115, PTH118, PTH120
+
+
+def __getattr__(name: str) -> object:
+    """Return a public name, imported only now."""
+    from muster.public import find
+
+    return find(name)

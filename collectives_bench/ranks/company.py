@@ -24,11 +24,12 @@ from muster.collectives_bench.records import HostFacts, World
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.errors import RefusedError, StartTimeoutError
 from muster.jobs.basics.reading import parse_json
+from muster.jobs.basics.words import spell_ranks
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.machine import linux
 from muster.jobs.node.store import serve
 from muster.jobs.world.meeting import connect, listen, meet
-from muster.jobs.world.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device, spell_ranks
+from muster.jobs.world.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device
 
 PREFIX: Final = "bench"
 ASK_AGAIN_S: Final = 0.01

@@ -31,7 +31,7 @@ from muster.collectives_bench.ranks.player import LEAST_INIT_S, Order, play
 from muster.collectives_bench.records import Cell, State
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.errors import StartTimeoutError
-from muster.jobs.world.world import spell_ranks
+from muster.jobs.basics.words import spell_ranks
 
 POLL_S: Final = 0.2
 VICTIM_S: Final = 1.0  # for a player to notice by itself that another one has failed

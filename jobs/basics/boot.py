@@ -12,3 +12,8 @@ CODE_ROOT: Final = Path(os.path.abspath(__file__)).parents[3]  # noqa: PTH100 (P
 def module_argv(python: str, module: str, root: str | None = None) -> list[str]:
     """Return the argv that runs a module of ours, from this code or from the code at `root` (see launch/boot.py)."""
     return [python, "-I", f"{root or CODE_ROOT}/muster/launch/boot.py", module]
+
+
+def importable(root: str | None = None) -> str:
+    """Return the folder that shows a user's own Python the package `muster` of this code, or of `root`, and no more."""
+    return f"{root or CODE_ROOT}/muster/importable"

@@ -14,3 +14,8 @@ def unknown(what: str, name: str, valid: tuple[str, ...]) -> str:
     near = [each for each in valid if each.lower() == name.lower()] or difflib.get_close_matches(name, valid, 1, 0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {name!r}{hint} (valid: {', '.join(valid)})"
+
+
+def spell_ranks(ranks: list[int]) -> str:
+    """Write rank numbers for a message."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -3,9 +3,7 @@
 import os
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Final
-
-from typing_extensions import Buffer, Self
+from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import BadCheckpointError, RefusedError
 from muster.jobs.checkpoint import disk
@@ -16,6 +14,9 @@ from muster.jobs.runfolder.checkpointdir import CheckpointDir
 
 DIRECT_BYTES: Final = 64 << 10  # runs from this size on are read where they belong, shorter ones in windows
 WINDOW_BYTES: Final = 1 << 20
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer, Self  # the Python of a user's program need not have it
 
 Run = tuple[int, int, int]  # byte in the file, byte in the buffer, bytes
 
@@ -29,7 +30,7 @@ class Reader:
         self._patience_s = patience_s
         self._open: dict[int, int] = {}
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         return self
 
     def __exit__(
@@ -57,7 +58,7 @@ class Reader:
             raise RefusedError(f"{self._folder.path}: it holds no tensor {name}; was the model changed?")
         return self._manifest.piece(name)
 
-    def read_into(self, piece: Piece, buffer: Buffer) -> None:
+    def read_into(self, piece: Piece, buffer: "Buffer") -> None:
         """Fill a buffer with a piece of a stored tensor.
 
         Raises:

@@ -4,9 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
-
-from typing_extensions import Buffer
+from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import BadCheckpointError, RunFolderError
 from muster.jobs.checkpoint import disk, sealed
@@ -14,6 +12,9 @@ from muster.jobs.checkpoint.layout import Part, as_tuple, header_of
 from muster.jobs.checkpoint.names import identity
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 CHUNK_BYTES: Final = 4 << 20
 MAX_WRITERS: Final = 100_000
@@ -56,7 +57,7 @@ def write_shard(
     folder: CheckpointDir,
     writer: int,
     writers: int,
-    pieces: Sequence[tuple[Piece, Buffer]],
+    pieces: Sequence[tuple[Piece, "Buffer"]],
     *,
     meta: Mapping[str, Any] | None = None,
 ) -> ShardRecord:
@@ -152,7 +153,7 @@ def _part(record: Any, writer: int, where: object) -> Part:
     return read_part(record, record.get("name"), record.get("dtype"), record.get("shape"), writer, where)
 
 
-def _bytes_of(piece: Piece, data: Buffer) -> memoryview:
+def _bytes_of(piece: Piece, data: "Buffer") -> memoryview:
     view = memoryview(data)
     if not view.c_contiguous:
         raise ValueError(f"{piece.key}: its buffer is not contiguous")

@@ -11,13 +11,15 @@ import ipaddress
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from muster.jobs.basics.errors import RefusedError, RunFolderError
 from muster.jobs.basics.hostnames import check_name, check_user
 from muster.jobs.basics.words import counted
 from muster.jobs.hosts.ranks import RankEnv
-from muster.jobs.spec.job import Job
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.job import Job  # the Python of a user's program need not have pydantic
 
 VERSION: Final = 1
 LOOPBACK: Final = "127.0.0.1"
@@ -155,7 +157,7 @@ def _node(node_rank: int, host: str, address: str, first_rank: int, ranks: int) 
     return NodePlacement(node_rank, str(host), str(address), first_rank, ranks)
 
 
-def place(job: Job, hosts: Sequence[Host]) -> Placement:
+def place(job: "Job", hosts: Sequence[Host]) -> Placement:
     """Lay a job's ranks on the first `job.nodes` hosts, block by block.
 
     Raises:
@@ -175,7 +177,7 @@ def place(job: Job, hosts: Sequence[Host]) -> Placement:
     return Placement(tuple(nodes), first_rank, _master(chosen))
 
 
-def _ranks_on(host: Host, job: Job) -> int:
+def _ranks_on(host: Host, job: "Job") -> int:
     if job.ranks_per_node == "slots":
         if host.slots is None:
             raise RefusedError(

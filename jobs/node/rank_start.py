@@ -79,6 +79,8 @@ def _execute(argv: list[str], reports: int, page: int) -> NoReturn:
         os.execvpe(argv[0], argv, os.environ)
     except FileNotFoundError as error:
         hint = "write the command as a list of words" if " " in argv[0] else "give its full path, or set PATH under env"
+        if argv[0].startswith("/") and " " not in argv[0]:
+            hint = "this node has no such file; correct the path, or set python in the job or site file"
         _say(f"command not found: {argv[0]!r}; {hint}", error, reports)
         _flush_and_exit(NOT_FOUND)
     except OSError as error:

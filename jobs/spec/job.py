@@ -13,6 +13,8 @@ from pydantic import AfterValidator, BaseModel, Field, SerializeAsAny, field_val
 from typing_extensions import Self
 
 from muster.jobs.spec.failover import CheckpointSettings, RestartSettings
+from muster.jobs.spec.passable import MAX_STRING_BYTES, Passable
+from muster.jobs.spec.python import Python
 from muster.jobs.spec.slurm import SlurmSettings
 from muster.jobs.spec.strict import Strict
 
@@ -21,17 +23,6 @@ MAX_RANKS_PER_NODE: Final = 1024
 
 MAX_THREADS: Final = 1024
 VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-MAX_STRING_BYTES: Final = 131_072  # MAX_ARG_STRLEN of Linux: one argument, or NAME=value, with the zero at its end
-
-
-def _passable(text: str) -> str:
-    """Return a text that a program can be handed."""
-    if "\0" in text:
-        raise ValueError("must not hold a zero byte (\\0): no program can be handed one")
-    if (size := len(text.encode(errors="replace")) + 1) > MAX_STRING_BYTES:
-        raise ValueError(f"must be shorter than {MAX_STRING_BYTES} bytes, which is Linux's limit, got {size}")
-    return text
 
 
 def _is_variable(name: str) -> str:
@@ -43,7 +34,6 @@ def _is_variable(name: str) -> str:
     return name
 
 
-Passable = Annotated[str, AfterValidator(_passable)]
 Variable = Annotated[str, AfterValidator(_is_variable)]
 
 
@@ -69,6 +59,7 @@ class Job(Strict):
     threads_per_rank: Annotated[int, Field(ge=1, le=MAX_THREADS)] | Literal["auto"] = 1
     env: dict[Variable, Passable] = Field(default_factory=dict)
     workdir: str | None = None
+    python: Python | None = None
     setup: list[str] = Field(default_factory=list)
     start_timeout_s: Annotated[float, Field(gt=0.0)] = 60.0
     grace_s: Annotated[float, Field(ge=0.0)] = 5.0
@@ -86,6 +77,15 @@ class Job(Strict):
         if self.checkpoint is not None and self.kind not in ("train", "command"):
             raise ValueError(
                 f"checkpoint is for train: and command: jobs; Muster saves nothing of a {self.kind}: job: remove it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_program(self) -> Self:
+        if self.python is not None and self.kind not in ("", "command"):
+            raise ValueError(
+                f"python is for command: jobs; the ranks of a {self.kind}: job run in Muster's own, which interpreter "
+                "in the site file names: remove it"
             )
         return self
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.errors import JobFileError
 from muster.jobs.basics.files import expanded
-from muster.jobs.spec import mistakes, yamlfile
+from muster.jobs.spec import mistakes, python, yamlfile
 from muster.jobs.spec.job import CommandSettings, Job, JobKind
 from muster.jobs.spec.overrides import apply_override
 from muster.jobs.spec.yamlfile import Document, KeyPath, Mistake
@@ -78,7 +78,7 @@ def load_job(
             f"{path}: is a program, wanted a job file; write one with command: {program}, as in {_short(COMMAND)}"
         )
     try:
-        document = yamlfile.read(path) if text is None else yamlfile.parse(text, str(path))
+        document = yamlfile.read(path) if text is None else yamlfile.parse(text, str(path)).without_lines()
     except FileNotFoundError as error:
         raise JobFileError(f"{path}: no such file{_examples_hint(path)}") from error
     raw = document.mapping()
@@ -159,11 +159,18 @@ def _named(raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """Give a nameless job the name of its file, as far as a name can hold it."""
     if "name" in raw:
         return raw
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")[:64]
-    return {"name": name or "job", **raw}
+    return {"name": as_name(path.stem), **raw}
+
+
+def as_name(title: str) -> str:
+    """Return a title as far as the name of a job can hold it."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", title).lstrip("._-")[:64] or "job"
 
 
 def _make_absolute(document: Document, folder: Path) -> None:
+    if isinstance(document.value, dict) and "python" in document.value:
+        typed = document.place(("python",)).line == 0
+        document.value["python"] = python.absolute(document.value["python"], Path.cwd() if typed else folder)
     for path in PATHS:
         parent, value = _value(document, path[:-1]), _value(document, path)
         if isinstance(parent, dict) and isinstance(value, str) and value:

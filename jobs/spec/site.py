@@ -13,7 +13,9 @@ from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.basics.files import expanded
 from muster.jobs.basics.hostnames import check_jump, check_network, check_user
 from muster.jobs.spec import mistakes, yamlfile
-from muster.jobs.spec.job import Passable, Variable
+from muster.jobs.spec.job import Variable
+from muster.jobs.spec.passable import Passable
+from muster.jobs.spec.python import Python, absolute
 from muster.jobs.spec.slurm import SlurmSettings
 from muster.jobs.spec.strict import Strict
 
@@ -54,7 +56,8 @@ class SshSettings(Strict):
 class Site(Strict):
     """The settings of one cluster: where Python, runs and data sets are, how nodes are reached, and what jobs need."""
 
-    interpreter: str | None = None
+    interpreter: str | None = Field(None, description="Muster's own Python on the nodes")
+    python: Python | None = None
     code: str | None = Field(None, description="Muster's folder on the nodes (default: the same path as here)")
     runs: str | None = None
     data: str | None = None
@@ -143,6 +146,8 @@ def _absolute(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(value, str) and value:
             path = expanded(value)
             raw[key] = str(path if key in ("interpreter", "code") else folder / path)
+    if "python" in raw:
+        raw["python"] = absolute(raw["python"], folder)
     hosts = raw.get("hosts")
     if isinstance(hosts, str) and hosts and not BOX.fullmatch(hosts):
         raw["hosts"] = str(folder / expanded(hosts))

@@ -7,7 +7,7 @@ one line each: `FILE:LINE: KEY.PATH: what was found; what was wanted`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,7 +66,11 @@ class Document:
         for length in range(len(path), 0, -1):
             if path[:length] in self.places:
                 return self.places[path[:length]]
-        return Place(self.name, 1, 1)
+        return self.places.get((), Place(self.name, 1, 1))
+
+    def without_lines(self) -> "Document":
+        """Return this document with its keys at no line: for a text that its user has not seen."""
+        return replace(self, places=dict.fromkeys([(), *self.places], Place(self.name)))
 
     def placed(self, message: str) -> str:
         """Put before a message the place of the key that it begins with, or the file where no such key was given."""

@@ -21,20 +21,18 @@ from muster.jobs.hosts.detect import LOCAL, Detected, Flags, detect
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.machine import network
 from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.direct import record
 from muster.jobs.spec.conflicts import unread
 from muster.jobs.spec.job import Job, JobKind
 from muster.jobs.spec.load import load_job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train.direct_run import begin_attempt, record, share_start
+from muster.jobs.train.direct_run import begin_attempt, share_start
 from muster.jobs.train.main import complain, guarded, join_group, make_deterministic, settings_of, train_in
 from muster.jobs.train.modes import needs_group
 from muster.jobs.world.meeting import connect, meet
 from muster.jobs.world.world import GLOO_INTERFACES, World, choose_device
 
 KIND: Final = JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank", TrainSettings.check, unread)
-RUN_FOLDER_KEY: Final = "run-folder"
-LAST_WORD_S: Final = 5.0
-START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 
 
 def main(args: argparse.Namespace) -> NoReturn:
@@ -86,7 +84,7 @@ def take_part(args: argparse.Namespace, reporter: Reporter) -> int:
             world = World(0, 1, None, choose_device(settings.device, 0, peers))
         return train_in(start, job, world, reporter)
 
-    return record(start, work) if env.rank == 0 else work()
+    return record(start.run, start.attempt, work) if env.rank == 0 else work()
 
 
 def flags_of(args: argparse.Namespace) -> Flags:

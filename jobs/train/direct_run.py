@@ -5,33 +5,27 @@ It writes the few events that `muster status` and `why` read.
 
 import argparse
 import json
-import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
-from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, NoCheckpointError
-from muster.jobs.basics.files import append_line, write_json, write_secret
+from muster.jobs.basics.files import write_secret
 from muster.jobs.basics.reading import parse_json
-from muster.jobs.checkpoint.choose import newest_good
-from muster.jobs.hosts.placement import NodePlacement, Placement
 from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.runfolder.direct import Beginning
 from muster.jobs.runfolder.rundir import RunDir, find_run, new_run, runs_root
+from muster.jobs.saving.resume import Resume, newest
 from muster.jobs.spec.load import LoadedJob
-from muster.jobs.train.main import FAILED, Start
-from muster.jobs.train.restoring import Resume
+from muster.jobs.train.main import Start
 
 RUN_FOLDER_KEY: Final = "run-folder"
 LAST_WORD_S: Final = 5.0
-START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 
 
 def share_start(store: Store, make: Callable[[], Start], env: RankEnv) -> Start:
@@ -77,30 +71,12 @@ def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argpa
         run = find_run(root, args.resume, unique=True)
         resume = choose(run)
         attempt = max(run.attempt_numbers(), default=-1) + 1
-    folder = run.attempt(attempt)
-    folder.make()
-    placement = placement_of(env, hosts)
-    write_json(folder.placement, placement.to_json())
-    came_from = {"checkpoint": resume and resume.checkpoint, "step": resume.step if resume else 0}
-    write_json(folder.resume, came_from)
-    submitted = {
-        "run_id": run.run_id,
-        "name": loaded.job.name,
-        "kind": loaded.job.kind,
-        "nodes": len(placement.nodes),
-        "world_size": env.world_size,
-        "transport": "direct",
-        "host": hosts[0],
-        "pid": os.getpid(),
-        "pid_start": pid_start(),
-        "grace_s": loaded.job.grace_s,
-    }
+    checkpoint, step = (resume.checkpoint, resume.step) if resume else (None, 0)
     # The run began with this process, not when its ranks had met.
-    append_line(run.events, {"time": args.began, "event": "submitted", **submitted})
-    where = {"world_size": env.world_size, "master_addr": env.master_addr, "master_port": env.master_port}
-    event(run, "attempt", {"attempt": attempt, **where})
-    if resume is not None:
-        event(run, "resuming", {"attempt": attempt, **came_from})
+    job = loaded.job
+    Beginning(run, attempt, env, hosts, checkpoint, step).write(
+        args.began, name=job.name, kind=job.kind, grace_s=job.grace_s
+    )
     print(f"run {run.path}", flush=True)
     return Start(run, attempt, resume)
 
@@ -112,57 +88,7 @@ def choose(run: RunDir) -> Resume:
         NoCheckpointError: there is none that is good.
         StorageError: the run folder cannot be read.
     """
-    chosen = newest_good(run, say=lambda line: print(line, flush=True))
+    chosen = newest(run)
     if chosen is None:
         raise NoCheckpointError(f"{run.path}: no usable checkpoint; leave --resume out to begin anew")
-    return Resume(chosen.folder.name, chosen.manifest.step, chosen.manifest.sha256)
-
-
-def placement_of(env: RankEnv, hosts: list[str]) -> Placement:
-    """Return where the ranks run: a node is a row of ranks on one host, and pretend nodes share theirs."""
-    each = env.local_world_size
-    even = env.nodes * each == env.world_size
-    nodes: list[NodePlacement] = []
-    for (_, host), group in groupby(range(env.world_size), key=lambda rank: (rank // each if even else 0, hosts[rank])):
-        block = list(group)
-        address = env.master_addr if not nodes else host
-        nodes.append(NodePlacement(len(nodes), host, address, block[0], len(block)))
-    return Placement(tuple(nodes), env.world_size, env.master_addr)
-
-
-def record(start: Start, work: Callable[[], int]) -> int:
-    """Do rank 0's work and write how it ended; without an agent nobody knows of the other ranks."""
-    began = time.time()
-    code, message = exits.DONE, "done"
-    try:
-        code = work()
-        message = exits.class_of(code)
-        return code
-    except BaseException as error:
-        code, message = _ending(error)
-        raise
-    finally:
-        verdict = {"code": code, "class": exits.class_of(code), "message": message}
-        row = {"attempt": start.attempt, "started": began, "ended": time.time(), **verdict}
-        with suppress(MusterError):  # a full disk has been reported by what first met it
-            append_line(start.run.attempts, {**row, "next_step": "", "first": None, "victims": []})
-            event(start.run, "ended", {"attempt": start.attempt, **verdict})
-
-
-def event(run: RunDir, name: str, values: dict[str, Any]) -> None:
-    """Append one event."""
-    append_line(run.events, {"time": time.time(), "event": name, **values})
-
-
-def pid_start() -> int:
-    """Return when this process began, in clock ticks after boot: with the pid it names one process for good."""
-    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return int(after_name[START_TICKS_FIELD])
-
-
-def _ending(error: BaseException) -> tuple[int, str]:
-    if isinstance(error, MusterError):
-        return error.exit_code, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return exits.STOPPED, "stopped by the user"
-    return FAILED, f"rank 0: {type(error).__name__}: {error}"
+    return chosen

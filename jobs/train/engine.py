@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import Part
 from muster.jobs.train.graph import GraphedEngine, require_cuda
 from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.memory.held import Held, tensors_of
@@ -26,7 +27,6 @@ from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.train.replica import Replica
 from muster.jobs.train.rng.layer_seeds import forward_seed
 from muster.jobs.train.shards import Forms
-from muster.jobs.train.state import Part
 from muster.jobs.train.tensor_replica import split_layers
 from muster.jobs.world.world import World
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from muster.ddp.base import broadcast
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import HeldState
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradient_of, gradients_of
@@ -25,7 +26,6 @@ from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.train.replica import Replica
 from muster.jobs.train.sharded import Waits
 from muster.jobs.train.shards import Forms, SharedState
-from muster.jobs.train.state import HeldState
 from muster.jobs.world.world import World
 from muster.zero.flat import Held
 from muster.zero.scatter import all_gather, reduce_scatter

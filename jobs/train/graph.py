@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.tensors.parts import Part
 from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.memory.held import Held
 from muster.jobs.train.profiling.clock import Clock
-from muster.jobs.train.state import Part
 
 if TYPE_CHECKING:
     from muster.jobs.train.engine import Engine

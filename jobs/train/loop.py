@@ -15,6 +15,9 @@ import torch
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.node.reports import Reporter
+from muster.jobs.saving.pace import Pace
+from muster.jobs.saving.replay import Replay
+from muster.jobs.saving.saver import NotSaving
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import Data
 from muster.jobs.train.engine import Engine, build_engine
@@ -24,13 +27,10 @@ from muster.jobs.train.metrics import Files, Metrics, Summary, Units
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import learning_rate, set_learning_rate
-from muster.jobs.train.pace import Pace
 from muster.jobs.train.pipeline import PipelineEngine
 from muster.jobs.train.profiling.clock import Clock, clock_for
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling
-from muster.jobs.train.replay import Replay
 from muster.jobs.train.sampling import Plan, plan_of, total_steps
-from muster.jobs.train.saving import NotSaving
 from muster.jobs.train.screen import Screen
 from muster.jobs.train.soundness import Soundness, require_finite
 from muster.jobs.train.timeline import NotRecording, Recorder

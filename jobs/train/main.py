@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,10 +32,16 @@ from muster.jobs.hosts import ranks
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.saving.replay import Replay, logged_losses
+from muster.jobs.saving.resume import Resume
+from muster.jobs.saving.saver import Saver, Target
+from muster.jobs.saving.schedule import Schedule, failures_so_far
 from muster.jobs.spec.expand import split_text
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import Part
+from muster.jobs.tensors.snapshot import Snapshot
 from muster.jobs.train.data import Data, open_data, require_batch
 from muster.jobs.train.identity import kept_of, meta_of
 from muster.jobs.train.loading import move
@@ -43,10 +50,7 @@ from muster.jobs.train.memory.recorder import MemoryRecorder
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.modes import needs_group
 from muster.jobs.train.profiling.recorder import NOT_PROFILING, NotProfiling, Recorder, prepare
-from muster.jobs.train.replay import Replay, logged_losses
-from muster.jobs.train.restoring import Resume, restore
-from muster.jobs.train.saving import Saver, Target
-from muster.jobs.train.schedule import Schedule, failures_so_far
+from muster.jobs.train.restoring import restore
 from muster.jobs.train.soundness import NotFiniteError
 from muster.jobs.world.failures import is_lost_connection
 from muster.jobs.world.meeting import connect, meet
@@ -273,7 +277,7 @@ def build_saver(
     trainer: Trainer,
     kept: Mapping[str, Any],
     reporter: Reporter,
-) -> Saver:
+) -> Saver[Part]:
     """Make what saves this rank's part of the trainer's state."""
     began_from = start.resume.checkpoint if start.resume is not None else None
 
@@ -293,7 +297,8 @@ def build_saver(
     elapsed_s, failures = failures_so_far(start.run)
     schedule = Schedule(settings, first, elapsed_s=elapsed_s, failures=failures)
     target = Target(start.run, start.attempt, began_from, first)
-    return Saver(target, settings, trainer.engine, trainer.world, schedule, describe, reporter)
+    room = partial(Snapshot, device=trainer.world.device)
+    return Saver(target, settings, trainer.engine.held_state, room, trainer.world, schedule, describe, reporter)
 
 
 def describe(job: Job, data: Data, world: World) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import Part
 from muster.jobs.train.loading import ShardInput
 from muster.jobs.train.memory.held import Held, tensors_of
 from muster.jobs.train.models.stack import Stack, mean_loss
@@ -27,7 +28,7 @@ from muster.jobs.train.profiling.clock import Clock, Phase
 from muster.jobs.train.rng.layer_seeds import layer_seed
 from muster.jobs.train.stage_replicas import replica_of
 from muster.jobs.train.stages import Places, cuts_of, in_autocast
-from muster.jobs.train.state import MODEL, Part
+from muster.jobs.train.state import MODEL
 from muster.jobs.train.tensor_parts import groups_of, split_parts
 from muster.jobs.world.world import World
 from muster.pipe import Pipeline

@@ -20,10 +20,11 @@ from torch.utils.hooks import RemovableHandle
 
 from muster.ddp.base import DataParallel
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import HeldState
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradients_of, named_gradients
 from muster.jobs.train.profiling.clock import Clock
-from muster.jobs.train.state import DealtState, HeldState
+from muster.jobs.train.state import DealtState
 from muster.jobs.world.world import World
 
 

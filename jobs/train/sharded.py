@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import HeldState
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import make_state, recipe
 from muster.jobs.train.profiling.clock import Clock, Phase
 from muster.jobs.train.replica import WrappedReplica
 from muster.jobs.train.shards import Forms, SharedState
-from muster.jobs.train.state import HeldState
 from muster.jobs.world.world import World
 from muster.zero import ShardedOptimizer
 from muster.zero.flat import Held

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from muster.jobs.checkpoint.pieces import Piece, whole
+from muster.jobs.tensors.parts import DTYPES, Part, whole_part
 from muster.jobs.train.state import (
-    DTYPES,
     MODEL,
     OPTIMIZER,
-    Part,
     Seen,
     aliases,
     buffer_parts,
     require_same_form,
     require_same_names,
     require_trained,
-    whole_part,
 )
 from muster.zero.flat import Held
 

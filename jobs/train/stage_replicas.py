@@ -21,13 +21,13 @@ from muster.ddp.base import broadcast
 from muster.ddp.reduced import Reduced
 from muster.jobs.spec.modes import Parallel
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import HeldState
 from muster.jobs.train.numerics import Numerics
 from muster.jobs.train.numerics.optim import gradients_of, named_gradients
 from muster.jobs.train.sharded import sharded_optimizer, shares_of
 from muster.jobs.train.shards import SharedState
 from muster.jobs.train.stage_ready import ReadyGradients
 from muster.jobs.train.stage_state import StageState
-from muster.jobs.train.state import HeldState
 from muster.jobs.train.tensor_parts import Parts
 from muster.jobs.train.tensor_state import TensorState
 from muster.jobs.world.world import World

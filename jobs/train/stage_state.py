@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.tensors.parts import Part, whole_part
 from muster.jobs.train.shards import Forms
 from muster.jobs.train.state import (
     MODEL,
     OPTIMIZER,
     DealtState,
-    Part,
     buffer_parts,
     optimizer_parts,
     owner_of,
@@ -25,7 +25,6 @@ from muster.jobs.train.state import (
     require_same_names,
     require_trained,
     stored_optimizer,
-    whole_part,
 )
 
 

@@ -19,9 +19,9 @@ from muster.jobs.models.shapes import IMAGE_CHANNELS
 from muster.jobs.spec.expand import first_layers
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import ModelSettings
+from muster.jobs.tensors.parts import DTYPES
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.numerics import Numerics
-from muster.jobs.train.state import DTYPES
 from muster.jobs.world.world import World
 from muster.pipe.boundaries import weights_of
 from muster.pipe.schedules.cuts import Cuts, balanced_ranks, by_hand

@@ -1,62 +1,23 @@
 """An engine's state as named parts, to be saved and to be read back: parameters, buffers, optimizer state.
 
 Names are "model/<name>" and "optimizer/<name of the parameter>/<key>", whatever ranks hold them. An engine says what
-it holds and answers for (`held_state`), and what it needs of what is stored (`wanted_state`). A part is whole, a box,
-or a flat range of a logical tensor: replicas are dealt out as flat ranges; an engine that owns only a range or some
-layers says so, and nobody deals.
+it holds and answers for (`held_state`), and what it needs of what is stored (`wanted_state`).
 """
 
 import operator
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.checkpoint.pieces import Piece, whole
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.tensors.parts import DTYPES, Part, deal, whole_part
 
 MODEL: Final = "model/"
 OPTIMIZER: Final = "optimizer/"
-DTYPES: Final[dict[torch.dtype, str]] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-@dataclass(frozen=True)
-class Part:
-    """A piece of a logical tensor, and the tensor of its shape that holds it on this rank."""
-
-    piece: Piece
-    tensor: Tensor
-
-
-class HeldState(Protocol):
-    """What of the state one rank has, as parts."""
-
-    def parts(self) -> list[Part]:
-        """List what it saves: all ranks together every part once."""
-        ...
-
-    def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
-        """List what it reads of a checkpoint's tensors, to be filled in place."""
-        ...
-
-
-def whole_part(name: str, tensor: Tensor) -> Part:
-    """Return a tensor that this rank holds in full."""
-    return Part(whole(name, DTYPES[tensor.dtype], tuple(tensor.shape)), tensor.detach())
 
 
 def buffer_parts(module: nn.Module) -> list[Part]:
@@ -89,32 +50,6 @@ def aliases(module: nn.Module) -> dict[str, str]:
     first = {id(parameter): name for name, parameter in module.named_parameters()}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[id(parameter)] for name, parameter in named if first[id(parameter)] != name}
-
-
-def deal(own: Sequence[Part], shared: Sequence[Part], *, rank: int, ranks: int) -> list[Part]:
-    """Return one rank's part of a replica's state, so that all ranks write the same number of bytes, each byte once.
-
-        rank 0   own own own s      `own` is rank 0's alone; if that is more than its share, it gets no more
-        rank 1   s s s s s s s
-        rank 2   s s s s s s s
-
-    The cuts fall between elements, and depend on names and shapes alone.
-    """
-    total = sum(part.piece.nbytes for part in shared)
-    of_own = sum(part.piece.nbytes for part in own)
-    first = max(0, min(total, (total + of_own) // ranks - of_own)) if ranks > 1 else total
-    cuts = [0, *(first + (total - first) * each // max(ranks - 1, 1) for each in range(ranks))]
-    parts = list(own) if rank == 0 else []
-    begins = 0
-    for part in shared:
-        size = part.tensor.element_size()
-        start, stop = (_element(cut - begins, size, part.piece.elements) for cut in cuts[rank : rank + 2])
-        if cuts[rank + 1] == total:
-            stop = part.piece.elements
-        if start < stop or (part.piece.elements == 0 and rank == 0):
-            parts.append(flat_part(part, start, stop))
-        begins += part.piece.nbytes
-    return parts
 
 
 class Seen:
@@ -178,19 +113,6 @@ class DealtState:
 
     def _shared(self) -> list[Part]:
         return [*parameter_parts(self.module), *optimizer_parts(self.module, self.optimizer)]
-
-
-def _element(byte: int, size: int, elements: int) -> int:
-    """Return the first element that begins at or after a byte of a tensor, which may lie outside it."""
-    return min(max(-(-byte // size), 0), elements)
-
-
-def flat_part(part: Part, start: int, stop: int) -> Part:
-    """Return elements [start, stop) of a whole tensor, in row-major order."""
-    if (start, stop) == (0, part.piece.elements):
-        return part
-    piece = Piece(part.piece.name, part.piece.dtype, part.piece.shape, box=None, flat=(start, stop))
-    return Part(piece, part.tensor.reshape(-1)[start:stop])  # a copy only where the tensor is not row-major
 
 
 def wanted_replica(

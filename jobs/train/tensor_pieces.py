@@ -10,7 +10,7 @@ import math
 from torch import Tensor
 
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.train.state import DTYPES, Part
+from muster.jobs.tensors.parts import DTYPES, Part
 from muster.pipe.tensor.slices import TensorSlice
 
 

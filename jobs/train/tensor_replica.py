@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.jobs.spec.train import TrainSettings
+from muster.jobs.tensors.parts import HeldState
 from muster.jobs.train.models.stack import Stack
 from muster.jobs.train.modes import WRAP
 from muster.jobs.train.numerics import Numerics
@@ -27,7 +28,6 @@ from muster.jobs.train.numerics.optim import gradients_of
 from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.train.replica import Replica
 from muster.jobs.train.sharded import ShardedReplica, shares_of
-from muster.jobs.train.state import HeldState
 from muster.jobs.train.tensor_parts import Parts, groups_of, split_parts
 from muster.jobs.train.tensor_state import TensorState
 from muster.jobs.world.world import World

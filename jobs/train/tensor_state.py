@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.train.state import MODEL, OPTIMIZER, HeldState, Part, owner_of, require_same_form, require_same_names
+from muster.jobs.tensors.parts import HeldState, Part
+from muster.jobs.train.state import MODEL, OPTIMIZER, owner_of, require_same_form, require_same_names
 from muster.jobs.train.tensor_parts import Parts
 from muster.jobs.train.tensor_pieces import parts_of
 from muster.pipe.tensor.slices import TensorSlice

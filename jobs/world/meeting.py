@@ -14,8 +14,9 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from muster.jobs.basics.errors import RefusedError, StartTimeoutError
 from muster.jobs.basics.reading import parse_json
+from muster.jobs.basics.words import spell_ranks
 from muster.jobs.hosts.ranks import RankEnv
-from muster.jobs.world.world import Peer, spell_ranks, this_peer
+from muster.jobs.world.world import Peer, this_peer
 
 POLL_S: Final = 0.1
 BACKLOG: Final = 4096  # ranks that dial before the store accepts; the kernel lowers it to its own limit

@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from muster.jobs.basics.errors import RefusedError, StartTimeoutError
+from muster.jobs.basics.words import spell_ranks
 from muster.jobs.hosts.ranks import RankEnv
 
 # A collective may wait for a rank that loads data or writes a checkpoint; a dead peer shows at once as a lost
@@ -70,6 +71,10 @@ class World:
     def readers(self, gathered: Sequence[T]) -> Sequence[T]:
         """Return what one rank of each part of a batch gave, of what all did: those that share one say the same."""
         return gathered[: self.data_ranks * self.tensor : self.tensor]
+
+    def meet(self) -> None:
+        """Return when every rank has come here: a collective."""
+        self.gather(torch.zeros(1, device=self.device))
 
     def gather(self, mine: Tensor) -> list[Tensor]:
         """Return every rank's tensor, in rank order; all must have one shape."""
@@ -190,8 +195,3 @@ def add_in_order(values: Iterable[float]) -> float:
     for value in values:
         total += value
     return total
-
-
-def spell_ranks(ranks: list[int]) -> str:
-    """Write rank numbers for a message."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

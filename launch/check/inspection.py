@@ -17,6 +17,7 @@ from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableErro
 from muster.jobs.basics.files import write_text
 from muster.launch.check.judges import Answer
 from muster.launch.plan.plan import Context
+from muster.launch.plan.program import needs
 from muster.launch.supervision.crew import ClockOffset
 from muster.launch.supervision.master import own_address
 from muster.launch.supervision.startup import prepare_message
@@ -112,7 +113,9 @@ class Inspection:
     def _ask(self, node: int, channel: Channel) -> None:
         for _ in range(BEATS):
             channel.post(Beat(time.time()))
-        channel.post(Inspect())
+        program, script = needs(self.context)
+        interpreter = self.context.interpreter
+        channel.post(Inspect(program=program, script=script, folder=interpreter.folder if interpreter else ""))
         channel.post(Inspect(run=str(self.context.run.path), nonce=self.nonce, mark=str(node)))
         if node == 0:
             channel.post(prepare_message(self.context, self.answers[0].hello))

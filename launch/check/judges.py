@@ -129,6 +129,15 @@ def _code(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
     return Cell(text)
 
 
+def _program(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    if "program" in answer.facts.get("failed", {}):
+        return _missing(answer, "program")
+    why = answer.facts.get("program", "")
+    if not why:
+        return Cell("ok")
+    return Cell("none", BAD, f"lacks the program of the command: {why}; bring it there, or set python or workdir")
+
+
 def _clock(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
     if answer.ahead_s is None:
         return Cell("?", WARNING, "did not answer a heartbeat, so its clock was not compared")
@@ -292,6 +301,7 @@ COLUMNS: Final[dict[str, Judge]] = {
     "python": _python,
     "torch": _torch,
     "code": _code,
+    "program": _program,
     "clock": _clock,
     "network": _network,
     "master": _master,

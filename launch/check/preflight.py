@@ -11,7 +11,7 @@ from muster.jobs.basics import exits
 from muster.jobs.hosts import nodelist
 from muster.launch.check.judges import BAD, COLUMNS, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected, Usual
 
-QUIET: Final = ("GPUs", "files")
+QUIET: Final = ("program", "GPUs", "files")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser)
+    add_job(parser, program=True)
     add_runs(parser)
     add_transport(parser)
     add_json(parser)

@@ -31,7 +31,7 @@ WIDEST = 48  # characters of a value: PATH would push its origin off the screen;
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser)
+    add_job(parser, program=True)
     add_runs(parser)
     add_json(parser)
     add_transport(parser)
@@ -92,7 +92,8 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
             }
             for plan in plans
         ],
-        "command": job.settings.model_dump()["argv"] if context.entry is None else None,
+        "python": asdict(context.interpreter) if context.interpreter else None,
+        "command": context.argv if context.entry is None else None,
         "function": context.entry,
     }
 
@@ -179,6 +180,9 @@ def render(record: dict[str, Any]) -> str:
     lines += [f"  {f'node {n}' if each else 'start':<10} {shlex.join(argv)}" for n, argv in enumerate(record["start"])]
     what = shlex.join(record["command"]) if record["command"] else f"{record['function']} in a fork of the warm process"
     lines.append(f"  every rank {what}")
+    if python := record["python"]:
+        words = shlex.join(python["words"])
+        lines.append(f"  python     {words} ({python['why']})" if words else f"  python     {python['why']}")
     return "\n".join(lines)
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser)
+    add_job(parser, program=True)
     add_runs(parser)
     add_transport(parser)
     parser.add_argument("--quiet", action="store_true", help="say nothing unless it fails; logs are kept all the same")

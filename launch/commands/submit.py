@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser)
+    add_job(parser, program=True)
     add_runs(parser)
     add_transport(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and do nothing")

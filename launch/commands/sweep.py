@@ -24,7 +24,7 @@ SPARE: Final = ("took>", "exit>", "step>", "loss>", "run")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser)
+    add_job(parser, program=True)
     parser.add_argument(
         "--grid",
         metavar="KEY=V,V",
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     grids = read_grids(args.grids)
     name, points, prepared = prepare_points(args, grids)
-    record, folder = make_sweep(args.job, name, points, prepared)
+    record, folder = make_sweep(args.job if args.program else str(Path(args.job).absolute()), name, points, prepared)
     print(f"sweep {folder}", file=sys.stderr)
     try:
         whole = execute(points, prepared, folder, limit=args.limit, keep_going=args.keep_going)
@@ -156,7 +156,7 @@ def make_sweep(job: str, name: str, points: "list[Point]", prepared: "list[Prepa
     route = prepared[0].submission.route
     record = SweepRecord(
         name=name,
-        job=str(Path(job).absolute()),
+        job=job,
         transport=route.transport,
         time=time.time(),
         points=tuple(points),

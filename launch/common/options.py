@@ -26,10 +26,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print data as JSON")
 
 
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Add the job file and what may be said about it from outside."""
-    parser.add_argument("job", metavar="JOB", help="the job file (YAML)")
+def add_job(parser: argparse.ArgumentParser, *, program: bool = False) -> None:
+    """Add the job file and what may be said about it from outside; with `program`, a program may take its place."""
+    what = "the job file (YAML), or a program with its arguments: train.py --lr 0.1; any other one after --"
+    parser.add_argument("job", metavar="JOB", help=what if program else "the job file (YAML)")
     add_changes(parser)
+    if program:
+        parser.set_defaults(program=())  # launch/common/program_words.py
+        restart = "as --set restart.max=MAX (without a number: the default)"
+        parser.add_argument("--restart", metavar="MAX", nargs="?", const="default", type=_restarts, help=restart)
     add_site_and_name(parser)
 
 
@@ -57,7 +62,7 @@ def add_overrides(parser: argparse._ActionsContainer) -> None:
         help="override one value of the job, as in train.optimizer.lr=0.1; may be repeated",
     )
     parser.add_argument(
-        "-x",
+        *("-x", "--env"),
         metavar="NAME[=VALUE]",
         action="append",
         default=[],
@@ -129,6 +134,14 @@ def _iface(given: str) -> str:
     from muster.jobs.basics.hostnames import check_network
 
     return _checked("--iface", check_network, given)
+
+
+def _restarts(given: str) -> str:
+    from muster.jobs.basics.errors import UsageError
+
+    if given != "default" and not (given.isdecimal() and len(given) < 10):
+        raise UsageError(f"--restart: must be a number of restarts, or nothing, got {given!r}")
+    return given
 
 
 def _port(given: str) -> int:

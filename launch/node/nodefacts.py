@@ -25,6 +25,7 @@ from muster.jobs.machine import network
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import gitfacts
 from muster.launch.common.fingerprint import fingerprint
+from muster.launch.common.program_files import fault
 from muster.launch.common.storage import is_shared
 from muster.launch.wire.messages import Inspect
 from muster.launch.wire.records import Facts
@@ -44,17 +45,22 @@ def facts(request: Inspect = EVERYTHING) -> Facts:
     """Return what is asked for and can be found within the deadline; never raises.
 
     nothing           what this node is and has
+    program, script   whether this node has them; a program that is a name is looked for in `folder`, too
     peer, port        the way to a peer, and whether its port answers
     run, nonce, mark  whether this node sees a run folder that holds a nonce, and can write a mark there
 
-    The last two may be asked in one.
+    The last two may be asked in one, and so may the first two.
     """
     probes: dict[str, Probe] = {}
     if request.run:
         probes["storage"] = partial(storage, request)
     if request.peer:
         probes |= {"route": partial(route, request), "connect": partial(connect, request)}
-    return run_probes(probes or STANDING, DEADLINE_S)
+    if not probes:
+        probes |= STANDING
+    if request.program or request.script:
+        probes["program"] = partial(fault, request.program, request.script, request.folder)
+    return run_probes(probes, DEADLINE_S)
 
 
 def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from muster.jobs.basics.boot import importable
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.placement import NodePlacement, Placement, divide, pin
 from muster.jobs.hosts.ranks import FILES, OF_A_RANK, SESSION, STOP_FILE
@@ -18,6 +19,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
+from muster.launch.plan.interpreter import Interpreter
 from muster.launch.wire.messages import Start
 
 GLOO_INTERFACE: Final = "GLOO_SOCKET_IFNAME"
@@ -79,7 +81,7 @@ class Context:
     placement: Placement
     run: RunDir
     workdir: str
-    python: str  # the interpreter, absolute
+    python: str  # Muster's own interpreter, absolute
     entry: str | None  # "module:function" that a forked rank calls; None: a program started fresh
     options: Mapping[str, Any] = field(default_factory=dict)  # for that function, beside the job
     attempt: int = 0
@@ -87,11 +89,18 @@ class Context:
     remote: bool = False  # nodes are other machines than the supervisor's
     iface: str | None = None  # the user's choice of a network: an interface, or a CIDR
     spares: tuple[NodePlacement, ...] = ()  # nodes that have an agent, and no ranks until another one is lost
+    interpreter: Interpreter | None = None  # of a program; None: it is Muster's own, and no word is replaced
 
     @property
     def crew(self) -> tuple[NodePlacement, ...]:
         """Every node that gets an agent; a node's place in here, its slot, is its number for the whole run."""
         return (*self.placement.nodes, *self.spares)
+
+    @property
+    def argv(self) -> list[str]:
+        """What every rank of a `command:` job executes."""
+        command: list[str] = self.job.settings.model_dump()["argv"]
+        return self.interpreter.argv(command) if self.interpreter else command
 
 
 def preload(context: Context) -> str:
@@ -112,8 +121,11 @@ def shared_environment(context: Context, machine: Machine, threads: int) -> tupl
 
     add("OMP_NUM_THREADS", str(threads), f"threads_per_rank: {context.job.threads_per_rank}")
     add("PYTHONUNBUFFERED", "1", "so that a killed rank's last lines are not lost")
-    path = os.pathsep.join(filter(None, (str(Path(context.python).parent), machine.environ.get("PATH", ""))))
-    add("PATH", path, "the interpreter's folder first, so that python is Muster's own")
+    folder, origin = str(Path(context.python).parent), "the interpreter's folder first, so that python is Muster's own"
+    if context.interpreter is not None:
+        folder, origin = context.interpreter.folder, "the interpreter's folder first, so that its programs are found"
+    if folder:
+        add("PATH", _joined(folder, machine.environ.get("PATH")), origin)
     interface, origin = machine.interface, f"the way to the master {context.placement.master_addr}"
     if context.placement.one_host:
         interface, origin = "lo", "all ranks are on this machine"
@@ -128,7 +140,16 @@ def shared_environment(context: Context, machine: Machine, threads: int) -> tupl
             if name in OF_A_RANK:
                 raise RefusedError(f"{file}: env.{name}: this is Muster's to set for each rank; remove it")
             add(name, value, f"{file}: env")
+    if context.entry is None:
+        given = values.get("PYTHONPATH")
+        behind = given.value if given else machine.environ.get("PYTHONPATH")
+        root = context.code if context.remote else None
+        add("PYTHONPATH", _joined(importable(root), behind), "the folder of `import muster` first")
     return tuple(values.values())
+
+
+def _joined(first: str, rest: str | None) -> str:
+    return f"{first}{os.pathsep}{rest}" if rest else first
 
 
 def plan_nodes(context: Context, machines: Sequence[Machine], master_port: int | None) -> list[NodePlan]:
@@ -159,7 +180,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
     """Spell one node's plan out as the agent's start message: data, never shell text."""
     attempt = plan.run.attempt(context.attempt)
     what: dict[str, Any] = (
-        {"argv": context.job.settings.model_dump()["argv"]}
+        {"argv": context.argv}
         if context.entry is None
         else {
             "call": context.entry,
@@ -205,6 +226,8 @@ def session_text(context: Context) -> str:
             "version": SESSION_VERSION,
             "job": context.job.name,
             "checkpoint": settings.model_dump(mode="json"),
+            "attempt": context.attempt,
+            "hang_s": context.job.hang_s,
             "saving": bool(context.options.get("saving", True)),
             "resume": context.options.get("resume"),
         }

@@ -19,6 +19,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
 from muster.launch.common.fields import typed_lines
 from muster.launch.common.kinds import BY_KEY
+from muster.launch.plan.interpreter import Interpreter
 from muster.launch.plan.plan import Context
 
 VERSION: Final = 1
@@ -65,6 +66,7 @@ class Submission:
             "spares": [asdict(node) for node in context.spares],
             "workdir": context.workdir,
             "python": context.python,
+            "interpreter": asdict(context.interpreter) if context.interpreter else None,
             "code": context.code,
             "options": dict(context.options),
         }
@@ -100,12 +102,17 @@ class Submission:
                 remote=record["route"]["transport"] != "local",
                 iface=record["route"]["iface"],
                 spares=tuple(NodePlacement(**node) for node in record.get("spares", ())),
+                interpreter=_interpreter(record.get("interpreter")),
             )
             return cls(Route(**route), context)
         except MusterError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunFolderError(f"{run.submission}: cannot be read: {error}; submit the job anew") from error
+
+
+def _interpreter(record: Mapping[str, Any] | None) -> Interpreter | None:
+    return Interpreter(**{**record, "words": tuple(record["words"])}) if record else None
 
 
 def hosts_record(hosts: HostSet) -> dict[str, Any]:

@@ -32,8 +32,10 @@ def any_port() -> int:
     return FIRST_PORT + secrets.randbelow(PORTS)
 
 
-def lines(prepared: Prepared, job_words: list[str], secret: str) -> list[str]:
+def lines(prepared: Prepared, job_words: list[str], secret: str, program: Sequence[str] = ()) -> list[str]:
     """Return one line per node of the crew; `job_words` are the job file and the options that change it, for node 0.
+
+    `program` stands at the end of that line, in the place of a job file.
 
     Raises:
         UsageError: nothing says where the others find node 0.
@@ -52,6 +54,7 @@ def lines(prepared: Prepared, job_words: list[str], secret: str) -> list[str]:
     words += ["--iface", route.iface] if route.iface else []
     if route.hosts.hosts:
         words += ["--nodelist", nodelist.fold(node.host for node in context.crew)]
+    words += ["--", *program] if program else []
     found = [f"{shlex.join(['cd', context.workdir])} && {SECRET}={secret} {shlex.join(words)}"]
     for node in range(1, len(context.crew)):
         agent = [*module_argv(context.python, "muster.launch.agent", context.code), "--node", str(node)]

@@ -11,6 +11,9 @@ from muster.jobs.basics.words import counted
 from muster.jobs.data.datafiles import cifar10_files, data_root, text_file
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
+from muster.launch.common.program_files import fault
+from muster.launch.plan.plan import Context
+from muster.launch.plan.program import needs, replaced
 from muster.launch.plan.spares import crew_size
 
 LOCAL_NODES: Final = 256  # each is an agent and a warm process
@@ -44,6 +47,24 @@ def check_size(job: Job, cores: int) -> None:
 def warn(text: str) -> None:
     """Print a warning, once for all the jobs of a command."""
     print(f"muster: warning: {text}", file=sys.stderr)
+
+
+def check_program(context: Context) -> None:
+    """Check that the interpreter and the script of a `command:` job are on this machine.
+
+    What else a command may begin with is for the rank itself to find.
+
+    Raises:
+        RefusedError: one of them is not there, or cannot be run.
+    """
+    program, script = needs(context)
+    if (interpreter := context.interpreter) is None:
+        return
+    if replaced(context) and (found := fault(program, "", interpreter.folder)):
+        file = "site file: " if context.job.python is None and context.site.python is not None else ""
+        raise RefusedError(f"{file}python: {found}; correct it")
+    if found := fault("", script, ""):
+        raise RefusedError(f"command: {found}; correct the name, or set workdir to the folder that it is in")
 
 
 def check_files(job: Job, environ: Mapping[str, str]) -> None:

@@ -21,15 +21,17 @@ from muster.jobs.hosts.nodelist import expand
 from muster.jobs.hosts.placement import Host, divide
 from muster.jobs.machine.network import is_own
 from muster.jobs.runfolder.rundir import RunDir, run_path, runs_root
+from muster.jobs.spec.failover import RestartSettings
 from muster.jobs.spec.job import VARIABLE, Job
 from muster.jobs.spec.load import LoadedJob, load_job
 from muster.jobs.spec.site import Site, load_site, placed
 from muster.jobs.spec.slurm import merged
 from muster.launch.common.kinds import BY_KEY, KINDS
+from muster.launch.plan.interpreter import choose
 from muster.launch.plan.plan import Context, Machine, shared_environment
 from muster.launch.plan.spares import crew_size, place_crew
 from muster.launch.plan.submission import Route, Submission
-from muster.launch.submit.here import check_files, check_size
+from muster.launch.submit.here import check_files, check_program, check_size
 from muster.launch.submit.hostsource import QUEUED, SOURCES, check_options, host_set, ssh_settings
 from muster.slurm.allocation import inside_allocation, read_allocation
 
@@ -79,18 +81,20 @@ def prepare(
     text = getattr(args, "job_text", None)
     loaded = load_job(Path(args.job), KINDS, overrides(args), text=text, allow_unread=allow_unread)
     site = site_of(args)
-    route = route or route_of(args, site)
+    resumed, route = route is not None, route or route_of(args, site)
     check_options(args, route.transport)
     try:
         context = _context(args, loaded.job, site, route, here=here and route.is_here)
+        if here and route.is_here and not resumed:  # what goes on does so in the folder that it began in
+            check_program(context)
     except RefusedError as error:
         message = str(error)
         if message.startswith(OF_SITE):
             raise RefusedError(placed(args.site, message.removeprefix(OF_SITE))) from error
         message = message.removeprefix("job file: ")
-        # A job made from a command line has no line numbers that its user has seen.
-        is_file = Path(args.job).is_file()
-        raise RefusedError(loaded.document.placed(message) if is_file else f"{args.job}: {message}") from error
+        if getattr(args, "program", ()):
+            message = message.removeprefix("command: ")
+        raise RefusedError(loaded.document.placed(message)) from error
     site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
     return Prepared(Submission(route, context), loaded, site_text)
 
@@ -112,18 +116,20 @@ def _context(args: argparse.Namespace, job: Job, site: Site, route: Route, *, he
             )
         if placement.one_host and len(placement.nodes) > 1 and route.transport not in ("local", "hand"):
             raise UsageError(f"--master-addr: {address} is each node's own; give an address of node 0 that all reach")
+    python = interpreter_of(site, here=route.is_here)
     context = Context(
         job=job,
         site=site,
         placement=placement,
         run=RunDir(run_path(runs_root(args.runs or site.runs), job.name)),
         workdir=job.workdir or str(Path.cwd()),
-        python=interpreter_of(site, here=route.is_here),
+        python=python,
         entry=BY_KEY[job.kind].entry,
         code=site.code,
         remote=route.transport != "local",
         iface=route.iface,
         spares=spares,
+        interpreter=choose(job, site, python),
     )
     shared_environment(context, this_machine(), 1)  # refuses variables that are not a job's to set
     return context
@@ -140,6 +146,9 @@ def overrides(args: argparse.Namespace) -> list[str]:
         given.append(f"ranks_per_node={args.ranks_per_node}")
     if getattr(args, "on", None) in ("slurm", "submitit"):
         given += slurm_choice(args)
+    if restart := getattr(args, "restart", None):
+        most = RestartSettings.model_fields["max"].default if restart == "default" else restart
+        given.append(f"restart.max={most}")
     for word in args.exported:
         name, is_given, value = word.partition("=")
         if not VARIABLE.fullmatch(name):

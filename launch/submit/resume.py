@@ -217,6 +217,7 @@ def changed(run: RunDir, before: Submission, args: argparse.Namespace) -> Prepar
     prepared = prepare(args, route=route, allow_unread=True)
     was, now = before.context, prepared.context
     moved = any(each.partition("=")[0] == "workdir" for each in args.overrides)
+    renamed = other_site or now.job.python != was.job.python
     code = now.code if other_site and now.site.code else was.code
     if code is not None and Path(code, "launch").is_dir() and not Path(code, "muster").is_dir():
         raise RefusedError(
@@ -229,6 +230,7 @@ def changed(run: RunDir, before: Submission, args: argparse.Namespace) -> Prepar
         attempt=was.attempt,
         workdir=now.workdir if moved else was.workdir,
         python=now.python if other_site else was.python,
+        interpreter=now.interpreter if renamed else was.interpreter,
         code=code,
         placement=now.placement if args.master_addr else _meeting(was.placement, now.placement),
         options=_options(was.attempt, args.origin),

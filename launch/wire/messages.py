@@ -224,7 +224,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Ask what a node is, has and reaches: all of what is given is found out, or, if nothing is, what it is."""
+    """Ask what a node is, has and reaches (launch/node/nodefacts.py says which fields ask for what)."""
 
     run: Text = ""
     nonce: Name = ""
@@ -232,6 +232,9 @@ class Inspect:
     peer: Address = ""
     port: Port = 1
     iface: Name = ""
+    program: Text = ""
+    script: Text = ""
+    folder: Text = ""
 
 
 @dataclass(frozen=True)

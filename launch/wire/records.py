@@ -193,6 +193,7 @@ class Facts(TypedDict, total=False):
     memory: Memory
     gpus: Annotated[tuple[Name, ...], Bound(most=1 << 10)]
     limits: Limits
+    program: Text
     storage: Storage
     route: tuple[Name, Name] | None
     connect: Text

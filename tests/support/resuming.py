@@ -15,10 +15,10 @@ from muster.jobs.node import page
 from muster.jobs.node.page import Page
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.saving.resume import Resume
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.main import Start, make_deterministic, train_in
-from muster.jobs.train.restoring import Resume
 from muster.jobs.world.world import World
 
 ROOT = Path(__file__).parents[2]

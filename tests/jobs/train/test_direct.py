@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.runfolder.direct import placement_of
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.train.direct_run import placement_of
 from muster.launch.records.runstate import read_state
 from support.live import LiveRun
 from support.modules import run_module

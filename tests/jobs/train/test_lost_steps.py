@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.jobs.node.reports import Reporter
+from muster.jobs.saving.saver import NotSaving
 from muster.jobs.spec.modes import MODES, PIPELINES
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import OptimizerSettings
@@ -18,7 +19,6 @@ from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.numerics.scaling import Scaler
-from muster.jobs.train.saving import NotSaving
 from muster.jobs.train.soundness import NotFiniteError, Soundness
 from muster.jobs.train.verify import digest
 from muster.jobs.world.failures import is_lost_connection

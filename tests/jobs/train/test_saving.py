@@ -6,6 +6,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from muster.jobs.basics.errors import RefusedError, StorageError
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.saving.saver import Saver, Target
+from muster.jobs.saving.schedule import Schedule
 from muster.jobs.spec.failover import CheckpointSettings
-from muster.jobs.train.saving import Saver, Target
-from muster.jobs.train.schedule import Schedule
-from muster.jobs.train.state import Part, whole_part
+from muster.jobs.tensors.parts import Part, whole_part
+from muster.jobs.tensors.snapshot import Snapshot
 from muster.jobs.world.world import World
 from support.checkpoints import Told
 
@@ -48,7 +50,8 @@ class Training:
         self.saver = Saver(
             Target(run, 0),
             checkpoint,
-            self.engine,  # type: ignore[arg-type]
+            self.engine.held_state,
+            partial(Snapshot, device=torch.device("cpu")),
             World(0, 1, None, torch.device("cpu")),
             Schedule(checkpoint, 0),
             lambda done, parent, losses: {"step": done, "parent": parent, "losses": list(losses)},

@@ -18,10 +18,10 @@ from muster.jobs.node.page import NEVER, Page
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.saving import saver as saving
+from muster.jobs.saving.helper import WriterProcess
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.train import TrainSettings
-from muster.jobs.train import saving
-from muster.jobs.train.helper import WriterProcess
 from muster.jobs.train.main import Start, train_in
 from muster.jobs.world.world import World
 from support.checkpoints import Told

@@ -9,6 +9,7 @@ from muster.jobs.models.anatomy import anatomy
 from muster.jobs.models.shapes import POOL, VGG_SHAPES, GptShape, VggShape
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.spec.train_fields import OptimizerSettings
+from muster.jobs.tensors.parts import whole_part
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loading import move
 from muster.jobs.train.loop import build_trainer
@@ -17,7 +18,6 @@ from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.shards import Forms, SharedState
-from muster.jobs.train.state import whole_part
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
 from muster.zero.flat import Held

@@ -11,20 +11,10 @@ from torch.nn import functional
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings
+from muster.jobs.tensors.parts import Part, deal, flat_part, whole_part
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.state import (
-    DealtState,
-    Part,
-    aliases,
-    buffer_parts,
-    deal,
-    flat_part,
-    optimizer_parts,
-    parameter_parts,
-    wanted_replica,
-    whole_part,
-)
+from muster.jobs.train.state import DealtState, aliases, buffer_parts, optimizer_parts, parameter_parts, wanted_replica
 
 SIZES = st.lists(st.integers(0, 50), max_size=8)
 

@@ -6,6 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from muster.jobs.basics.boot import importable
 from muster.jobs.spec.site import Site
 from muster.launch.plan.plan import (
     plan_nodes,
@@ -102,6 +103,7 @@ def test_a_command_is_started_by_its_argv_and_nothing_is_imported_for_it() -> No
                 "PYTHONUNBUFFERED": "1",
                 "PATH": "/opt/muster/bin",
                 "GLOO_SOCKET_IFNAME": "lo",
+                "PYTHONPATH": importable(),
             },
         },
         "console": (),

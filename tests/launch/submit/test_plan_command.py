@@ -56,7 +56,7 @@ def muster_plan(
     monkeypatch.setattr(sys, "executable", "/opt/muster/bin/python")
     monkeypatch.setattr("muster.jobs.basics.boot.CODE_ROOT", Path("/opt/muster/code"))
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    for name in ("GLOO_SOCKET_IFNAME", "MUSTER_SITE"):
+    for name in ("GLOO_SOCKET_IFNAME", "MUSTER_SITE", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "job.yaml").write_text(COMMAND)
     (tmp_path / "site.yaml").write_text(SITE)
@@ -90,7 +90,7 @@ def test_json_holds_the_same_plan_as_records_and_null_where_the_start_decides(mu
     assert code == 0
     assert list(record) == [
         *("name", "kind", "transport", "start", "world_size", "pipeline"),
-        *("workdir", "runs", "setup", "nodes", "command", "function"),
+        *("workdir", "runs", "setup", "nodes", "python", "command", "function"),
     ]
     assert (record["name"], record["kind"], record["transport"], record["world_size"]) == (
         "demo",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from muster.jobs.basics.boot import importable
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.ranks import RankEnv, read
 from muster.jobs.runfolder.rundir import RunDir
@@ -68,6 +69,7 @@ def test_the_job_wins_over_the_site_and_the_site_over_our_defaults() -> None:
         "GLOO_SOCKET_IFNAME": ("lo", "all ranks are on this machine"),
         "ONLY_SITE": ("s", "site file: env"),
         "BOTH": ("job", "job file: env"),
+        "PYTHONPATH": (importable(), "the folder of `import muster` first"),
     }
     assert shared(make_context(), threads=3)["OMP_NUM_THREADS"] == ("3", "threads_per_rank: 1")
 

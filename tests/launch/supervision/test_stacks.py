@@ -17,7 +17,7 @@ ALL_REDUCE = [
     "/repo/ddp/all_reduce.py:23 _mean",
     "/repo/jobs/train/engine.py:88 train_step",
 ]
-BARRIER = [f"{TORCH}/distributed/distributed_c10d.py:5024 barrier", "/repo/jobs/train/saving.py:40 finish"]
+BARRIER = [f"{TORCH}/distributed/distributed_c10d.py:5024 barrier", "/repo/jobs/saving/saver.py:40 finish"]
 BACKWARD = [f"{TORCH}/autograd/graph.py:857 _engine_run_backward", "/repo/jobs/train/engine.py:80 backward"]
 READS = ["/repo/jobs/train/loading.py:31 read", "/repo/jobs/train/loop.py:70 run_steps"]
 SLEEPS = ["/home/her/model.py:12 forward"]

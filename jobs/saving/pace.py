@@ -15,10 +15,15 @@ OF_LATE: Final = 100  # steps
 
 
 class Pace:
-    """Writes a rank's page as it trains, and reads it between steps."""
+    """Writes a rank's page as it trains, and reads it between steps.
 
-    def __init__(self) -> None:
+    `timed`: it tells how long the slowest step took, from which follows how long the next one may take
+    (`launch/supervision/progress.py`).
+    """
+
+    def __init__(self, *, timed: bool = True) -> None:
         self.page = page.own
+        self.timed = timed
         self.page.enter(Phase.RUN)
         self._began_s = 0.0
         self._slowest_s = [0.0, 0.0]  # of the steps before the newest OF_LATE, and of the newest
@@ -43,4 +48,4 @@ class Pace:
             self._slowest_s, self._steps = [self._slowest_s[1], 0.0], 0
         self._steps += 1
         self._slowest_s[1] = max(self._slowest_s[1], time.monotonic() - self._began_s)
-        self.page.step_done(done, max(self._slowest_s))
+        self.page.step_done(done, max(self._slowest_s) if self.timed else 0.0)

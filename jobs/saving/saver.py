@@ -14,22 +14,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final
-
-import torch
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from muster.jobs.basics.errors import RefusedError, StorageError
+from muster.jobs.basics.words import spell_ranks
+from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.writer import Order
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.spec.failover import CheckpointSettings
-from muster.jobs.train.engine import Engine
-from muster.jobs.train.helper import WriterGone, WriterProcess
-from muster.jobs.train.schedule import Schedule
-from muster.jobs.train.snapshot import Snapshot
-from muster.jobs.world.world import World, spell_ranks
+from muster.jobs.saving.helper import WriterGone, WriterProcess
+from muster.jobs.saving.policy import Policy
+from muster.jobs.saving.schedule import Schedule
 
 MOST_MISSED: Final = 3
 END_TRIES: Final = 2
@@ -37,6 +34,63 @@ PATIENCE_S: Final = 30.0  # with a writer that says nothing, and
 SLOWEST_BYTES_PER_S: Final = 20e6  # this much for its bytes
 POLL_S: Final = 0.02
 NONE: Final = -1
+
+
+class Held(Protocol):
+    """A tensor of this rank's part of the state."""
+
+    @property
+    def piece(self) -> Piece:
+        """Which piece of which logical tensor it is."""
+        ...
+
+
+Part = TypeVar("Part", bound=Held)
+Contra = TypeVar("Contra", bound=Held, contravariant=True)
+
+
+class Room(Protocol[Contra]):
+    """Shared memory for a copy of a rank's parts (`jobs/tensors/snapshot.py`)."""
+
+    pieces: list[Piece]
+    offsets: list[int]
+    nbytes: int
+    descriptor: int
+
+    def take(self, parts: Sequence[Contra]) -> None:
+        """Copy the parts."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """True when the copy may be read."""
+        ...
+
+    def wait(self) -> None:
+        """Return when the copy may be read."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory."""
+        ...
+
+
+class Ranks(Protocol):
+    """The ranks that save together."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def meet(self) -> None:
+        """Return when every rank has come here."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -80,11 +134,17 @@ class NotSaving:
     def step_done(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
         """Save if that was agreed; look after a save that is in flight."""
 
+    def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
+        """Save the state after `done` steps, whether it is due or not: at the same step on every rank."""
+
     def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
         """Wait until the state after `done` steps, the last ones, is saved."""
 
+    def settle(self) -> None:
+        """Wait until no save is in flight, and save no more; others may still do so."""
 
-class Saver(NotSaving):
+
+class Saver(NotSaving, Generic[Part]):
     """Saves one rank's part, by the side of all others."""
 
     patient = True
@@ -92,9 +152,10 @@ class Saver(NotSaving):
     def __init__(
         self,
         target: Target,
-        settings: CheckpointSettings,
-        engine: Engine,
-        world: World,
+        settings: Policy,
+        held: Callable[[], Sequence[Part]],
+        room: Callable[[Sequence[Part]], Room[Part]],
+        world: Ranks,
         schedule: Schedule,
         describe: Callable[[int, str | None, Sequence[tuple[int, float]]], Mapping[str, Any]],
         reporter: Reporter,
@@ -103,7 +164,8 @@ class Saver(NotSaving):
     ) -> None:
         self.target = target
         self.settings = settings
-        self.engine = engine
+        self.held = held  # lists this rank's parts
+        self.room = room  # makes room for a copy of them
         self.world = world
         self.schedule = schedule
         self.describe = describe  # (steps done, parent, losses) -> what a checkpoint says of itself
@@ -118,7 +180,7 @@ class Saver(NotSaving):
         self.left_out = 0  # since the last commit
         self.flight: InFlight | None = None
         self.writer: WriterProcess | None = None
-        self.snapshot: Snapshot | None = None
+        self.snapshot: Room[Part] | None = None
 
     # At log points --------------------------------------------------------------------------------------------------
 
@@ -168,6 +230,19 @@ class Saver(NotSaving):
         elif self.flight is not None:
             self._look()
 
+    def save(self, done: int, losses: Sequence[tuple[int, float]], *, wait: bool) -> None:
+        """Save the state after `done` steps, once the save before is done; `wait` until this one is, too."""
+        self.agreed = False
+        self._wait()
+        self._save(done, losses)
+        if wait:
+            self._wait()
+
+    def settle(self) -> None:
+        """Wait until no save is in flight, and save no more; others may still do so."""
+        self._wait()
+        self.close()
+
     def finish(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
         """Wait until the state after `done` steps, the last ones, is saved.
 
@@ -188,7 +263,7 @@ class Saver(NotSaving):
         self.close()
         # Nobody leaves before rank 0 has committed: the first exit may be taken for a failure, and end the others.
         page.own.enter(Phase.SAVE)
-        self.world.gather(torch.zeros(1, device=self.world.device))
+        self.world.meet()
 
     def close(self) -> None:
         """End the writer and give the memory back."""
@@ -200,17 +275,17 @@ class Saver(NotSaving):
 
     def _prepare(self) -> None:
         """Start the writer, and make room for the copy."""
-        parts = self.engine.held_state()
+        parts = self.held()
         if self.writer is None:
             self.writer = WriterProcess()
         if self.snapshot is None or [part.piece for part in parts] != self.snapshot.pieces:
             if self.snapshot is not None:
                 self.snapshot.close()
-            self.snapshot = Snapshot(parts, self.world.device)
+            self.snapshot = self.room(parts)
 
     def _save(self, done: int, losses: Sequence[tuple[int, float]]) -> None:
         began_s = time.perf_counter()
-        parts = self.engine.held_state()
+        parts = self.held()
         if self.writer is None or self.snapshot is None or [part.piece for part in parts] != self.snapshot.pieces:
             self._prepare()
         assert self.snapshot is not None
@@ -222,7 +297,7 @@ class Saver(NotSaving):
         if self.flight is not None:
             self.flight.stall_s = time.perf_counter() - began_s
 
-    def _order(self, done: int, losses: Sequence[tuple[int, float]], snapshot: Snapshot) -> Order:
+    def _order(self, done: int, losses: Sequence[tuple[int, float]], snapshot: Room[Part]) -> Order:
         return Order(
             run=str(self.target.run.path),
             step=done,

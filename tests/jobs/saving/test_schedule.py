@@ -6,8 +6,8 @@ import pytest
 
 from muster.jobs.basics.files import append_lines
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.saving.schedule import Schedule, failures_so_far
 from muster.jobs.spec.failover import CheckpointSettings
-from muster.jobs.train.schedule import Schedule, failures_so_far
 
 
 class Clock:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.train.state import Part
+from muster.jobs.tensors.parts import Part
 
 ALIGNMENT: Final = 64
 NOTHING: Final = mmap.PAGESIZE  # a mapping cannot be empty; a rank's part can

@@ -7,8 +7,8 @@ import pytest
 
 from muster.jobs.node import page
 from muster.jobs.node.page import NEVER, Page, Phase
-from muster.jobs.train import pace as pace_module
-from muster.jobs.train.pace import OF_LATE, Pace
+from muster.jobs.saving import pace as pace_module
+from muster.jobs.saving.pace import OF_LATE, Pace
 
 
 @pytest.fixture

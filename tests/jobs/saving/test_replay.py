@@ -6,7 +6,7 @@ from typing import Any
 
 from muster.jobs.basics.files import append_lines
 from muster.jobs.node.reports import Reporter
-from muster.jobs.train.replay import Replay, logged_losses
+from muster.jobs.saving.replay import Replay, logged_losses
 
 
 class Told(Reporter):

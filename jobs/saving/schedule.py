@@ -1,4 +1,4 @@
-"""When to save next: on rank 0, by its clock; the others are told the number of steps (jobs/train/saving.py).
+"""When to save next: on rank 0, by its clock; the others are told the number of steps (jobs/saving/saver.py).
 
 Every so many steps is a multiple of the whole training's steps, so that a resume does not move it. Every so many
 seconds becomes steps by the speed of late, asked anew at every log point.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from muster.jobs.basics.files import read_lines
 from muster.jobs.checkpoint.interval import mean_time_between_failures, young_daly
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.spec.failover import CheckpointSettings
+from muster.jobs.saving.policy import Policy
 
 GUESSED_STALL_S = 0.05  # before the first save has shown it
 
@@ -21,7 +21,7 @@ class Schedule:
 
     def __init__(
         self,
-        settings: CheckpointSettings,
+        settings: Policy,
         done: int,
         *,
         elapsed_s: float = 0.0,
@@ -45,7 +45,7 @@ class Schedule:
     @property
     def interval_s(self) -> float:
         """Seconds between two saves."""
-        if isinstance(self.settings.every_s, float):
+        if isinstance(self.settings.every_s, int | float):
             return self.settings.every_s
         mtbf_s = mean_time_between_failures(self.elapsed_s + self.clock() - self.began_s, self.failures)
         return young_daly(self.stall_s, mtbf_s, step_s=self._step_s, save_s=self.save_s)

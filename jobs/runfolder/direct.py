@@ -1,0 +1,117 @@
+"""The run folder of a start without an agent: rank 0 makes the attempt, and writes the few events that views read."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.files import append_line, write_json
+from muster.jobs.hosts.placement import NodePlacement, Placement
+from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.runfolder.rundir import RunDir
+
+START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
+FAILED: Final = 1
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What rank 0 knows of an attempt before its ranks do anything; `checkpoint` and `step` are what it begins from."""
+
+    run: RunDir
+    attempt: int
+    env: RankEnv
+    hosts: Sequence[str]  # of every rank
+    checkpoint: str | None = None
+    step: int = 0
+
+    def write(self, began: float, **submitted: Any) -> None:
+        """Make the attempt's folder and write its first events; the run began at `began` (unix seconds).
+
+        Raises:
+            RunFolderError, StorageError: the folder cannot be written.
+        """
+        folder = self.run.attempt(self.attempt)
+        folder.make()
+        placement = placement_of(self.env, self.hosts)
+        write_json(folder.placement, placement.to_json())
+        came_from = {"checkpoint": self.checkpoint, "step": self.step}
+        write_json(folder.resume, came_from)
+        facts = {
+            "run_id": self.run.run_id,
+            "nodes": len(placement.nodes),
+            "world_size": self.env.world_size,
+            "transport": "direct",
+            "host": self.hosts[0],
+            "pid": os.getpid(),
+            "pid_start": pid_start(),
+            **submitted,
+        }
+        append_line(self.run.events, {"time": began, "event": "submitted", **facts})
+        env = self.env
+        where = {"world_size": env.world_size, "master_addr": env.master_addr, "master_port": env.master_port}
+        event(self.run, "attempt", {"attempt": self.attempt, **where})
+        if self.checkpoint is not None:
+            event(self.run, "resuming", {"attempt": self.attempt, **came_from})
+
+
+def placement_of(env: RankEnv, hosts: Sequence[str]) -> Placement:
+    """Return where the ranks run: a node is a row of ranks on one host, and pretend nodes share theirs."""
+    each = env.local_world_size
+    even = env.nodes * each == env.world_size
+    nodes: list[NodePlacement] = []
+    for (_, host), group in groupby(range(env.world_size), key=lambda rank: (rank // each if even else 0, hosts[rank])):
+        block = list(group)
+        address = env.master_addr if not nodes else host
+        nodes.append(NodePlacement(len(nodes), host, address, block[0], len(block)))
+    return Placement(tuple(nodes), env.world_size, env.master_addr)
+
+
+def record(run: RunDir, attempt: int, work: Callable[[], int]) -> int:
+    """Do rank 0's work and write how it ended; without an agent nobody knows of the other ranks."""
+    began = time.time()
+    code, message = exits.DONE, "done"
+    try:
+        code = work()
+        message = exits.class_of(code)
+        return code
+    except BaseException as error:
+        code, message = ending_of(error)
+        raise
+    finally:
+        write_end(run, attempt, began, code, message)
+
+
+def write_end(run: RunDir, attempt: int, began: float, code: int, message: str) -> None:
+    """Write how an attempt that began at `began` (unix seconds) has ended."""
+    verdict = {"code": code, "class": exits.class_of(code), "message": message}
+    row = {"attempt": attempt, "started": began, "ended": time.time(), **verdict}
+    with suppress(MusterError):  # a full disk has been reported by what first met it
+        append_line(run.attempts, {**row, "next_step": "", "first": None, "victims": []})
+        event(run, "ended", {"attempt": attempt, **verdict})
+
+
+def event(run: RunDir, name: str, values: Mapping[str, Any]) -> None:
+    """Append one event."""
+    append_line(run.events, {"time": time.time(), "event": name, **values})
+
+
+def pid_start() -> int:
+    """Return when this process began, in clock ticks after boot: with the pid it names one process for good."""
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(after_name[START_TICKS_FIELD])
+
+
+def ending_of(error: BaseException) -> tuple[int, str]:
+    """Return the exit code and the message of what ended rank 0."""
+    if isinstance(error, MusterError):
+        return error.exit_code, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return exits.STOPPED, "stopped by the user"
+    return FAILED, f"rank 0: {type(error).__name__}: {error}"

@@ -1,0 +1,105 @@
+"""How a program with a session ends: its own errors as they are, ours in one line, and requests to stop.
+
+an exception of the program   its own traceback, then the rank and the step; exit code 1
+an error of Muster's          one line; its own exit code
+a request to stop             the ranks agree on a step, save, and end with 75 (jobs/session/loop.py)
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import MusterError, StartTimeoutError
+from muster.jobs.machine import linux
+from muster.jobs.node import page
+from muster.jobs.node.reports import Reporter
+from muster.jobs.session.place import Place
+
+STANDARD_ERROR: Final = 2
+STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # Slurm's --signal=USR2@60 is one way to ask
+
+
+class Asked:
+    """Requests to stop or to save that reach this process as signals, where no agent passes them on."""
+
+    def __init__(self) -> None:
+        self.stop: signal.Signals | None = None
+        self.save = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a rank that was stopped, after it has saved."""
+        return exits.STOPPED if self.stop == signal.SIGINT else exits.REQUEUE
+
+    def listen(self) -> None:
+        """Take the signals that the program does not handle itself; a second Ctrl-C ends it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (*STOPS, signal.SIGUSR1):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                self._before[number] = signal.signal(number, self._hear)
+
+    def close(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self.save = True
+            return
+        if self.stop is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.stop = signal.Signals(number)
+
+
+def open_page(place: Place) -> None:
+    """Let the agent stop this process and see where it stands; a scheduler's SIGTERM is the agent's to answer."""
+    if not place.watched:
+        return
+    dumps = signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
+    if dumps:
+        faulthandler.register(signal.SIGQUIT, file=STANDARD_ERROR, all_threads=True)
+    deaf = linux.has_scheduler() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    if deaf:
+        # The agent asks a rank that is deaf to SIGTERM to end by SIGINT, which must work within a collective, too.
+        if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    page.own.open_session(os.getpid(), deaf=deaf, dumps=dumps)
+
+
+def tell_errors(reporter: Reporter, rank: int, step: Callable[[], int | None], ended: Callable[[Any], None]) -> None:
+    """From now on, have an uncaught exception reported with its rank and step; `ended` is given the exception."""
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        ended(error)
+        where = f"rank {rank}" if (done := step()) is None else f"rank {rank}, after {done} steps"
+        if isinstance(error, MusterError):
+            reporter.failed(error, peer=isinstance(error, StartTimeoutError))
+            print(f"muster: {where}: {error}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(error.exit_code)  # an exception hook cannot choose the code in another way
+        reporter.failed(error, peer=is_lost_peer(error))
+        before(kind, error, trace)
+        print(f"muster: {where}: {kind.__name__}", file=sys.stderr, flush=True)
+
+    sys.excepthook = tell
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Say whether an exception is only the loss of another rank."""
+    if "torch" not in sys.modules:
+        return False
+    from muster.jobs.world.failures import is_lost_connection
+
+    return is_lost_connection(error)

@@ -1,0 +1,181 @@
+"""What a program logs, as rows: each rank its own steps, rank 0 those of the run.
+
+    attempt-NNN/metrics-RRRRR.jsonl   every step of a rank
+    metrics.jsonl                     every step of the run: `samples` and `tokens` are added over the ranks, everything
+                                      else is their mean; rank 0's own values where ranks did not log the same names
+
+Rows are written when the ranks meet. Until then a step costs an append: tensors are read then, all at once, so that no
+step waits for a device.
+"""
+
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+from zlib import crc32
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.rowlog import RowLog
+from muster.jobs.basics.terminal import warn
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.session.together import Alone
+
+COUNTS: Final = ("tokens", "samples")  # by the first of them that is logged, a rate is told
+OWN: Final = frozenset({"step", "steps", "attempt", "rank", "time", "step_s", "rate", "unit", "epoch", "evaluation"})
+RECENT: Final = 20  # losses that a checkpoint carries
+
+
+@dataclass
+class Step:
+    """One step: its number counted from 1, what was logged in it, when it ended, how long it took."""
+
+    number: int
+    values: dict[str, Any]
+    time: float
+    seconds: float
+
+
+@dataclass
+class News:
+    """The steps since the ranks last met, as the run's rows have them."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """The loss of each step that logged one; NaN where it is not finite."""
+        found = ((row["step"], row["loss"]) for row in self.rows if "loss" in row)
+        return [(step, math.nan if loss is None else loss) for step, loss in found]
+
+    @property
+    def is_sound(self) -> bool:
+        """True unless the last loss is not a number."""
+        return not self.losses or math.isfinite(self.losses[-1][1])
+
+
+class Log:
+    """Collects what a rank logs, and writes its rows."""
+
+    def __init__(self, run: RunDir, attempt: int, ranks: Alone) -> None:
+        # A full disk costs rows, not the program: its saves say so, too.
+        self.own = RowLog(run.attempt(attempt).metrics(ranks.rank), patient=True, say=warn)
+        self.run = RowLog(run.metrics, patient=True, say=warn) if ranks.rank == 0 else None
+        self.ranks = ranks
+        self.common = {"attempt": attempt, "rank": ranks.rank}
+        self.recent: deque[tuple[int, float]] = deque(maxlen=RECENT)
+        self._values: dict[str, Any] = {}  # of the step that is under way
+        self._steps: list[Step] = []
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Log values of the step that is under way.
+
+        Raises:
+            RefusedError: a name is one of a row's own columns, or a value is not a single number.
+        """
+        self._check(values)
+        self._values.update(values)
+
+    def evaluation(self, done: int, values: Mapping[str, Any]) -> None:
+        """Write rank 0's values after `done` steps as a row of their own; errors as `add`."""
+        self._check(values)
+        if self.run is not None:
+            row = {"evaluation": True, "step": done, "time": time.time()} | self.common
+            self.run.append([row | {name: _finite(_float(value)) for name, value in values.items()}])
+
+    def _check(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            if name in OWN:
+                raise RefusedError(f"run.log: {name} is a column of every row already; choose another name")
+            if not (isinstance(value, int | float) or getattr(value, "size", None) == 1 or _is_scalar(value)):
+                raise RefusedError(f"run.log: {name} must be a number, got {type(value).__name__}; log its mean or sum")
+
+    def step_done(self, done: int, seconds: float) -> None:
+        """End a step: `done` are done in all."""
+        self._steps.append(Step(done, self._values, time.time(), seconds))
+        self._values = {}
+
+    def __len__(self) -> int:
+        """Return the number of steps that have no rows yet."""
+        return len(self._steps)
+
+    def note(self) -> Sequence[float]:
+        """Return what the ranks compare before they exchange values: how many steps, and a hash of the names."""
+        names = repr([sorted(step.values) for step in self._steps])
+        return (float(len(self._steps)), float(crc32(names.encode())))
+
+    def report(self, notes: Sequence[Sequence[float]], steps: int | None) -> News:
+        """Write the rows of all steps since the last report: a collective; `notes` are those of all ranks."""
+        taken, self._steps = self._steps, []
+        own = [{name: _float(value) for name, value in step.values.items()} for step in taken]
+        means = own
+        if len(notes) > 1 and all(note == notes[0] for note in notes):
+            means = self._combined(own)
+        self.own.append([self._row(step, values, steps) for step, values in zip(taken, own, strict=True)])
+        news = News([self._row(step, values, steps) for step, values in zip(taken, means, strict=True)])
+        if self.run is not None:
+            self.run.append(news.rows)
+        self.recent.extend(news.losses)
+        return news
+
+    def _combined(self, own: list[dict[str, float]]) -> list[dict[str, float]]:
+        """Return each step's values over all ranks: a collective."""
+        flat = [values[name] for values in own for name in sorted(values)]
+        if not flat:
+            return own
+        columns = zip(*self.ranks.exchange(flat), strict=True)
+        size = self.ranks.size
+        sums = iter([_sum(each) for each in columns])
+        combined = ({name: next(sums) for name in sorted(values)} for values in own)
+        return [{name: each if name in COUNTS else each / size for name, each in sum_.items()} for sum_ in combined]
+
+    def _row(self, step: Step, values: Mapping[str, float], steps: int | None) -> dict[str, Any]:
+        count = next((name for name in COUNTS if name in values), None)
+        amount = 1.0 if count is None else values[count]
+        return {
+            "step": step.number,
+            **({} if steps is None else {"steps": steps}),
+            **self.common,
+            **{name: _finite(value) for name, value in values.items()},
+            "time": round(step.time, 6),
+            "step_s": step.seconds,
+            "rate": amount / max(step.seconds, 1e-9),
+            "unit": f"{count or 'steps'}/s",
+        }
+
+
+def _is_scalar(value: Any) -> bool:
+    """Say whether a value is a tensor of one number."""
+    elements = getattr(value, "numel", None)
+    return callable(elements) and elements() == 1
+
+
+def _float(value: Any) -> float:
+    return float(value.detach()) if hasattr(value, "detach") else float(value)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _sum(values: Sequence[float]) -> float:
+    """Add first to last: the built-in sum compensates from Python 3.12 on, so its bits depend on the version."""
+    total = 0.0
+    for value in values:
+        total += value
+    return total
+
+
+def logger_of(rank: int) -> logging.Logger:
+    """Return the logger of a rank."""
+    logger = logging.getLogger("muster.run")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[{rank}] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    return logger

@@ -1,0 +1,268 @@
+"""The loop of a session: count steps, meet now and then, save, and stop after one and the same step.
+
+    before a step    stop here, if an agent has said so
+    a step           the program's own
+    a meeting        after the first step, then every MEET_S seconds, and where a save is due: all ranks exchange what
+                     they logged, whether to save, whether anybody was asked to stop, and the step of the next meeting
+
+Only rank 0 looks at a clock, so all ranks meet after the same steps. Under an agent the ranks stop through the page
+that they share with it (`jobs/node/page.py`), otherwise at a meeting.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.node import page
+from muster.jobs.node.page import Phase
+from muster.jobs.node.reports import Reporter
+from muster.jobs.saving.pace import Pace
+from muster.jobs.saving.replay import Replay, logged_losses
+from muster.jobs.saving.saver import NotSaving, Saver, Target
+from muster.jobs.saving.schedule import Schedule, failures_so_far
+from muster.jobs.session.endings import Asked
+from muster.jobs.session.log import Log, News
+from muster.jobs.session.place import Place
+from muster.jobs.session.reading import Restored, room_for
+from muster.jobs.session.starting import Start, resume_line
+from muster.jobs.session.together import Alone
+
+if TYPE_CHECKING:
+    import torch
+
+    from muster.jobs.session.sampler import Sampler
+    from muster.jobs.session.state import State
+
+MEET_S: Final = 0.5
+SAY_S: Final = 5.0  # between two lines on the terminal
+MOST_STEPS: Final = 10_000  # between two meetings
+STOP, NEXT, ROWS = 0, 1, slice(2, 4)  # what a rank's note begins with; the saver's follows
+
+
+class Loop:
+    """One rank's loop, from the first step of this attempt to the last."""
+
+    def __init__(self, place: Place, start: Start, ranks: Alone, log: Log, reporter: Reporter) -> None:
+        self.place = place
+        self.start = start
+        self.ranks = ranks
+        self.log = log
+        self.reporter = reporter
+        self.device: torch.device | None = None  # of the tensors, if there are any
+        self.samplers: list[Sampler] = []
+        self.progress: dict[str, int] = {}  # the place in an epoch, where the program counts epochs
+        self.done = self.first = 0
+        self.steps: int | None = None  # that the program asks for
+        self.epochs: int | None = None
+        self.has_begun = False
+        self.in_step = True  # False where what is logged belongs to no step: after one, before the next
+        self.stopped_with = 0  # the exit code, once the ranks have agreed to stop
+        self.log_every: int | None = None
+        self.state: State | None = None
+        self.saving: NotSaving = NotSaving()
+        self.show: Callable[[News], None] = lambda news: None  # TensorBoard
+        self.asked = Asked()
+        self._replay: Replay | None = None
+        self._sound = True
+        self._has_told_first = False
+        self._next = 0  # the step of the next meeting
+        self._pace: Pace | None = None
+        self._by_hand = False  # the program says when to save
+        self._began_s = self._met_s = self._said_s = 0.0
+
+    @property
+    def is_under_way(self) -> bool:
+        """True between the first step and the end of the loop."""
+        return self._pace is not None
+
+    # Beginning ------------------------------------------------------------------------------------------------------
+
+    def begin(self, state: "State | None", restored: Restored) -> None:
+        """Begin after the steps of a checkpoint, or with none done: a collective."""
+        self.state, self.has_begun = state, True
+        self.done = self.first = restored.step
+        self.progress = dict(restored.progress)
+        if state is not None and self.place.saves:
+            self._begin_saving(state)
+        if restored.step and self.ranks.rank == 0:
+            attempt = self.start.attempt
+            self._replay = Replay(
+                logged_losses(self.start.run.metrics, after=self.done, attempt=attempt), self.reporter
+            )
+        if not self.place.watched:
+            self.asked.listen()
+        self._began_s = time.monotonic()
+        self._pace = Pace(timed=self.place.hang_s is not None)
+        self._next = self.done + 1
+        self._met_s = time.monotonic()
+
+    def _begin_saving(self, state: "State") -> None:
+        start, policy = self.start, self.place.policy
+        elapsed_s, failures = failures_so_far(start.run)
+        schedule = Schedule(policy, self.done, elapsed_s=elapsed_s, failures=failures)
+        target = Target(start.run, start.attempt, start.resume.checkpoint if start.resume else None, self.done)
+        room = room_for(state, self.device)
+        self.saving = Saver(target, policy, state.parts, room, self.ranks, schedule, self._describe, self.reporter)
+
+    def _describe(self, done: int, parent: str | None, losses: Sequence[tuple[int, float]]) -> Mapping[str, Any]:
+        """Return what a checkpoint says of itself beside its tensors."""
+        assert self.state is not None
+        return {
+            "step": done,
+            "steps": self.steps,
+            "world_size": self.ranks.size,
+            "mode": "session",
+            "parent": parent,
+            "losses": [each for each in losses if each[1] == each[1]],
+            "saved": time.time(),
+            "progress": self.progress,
+            **self.state.meta(),
+        }
+
+    # A step ---------------------------------------------------------------------------------------------------------
+
+    def before_step(self) -> None:
+        """Begin a step; or stop instead, as an agent has said."""
+        assert self._pace is not None
+        if self._pace.stops(self.done):
+            self.stop(exits.STOPPED if self.state is None else exits.REQUEUE)
+        self.in_step = True
+        self._began_s = time.monotonic()
+
+    def step_done(self) -> None:
+        """End a step: a collective where the ranks meet."""
+        self._count(self.done + 1)
+        if self.done in (self._next, self.steps) or self.saving.is_due(self.done):
+            self.meet()
+        self.saving.step_done(self.done, self.log.recent)
+        self.in_step = False
+
+    def save(self, step: int, *, wait: bool) -> None:
+        """Save after `step` steps, of which the program counts the rest: a collective.
+
+        Raises:
+            RefusedError: they have been saved already.
+        """
+        if step <= self.done:
+            raise RefusedError(
+                f"run.save: step {step} comes after step {self.done}; give the number of steps done so far"
+            )
+        self._by_hand = True
+        self._count(step)
+        self.saving.save(step, self.log.recent, wait=wait)
+        self.meet()
+
+    def _count(self, done: int) -> None:
+        """Count steps as done."""
+        assert self._pace is not None
+        for sampler in self.samplers:
+            sampler.advance(done - self.done)
+        now, self.done = time.monotonic(), done
+        self._pace.step_done(done)
+        self.log.step_done(done, now - self._began_s)
+        self._began_s = now
+        if self.ranks.rank == 0 and not self._has_told_first:
+            self._has_told_first = True
+            self.reporter.first_step(done)
+
+    def meet(self) -> None:
+        """Exchange notes, write rows, agree on a save; stop if any rank was asked to: a collective."""
+        asked, self.asked.save = self.asked.save, False
+        if asked and self.ranks.rank == 0:
+            self.start.run.ask_to_save("SIGUSR1")
+        stop = self.asked.exit_code if self.asked.stop is not None else 0
+        if self._by_hand and page.own.is_asked_to_hold:
+            page.own.hold_at(self.done - 1)  # the agent then lets all ranks stop after this step, where all are
+            stop = exits.REQUEUE
+        rows = self.log.note()
+        notes = self.ranks.exchange([float(stop), float(self._choose_next()), *rows, *self.saving.note(self.done)])
+        self._next = int(notes[0][NEXT])
+        news = self.log.report([note[ROWS] for note in notes], self.steps)
+        self._sound = news.is_sound
+        self.saving.hear(self.done, [note[ROWS.stop :] for note in notes], sound=self._sound)
+        if self.ranks.rank == 0:
+            self.show(news)
+            self._say(news)
+        if self._replay is not None and (text := self._replay.check(news.losses)):
+            print(text, flush=True)
+        if code := max(int(note[STOP]) for note in notes):
+            self.stop(code)
+
+    def _choose_next(self) -> int:
+        """Return the step of the next meeting, by rank 0's clock and the speed since the last one."""
+        now = time.monotonic()
+        steps = self.done - (self._next if self._next < self.done else self.first)
+        step_s = (now - self._met_s) / max(steps, 1)
+        self._met_s = now
+        return self.done + min(max(1, round(MEET_S / max(step_s, 1e-6))), MOST_STEPS)
+
+    def _say(self, news: News) -> None:
+        """Print the newest step now and then, and tell the agent."""
+        if not news.rows:
+            return
+        row, now = news.rows[-1], time.monotonic()
+        values = {name: value for name, value in row.items() if name == "loss" or name in ("rate", "unit")}
+        self.reporter.progress(step=row["step"], steps=self.steps, **values)
+        shown = [each for each in news.rows if self.log_every and each["step"] % self.log_every == 0]
+        if self.log_every is None and (now - self._said_s >= SAY_S or row["step"] in (self.first + 1, self.steps)):
+            shown = [row]
+        for each in shown:
+            self._said_s = now
+            print(line_of(each), flush=True)
+
+    # The end --------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Write and save what is left after the last step: a collective."""
+        if self._pace is None:
+            return
+        if len(self.log):
+            self.meet()
+        self._close()
+
+    def stop(self, code: int) -> NoReturn:
+        """Save after this step, and end the program: a collective."""
+        if len(self.log):
+            rows = self.ranks.exchange(self.log.note())
+            self.log.report(rows, self.steps)
+        self._close()
+        self.stopped_with = code
+        if self.ranks.rank == 0:
+            saved = "" if self.state is None else ", saved"
+            print(f"stopped after step {self.done}{saved}", flush=True)
+            if self.start.direct and self.state is not None:
+                print(f"muster: to continue: {resume_line(self.start.run)}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        raise SystemExit(code)
+
+    def settle(self) -> None:
+        """End with the program, which has left its loop: no collective."""
+        if self._pace is None:
+            return
+        self.saving.settle()
+        if not self._by_hand:
+            print(
+                f"muster: rank {self.ranks.rank}: the loop was left after step {self.done}, and its last state may not "
+                "be saved; call run.save(state, step) before break, or let the loop end",
+                file=sys.stderr,
+            )
+
+    def _close(self) -> None:
+        self._pace = None
+        self.asked.close()
+        if self._sound and self.done > self.first:
+            self.saving.finish(self.done, self.log.recent)
+        elif self.ranks.rank == 0 and not self._sound:
+            print(f"muster: the loss of step {self.done} is not a number: this state is not saved", file=sys.stderr)
+        page.own.enter(Phase.END)
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """Spell a row for the terminal."""
+    of = f"/{row['steps']}" if "steps" in row else ""
+    hidden = {"step", "steps", "attempt", "rank", "time", "step_s", "rate", "unit", "tokens", "samples"}
+    values = [f"{name} {value:.6g}" for name, value in row.items() if name not in hidden and value is not None]
+    return "  ".join([f"step {row['step']}{of}", *values, f"{row['rate']:,.3g} {row['unit']}"])

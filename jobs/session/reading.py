@@ -1,0 +1,90 @@
+"""Begin from a checkpoint, and make room for the copies that the next ones are written from."""
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.node import page
+from muster.jobs.node.page import Phase
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.saving.resume import Loaded, read_chosen
+from muster.jobs.session.starting import Start
+from muster.jobs.session.together import Alone
+
+if TYPE_CHECKING:
+    import torch
+
+    from muster.jobs.saving.saver import Room
+    from muster.jobs.session.state import State
+    from muster.jobs.tensors.parts import Part
+
+
+@dataclass(frozen=True)
+class Restored:
+    """How many steps were done, and the place in an epoch, if the program counts epochs."""
+
+    step: int = 0
+    progress: Mapping[str, int] = field(default_factory=dict)
+    loaded: Loaded | None = None
+
+
+def restore(start: Start, state: "State", ranks: Alone) -> Restored:
+    """Fill a state from the checkpoint that the attempt begins from, if there is one: a collective.
+
+    Raises:
+        RefusedError: the ranks do not see the same checkpoint, or it is of another program.
+        NoCheckpointError, StorageError: it cannot be read.
+    """
+    if start.resume is None:
+        return Restored()
+    page.own.enter(Phase.LOAD)
+    began_s = time.monotonic()
+    folder = CheckpointDir(start.run.checkpoints / start.resume.checkpoint)
+    if ranks.world is None:
+        manifest = read_chosen(folder, start.resume)
+    else:
+        from muster.jobs.tensors.reading import same_manifest
+
+        manifest = same_manifest(folder, start.resume, ranks.world)
+    with Reader(folder, manifest) as reader:
+        state.load(manifest, reader, manifest.meta)
+    loaded = Loaded(manifest.step, folder.name, time.monotonic() - began_s)
+    return Restored(manifest.step, manifest.meta.get("progress") or {}, loaded)
+
+
+def room_for(state: "State", device: "torch.device | None") -> "Callable[[Sequence[Part]], Room[Part]]":
+    """Return what makes room for copies of a state's parts, which are on the CPU or on `device`."""
+    if not state.has_tensors or device is None:
+        return lambda parts: NoTensors()
+    from muster.jobs.tensors.snapshot import Snapshot
+
+    return partial(Snapshot, device=device)
+
+
+class NoTensors:
+    """The room of a state that has plain values only, for which nothing is copied and torch is not needed."""
+
+    is_complete = True
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.offsets: list[int] = []
+        self.nbytes = 0
+        self.descriptor = os.memfd_create("muster-snapshot", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, mmap.PAGESIZE)  # an empty file cannot be mapped
+
+    def take(self, parts: Sequence[Any]) -> None:
+        """Copy nothing."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def close(self) -> None:
+        """Free the memory."""
+        os.close(self.descriptor)

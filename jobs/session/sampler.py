@@ -1,0 +1,130 @@
+"""Deal the samples of a data set to ranks, batch by batch, so that a resume on other ranks goes on in the same epoch.
+
+    epoch 3, 10 samples, 2 ranks, 2 a batch     [7 1 | 4 0]  [9 3 | 8 2]  [5 | 6]
+    stopped after the first step, then 3 ranks               [9 3 | 8 2 | 5 6]
+
+The order of an epoch is drawn from the seed and the epoch alone. What is dealt next follows from the number of samples
+that all ranks have used: the position. So it does not matter how far a loader has read ahead.
+"""
+
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+from muster.jobs.basics.errors import RefusedError
+
+
+class Sampler:
+    """Batches of this rank, as indices: the `batch_sampler` of a `torch.utils.data.DataLoader`.
+
+    Every batch is one step. An iteration gives the rest of an epoch; the next one begins the next epoch. Every sample
+    comes once in an epoch, except that some ranks repeat one where fewer samples than ranks are left.
+    """
+
+    def __init__(
+        self, samples: int, batch_size: int, *, rank: int, ranks: int, shuffle: bool, seed: int, drop_last: bool
+    ) -> None:
+        if batch_size < 1:
+            raise RefusedError(f"run.sampler: batch_size must be at least 1, got {batch_size}")
+        if samples < ranks or (drop_last and samples < batch_size * ranks):
+            raise RefusedError(
+                f"run.sampler: {samples} samples are too few for {ranks} ranks with {batch_size} a batch; "
+                "use fewer ranks or a smaller batch"
+            )
+        self.samples = samples
+        self.batch_size = batch_size
+        self.rank = rank
+        self.ranks = ranks
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.position = 0  # samples of the epoch that all ranks together have used
+
+    def __len__(self) -> int:
+        """Return the number of batches of a whole epoch."""
+        full, rest = divmod(self.samples, self.batch_size * self.ranks)
+        return full + (rest >= self.ranks and not self.drop_last)
+
+    @property
+    def is_done(self) -> bool:
+        """True when every batch of the epoch has been used."""
+        return self._next(self.position) is None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the batches that are left of the epoch; after a complete epoch, those of the next one."""
+        if self.is_done:
+            self.set_epoch(self.epoch + 1)
+        order, position = self._order(), self.position
+        while (stop := self._next(position)) is not None:
+            yield [order[index] for index in self._share(position, stop)]
+            position = stop
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch, unless it is the one that is under way."""
+        if epoch != self.epoch:
+            self.epoch, self.position = epoch, 0
+
+    def advance(self, steps: int = 1) -> None:
+        """Count the batches of `steps` steps as used; the session does so after every step."""
+        for _ in range(steps):
+            if self.is_done:
+                self.set_epoch(self.epoch + 1)
+            stop = self._next(self.position)
+            assert stop is not None
+            self.position = stop
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data, the same on every rank."""
+        return {"epoch": self.epoch, "position": self.position, "seed": self.seed, "samples": self.samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on at a place in the data, on any number of ranks.
+
+        Raises:
+            RefusedError: the data or the seed is another one.
+        """
+        for name, now in (("samples", self.samples), ("seed", self.seed)):
+            if state[name] != now:
+                raise RefusedError(
+                    f"sampler: the checkpoint was saved with {name} {state[name]}, this program has {now}; "
+                    "use the same data and seed, or begin a new run"
+                )
+        self.epoch, self.position = state["epoch"], state["position"]
+
+    def _next(self, position: int) -> int | None:
+        """Return where the global batch that begins at a position ends; None at the end of the epoch."""
+        left, whole = self.samples - position, self.batch_size * self.ranks
+        if left == 0 or (self.drop_last and left < whole):
+            return None
+        # A rest of fewer samples than ranks joins the batch before it.
+        return self.samples if left < whole + (0 if self.drop_last else self.ranks) else position + whole
+
+    def _share(self, start: int, stop: int) -> range:
+        """Return this rank's places in the epoch's order, of the global batch from `start` to `stop`."""
+        size, larger = divmod(stop - start, self.ranks)
+        if size == 0:
+            place = start + self.rank % larger
+            return range(place, place + 1)
+        low = start + self.rank * size + min(self.rank, larger)
+        return range(low, low + size + (self.rank < larger))
+
+    def _order(self) -> Any:
+        """Return the order of the epoch's samples: (samples,) numbers that can be indexed."""
+        if not self.shuffle:
+            return range(self.samples)
+        from muster.jobs.train.rng.keyed import permutation
+
+        return permutation(self.seed, self.epoch, self.samples).tolist()
+
+
+def samples_of(dataset: Sized | int) -> int:
+    """Return the number of samples of a data set that has a length."""
+    if isinstance(dataset, int):
+        return dataset
+    try:
+        return len(dataset)
+    except TypeError as error:
+        raise RefusedError(
+            f"run.sampler: {type(dataset).__name__} has no length, so its samples cannot be dealt out; "
+            "give a data set with __len__, or the number of samples"
+        ) from error

@@ -1,0 +1,333 @@
+"""`muster.session()`: what a program of one's own gets from Muster, wherever it was started.
+
+    run = muster.session()
+    state = run.state(model=model, optimizer=optimizer)
+    for step in run.steps(10_000, state):        # restores first, saves when due, ends in order when asked to
+        loss = train_step(...)
+        run.log(loss=loss, tokens=batch.numel())
+
+Under `muster run` the session writes into the run's folder and is watched by the run's supervisor. Under torchrun, srun
+or alone, rank 0 makes a run folder of its own. Only the standard library is imported until tensors are registered.
+"""
+
+import os
+import time
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from muster.jobs.basics import exits
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import folder_error
+from muster.jobs.node import page
+from muster.jobs.node.page import Phase
+from muster.jobs.node.reports import Reporter
+from muster.jobs.runfolder.direct import ending_of, write_end
+from muster.jobs.session import starting
+from muster.jobs.session.log import Log, logger_of
+from muster.jobs.session.loop import Loop
+from muster.jobs.session.place import Place
+from muster.jobs.session.reading import Restored, restore
+from muster.jobs.session.sampler import Sampler, samples_of
+from muster.jobs.session.together import agree
+
+if TYPE_CHECKING:
+    import torch
+
+    from muster.jobs.session.state import State
+    from muster.jobs.world.world import World
+
+Batch = TypeVar("Batch")
+
+
+class Session:
+    """One rank's session.
+
+    Attributes: `rank`, `world_size`, `local_rank`, `is_main` (rank 0), `logger` (rank 0 logs what is informative, the
+    others warnings), `name` (of the run).
+    """
+
+    def __init__(self, place: Place, *, runs: str | None, tensorboard: bool) -> None:
+        self.place = place
+        self.rank = place.env.rank
+        self.world_size = place.env.world_size
+        self.local_rank = place.env.local_rank
+        self.is_main = self.rank == 0
+        self.name = place.name
+        self.logger = logger_of(self.rank)
+        self._runs = runs
+        self._tensorboard = tensorboard
+        self._began = time.time()
+        self._reporter = Reporter(os.environ)
+        self._loop_made: Loop | None = None
+        self._error: BaseException | None = None
+        self._samplers: list[Sampler] = []
+        self._joined: State | None = None
+
+    # Where this rank is ---------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> "torch.device":
+        """This rank's device: its own GPU where there is one for each rank of the node, else the CPU."""
+        import torch
+
+        count = torch.cuda.device_count()
+        if count == 0:
+            return torch.device("cpu")
+        if self.local_rank >= count and count > 1:
+            raise RefusedError(
+                f"session: rank {self.rank} is number {self.local_rank} on its node, which has {count} GPUs; "
+                "start fewer ranks per node"
+            )
+        return torch.device("cuda", self.local_rank % count)
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        if self._loop_made is None and self.place.run is not None:
+            return self.place.run.path
+        return self._loop.start.run.path
+
+    def path(self, name: str) -> Path:
+        """Return the path of a file that belongs to the run and stays through restarts: `<run>/files/<name>`.
+
+        Raises:
+            RefusedError: the name leads out of that folder.
+        """
+        files = self.folder / "files"
+        path = Path(os.path.normpath(files / name))
+        if not path.is_relative_to(files) or path == files:
+            raise RefusedError(
+                f"run.path: {name!r} is not a name below the run's files; give one such as plots/loss.png"
+            )
+        make_folders(path.parent)
+        return path
+
+    def barrier(self) -> None:
+        """Return when every rank has come here: a collective."""
+        self._loop.ranks.meet()
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def state(self, **objects: Any) -> "State":
+        """Register what is saved and restored: objects with `state_dict` and `load_state_dict`, and plain values.
+
+        Plain values are read and set as attributes of the result: `state.best = min(state.best, loss)`.
+
+        Raises:
+            RefusedError: something cannot be stored; names it.
+        """
+        from muster.jobs.session.state import State
+
+        return State(objects)
+
+    def restore(self, state: "State") -> int:
+        """Fill the state from the newest good checkpoint, if there is one; return the steps done: a collective."""
+        return self._restore(state).step
+
+    def save(self, state: "State", step: int, *, wait: bool = False) -> None:
+        """Save after `step` steps, for loops without `steps`: a collective; `wait` until it is committed.
+
+        If somebody asks the run to stop, the program ends here, after the save.
+
+        Raises:
+            RefusedError: `step` is not larger than at the last save.
+        """
+        loop = self._loop
+        if not loop.is_under_way:
+            self._begin(state, Restored(loop.done))
+        loop.save(step, wait=wait)
+
+    def sampler(
+        self, dataset: Sized | int, batch_size: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> Sampler:
+        """Deal the samples of a data set: the `batch_sampler` of a DataLoader, `batch_size` samples on each rank.
+
+        Register it in the state: then a resume on any number of ranks continues with the samples that are left.
+        """
+        sampler = Sampler(
+            samples_of(dataset),
+            batch_size,
+            rank=self.rank,
+            ranks=self.world_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self._samplers.append(sampler)
+        return sampler
+
+    # Loops ----------------------------------------------------------------------------------------------------------
+
+    def steps(self, total: int, state: "State | None" = None, *, log_every: int | None = None) -> Iterator[int]:
+        """Yield the steps that are left of `total`, counted from 0, on every rank.
+
+        Restores the state first, saves it when due and after the last step, and ends the program in order when
+        somebody asks the run to stop. `log_every`: print every so many steps, by default every 5 seconds.
+        """
+        loop = self._open(state, log_every)
+        loop.steps = total
+        while loop.done < total:
+            step = loop.done
+            loop.before_step()
+            yield step
+            if loop.done != step:
+                raise RefusedError(
+                    f"run.steps: step {step} was counted twice; use run.save only in loops without run.steps"
+                )
+            loop.step_done()
+        loop.finish()
+
+    def epochs(self, total: int, state: "State | None" = None, *, log_every: int | None = None) -> Iterator[int]:
+        """Yield the epochs that are left of `total`, counted from 0; take their batches from `batches`.
+
+        An epoch that was interrupted comes again, with the batches that are left of it.
+        """
+        loop = self._open(state, log_every)
+        for epoch in range(loop.progress.get("epoch", 0), total):
+            if loop.progress.get("epoch") != epoch:
+                loop.progress = {"epoch": epoch, "batch": 0}
+            for sampler in self._samplers:
+                sampler.set_epoch(epoch)
+            loop.epochs = total
+            yield epoch
+        loop.finish()
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches that are left of this epoch; each is a step.
+
+        With a sampler of `run.sampler`, the loader itself begins where the epoch was interrupted. From any other loader
+        the batches that were done are taken and dropped, so it must give the same ones again; a sampler with
+        `set_epoch` is told the epoch.
+        """
+        loop = self._loop
+        epoch, first = loop.progress.get("epoch", 0), loop.progress.get("batch", 0)
+        driver = getattr(loader, "batch_sampler", None)
+        ours = driver if isinstance(driver, Sampler) else None
+        if isinstance(loader, Sized) and loop.epochs is not None:
+            loop.steps = loop.done - first + (loop.epochs - epoch) * len(loader)
+        if ours is not None and ours.is_done:
+            return
+        if ours is None and callable(set_epoch := getattr(getattr(loader, "sampler", None), "set_epoch", None)):
+            set_epoch(epoch)
+        for number, batch in enumerate(islice(loader, 0 if ours is not None else first, None), first):
+            loop.before_step()
+            yield batch
+            loop.progress = {"epoch": epoch, "batch": number + 1}
+            loop.step_done()
+        page.own.enter(Phase.EVALUATE)  # what a program does between two epochs may take its time
+
+    def log(self, **values: Any) -> None:
+        """Log numbers of the step that is under way: metrics.jsonl, the terminal, TensorBoard if asked for.
+
+        `tokens` and `samples` are added over the ranks and give the rate, everything else is averaged. Tensors of one
+        element are read when the ranks meet, so logging waits for no device. Between two steps, rank 0's values are
+        written at once, as an evaluation.
+        """
+        loop = self._loop
+        if loop.in_step:
+            loop.log.add(values)
+        else:
+            loop.log.evaluation(loop.done, values)
+
+    # How it begins and ends -----------------------------------------------------------------------------------------
+
+    @property
+    def _loop(self) -> Loop:
+        """The loop, made when it is first needed: a collective of ranks that no agent has started."""
+        if self._loop_made is None:
+            page.own.enter(Phase.START)
+            ranks = agree(self.place.env)
+            start = starting.start(self.place, ranks, self._runs, self._began)
+            make_folders(start.run.attempt(start.attempt).path)
+            if ranks.size > 1:
+                self._reporter.joined()
+            self._loop_made = Loop(self.place, start, ranks, Log(start.run, start.attempt, ranks), self._reporter)
+            if self._tensorboard and self.is_main:
+                from muster.jobs.session.tensorboard import writer
+
+                self._loop_made.show = writer(start.run.path)
+        return self._loop_made
+
+    def _restore(self, state: "State") -> Restored:
+        loop = self._loop
+        self._join(state)
+        restored = restore(loop.start, state, loop.ranks)
+        loop.done = restored.step
+        if restored.loaded is not None and self.is_main:
+            loaded = restored.loaded
+            self._reporter.loaded(step=loaded.step, seconds=loaded.seconds, checkpoint=loaded.checkpoint)
+            print(f"continues from {loaded.checkpoint}, read in {loaded.seconds:.2f} s", flush=True)
+            for line in state.notes:
+                print(line, flush=True)
+        return restored
+
+    def _open(self, state: "State | None", log_every: int | None) -> Loop:
+        """Begin a loop.
+
+        Raises:
+            RefusedError: another one is under way.
+        """
+        loop = self._loop
+        if loop.is_under_way:
+            raise RefusedError("session: a loop of run.steps or run.epochs is under way; end it before the next one")
+        restored = Restored(loop.done) if state is None or loop.has_begun else self._restore(state)
+        self._begin(state, restored)
+        loop.log_every = log_every
+        return loop
+
+    def _begin(self, state: "State | None", restored: Restored) -> None:
+        loop = self._loop
+        if state is not None:
+            self._join(state)
+            if not self.place.saves and self.is_main:
+                print(
+                    "muster: nothing is saved: the nodes share no run folder; name shared storage with --runs",
+                    flush=True,
+                )
+        loop.samplers = self._samplers
+        loop.begin(state, restored)
+
+    def _join(self, state: "State") -> None:
+        """Check a state on all ranks, once: a collective."""
+        loop = self._loop
+        if state is self._joined:
+            return
+        loop.device = self.device if state.has_tensors else None
+        state.join(cast("World", loop.ranks.world or loop.ranks), loop.device)
+        self._joined = state
+
+    def steps_done(self) -> int | None:
+        """Return how many steps are done; None before the first loop."""
+        return self._loop_made.done if self._loop_made is not None and self._loop_made.has_begun else None
+
+    def failed(self, error: BaseException) -> None:
+        """Note the exception that ends the program."""
+        self._error = error
+
+    def close(self) -> None:
+        """End the session with the program: wait for a save in flight, and write how a run of its own has ended."""
+        loop = self._loop_made
+        if loop is None:
+            return
+        if self._error is None:
+            loop.settle()
+        if loop.start.direct and self.is_main:
+            code, message = (exits.DONE, "done") if self._error is None else ending_of(self._error)
+            code, message = (
+                (loop.stopped_with, exits.class_of(loop.stopped_with)) if loop.stopped_with else (code, message)
+            )
+            write_end(loop.start.run, loop.start.attempt, self._began, code, message)
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder of a run, and those above it, where they are not there yet.
+
+    Raises:
+        RunFolderError, StorageError: it cannot be made.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise folder_error(path, error) from error

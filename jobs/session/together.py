@@ -1,0 +1,130 @@
+"""How the ranks of a session agree: by numbers that all of them exchange now and then.
+
+A session of several ranks makes a gloo group of its own beside the program's groups, so that an exchange waits for no
+device and disturbs no collective of the program. A single rank exchanges nothing, and needs no torch.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError
+from muster.jobs.hosts.ranks import RankEnv
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from muster.jobs.world.world import World
+
+JOIN_S: Final = 600.0  # for the slowest rank to come: one may prepare data while the others wait
+
+
+class Alone:
+    """A world of one rank."""
+
+    rank = 0
+    size = 1
+    world: "World | None" = None
+    group = None
+
+    def meet(self) -> None:
+        """Return when every rank has come here."""
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return every rank's numbers, in rank order; as many on each."""
+        return [list(numbers)]
+
+    def share(self, value: Any) -> Any:
+        """Return rank 0's value, which JSON can hold."""
+        return value
+
+
+class Together(Alone):
+    """Several ranks, over a gloo group of the session's own."""
+
+    def __init__(self, env: RankEnv) -> None:
+        import torch.distributed as dist
+
+        if not dist.is_available() or not dist.is_initialized():
+            raise RefusedError(
+                f"session: torch.distributed is not initialized, by which the {env.world_size} ranks agree; "
+                "call torch.distributed.init_process_group() before run.state() and run.steps()"
+            )
+        if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
+            raise RefusedError(
+                f"session: the environment says rank {env.rank} of {env.world_size}, init_process_group() was given "
+                f"rank {dist.get_rank()} of {dist.get_world_size()}; give it the same numbers"
+            )
+        import torch
+
+        from muster.jobs.world.world import World
+
+        self.world = World(env.rank, env.world_size, own_group(env), torch.device("cpu"))
+        self.rank, self.size = env.rank, env.world_size
+
+    def meet(self) -> None:
+        """Return when every rank has come here: a collective."""
+        assert self.world is not None
+        self.world.meet()
+
+    def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return every rank's numbers: a collective."""
+        import torch
+
+        assert self.world is not None
+        mine = torch.tensor(numbers, dtype=torch.float64)
+        return [each.tolist() for each in self.world.gather(mine)]
+
+    def share(self, value: Any) -> Any:
+        """Return rank 0's value: a collective. If it is a MusterError, it is raised on every rank."""
+        import torch
+
+        assert self.world is not None
+        error = {"error": str(value), "code": value.exit_code} if isinstance(value, MusterError) else None
+        text = json.dumps(error or {"value": value}).encode() if self.rank == 0 else b""
+        size = int(self.exchange([float(len(text))])[0][0])
+        mine = torch.zeros(size, dtype=torch.uint8)
+        if self.rank == 0:
+            mine[:] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        said = json.loads(bytes(self.world.gather(mine)[0].tolist()))
+        if "error" not in said:
+            return said["value"]
+        if isinstance(value, MusterError):
+            raise value
+        told = MusterError(f"rank 0: {said['error']}")
+        told.exit_code = said["code"]
+        raise told
+
+
+def own_group(env: RankEnv) -> "dist.ProcessGroup":
+    """Make a gloo group beside those of the program: a collective.
+
+    Raises:
+        StartTimeoutError: a rank has not come here in time.
+    """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S
+
+    try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_S))
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise StartTimeoutError(
+            f"session: not every rank has come to its state within {JOIN_S:g} s (rank {env.rank} waited); "
+            "all ranks must call run.state() and run.steps(), or none"
+        ) from error
+    assert isinstance(group, dist.ProcessGroup)
+    _set_pg_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S), group)
+    return group
+
+
+def agree(env: RankEnv) -> Alone:
+    """Return the ranks of this program: a collective.
+
+    Raises:
+        RefusedError: there are several, and the program has not initialized torch.distributed.
+    """
+    return Alone() if env.world_size == 1 else Together(env)

@@ -1,0 +1,91 @@
+"""Parts: tensors of this rank, each with the piece of a logical tensor that it holds (`jobs/checkpoint/pieces.py`).
+
+A part is a whole tensor, a box of it, or a flat range of its elements. Replicas are dealt out as flat ranges, so that
+every rank writes its share; a rank that owns only a range or some layers says so, and nobody deals.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from muster.jobs.checkpoint.pieces import Piece, whole
+
+DTYPES: Final[dict[torch.dtype, str]] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a logical tensor, and the tensor of its shape that holds it on this rank."""
+
+    piece: Piece
+    tensor: Tensor
+
+
+class HeldState(Protocol):
+    """What of the state one rank has, as parts."""
+
+    def parts(self) -> list[Part]:
+        """List what it saves: all ranks together every part once."""
+        ...
+
+    def wanted(self, stored: Mapping[str, Piece]) -> list[Part]:
+        """List what it reads of a checkpoint's tensors, to be filled in place."""
+        ...
+
+
+def whole_part(name: str, tensor: Tensor) -> Part:
+    """Return a tensor that this rank holds in full."""
+    return Part(whole(name, DTYPES[tensor.dtype], tuple(tensor.shape)), tensor.detach())
+
+
+def deal(own: Sequence[Part], shared: Sequence[Part], *, rank: int, ranks: int) -> list[Part]:
+    """Return one rank's part of a replica's state, so that all ranks write the same number of bytes, each byte once.
+
+        rank 0   own own own s      `own` is rank 0's alone; if that is more than its share, it gets no more
+        rank 1   s s s s s s s
+        rank 2   s s s s s s s
+
+    The cuts fall between elements, and depend on names and shapes alone.
+    """
+    total = sum(part.piece.nbytes for part in shared)
+    of_own = sum(part.piece.nbytes for part in own)
+    first = max(0, min(total, (total + of_own) // ranks - of_own)) if ranks > 1 else total
+    cuts = [0, *(first + (total - first) * each // max(ranks - 1, 1) for each in range(ranks))]
+    parts = list(own) if rank == 0 else []
+    begins = 0
+    for part in shared:
+        size = part.tensor.element_size()
+        start, stop = (_element(cut - begins, size, part.piece.elements) for cut in cuts[rank : rank + 2])
+        if cuts[rank + 1] == total:
+            stop = part.piece.elements
+        if start < stop or (part.piece.elements == 0 and rank == 0):
+            parts.append(flat_part(part, start, stop))
+        begins += part.piece.nbytes
+    return parts
+
+
+def flat_part(part: Part, start: int, stop: int) -> Part:
+    """Return elements [start, stop) of a whole tensor, in row-major order."""
+    if (start, stop) == (0, part.piece.elements):
+        return part
+    piece = Piece(part.piece.name, part.piece.dtype, part.piece.shape, box=None, flat=(start, stop))
+    return Part(piece, part.tensor.reshape(-1)[start:stop])  # a copy only where the tensor is not row-major
+
+
+def _element(byte: int, size: int, elements: int) -> int:
+    """Return the first element that begins at or after a byte of a tensor, which may lie outside it."""
+    return min(max(-(-byte // size), 0), elements)

@@ -1,0 +1,66 @@
+"""Read a checkpoint into tensors: all ranks the same one, each what it needs of it."""
+
+import ctypes
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from muster.jobs.basics.errors import MusterError, NoCheckpointError, RefusedError
+from muster.jobs.checkpoint.manifest import Manifest, read_manifest
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.runfolder.checkpointdir import CheckpointDir
+from muster.jobs.saving.resume import Resume, require_chosen
+from muster.jobs.tensors.parts import Part
+from muster.jobs.world.world import World, require_equal
+
+PATIENCE_S: Final = 3.0  # with a view of shared storage that is older than the commit
+NO_DIGEST: Final = "00" * 32
+
+
+def same_manifest(folder: CheckpointDir, resume: Resume, world: World) -> Manifest:
+    """Read the manifest that was chosen: a collective, so that a rank that cannot is no riddle to the others.
+
+    Raises:
+        RefusedError: ranks see different ones, or another one than was chosen.
+        NoCheckpointError, StorageError: this rank cannot read it.
+    """
+    found: Manifest | None = None
+    problem: MusterError | None = None
+    try:
+        found = read_manifest(folder, patience_s=PATIENCE_S)
+    except FileNotFoundError:
+        problem = NoCheckpointError(f"{folder.manifest}: not there; is the run folder the same on every node?")
+    except MusterError as error:
+        problem = error
+    hint = "every rank must be given the same checkpoint, and see the same run folder"
+    chosen = f"the chosen checkpoint, {resume.checkpoint} {resume.sha256[:12]},"
+    require_equal(world, chosen, resume.sha256, hint)
+    digest = NO_DIGEST if found is None else found.sha256
+    try:
+        require_equal(world, f"the checkpoint {folder.name}", digest, hint)
+    except RefusedError as error:
+        raise (problem or error) from error
+    if found is None:
+        assert problem is not None
+        raise problem
+    require_chosen(found, folder, resume)
+    return found
+
+
+def fill(part: Part, reader: Reader) -> None:
+    """Read a part into its tensor."""
+    tensor = part.tensor
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        reader.read_into(part.piece, writable(tensor))
+        return
+    room = torch.empty(part.piece.extent, dtype=tensor.dtype)
+    reader.read_into(part.piece, writable(room))
+    with torch.no_grad():
+        tensor.copy_(room)
+
+
+def writable(tensor: Tensor) -> Any:
+    """Return a contiguous CPU tensor's memory as a buffer."""
+    size = tensor.numel() * tensor.element_size()
+    return (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else bytearray()

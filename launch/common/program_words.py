@@ -1,0 +1,105 @@
+"""A program on a command line in the place of a job file: `muster run -n 4 train.py --lr 3e-4`, `muster run -- prog`.
+
+Options of ours stand before the program. From the program on, every word is the program's.
+"""
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from muster.jobs.basics.errors import RefusedError, UsageError
+
+COMMAND_LINE: Final = "command line"  # what messages call the job
+STARTED_BY: Final = {".py": "python", ".sh": "bash"}
+JOB_FILES: Final = (".yaml", ".yml", ".json")
+MAGIC: Final = (b"#!", b"\x7fE")  # how scripts and ELF files begin
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of a command. If it takes a program, `args.program` and `args.job_text` stand for one.
+
+    Raises:
+        UsageError: if there is a job file beside the program, or no program after `--`.
+        RefusedError: if the program is not executable.
+    """
+    if parser.get_default("program") is None:
+        return parser.parse_args(arguments)
+    ours, program = split(parser, arguments)
+    args = parser.parse_args([*ours, COMMAND_LINE] if program else ours)
+    if program:
+        args.program, args.job_text = tuple(program), job_text(program)
+    return args
+
+
+def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Divide a command line into our words and the program with its arguments; errors as `parse`.
+
+    An option whose value is optional takes the next word only if that is a number, so that the job or the program may
+    follow it.
+    """
+    options = {name: action for action in parser._actions for name in action.option_strings}
+    ours: list[str] = []
+    left, job = list(arguments), ""
+    while left:
+        word = left.pop(0)
+        if word == "--":
+            if job or not left:
+                found = f"the job {job} is given, too" if job else "no program follows it"
+                raise UsageError(f"--: {found}; write muster ... -- PROGRAM ARGUMENTS, or muster ... JOB.yaml")
+            return ours, left
+        if not word.startswith("-") and not job:
+            if is_program(word):
+                named = "/" in word or Path(word).suffix in STARTED_BY
+                return ours, [word if named else f"./{word}", *left]
+            job = word
+        ours.append(word)
+        action = options.get(word)
+        if action is not None and action.nargs == "?" and not (left and left[0].isdecimal()):
+            ours[-1] = f"{word}={action.const}"
+        elif action is not None and action.nargs != 0 and left:
+            ours.append(left.pop(0))
+    return ours, []
+
+
+def is_program(word: str) -> bool:
+    """Tell whether a word names a script by its suffix, or a file that begins as programs do.
+
+    Raises:
+        RefusedError: if such a file is not executable.
+    """
+    path = Path(word)
+    if path.suffix in STARTED_BY or path.suffix in JOB_FILES or not path.is_file():
+        return path.suffix in STARTED_BY
+    with path.open("rb") as file:
+        if file.read(2) not in MAGIC:
+            return False
+    if not os.access(path, os.X_OK):
+        raise RefusedError(f"{word}: is a program, but not executable; run: chmod +x {word}")
+    return True
+
+
+def job_text(program: Sequence[str]) -> str:
+    """Return the job file that a program on the command line stands for.
+
+    Raises:
+        UsageError: if a word is no text.
+    """
+    from muster.jobs.spec import yamlfile
+    from muster.jobs.spec.load import as_name
+
+    for word in program:
+        if any("\ud800" <= each <= "\udfff" for each in word):  # how Python holds bytes that are no text
+            raise UsageError(f"{word!r}: is not UTF-8, which job files are; rename it")
+    starter = STARTED_BY.get(Path(program[0]).suffix)
+    argv = [starter, *program] if starter else list(program)
+    return yamlfile.dump({"name": as_name(_title(argv)), "command": argv})
+
+
+def _title(argv: Sequence[str]) -> str:
+    """Return what a command is named after: its script, its module, or the program itself."""
+    if argv[1:2] == ["-m"] and len(argv) > 2:
+        return argv[2]
+    script = next((word for word in argv if Path(word).suffix in STARTED_BY), argv[0])
+    return Path(script).stem

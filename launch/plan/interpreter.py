@@ -1,0 +1,77 @@
+"""Which Python a `command:` job starts. It is chosen where the job is submitted, and kept in its submission.
+
+the job's python:  >  the site's python:  >  the active virtual or conda environment  >  Muster's own interpreter
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.spec.job import CommandSettings, Job
+from muster.jobs.spec.python import words_of
+from muster.jobs.spec.site import Site
+
+PYTHONS: Final = ("python", "python3")  # as the first word of a command: the chosen interpreter
+ENVIRONMENTS: Final = {"VIRTUAL_ENV": "virtual", "CONDA_PREFIX": "conda"}
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """The Python of a command.
+
+    `words` replace a first word of `PYTHONS`; none: PATH on the node decides what that word is. `folder` comes first on
+    PATH, so that programs of this Python's environment are found, such as torchrun; "": PATH stays as it is.
+    """
+
+    words: tuple[str, ...]
+    folder: str
+    why: str
+
+    def argv(self, command: Sequence[str]) -> list[str]:
+        """Return what every rank of a command executes."""
+        return [*self.words, *command[1:]] if self.words and command[0] in PYTHONS else list(command)
+
+
+def choose(job: Job, site: Site, own: str, environ: Mapping[str, str] = os.environ) -> Interpreter | None:
+    """Choose the Python of a job; `own` is Muster's on the nodes. None: the job is no `command:`.
+
+    Raises:
+        RefusedError: if the job names one that its command does not use.
+    """
+    if not isinstance(job.settings, CommandSettings):
+        return None
+    for file, python in (("job", job.python), ("site", site.python)):
+        if python is None:
+            continue
+        chosen = explicit(words_of(python), f"{file} file: python")
+        first = job.settings.argv[0]
+        if file == "job" and first not in PYTHONS and not chosen.folder:
+            raise RefusedError(f"python: has no effect on a command that begins with {first!r}; begin it with python")
+        return chosen
+    python, why = active(environ) or (own, "Muster's own: no virtual or conda environment is active here")
+    folder = str(Path(python).parent)
+    if site.setup or job.setup:
+        return Interpreter((), folder, f"the first on PATH after the setup lines; before them, {python} ({why})")
+    return Interpreter((python,), folder, why)
+
+
+def explicit(words: tuple[str, ...], why: str) -> Interpreter:
+    """Return the interpreter that a file names. A container's command has no folder for PATH on the node."""
+    path = Path(words[0])
+    is_python = path.is_absolute() and (len(words) == 1 or path.name.startswith("python"))
+    return Interpreter(words, str(path.parent) if is_python else "", why)
+
+
+def active(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the Python of the active environment, and why; of two, PATH shows which one was activated last."""
+    path = environ.get("PATH", "").split(os.pathsep)
+    found = []
+    for variable, kind in ENVIRONMENTS.items():
+        folder = os.path.join(environ.get(variable) or "/nonexistent", "bin")  # noqa: PTH118 (the words as they are)
+        if os.access(f"{folder}/python", os.X_OK):
+            place = path.index(folder) if folder in path else len(path)
+            found.append((place, f"{folder}/python", f"the {kind} environment that is active here: {variable}"))
+    return min(found, key=lambda each: each[0])[1:] if found else None
