@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.leaves import Leaf, Leaves, is_dtensor
+from muster.jobs.session.leaves import Leaf, Leaves, check, is_dtensor
 from muster.jobs.session.stored import Stored, as_mapping
 from muster.jobs.session.trees import Encoder, decode
 
@@ -66,6 +66,7 @@ class ModuleState:
                 extra[key] = encoder.encode(value, self.path(key))
                 continue
             self.is_in_place &= id(value) in own
+            check(self.path(key), value)
             leaf = self.leaf(self.path(key), value)
             # A rank's part of a DTensor can be empty, and then shares its address with others.
             memory = id(value) if is_dtensor(value) or not value.numel() else leaf.memory[2:]
