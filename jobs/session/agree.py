@@ -54,8 +54,8 @@ def require_same_state(world: World, trees: Mapping[str, Any], leaves: Sequence[
         pairs = zip_longest(theirs[0], theirs[differing[0]], fillvalue="nothing more")
         first, other = next((one, another) for one, another in pairs if one != another)
         raise RefusedError(
-            f"state: {other} on {spell_ranks(differing[:8])}, but {first} on rank 0; register the same objects with the "
-            "same values on every rank"
+            f"state: {other} on {spell_ranks(differing[:8])}, but {first} on rank 0; register the same objects with "
+            "the same values on every rank"
         )
     if any(each[1] != both[0][1] for each in both):
         _refuse_contents(world, compared, sums)

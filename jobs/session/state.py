@@ -94,6 +94,8 @@ class State:
         problem, leaves = None, None
         try:
             leaves = self._capture()
+            for leaf in leaves or ():
+                leaf.part()
         except MusterError as error:
             problem = str(error)
         if world.group is None:

@@ -1,0 +1,151 @@
+"""States that ranks share out - DTensors, `muster.zero`, pipelines - restored on other numbers of ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.session.state import State
+from muster.jobs.world.world import World
+from support.sessions import load, save
+
+pytestmark = pytest.mark.slow
+
+
+class Net(nn.Module):
+    """Layers whose sizes few numbers of ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 10)
+        self.down = nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))).clone()
+
+
+def built(world: World, how: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model: nn.Module = Net()
+    if how == "ddp" and world.size > 1:
+        model = nn.parallel.DistributedDataParallel(model)
+    elif how == "fsdp":
+        mesh = init_device_mesh("cpu", (world.size,))
+        for part in (model.up, model.down, model):
+            fully_shard(part, mesh=mesh)
+    elif how == "hybrid":  # two copies, each sharded over half of the ranks
+        mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("copy", "shard"))
+        fully_shard(model, mesh=mesh)
+    elif how in ("tp", "tp+fsdp"):
+        tensor = 2
+        mesh = init_device_mesh("cpu", (world.size // tensor, tensor), mesh_dim_names=("dp", "tp"))
+        parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if how == "tp+fsdp":
+            fully_shard(model, mesh=mesh["dp"])
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def full(value: torch.Tensor) -> Any:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().tolist()
+
+
+def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return parameters and the optimizer's state, whole, by name."""
+    model = getattr(model, "module", model)
+    found = {name: full(each) for name, each in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        found |= {f"{name}/{key}": full(each) for key, each in sorted(optimizer.state[parameter].items())}
+    return found
+
+
+def saves(world: World, how: str, folder: str) -> dict[str, Any]:
+    model, optimizer = built(world, how, seed=0)
+    state = State({"model": model, "optimizer": optimizer, "note": how})
+    state.join(world)
+    train(model, optimizer, range(3))
+    save(state, world, folder)
+    kept = state.parts() is state.parts()
+    return {"content": content(model, optimizer), "losses": train(model, optimizer, range(3, 5)), "kept": kept}
+
+
+def loads(world: World, how: str, folder: str, resave: str | None = None) -> dict[str, Any]:
+    model, optimizer = built(world, how, seed=1)
+    state = State({"model": model, "optimizer": optimizer, "note": ""})
+    state.join(world)
+    load(state, folder)
+    found = content(model, optimizer)
+    if resave is not None:
+        save(state, world, resave)
+    return {"content": found, "losses": train(model, optimizer, range(3, 5))}
+
+
+def test_fsdp2_moves_between_numbers_of_ranks_and_to_ddp(on_ranks, tmp_path: Path):
+    two, four = str(tmp_path / "two"), str(tmp_path / "four")
+    saved = on_ranks(2, saves, how="fsdp", folder=two)[0]
+    assert saved["kept"], "parts are listed anew at every save"
+    again = on_ranks(2, loads, how="fsdp", folder=two)[0]
+    assert again == {"content": saved["content"], "losses": saved["losses"]}
+    assert on_ranks(4, loads, how="fsdp", folder=two, resave=four)[0]["content"] == saved["content"]
+    assert on_ranks(1, loads, how="fsdp", folder=four)[0]["content"] == saved["content"]
+    assert on_ranks(2, loads, how="ddp", folder=four)[0]["content"] == saved["content"]
+
+
+@pytest.mark.parametrize("how", ["tp+fsdp", "hybrid", "tp"])
+def test_meshes_of_two_dimensions_are_saved_once_and_load_anywhere(on_ranks, tmp_path: Path, how):
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    saved = on_ranks(2 if how == "tp" else 4, saves, how=how, folder=first)[0]
+    assert on_ranks(1, loads, how="ddp", folder=first, resave=second)[0]["content"] == saved["content"]
+    again = on_ranks(2 if how == "tp" else 4, loads, how=how, folder=second)[0]
+    assert again["content"] == saved["content"]
+
+
+def placed(world: World, folder: str) -> list[str]:
+    """Save and load DTensors of every kind of placement, and be refused partial sums."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    ways = [(Shard(0), Shard(0)), (Shard(1), Shard(0)), (Replicate(), Shard(1)), (Replicate(), Replicate())]
+    full_tensors = [torch.arange(35.0).reshape(5, 7) + 100 * number for number in range(len(ways))]
+    held = [distribute_tensor(each, mesh, way) for each, way in zip(full_tensors, ways, strict=True)]
+    model = nn.ParameterList([nn.Parameter(each) for each in held])
+    state = State({"model": model})
+    state.join(world)
+    save(state, world, folder)
+    with torch.no_grad():
+        for each in model:
+            each.zero_()
+    load(state, folder)
+    wrong = [
+        str(way)
+        for way, each, wanted in zip(ways, model, full_tensors, strict=True)
+        if not torch.equal(each.full_tensor(), wanted)
+    ]
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
+    try:
+        State({"model": nn.ParameterList([nn.Parameter(partial)])}).join(world)
+    except RefusedError as error:
+        return [*wrong, str(error)]
+    return [*wrong, "not refused"]
+
+
+def test_placements_are_cut_where_pytorch_cuts_and_partial_sums_are_refused(on_ranks, tmp_path: Path):
+    for said in on_ranks(4, placed, folder=str(tmp_path / "run")):
+        assert len(said) == 1
+        assert "state: model/0: a DTensor with the placement P" in said[0]
