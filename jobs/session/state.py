@@ -102,10 +102,14 @@ class State:
             if problem is not None:
                 raise RefusedError(problem)
         else:
-            from muster.jobs.session.agree import refuse_together, require_same_state
+            from muster.jobs.session.agree import exchange, refuse_together, require_same_state
+            from muster.jobs.session.stages import StagesState
 
             refuse_together(world, problem)
             assert leaves is not None
+            stages = [each for each in self._registered.values() if isinstance(each, StagesState)]
+            for each in stages:
+                each.meet(world.rank, exchange(world, each.describe()))
             require_same_state(world, self._trees or {}, leaves)
         if self.has_tensors and self._generators is None:
             from muster.jobs.session.rng import Generators

@@ -14,6 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.session.state import State
 from muster.jobs.world.world import World
+from muster.pipe import Pipeline
+from muster.pipe.schedules.tables import schedule
+from muster.zero import ShardedDataParallel, ShardedOptimizer
 from support.sessions import load, save
 
 pytestmark = pytest.mark.slow
@@ -43,6 +46,12 @@ def built(world: World, how: str, seed: int) -> tuple[nn.Module, torch.optim.Opt
     elif how == "hybrid":  # two copies, each sharded over half of the ranks
         mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("copy", "shard"))
         fully_shard(model, mesh=mesh)
+    elif how.startswith("zero"):
+        model = ShardedDataParallel(model, stage=int(how[-1]))
+        return model, model.optimizer(torch.optim.AdamW, lr=0.01)
+    elif how == "alone":  # a sharded optimizer of a model that every rank has whole
+        model = nn.parallel.DistributedDataParallel(model)
+        return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01)
     elif how in ("tp", "tp+fsdp"):
         tensor = 2
         mesh = init_device_mesh("cpu", (world.size // tensor, tensor), mesh_dim_names=("dp", "tp"))
@@ -70,6 +79,12 @@ def full(value: torch.Tensor) -> Any:
 
 def content(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return parameters and the optimizer's state, whole, by name."""
+    if isinstance(optimizer, ShardedOptimizer):
+        whole = optimizer.full_state_dict()["state"]
+        found = {name.removeprefix("module."): full(each) for name, each in model.state_dict().items()}
+        for number, name in enumerate(list(found)):
+            found |= {f"{name}/{key}": full(each) for key, each in sorted(whole[number].items())}
+        return found
     model = getattr(model, "module", model)
     found = {name: full(each) for name, each in model.state_dict().items()}
     for name, parameter in model.named_parameters():
@@ -149,3 +164,93 @@ def test_placements_are_cut_where_pytorch_cuts_and_partial_sums_are_refused(on_r
     for said in on_ranks(4, placed, folder=str(tmp_path / "run")):
         assert len(said) == 1
         assert "state: model/0: a DTensor with the placement P" in said[0]
+
+
+@pytest.mark.parametrize("how", ["zero1", "zero3", "alone"])
+def test_shards_of_zero_move_between_numbers_of_ranks_and_to_and_from_ddp(on_ranks, tmp_path: Path, how):
+    two, three, plain = (str(tmp_path / name) for name in ("two", "three", "plain"))
+    saved = on_ranks(2, saves, how=how, folder=two)[0]
+    assert saved["kept"]
+    again = on_ranks(2, loads, how=how, folder=two)[0]
+    assert again == {"content": saved["content"], "losses": saved["losses"]}
+    assert on_ranks(3, loads, how=how, folder=two, resave=three)[0]["content"] == saved["content"]
+    assert on_ranks(2, loads, how="ddp", folder=three, resave=plain)[0]["content"] == saved["content"]
+    assert on_ranks(2, loads, how=how, folder=plain)[0] == again
+
+
+class Layers(nn.Sequential):
+    """Layers for a pipeline; the last one has the first one's weight."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+        self[3].weight = self[0].weight
+
+
+def half_square(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs - targets).square().mean()
+
+
+def pipelined(world: World, seed: int, copies: int) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """Build a pipeline over all ranks, or over those of this rank's copy; one rank has the plain model."""
+    torch.manual_seed(seed)
+    model: Any = Layers()
+    if world.size == 1:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def step(x: torch.Tensor) -> float:
+            total = 0.0
+            for part in x.chunk(2):
+                loss = half_square(model(part), part) / 2
+                loss.backward()
+                total += loss.item()
+            return total
+
+        return model, optimizer, step
+    per_copy = world.size // copies
+    groups = [torch.distributed.new_group(range(at, at + per_copy)) for at in range(0, world.size, per_copy)]
+    group = groups[world.rank // per_copy]
+    pipeline = Pipeline(model, schedule("1f1b", per_copy, 2), loss=half_square, process_group=group)
+    optimizer = torch.optim.AdamW(pipeline.module.parameters(), lr=0.01)
+    return pipeline, optimizer, lambda x: pipeline.step(x, x).item()
+
+
+def pipes(
+    world: World, load_from: str | None, save_to: str | None, seed: int, copies: int = 1
+) -> tuple[dict[str, Any], list[float]]:
+    model, optimizer, step = pipelined(world, seed, copies)
+    state = State({"model": model, "optimizer": optimizer})
+    state.join(world)
+    if load_from is not None:
+        load(state, load_from)
+    losses: list[float] = []
+
+    def go(steps: range) -> None:
+        for number in steps:
+            optimizer.zero_grad()
+            losses.append(step(torch.randn(8, 4, generator=torch.Generator().manual_seed(number))))
+            optimizer.step()
+
+    if load_from is None:
+        go(range(3))
+    if save_to is not None:
+        save(state, world, save_to)
+    module = model if world.size == 1 else model.module
+    found = {name: each.tolist() for name, each in module.state_dict().items()}
+    for name, parameter in module.named_parameters():
+        found |= {f"{name}/{key}": each.tolist() for key, each in sorted(optimizer.state[parameter].items())}
+    losses.clear()
+    go(range(3, 5))
+    return found, losses
+
+
+def test_pipelines_and_one_process_read_each_others_checkpoints(on_ranks, tmp_path: Path):
+    two, one, four = (str(tmp_path / name) for name in ("two", "one", "four"))
+    saved = on_ranks(2, pipes, load_from=None, save_to=two, seed=0)
+    assert on_ranks(2, pipes, load_from=two, save_to=None, seed=1) == saved, "goes on bit by bit"
+    ((alone, losses),) = on_ranks(1, pipes, load_from=two, save_to=one, seed=2)
+    whole = saved[1][0] | saved[0][0]
+    assert {name: whole[name] for name in alone} == alone
+    assert losses == pytest.approx(saved[0][1])
+    copies = on_ranks(4, pipes, load_from=one, save_to=four, seed=3, copies=2)
+    assert [found for found, _ in copies] == 2 * [found for found, _ in saved]
+    assert on_ranks(2, pipes, load_from=four, save_to=None, seed=4) == saved
