@@ -48,6 +48,7 @@ class ModuleState:
                 f"state: {name}: FullyShardedDataParallel cannot be stored; use fully_shard (FSDP2), or muster.zero"
             )
         self.aliases: dict[str, str] = {}  # further names of tied tensors, below this module
+        self.names: set[str] = set()  # of its tensors
         self.parameters: dict[int, Leaf] = {}  # by identity
         self.is_in_place = True  # False: state_dict() returns copies
 
@@ -76,6 +77,7 @@ class ModuleState:
             else:
                 leaves.add(leaf)
             self.parameters[id(value)] = known
+        self.names = {leaf.name for leaf in first.values()}
         return {"extra": extra}
 
     def leaf(self, path: str, value: Tensor) -> Leaf:
@@ -91,7 +93,7 @@ class ModuleState:
         if found.keys() != extra.keys():
             key = sorted(found.keys() ^ extra.keys())[0]
             raise RefusedError(f"state: {self.path(key)} is only on one side: in the checkpoint, or in this program")
-        stored.require_known(self.name, self.known_names(leaves))
+        stored.require_known(self.name, self.known_names())
         for leaf in leaves:
             stored.fill(leaf)
         self.load_extra(found, leaves)
@@ -107,9 +109,9 @@ class ModuleState:
         decoded = {key: decode(each, held.__getitem__, self.path(key)) for key, each in found.items()}
         self.module.load_state_dict({**values, **decoded})
 
-    def known_names(self, leaves: Leaves) -> set[str]:
+    def known_names(self) -> set[str]:
         """Return the names of tensors that ranks have together."""
-        return {leaf.name for leaf in leaves} | self.aliases.keys()
+        return self.names | self.aliases.keys()
 
     def finish(self) -> None:
         """Do what must follow the restoring of all objects."""

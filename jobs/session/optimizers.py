@@ -7,6 +7,7 @@ Learning rates and other settings of the groups are JSON. Which group a paramete
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -129,7 +130,8 @@ class OptimizerState:
                 state[key] = self._room(f"{path}/{key}", state.get(key), parameter, key, piece, group)
                 stored.fill(self.leaf_of(f"{path}/{key}", state[key], parameter, leaf))
             for key, record in values.get(path, {}).items():
-                state[key] = decode(record, stored.tensor, f"{path}/{key}")
+                found = partial(stored.tensor, device=parameter.device)
+                state[key] = decode(record, found, f"{path}/{key}")
             if not state:
                 del self.optimizer.state[parameter]
 
@@ -142,8 +144,7 @@ class OptimizerState:
         owners = self._owners()
         known, found = {path for path, *_ in self.parameters()}, dict[str, dict[str, Piece]]()
         for owner in owners:  # of a pipeline's parameters, those of other ranks are stored, too
-            others = owner.known_names(Leaves())
-            known |= {self._path(each, owner, owners) for each in others}
+            known |= {self._path(each, owner, owners) for each in owner.known_names()}
         for name in stored.under(self.name):
             path, _, key = name.rpartition("/")
             if name.startswith(f"{self.name}/{GROUPS}/") or any(name.startswith(f"{each}/") for each in values):

@@ -49,8 +49,10 @@ class ShardedModule(ModuleState):
                 self.aliases[self.path(key)] = self.path(known)
             else:
                 self.parameters[id(parameter)] = Leaf(self.path(key), parameter)
-        for key, buffer in persistent_buffers(self.module):
-            leaves.add(Leaf(self.path(key), buffer))
+        buffers = [Leaf(self.path(key), buffer) for key, buffer in persistent_buffers(self.module)]
+        self.names = {leaf.name for leaf in (*buffers, *self.parameters.values())}
+        for leaf in buffers:
+            leaves.add(leaf)
         for held in self.wrapper.held_parameters():
             leaves.add(leaf_of(self.path(held.name), held))
         return {"extra": {key: encoder.encode(each, self.path(key)) for key, each, _ in self._extras()}}
@@ -65,10 +67,6 @@ class ShardedModule(ModuleState):
         held = {leaf.name: leaf.tensor for leaf in leaves}
         for key, _, part in self._extras():
             part.set_extra_state(decode(found[key], held.__getitem__, self.path(key)))
-
-    def known_names(self, leaves: Leaves) -> set[str]:
-        """Return the names that ranks have together: every rank knows all of the module."""
-        return super().known_names(leaves) | {leaf.name for leaf in self.parameters.values()}
 
     def finish(self) -> None:
         """Gather the parameters from their shards: a collective."""

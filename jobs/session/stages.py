@@ -74,6 +74,6 @@ class StagesState(ModuleState):
             if ranks[place % len(ranks) if is_parameter[name] else 0] == rank
         }
 
-    def known_names(self, leaves: Leaves) -> set[str]:
+    def known_names(self) -> set[str]:
         """Return the names that ranks have together."""
-        return super().known_names(leaves) | self._known
+        return super().known_names() | self._known

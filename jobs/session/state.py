@@ -98,19 +98,14 @@ class State:
                 leaf.part()
         except MusterError as error:
             problem = str(error)
-        if world.group is None:
-            if problem is not None:
-                raise RefusedError(problem)
-        else:
-            from muster.jobs.session.agree import exchange, refuse_together, require_same_state
-            from muster.jobs.session.stages import StagesState
+        if world.group is not None:
+            from muster.jobs.session.agree import agree, refuse_together
 
             refuse_together(world, problem)
             assert leaves is not None
-            stages = [each for each in self._registered.values() if isinstance(each, StagesState)]
-            for each in stages:
-                each.meet(world.rank, exchange(world, each.describe()))
-            require_same_state(world, self._trees or {}, leaves)
+            agree(world, self._registered.values(), self._trees or {}, leaves)
+        elif problem is not None:
+            raise RefusedError(problem)
         if self.has_tensors and self._generators is None:
             from muster.jobs.session.rng import Generators
 

@@ -178,6 +178,72 @@ def test_shards_of_zero_move_between_numbers_of_ranks_and_to_and_from_ddp(on_ran
     assert on_ranks(2, loads, how=how, folder=plain)[0] == again
 
 
+class Mixed(nn.Module):
+    """Parameters of 16 and of 32 bits, a tied one, an empty one, a buffer and an extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5, dtype=torch.bfloat16)
+        self.norm = nn.BatchNorm1d(5)
+        self.other = nn.Linear(5, 5, dtype=torch.bfloat16)
+        self.other.weight = self.first.weight
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.other(self.norm(self.first(x.bfloat16()).float()).bfloat16()).float() + self.empty.sum()
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def mixed(world: World, stage: int, load_from: str | None, save_to: str | None) -> dict[str, Any]:
+    torch.manual_seed(0 if load_from is None else 1)
+    model: Any = Mixed()
+    if stage:
+        model = ShardedDataParallel(model, stage=stage)
+        optimizer: torch.optim.Optimizer = model.optimizer(torch.optim.AdamW, lr=0.01)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = State({"model": model, "optimizer": optimizer})
+    state.join(world)
+    if load_from is not None:
+        load(state, load_from)
+    for number in range(2) if load_from is None else ():
+        optimizer.zero_grad()
+        (model(torch.randn(4, 5, generator=torch.Generator().manual_seed(number))) - 1).square().mean().backward()
+        optimizer.step()
+    if save_to is not None:
+        save(state, world, save_to)
+    found = {name: full(each) for name, each in model.state_dict().items() if isinstance(each, torch.Tensor)}
+    masters = {}
+    if isinstance(optimizer, ShardedOptimizer):
+        masters = {
+            str(number): full(each["master"])
+            for number, each in optimizer.full_state_dict()["state"].items()
+            if "master" in each
+        }
+    return {"model": found, "calls": (model.module if stage else model).calls, "masters": masters}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_float32_copies_tied_and_empty_parameters_and_extra_states_of_shards_are_restored(on_ranks, tmp_path, stage):
+    two, three, plain = (str(tmp_path / name) for name in ("two", "three", "plain"))
+    saved = on_ranks(2, mixed, stage=stage, load_from=None, save_to=two)
+    assert saved[0]["masters"]
+    assert saved[0]["calls"] == 2
+    assert on_ranks(2, mixed, stage=stage, load_from=two, save_to=None) == saved
+    assert on_ranks(3, mixed, stage=stage, load_from=two, save_to=three)[2] == saved[0]
+    (alone,) = on_ranks(1, mixed, stage=0, load_from=three, save_to=plain)
+    assert alone == {**saved[0], "masters": {}}
+    back = on_ranks(2, mixed, stage=stage, load_from=plain, save_to=None)
+    assert [each["model"] for each in back] == 2 * [alone["model"]]
+
+
 class Layers(nn.Sequential):
     """Layers for a pipeline; the last one has the first one's weight."""
 
