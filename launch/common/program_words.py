@@ -3,13 +3,13 @@
 Options of ours stand before the program. From the program on, every word is the program's.
 """
 
-# ruff: noqa: PTH113, PTH119, PTH122, PTH123
+# ruff: noqa: PTH110, PTH113, PTH119, PTH122, PTH123
 # (pathlib would cost every command's --help 2 ms)
 
 import argparse
 import os
 from collections.abc import Sequence
-from os.path import basename, isfile, splitext
+from os.path import basename, exists, isfile, splitext
 from typing import Final
 
 from muster.jobs.basics.errors import RefusedError, UsageError
@@ -71,13 +71,22 @@ def is_program(word: str) -> bool:
 
     Raises:
         RefusedError: if such a file is not executable.
+        UsageError: if the word is a program on PATH.
     """
     suffix = splitext(word)[1]
+    if not suffix and "/" not in word and not exists(word):
+        from shutil import which
+
+        if which(word) is not None:
+            raise UsageError(f"{word}: no such job file; a program on PATH is started by: muster ... -- {word} ...")
     if suffix in STARTED_BY or suffix in JOB_FILES or not isfile(word):
         return suffix in STARTED_BY
-    with open(word, "rb") as file:
-        if file.read(2) not in MAGIC:
-            return False
+    try:
+        with open(word, "rb") as file:
+            if file.read(2) not in MAGIC:
+                return False
+    except PermissionError:  # a program need not be readable; what a job file lacks is said by who reads it
+        return os.access(word, os.X_OK)
     if not os.access(word, os.X_OK):
         raise RefusedError(f"{word}: is a program, but not executable; run: chmod +x {word}")
     return True

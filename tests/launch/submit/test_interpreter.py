@@ -62,6 +62,12 @@ def test_after_setup_lines_path_decides_unless_a_file_names_a_python(environment
         assert found.argv == TRAIN
         assert shared(found)["PATH"][0] == f"{environments['CONDA_PREFIX']}/bin"
     assert context(TRAIN, environments, setup=["true"], python="/job/python").argv[0] == "/job/python"
+    given = context(TRAIN, environments, env={"PATH": "/mine/bin"})
+    assert (given.argv, shared(given)["PATH"], needs(given)) == (
+        TRAIN,
+        ("/mine/bin", "job file: env"),
+        ("", "/srv/job/train.py"),
+    )
 
 
 def test_a_container_stands_before_the_script_and_leaves_path_alone() -> None:
