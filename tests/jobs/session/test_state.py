@@ -1,9 +1,6 @@
 """States of replicated models: saved by some ranks, restored by others, and everything that is refused by name."""
 
 import random
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.export import export
 from muster.jobs.checkpoint.manifest import read_manifest
 from muster.jobs.runfolder.rundir import RunDir
