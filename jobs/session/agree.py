@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -11,6 +11,8 @@ import torch
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import spell_ranks
 from muster.jobs.session.leaves import Leaf, fingerprints
+from muster.jobs.session.modules import ModuleState
+from muster.jobs.session.stages import StagesState
 from muster.jobs.world.world import World
 
 
@@ -37,6 +39,22 @@ def refuse_together(world: World, problem: str | None) -> None:
         raise RefusedError(problems[0])
 
 
+def agree(world: World, registered: Iterable[object], trees: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:
+    """Compare the states of all ranks, and tell pipelines about each other's layers: a collective.
+
+    Raises:
+        RefusedError: on every rank, naming the first difference, or the first tensor that ranks do not cover.
+    """
+    require_same_state(world, trees, leaves)
+    names: set[str] = set()
+    for each in registered:
+        if isinstance(each, StagesState):
+            each.meet(world.rank, exchange(world, each.describe()))
+        elif isinstance(each, ModuleState):
+            names |= each.names
+    require_covered(world, sorted(names), leaves)
+
+
 def require_same_state(world: World, trees: Mapping[str, Any], leaves: Sequence[Leaf]) -> None:
     """Check that plain values, names, shapes and replicated tensors are equal on all ranks: a collective.
 
@@ -54,8 +72,8 @@ def require_same_state(world: World, trees: Mapping[str, Any], leaves: Sequence[
         pairs = zip_longest(theirs[0], theirs[differing[0]], fillvalue="nothing more")
         first, other = next((one, another) for one, another in pairs if one != another)
         raise RefusedError(
-            f"state: {spell_ranks(differing[:8])} differs from rank 0: {other} there, {first} on rank 0; register the "
-            "same objects with the same values on every rank"
+            f"state: {other} on {spell_ranks(differing[:8])}, but {first} on rank 0; register the same objects with "
+            "the same values on every rank"
         )
     if any(each[1] != both[0][1] for each in both):
         _refuse_contents(world, compared, sums)
@@ -69,6 +87,29 @@ def _refuse_contents(world: World, compared: Sequence[Leaf], sums: torch.Tensor)
         f"state: {compared[place].name}: its values on {spell_ranks(differing[:8])} differ from rank 0's; wrap the "
         "model in DistributedDataParallel, which copies rank 0's weights to all ranks, or seed every rank alike"
     )
+
+
+def require_covered(world: World, names: Sequence[str], leaves: Sequence[Leaf]) -> None:
+    """Check that ranks have every element of a shared-out tensor once: a collective. All ranks give the same names.
+
+    Raises:
+        RefusedError: on every rank, naming the first tensor that is not covered.
+    """
+    held, wanted = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    for leaf in leaves:
+        if leaf.is_split and leaf.name in held:
+            part, answers = leaf.part()
+            held[leaf.name] += part.piece.elements if answers else 0
+            wanted[leaf.name] = part.piece.tensor_elements
+    mine = torch.tensor([[*held.values()], [*wanted.values()]], device=world.device)
+    found = torch.stack(world.gather(mine)).cpu()  # (ranks, held and wanted, names)
+    together, whole = found[:, 0].sum(0).tolist(), found[:, 1].amax(0).tolist()
+    for name, elements, total in zip(names, together, whole, strict=True):
+        if elements != total:
+            raise RefusedError(
+                f"state: {name}: the ranks together hold {elements} elements of {total}; a model must be sharded over "
+                "all ranks of the run, or over a mesh of all of them"
+            )
 
 
 def _lines(record: Any, path: str) -> Iterator[str]:

@@ -119,7 +119,7 @@ class Leaves(list[Leaf]):
             value = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         if not isinstance(value, Tensor):
             return None
-        while path in self._names:  # two keys that are spelt alike, as 1 and "1"
+        while path in self._names:  # of two keys that are spelt alike, as 1 and "1"
             path += "'"
         self.add(Leaf(path, value, compared=True))
         return {"$": "tensor", "v": path}
@@ -127,6 +127,8 @@ class Leaves(list[Leaf]):
     def add(self, leaf: Leaf) -> None:
         """Add a leaf that can be stored."""
         check(leaf.name, leaf.tensor)
+        if leaf.name in self._names:
+            raise RefusedError(f"state: {leaf.name}: two tensors have this name; register their owners by other names")
         self._names.add(leaf.name)
         self.append(leaf)
 

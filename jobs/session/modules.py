@@ -7,7 +7,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.leaves import Leaf, Leaves, is_dtensor
+from muster.jobs.session.leaves import Leaf, Leaves, check, is_dtensor
 from muster.jobs.session.stored import Stored, as_mapping
 from muster.jobs.session.trees import Encoder, decode
 
@@ -48,7 +48,9 @@ class ModuleState:
                 f"state: {name}: FullyShardedDataParallel cannot be stored; use fully_shard (FSDP2), or muster.zero"
             )
         self.aliases: dict[str, str] = {}  # further names of tied tensors, below this module
+        self.names: set[str] = set()  # of its tensors
         self.parameters: dict[int, Leaf] = {}  # by identity
+        self.is_in_place = True  # False: state_dict() returns copies
 
     def path(self, key: str) -> str:
         """Return the stored name of an entry of the module's state_dict()."""
@@ -66,6 +68,7 @@ class ModuleState:
                 extra[key] = encoder.encode(value, self.path(key))
                 continue
             self.is_in_place &= id(value) in own
+            check(self.path(key), value)
             leaf = self.leaf(self.path(key), value)
             # A rank's part of a DTensor can be empty, and then shares its address with others.
             memory = id(value) if is_dtensor(value) or not value.numel() else leaf.memory[2:]
@@ -74,6 +77,7 @@ class ModuleState:
             else:
                 leaves.add(leaf)
             self.parameters[id(value)] = known
+        self.names = {leaf.name for leaf in first.values()}
         return {"extra": extra}
 
     def leaf(self, path: str, value: Tensor) -> Leaf:
@@ -82,28 +86,32 @@ class ModuleState:
         return Leaf(path, value, dealt=is_parameter, compared=is_parameter)
 
     def restore(self, stored: Stored, tree: Any) -> None:
-        """Fill the tensors in place; hand the rest to the module's load_state_dict()."""
+        """Fill the tensors in place; hand the rest to the module."""
         leaves = Leaves()
         extra = self.capture(Encoder(leaves.leaf), leaves)["extra"]
         found = as_mapping(as_mapping(tree, self.name, "module").get("extra"), self.name, "extra state")
         if found.keys() != extra.keys():
             key = sorted(found.keys() ^ extra.keys())[0]
             raise RefusedError(f"state: {self.path(key)} is only on one side: in the checkpoint, or in this program")
-        self.require_names(stored, {leaf.name for leaf in leaves} | self.aliases.keys())
+        stored.require_known(self.name, self.known_names())
         for leaf in leaves:
             stored.fill(leaf)
-        if extra or not self.is_in_place:
-            values: Mapping[str, Any] = self.module.state_dict(keep_vars=False)
-            held = {leaf.name: leaf.tensor.detach() for leaf in leaves}
-            held |= {name: held[of] for name, of in self.aliases.items()}
-            # Loading a tensor into itself changes nothing; what state_dict() has copied is loaded here.
-            loaded = {key: held.get(self.path(key), value) for key, value in values.items()}
-            decoded = {key: decode(each, held.__getitem__, self.path(key)) for key, each in found.items()}
-            self.module.load_state_dict({**loaded, **decoded})
+        self.load_extra(found, leaves)
 
-    def require_names(self, stored: Stored, known: set[str]) -> None:
-        """Check that the checkpoint has no other tensors of this module."""
-        stored.require_known(self.name, known)
+    def load_extra(self, found: Mapping[str, Any], leaves: Leaves) -> None:
+        """Hand what could not be filled in place to the module's load_state_dict()."""
+        if not found and self.is_in_place:
+            return
+        held = {leaf.name: leaf.tensor.detach() for leaf in leaves}
+        held |= {name: held[of] for name, of in self.aliases.items()}
+        # Loading a tensor into itself changes nothing; what state_dict() has copied is loaded here.
+        values = {key: held.get(self.path(key), each) for key, each in self.module.state_dict().items()}
+        decoded = {key: decode(each, held.__getitem__, self.path(key)) for key, each in found.items()}
+        self.module.load_state_dict({**values, **decoded})
+
+    def known_names(self) -> set[str]:
+        """Return the names of tensors that ranks have together."""
+        return self.names | self.aliases.keys()
 
     def finish(self) -> None:
         """Do what must follow the restoring of all objects."""

@@ -7,6 +7,7 @@ Learning rates and other settings of the groups are JSON. Which group a paramete
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -39,23 +40,28 @@ class OptimizerState:
 
     def parameters(self) -> Iterator[tuple[str, Tensor, Leaf | None, Mapping[str, Any]]]:
         """Yield each parameter's path below this optimizer, itself, its leaf and its group."""
-        owners = [owner for owner in self.modules if any(id(each) in owner.parameters for each in self._all())]
+        owners = self._owners()
         for place, (parameter, group) in enumerate(self._grouped()):
             owner = next((each for each in owners if id(parameter) in each.parameters), None)
             if owner is None:
                 yield f"{self.name}/{place}", parameter, None, group
                 continue
             leaf = owner.parameters[id(parameter)]
-            path = leaf.name if len(owners) > 1 else leaf.name.removeprefix(f"{owner.name}/")
-            yield f"{self.name}/{path}", parameter, leaf, group
+            yield self._path(leaf.name, owner, owners), parameter, leaf, group
+
+    def _owners(self) -> list[ModuleState]:
+        """List the modules that have some of the parameters."""
+        mine = {id(parameter) for parameter, _ in self._grouped()}
+        return [owner for owner in self.modules if not mine.isdisjoint(owner.parameters)]
+
+    def _path(self, name: str, owner: ModuleState, owners: Sequence[ModuleState]) -> str:
+        """Return the path of a parameter from its stored name: the module's name is left out where there is one."""
+        return f"{self.name}/{name if len(owners) > 1 else name.removeprefix(f'{owner.name}/')}"
 
     def _grouped(self) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 yield parameter, group
-
-    def _all(self) -> list[Tensor]:
-        return [parameter for parameter, _ in self._grouped()]
 
     def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
         """Add the tensors to `leaves`; return the settings of the groups, and state that is no tensor, as JSON."""
@@ -76,6 +82,8 @@ class OptimizerState:
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
                 if isinstance(value, Tensor):
                     leaves.add(self.leaf_of(f"{path}/{key}", value, parameter, leaf))
+                elif leaf is not None and leaf.piece is not None:
+                    raise RefusedError(f"state: {path}/{key}: a pipeline's optimizer can store tensors only")
                 else:
                     values.setdefault(path, {})[key] = encoder.encode(value, f"{path}/{key}")
         return values
@@ -113,14 +121,17 @@ class OptimizerState:
         """Fill the parameters' states in place, making what is not there; states that are not stored are dropped."""
         by_path = self._stored_keys(stored, values)
         for path, parameter, leaf, group in self.parameters():
-            state = self.optimizer.state[parameter]
-            for key in state.keys() - by_path.get(path, {}).keys() - values.get(path, {}).keys():
+            state, pieces = self.optimizer.state[parameter], by_path.get(path, {})
+            for key in state.keys() - pieces.keys() - values.get(path, {}).keys():
                 del state[key]
-            for key, piece in by_path.get(path, {}).items():
+            for key, piece in pieces.items():
+                if key == MASTER and MASTER not in state:
+                    continue  # this optimizer steps the parameter itself
                 state[key] = self._room(f"{path}/{key}", state.get(key), parameter, key, piece, group)
                 stored.fill(self.leaf_of(f"{path}/{key}", state[key], parameter, leaf))
             for key, record in values.get(path, {}).items():
-                state[key] = decode(record, stored.tensor, f"{path}/{key}")
+                found = partial(stored.tensor, device=parameter.device)
+                state[key] = decode(record, found, f"{path}/{key}")
             if not state:
                 del self.optimizer.state[parameter]
 
@@ -130,7 +141,10 @@ class OptimizerState:
         Raises:
             RefusedError: a stored tensor belongs to no parameter of this optimizer.
         """
-        known, found = self.known_paths(), dict[str, dict[str, Piece]]()
+        owners = self._owners()
+        known, found = {path for path, *_ in self.parameters()}, dict[str, dict[str, Piece]]()
+        for owner in owners:  # of a pipeline's parameters, those of other ranks are stored, too
+            known |= {self._path(each, owner, owners) for each in owner.known_names()}
         for name in stored.under(self.name):
             path, _, key = name.rpartition("/")
             if name.startswith(f"{self.name}/{GROUPS}/") or any(name.startswith(f"{each}/") for each in values):
@@ -138,13 +152,8 @@ class OptimizerState:
                     continue
             elif path not in known:
                 stored.require_known(self.name, ())
-            if key != MASTER:
-                found.setdefault(path, {})[key] = stored.pieces[name]
+            found.setdefault(path, {})[key] = stored.pieces[name]
         return found
-
-    def known_paths(self) -> set[str]:
-        """Return the paths of the parameters that the ranks' optimizers have together."""
-        return {path for path, *_ in self.parameters()}
 
     def _room(self, path: str, now: Any, parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
         """Return the tensor to fill: the one that is there, or a new one as the first step would make it."""

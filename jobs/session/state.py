@@ -94,17 +94,18 @@ class State:
         problem, leaves = None, None
         try:
             leaves = self._capture()
+            for leaf in leaves or ():
+                leaf.part()
         except MusterError as error:
             problem = str(error)
-        if world.group is None:
-            if problem is not None:
-                raise RefusedError(problem)
-        else:
-            from muster.jobs.session.agree import refuse_together, require_same_state
+        if world.group is not None:
+            from muster.jobs.session.agree import agree, refuse_together
 
             refuse_together(world, problem)
             assert leaves is not None
-            require_same_state(world, self._trees or {}, leaves)
+            agree(world, self._registered.values(), self._trees or {}, leaves)
+        elif problem is not None:
+            raise RefusedError(problem)
         if self.has_tensors and self._generators is None:
             from muster.jobs.session.rng import Generators
 

@@ -64,14 +64,14 @@ class Stored:
         fill(Part(Piece(found.name, wanted.dtype, wanted.shape, wanted.box, wanted.flat), part.tensor), self._reader)
         return leaf.tensor
 
-    def tensor(self, name: str, live: Tensor | None = None) -> Tensor:
+    def tensor(self, name: str, live: Tensor | None = None, device: str | torch.device = "cpu") -> Tensor:
         """Return a stored tensor: in the live one's memory if that has the same form, else in new memory."""
         piece = self.piece(name)
         if piece is None:
             raise KeyError(f"the tensor {name} is missing")
         dtype = dtype_of(piece)
         if live is None or (live.dtype, tuple(live.shape)) != (dtype, piece.shape):
-            live = torch.empty(piece.shape, dtype=dtype, device="cpu" if live is None else live.device)
+            live = torch.empty(piece.shape, dtype=dtype, device=device if live is None else live.device)
         return self.fill(Leaf(name, live))
 
 
