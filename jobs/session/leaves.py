@@ -20,6 +20,7 @@ from muster.jobs.session.boxes import DTENSOR, box_of
 from muster.jobs.tensors.parts import DTYPES, Part, deal
 
 PLAIN: Final = (Tensor, nn.Parameter)
+CHUNK: Final = 1 << 24  # elements
 INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -162,6 +163,8 @@ def fingerprints(leaves: Sequence[Leaf]) -> Tensor:
     sums = []
     with torch.no_grad():
         for leaf in leaves:
-            bits = leaf.tensor.detach().view(INTEGERS[leaf.tensor.element_size()])
-            sums.append(bits.sum(dtype=torch.int64).cpu())
+            bits = leaf.tensor.detach().view(INTEGERS[leaf.tensor.element_size()]).reshape(-1)
+            # A sum in another type copies what it adds up.
+            added = [chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK)]  # type: ignore[no-untyped-call]
+            sums.append(torch.stack(added).sum().cpu())
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.session.leaves import Leaf, Leaves, check, is_dtensor
+from muster.jobs.session.objects import Registered
 from muster.jobs.session.stored import Stored, as_mapping
 from muster.jobs.session.trees import Encoder, decode
 
@@ -35,13 +36,13 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-class ModuleState:
+class ModuleState(Registered):
     """A module whose tensors every rank has whole, or as DTensors."""
 
     kind = "module"
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.name = name
+        super().__init__(name)
         self.module = unwrapped(module)
         if any(is_a(each, FSDP1, "FullyShardedDataParallel") for each in self.module.modules()):
             raise RefusedError(
@@ -112,6 +113,3 @@ class ModuleState:
     def known_names(self) -> set[str]:
         """Return the names of tensors that ranks have together."""
         return self.names | self.aliases.keys()
-
-    def finish(self) -> None:
-        """Do what must follow the restoring of all objects."""

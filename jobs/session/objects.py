@@ -4,7 +4,8 @@ This module imports torch only where a tree has tensors, which means that the pr
 """
 
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.session.trees import Encoder, decode
@@ -14,36 +15,36 @@ if TYPE_CHECKING:
     from muster.jobs.session.stored import Stored
 
 
-class Registered(Protocol):
-    """One object of a state. `stored` and `leaves` are None in a program that has not imported torch."""
+class Registered(ABC):
+    """One object of a state. `stored` and `leaves` are None in a program that has not imported torch.
 
-    name: str
+    `kind` is what the object is saved as; a checkpoint's must be the same.
+    """
 
-    @property
-    def kind(self) -> str:
-        """What the object is saved as; a checkpoint's must be the same."""
-        ...
+    kind: str
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
     def capture(self, encoder: Encoder, leaves: "Leaves") -> Any:
         """Add this rank's tensors to `leaves`; return everything else as JSON."""
-        ...
 
+    @abstractmethod
     def restore(self, stored: "Stored", tree: Any) -> None:
         """Take the tensors, and what `capture` has returned, from a checkpoint."""
-        ...
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027 - most have nothing left to do
         """Do what must follow the restoring of all objects."""
-        ...
 
 
-class ObjectState:
+class ObjectState(Registered):
     """An object that turns itself into a tree and back."""
 
     kind = "object"
 
     def __init__(self, name: str, owner: Any) -> None:
-        self.name = name
+        super().__init__(name)
         self.owner = owner
 
     def value(self) -> Any:
@@ -72,9 +73,6 @@ class ObjectState:
     def take(self, value: Any) -> None:
         """Give the restored tree to the object."""
         self.owner.load_state_dict(value)
-
-    def finish(self) -> None:
-        """Do nothing: the object has its state."""
 
 
 class ValueState(ObjectState):

@@ -17,6 +17,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.session.leaves import Leaf, Leaves, is_dtensor
 from muster.jobs.session.modules import ModuleState
+from muster.jobs.session.objects import Registered
 from muster.jobs.session.stored import Stored, as_mapping, dtype_of
 from muster.jobs.session.trees import Encoder, decode
 from muster.jobs.tensors.parts import DTYPES
@@ -28,13 +29,13 @@ ON_HOST: Final = {"step", "mu_product"}  # numbers that kernels of the host read
 MASTER: Final = "master"  # of muster.zero: the float32 copy of a 16-bit parameter
 
 
-class OptimizerState:
+class OptimizerState(Registered):
     """An optimizer whose `state_dict` is PyTorch's own."""
 
     kind = "optimizer"
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, modules: Sequence[ModuleState]) -> None:
-        self.name = name
+        super().__init__(name)
         self.optimizer = optimizer
         self.modules = modules
 
@@ -169,6 +170,3 @@ class OptimizerState:
             )
         on_host = key in ON_HOST and not (group.get("fused") or group.get("capturable"))
         return torch.zeros(piece.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
-
-    def finish(self) -> None:
-        """Do what must follow the restoring of all objects."""

@@ -44,11 +44,13 @@ class Generators:
                 f"The random number generators are not restored: the checkpoint is of {len(saved)} ranks, this run "
                 f"has {ranks}. Random draws differ from those of an uninterrupted run."
             ]
+        missing = []
         for key, room in self._rooms.items():
-            if stored.piece(path := self._path(self.rank, key)) is not None:
-                stored.fill(Leaf(path, room))
-                self._set(key, room)
-        return []
+            if stored.piece(path := self._path(self.rank, key)) is None:
+                missing.append(key)
+            else:
+                self._set(key, stored.fill(Leaf(path, room)))
+        return [f"The random number generator of {key} is not restored: the checkpoint has none." for key in missing]
 
     @staticmethod
     def _path(rank: int, key: str) -> str:

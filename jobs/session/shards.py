@@ -6,17 +6,17 @@ Names are those of the module without its wrapper, so every other split reads th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece, whole
 from muster.jobs.session.leaves import Leaf, Leaves
 from muster.jobs.session.modules import ModuleState, is_a
-from muster.jobs.session.optimizers import MASTER, ON_HOST, OptimizerState
-from muster.jobs.session.stored import Stored, dtype_of
+from muster.jobs.session.optimizers import MASTER, OptimizerState
+from muster.jobs.session.stored import Stored
 from muster.jobs.session.trees import Encoder, decode
 from muster.jobs.tensors.parts import DTYPES
 
@@ -100,36 +100,23 @@ class ShardedOptimizerState(OptimizerState):
         self.sharded.share_settings()
         self.sharded.source.mend()  # alone, it takes the restored parameters into their float32 copies
         by_path, names = self._stored_keys(stored, values), self._paths()
-        for segment in self._segments():
+        for group, segment in self._segments():
             pieces: dict[str, Piece] = {}
             for at in segment.slices:
                 pieces |= by_path.get(names[segment.home.names[at.tensor]], {})
-            self._make(segment, {key: piece for key, piece in pieces.items() if key != MASTER})
+            now = self.sharded.inner.state.pop(segment.stepped, {})
+            shape = tuple(segment.stepped.shape)
+            for key, piece in pieces.items():
+                if key != MASTER:
+                    wanted = replace(piece, shape=shape) if piece.shape else piece
+                    room = self._room(self.name, now.get(key), segment.stepped, key, wanted, group)
+                    self.sharded.inner.state[segment.stepped][key] = room
         for path, held in self._held():
             if stored.piece(path) is not None:
                 stored.fill(leaf_of(path, held))
-                if held.key == MASTER:
-                    self._tell_masters()
-
-    def _make(self, segment: "Segment", pieces: Mapping[str, Piece]) -> None:
-        state, now = {}, self.sharded.inner.state.pop(segment.stepped, {})
-        for key, piece in pieces.items():
-            dtype, tensor = dtype_of(piece), now.get(key)
-            if piece.shape or key not in ON_HOST:
-                made = torch.zeros_like(segment.stepped, dtype=dtype, requires_grad=False)
-            if not piece.shape:
-                options = self.sharded.inner.param_groups[0]
-                on_host = key in ON_HOST and not (options.get("fused") or options.get("capturable"))
-                made = torch.zeros((), dtype=dtype, device="cpu" if on_host else segment.stepped.device)
-            is_same = isinstance(tensor, Tensor) and (tensor.dtype, tensor.shape) == (made.dtype, made.shape)
-            state[key] = tensor if is_same else made
-        if state:
-            self.sharded.inner.state[segment.stepped] = state
-
-    def _tell_masters(self) -> None:
-        for owner in self.modules:
-            if isinstance(owner, ShardedModule):
-                owner.has_masters = True
+                for owner in self.modules if held.key == MASTER else ():
+                    if isinstance(owner, ShardedModule):
+                        owner.has_masters = True
 
     def _held(self) -> Iterator[tuple[str, "Held"]]:
         names = self._paths()
@@ -141,14 +128,16 @@ class ShardedOptimizerState(OptimizerState):
         by_id = {id(parameter): path for path, parameter, *_ in self.parameters()}
         return {
             name: by_id[id(parameter)]
-            for segment in self._segments()
+            for _, segment in self._segments()
             for name, parameter in zip(segment.home.names, segment.home.parameters, strict=True)
             if id(parameter) in by_id
         }
 
-    def _segments(self) -> Iterator["Segment"]:
-        for group in self.sharded.segments:
-            yield from group
+    def _segments(self) -> Iterator[tuple[dict[str, Any], "Segment"]]:
+        """Yield what the inner optimizer steps as one tensor, each with its group."""
+        for group, segments in zip(self.sharded.param_groups, self.sharded.segments, strict=True):
+            for segment in segments:
+                yield group, segment
 
 
 def leaf_of(name: str, held: "Held") -> Leaf:
