@@ -7,6 +7,7 @@ Learning rates and other settings of the groups are JSON. Which group a paramete
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -127,9 +128,11 @@ class OptimizerState(Registered):
                 del state[key]
             for key, piece in pieces.items():
                 if key == MASTER and MASTER not in state:
-                    continue  # this optimizer steps the parameter itself
-                state[key] = self._room(f"{path}/{key}", state.get(key), parameter, key, piece, group)
-                stored.fill(self.leaf_of(f"{path}/{key}", state[key], parameter, leaf))
+                    continue  # this optimizer steps the parameter itself, with a state of the parameter's type
+                casts = MASTER in pieces and MASTER not in state and piece.shape == tuple(parameter.shape)
+                wanted = replace(piece, dtype=DTYPES[parameter.dtype]) if casts and key not in ON_HOST else piece
+                state[key] = self._room(f"{path}/{key}", state.get(key), parameter, key, wanted, group)
+                stored.fill(self.leaf_of(f"{path}/{key}", state[key], parameter, leaf), casts=casts)
             for key, record in values.get(path, {}).items():
                 found = partial(stored.tensor, device=parameter.device)
                 state[key] = decode(record, found, f"{path}/{key}")

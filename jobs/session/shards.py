@@ -15,7 +15,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece, whole
 from muster.jobs.session.leaves import Leaf, Leaves
 from muster.jobs.session.modules import ModuleState, is_a
-from muster.jobs.session.optimizers import MASTER, OptimizerState
+from muster.jobs.session.optimizers import MASTER, ON_HOST, OptimizerState
 from muster.jobs.session.stored import Stored
 from muster.jobs.session.trees import Encoder, decode
 from muster.jobs.tensors.parts import DTYPES
@@ -68,6 +68,11 @@ class ShardedModule(ModuleState):
         for key, _, part in self._extras():
             part.set_extra_state(decode(found[key], held.__getitem__, self.path(key)))
 
+    def restore(self, stored: Stored, tree: Any) -> None:
+        """Fill the ranges of this rank."""
+        self.has_masters = False
+        super().restore(stored, tree)
+
     def finish(self) -> None:
         """Gather the parameters from their shards: a collective."""
         self.wrapper.refresh(masters=self.has_masters)
@@ -101,19 +106,22 @@ class ShardedOptimizerState(OptimizerState):
         self.sharded.source.mend()  # alone, it takes the restored parameters into their float32 copies
         by_path, names = self._stored_keys(stored, values), self._paths()
         for group, segment in self._segments():
-            pieces: dict[str, Piece] = {}
-            for at in segment.slices:
-                pieces |= by_path.get(names[segment.home.names[at.tensor]], {})
             now = self.sharded.inner.state.pop(segment.stepped, {})
-            shape = tuple(segment.stepped.shape)
-            for key, piece in pieces.items():
-                if key != MASTER:
-                    wanted = replace(piece, shape=shape) if piece.shape else piece
-                    room = self._room(self.name, now.get(key), segment.stepped, key, wanted, group)
-                    self.sharded.inner.state[segment.stepped][key] = room
+            shape, made = tuple(segment.stepped.shape), dict[str, Tensor]()
+            for at in segment.slices:
+                pieces = by_path.get(names[segment.home.names[at.tensor]], {})
+                for key, piece in pieces.items():
+                    # A step count is one number for all of a parameter, everything else has the parameter's shape.
+                    is_number = key in ON_HOST or piece.shape != tuple(segment.home.shapes[at.tensor])
+                    dtype = piece.dtype if MASTER in pieces else DTYPES[segment.stepped.dtype]
+                    wanted = piece if is_number else replace(piece, shape=shape, dtype=dtype)
+                    if key not in (MASTER, *made):
+                        made[key] = self._room(self.name, now.get(key), segment.stepped, key, wanted, group)
+            if made:
+                self.sharded.inner.state[segment.stepped] = made
         for path, held in self._held():
             if stored.piece(path) is not None:
-                stored.fill(leaf_of(path, held))
+                stored.fill(leaf_of(path, held), casts=True)  # beside a float32 copy the state is float32, too
                 for owner in self.modules if held.key == MASTER else ():
                     if isinstance(owner, ShardedModule):
                         owner.has_masters = True

@@ -182,7 +182,7 @@ def test_shards_of_zero_move_between_numbers_of_ranks_and_to_and_from_ddp(on_ran
 
 
 class Mixed(nn.Module):
-    """Parameters of 16 and of 32 bits, a tied one, an empty one, a buffer and an extra state."""
+    """Parameters of 16 and of 32 bits, a tied one, an empty one, a number, a buffer and an extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,11 +191,13 @@ class Mixed(nn.Module):
         self.other = nn.Linear(5, 5, dtype=torch.bfloat16)
         self.other.weight = self.first.weight
         self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scale = nn.Parameter(torch.tensor(2.0))
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.other(self.norm(self.first(x.bfloat16()).float()).bfloat16()).float() + self.empty.sum()
+        hidden = self.norm(self.first(x.bfloat16()).float()).bfloat16()
+        return self.other(hidden).float() * self.scale + self.empty.sum()
 
     def get_extra_state(self) -> Any:
         return {"calls": self.calls}
@@ -230,7 +232,12 @@ def mixed(world: World, stage: int, load_from: str | None, save_to: str | None) 
             for number, each in optimizer.full_state_dict()["state"].items()
             if "master" in each
         }
-    return {"model": found, "calls": (model.module if stage else model).calls, "masters": masters}
+    calls = (model.module if stage else model).calls
+    if load_from is not None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 5)).sum().backward()
+        optimizer.step()  # with the state that was made for it
+    return {"model": found, "calls": calls, "masters": masters}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
