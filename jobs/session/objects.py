@@ -32,10 +32,10 @@ class Registered(ABC):
 
     @abstractmethod
     def restore(self, stored: "Stored", tree: Any) -> None:
-        """Take the tensors, and what `capture` has returned, from a checkpoint."""
+        """Restore the tensors from a checkpoint, and everything else from the JSON that `capture` returned."""
 
-    def finish(self) -> None:  # noqa: B027 - most have nothing left to do
-        """Do what must follow the restoring of all objects."""
+    def finish(self) -> None:  # noqa: B027 - most objects have nothing left to do
+        """Finish the restore, after all objects have been restored."""
 
 
 class ObjectState(Registered):
@@ -59,7 +59,7 @@ class ObjectState(Registered):
         return encoder.encode(self.value(), self.name)
 
     def restore(self, stored: "Stored", tree: Any) -> None:
-        """Read the tree, its tensors into those that the object has, and hand it back to the object."""
+        """Read the tree, with tensors in the object's own memory where they fit, and give it to the object."""
         if "torch" not in sys.modules:
             self.take(decode(tree, _no_tensor, self.name))
             return
@@ -93,7 +93,7 @@ def plain(name: str, value: object) -> Registered:
     """Return how an object without tensors of its own is stored.
 
     Raises:
-        RefusedError: it can be saved but not restored.
+        RefusedError: the object can be saved but not restored, or is a class.
     """
     saves, loads = (callable(getattr(value, each, None)) for each in ("state_dict", "load_state_dict"))
     if isinstance(value, type) and saves:

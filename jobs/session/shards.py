@@ -1,4 +1,4 @@
-"""The state of `muster.zero`: a wrapped module, and its optimizer, of which each rank has flat ranges of every tensor.
+"""The state of `muster.zero`: each rank holds flat ranges of the parameters and of the optimizer's state.
 
     model/up.weight (4, 6)   rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
 
@@ -30,17 +30,17 @@ EXTRA: Final = "_extra_state"
 
 
 class ShardedModule(ModuleState):
-    """A module in a wrapper of `muster.zero`. It is never asked for its state_dict(): that would gather all of it."""
+    """A module in a wrapper of `muster.zero`. Its state_dict() is never called, because it gathers the whole model."""
 
     def __init__(self, name: str, wrapper: "Sharded") -> None:
         super().__init__(name, wrapper.module)
         if is_a(wrapper.module, "muster.pipe.run", "Held"):
             raise RefusedError(f"state: {name}: shards of a pipeline's stages cannot be stored; use DDP around them")
         self.wrapper = wrapper
-        self.has_masters = False  # True: an optimizer has restored the float32 copies that are rounded into parameters
+        self.has_masters = False  # True: the float32 copies were restored, and are rounded into the parameters
 
     def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
-        """Add the ranges that this rank answers for, and the buffers; return extra states as JSON."""
+        """Add the buffers and this rank's ranges of the parameters; return extra states as JSON."""
         named = list(self.module.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
         self.aliases, self.parameters = {}, {}
@@ -101,9 +101,9 @@ class ShardedOptimizerState(OptimizerState):
         return {}
 
     def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
-        """Make the inner optimizer's state as its first step would, then fill this rank's ranges of it."""
+        """Create the inner optimizer's state like its first step does, then fill this rank's ranges."""
         self.sharded.share_settings()
-        self.sharded.source.mend()  # alone, it takes the restored parameters into their float32 copies
+        self.sharded.source.mend()  # without a wrapper, this copies the restored parameters into their float32 copies
         by_path, names = self._stored_keys(stored, values), self._paths()
         for group, segment in self._segments():
             now = self.sharded.inner.state.pop(segment.stepped, {})
@@ -111,7 +111,7 @@ class ShardedOptimizerState(OptimizerState):
             for at in segment.slices:
                 pieces = by_path.get(names[segment.home.names[at.tensor]], {})
                 for key, piece in pieces.items():
-                    # A step count is one number for all of a parameter, everything else has the parameter's shape.
+                    # A step count is one number for a whole parameter; other states have the parameter's shape.
                     is_number = key in ON_HOST or piece.shape != tuple(segment.home.shapes[at.tensor])
                     dtype = piece.dtype if MASTER in pieces else DTYPES[segment.stepped.dtype]
                     wanted = piece if is_number else replace(piece, shape=shape, dtype=dtype)

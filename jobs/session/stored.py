@@ -1,4 +1,4 @@
-"""A checkpoint that is being restored: its tensors by name, and what its saver said about the state."""
+"""A checkpoint that is being restored: its tensors by name."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -25,7 +25,7 @@ class Stored:
         self.pieces: dict[str, Piece] = {name: manifest.piece(name) for name in manifest.tensors}
 
     def piece(self, name: str) -> Piece | None:
-        """Return the whole of a tensor by any of its names; None if the checkpoint has none of that name."""
+        """Return the piece that is a whole tensor, by any name of the tensor; None if it is not stored."""
         return self.pieces.get(name) or self.pieces.get(self._aliases.get(name, ""))
 
     def under(self, name: str) -> list[str]:
@@ -95,7 +95,7 @@ def as_mapping(value: Any, name: str, key: str) -> Mapping[str, Any]:
     """Return an object of a checkpoint's JSON.
 
     Raises:
-        RefusedError: it is none.
+        RefusedError: the value is not an object.
     """
     if not isinstance(value, Mapping):
         raise RefusedError(f"state: {name}: the checkpoint has no {key}; it was saved by another program")

@@ -276,3 +276,37 @@ def save_beside(world: World, folder: str) -> list[str]:
 @pytest.mark.slow
 def test_the_writer_process_saves_a_state(on_ranks, tmp_path: Path):
     assert on_ranks(2, save_beside, folder=str(tmp_path / "run")) == [[], []]
+
+
+class Adapter(nn.Module):
+    """A module that stores a part of itself, and a copy, by methods of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(2, 2)
+        self.adapter = nn.Linear(2, 2)
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"adapter": self.adapter.weight.detach(), "calls": torch.tensor(self.calls)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        self.calls = int(state["calls"])
+
+
+def test_a_module_with_a_state_dict_of_its_own_is_stored_by_it(tmp_path: Path):
+    model, fresh = Adapter(), Adapter()
+    model.calls = 3
+    optimizers = [torch.optim.SGD(each.adapter.parameters(), lr=0.1, momentum=0.9) for each in (model, fresh)]
+    model.adapter(torch.ones(1, 2)).sum().backward()
+    optimizers[0].step()
+    state = State({"model": model, "optimizer": optimizers[0]})
+    state.join(ALONE)
+    save(state, ALONE, str(tmp_path / "run"))
+    resumed = State({"model": fresh, "optimizer": optimizers[1]})
+    resumed.join(ALONE)
+    load(resumed, str(tmp_path / "run"))
+    assert fresh.calls == 3
+    assert torch.equal(fresh.adapter.weight, model.adapter.weight), "in place, although the loader does not copy it"
+    assert not torch.equal(fresh.frozen.weight, model.frozen.weight)
+    assert plain(optimizers[1].state_dict()) == plain(optimizers[0].state_dict())
