@@ -65,7 +65,7 @@ class State:
         self._capture()
 
     if TYPE_CHECKING:
-        has_tensors: bool  # the program uses torch: there are tensors, or at least its generators
+        has_tensors: bool  # the program has imported torch: at least its generators are stored
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._registered:
@@ -85,7 +85,7 @@ class State:
         registered.owner = value
 
     def join(self, world: "World", device: "torch.device | None" = None) -> None:
-        """Check on all ranks together that the state can be stored and is the same: a collective, before `load`.
+        """Check that every rank can store its state and that the states agree: a collective, before `load`.
 
         Raises:
             RefusedError: on every rank, naming what cannot be stored or what differs, and the ranks.
@@ -112,7 +112,7 @@ class State:
             self._generators = Generators(world.rank, device)
 
     def parts(self) -> "list[Part]":
-        """Return this rank's parts, as they are now: the same list while no tensor has moved."""
+        """Return the parts that this rank writes. The list stays the same object until a tensor moves."""
         leaves = self._capture()
         if leaves is None:
             return []
@@ -129,10 +129,10 @@ class State:
         return self._parts
 
     def meta(self) -> dict[str, Any]:
-        """Return everything that is not a tensor as JSON, as it was when `parts` was last called.
+        """Return everything that is not a tensor as JSON, captured by the last call of `parts`.
 
-        "state" is this class's own; "aliases" is read by `muster checkpoint export`. Both belong to the top level of a
-        checkpoint's meta.
+        Both keys belong at the top level of a checkpoint's meta: `load` reads "state", `muster checkpoint export` reads
+        "aliases".
         """
         if not self.has_tensors:
             self._capture()
@@ -154,11 +154,11 @@ class State:
         }
 
     def load(self, manifest: "Manifest", reader: "Reader", meta: Mapping[str, Any]) -> None:
-        """Restore everything on this rank; every rank calls it, after `join`. Modules are restored first.
+        """Restore everything on this rank. Every rank calls it, after `join`.
 
         Raises:
-            RefusedError: the checkpoint is of another program or another model; the message names the first difference.
-            BadCheckpointError, StorageError: it cannot be read.
+            RefusedError: another program or model was saved; the message names the first difference.
+            BadCheckpointError, StorageError: the checkpoint cannot be read.
         """
         assert self._world is not None, "join() comes first"
         state = meta.get("state")
@@ -170,7 +170,7 @@ class State:
             from muster.jobs.session.stored import Stored
 
             stored = Stored(manifest, reader, state["aliases"])
-        for each in sorted(self._registered.values(), key=lambda each: each.kind != "module"):
+        for each in self._in_order():
             each.restore(stored, objects[each.name]["tree"])  # type: ignore[arg-type]
         for each in self._registered.values():
             each.finish()
@@ -189,14 +189,14 @@ class State:
             )
             raise RefusedError(f"state: {name} is {side}; register what was registered when it was saved")
         for name, each in self._registered.items():
-            if objects[name]["kind"] != each.kind:
+            if (kind := objects[name]["kind"]) != each.kind:
                 raise RefusedError(
-                    f"state: {name} is a {each.kind} in this program and a {objects[name]['kind']} in the checkpoint; "
+                    f"state: {name} is of kind {each.kind} in this program and of kind {kind} in the checkpoint; "
                     "register what was registered when it was saved"
                 )
 
     def _capture(self) -> "Leaves | None":
-        """Look at every object: keep the trees, return the leaves; None if the program uses no torch."""
+        """Capture every object: keep the trees, return the leaves (None if the program does not use torch)."""
         leaves = None
         if self.has_tensors:
             from muster.jobs.session.leaves import Leaves

@@ -103,7 +103,11 @@ STEPPED.step()
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "missing": ({"a": 1}, {"b": 1}, "state: a is in the checkpoint, but not registered"),
     "new": ({"a": 1}, {"a": 1, "b": 1}, "state: b is registered, but not in the checkpoint"),
-    "kind": ({"a": 1}, {"a": sgd()}, "state: a is a optimizer in this program and a value in the checkpoint"),
+    "kind": (
+        {"a": 1},
+        {"a": sgd()},
+        "state: a is of kind optimizer in this program and of kind value in the checkpoint",
+    ),
     "shape": (
         {"model": nn.Linear(2, 3)},
         {"model": nn.Linear(2, 4)},
