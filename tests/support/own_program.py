@@ -19,6 +19,7 @@ from muster.jobs.checkpoint import commit
 from muster.jobs.checkpoint.pieces import whole
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.hosts import ranks
+from muster.jobs.machine import linux
 from muster.jobs.node.page import NEVER, Page, Phase
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
@@ -80,7 +81,9 @@ def main() -> int:
     """Take the steps; return the exit code."""
     page, reporter = Page.attach(ranks.inherited(os.environ, ranks.PAGE)), Reporter(os.environ)
     faulthandler.register(signal.SIGQUIT, file=sys.stderr.fileno(), all_threads=True)
-    page.open_session(os.getpid(), dumps=True)
+    if deaf := linux.has_scheduler():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to every process, and a drain follows
+    page.open_session(os.getpid(), deaf=deaf, dumps=True)
     reporter.joined()
     resume = SESSION["resume"] or {"step": 0}
     page.enter(Phase.LOAD)
