@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.state import State
+from muster.jobs.session.state.state import State
 from muster.jobs.world.world import World
 from support.sessions import load, save
 
@@ -179,7 +179,7 @@ def test_every_rank_refuses_what_differs_or_what_one_cannot_store(on_ranks, what
 TORCH_FREE = """
 import random, sys
 from types import SimpleNamespace
-from muster.jobs.session.state import State
+from muster.jobs.session.state.state import State
 
 class Sampler:
     epoch = 3

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from muster.ddp import BucketedDDP
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.state import State
+from muster.jobs.session.state.state import State
 from muster.jobs.world.world import World
 from muster.pipe import Pipeline
 from muster.pipe.schedules.tables import schedule

@@ -18,7 +18,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.policy import PlainPolicy
 from muster.jobs.saving.saver import Saver, Target
 from muster.jobs.saving.schedule import Schedule
-from muster.jobs.session.state import State
+from muster.jobs.session.state.state import State
 from muster.jobs.tensors.parts import Part
 from muster.jobs.tensors.snapshot import Snapshot
 from muster.jobs.world.world import World

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import BadCheckpointError, RefusedError
 from muster.jobs.checkpoint import sealed
-from muster.jobs.session.trees import MAX_DEPTH, MAX_VALUES, Encoder, decode
+from muster.jobs.session.state.trees import MAX_DEPTH, MAX_VALUES, Encoder, decode
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(max_size=30)
 NUMPY = st.sampled_from(

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece, whole
-from muster.jobs.session.leaves import Leaf, Leaves
-from muster.jobs.session.modules import ModuleState, is_a
-from muster.jobs.session.optimizers import MASTER, ON_HOST, OptimizerState
-from muster.jobs.session.stored import Stored
-from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.session.state.leaves import Leaf, Leaves
+from muster.jobs.session.state.modules import ModuleState, is_a
+from muster.jobs.session.state.optimizers import MASTER, ON_HOST, OptimizerState
+from muster.jobs.session.state.stored import Stored
+from muster.jobs.session.state.trees import Encoder, decode
 from muster.jobs.tensors.parts import DTYPES
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.session.leaves import Leaf, Leaves, is_dtensor
-from muster.jobs.session.modules import ModuleState
-from muster.jobs.session.objects import Registered
-from muster.jobs.session.stored import Stored, as_mapping, dtype_of
-from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.session.state.leaves import Leaf, Leaves, is_dtensor
+from muster.jobs.session.state.modules import ModuleState
+from muster.jobs.session.state.objects import Registered
+from muster.jobs.session.state.stored import Stored, as_mapping, dtype_of
+from muster.jobs.session.state.trees import Encoder, decode
 from muster.jobs.tensors.parts import DTYPES
 
 GROUPS: Final = "param_groups"

@@ -11,7 +11,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.manifest import Manifest
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.read import Reader
-from muster.jobs.session.leaves import Leaf
+from muster.jobs.session.state.leaves import Leaf
 from muster.jobs.tensors.parts import DTYPES, Part
 from muster.jobs.tensors.reading import fill
 

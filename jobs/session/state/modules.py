@@ -7,10 +7,10 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.leaves import Leaf, Leaves, check, is_dtensor
-from muster.jobs.session.objects import Registered
-from muster.jobs.session.stored import Stored, as_mapping
-from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.session.state.leaves import Leaf, Leaves, check, is_dtensor
+from muster.jobs.session.state.objects import Registered
+from muster.jobs.session.state.stored import Stored, as_mapping
+from muster.jobs.session.state.trees import Encoder, decode
 
 WRAPPERS: Final = {  # classes that wrap a module without changing its parameters: module, class, attribute
     "torch.nn.parallel.distributed": ("DistributedDataParallel", "module"),

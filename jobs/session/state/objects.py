@@ -8,11 +8,11 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.session.state.trees import Encoder, decode
 
 if TYPE_CHECKING:
-    from muster.jobs.session.leaves import Leaves
-    from muster.jobs.session.stored import Stored
+    from muster.jobs.session.state.leaves import Leaves
+    from muster.jobs.session.state.stored import Stored
 
 
 class Registered(ABC):
@@ -63,7 +63,7 @@ class ObjectState(Registered):
         if "torch" not in sys.modules:
             self.take(decode(tree, _no_tensor, self.name))
             return
-        from muster.jobs.session.leaves import Leaves
+        from muster.jobs.session.state.leaves import Leaves
 
         leaves = Leaves()
         self.capture(Encoder(leaves.leaf), leaves)

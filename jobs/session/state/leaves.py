@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import MAX_NAME, Piece, whole
-from muster.jobs.session.boxes import DTENSOR, box_of
+from muster.jobs.session.state.boxes import DTENSOR, box_of
 from muster.jobs.tensors.parts import DTYPES, Part, deal
 
 PLAIN: Final = (Tensor, nn.Parameter)

@@ -10,9 +10,9 @@ import torch
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import spell_ranks
-from muster.jobs.session.leaves import Leaf, fingerprints
-from muster.jobs.session.modules import ModuleState
-from muster.jobs.session.stages import StagesState
+from muster.jobs.session.state.leaves import Leaf, fingerprints
+from muster.jobs.session.state.modules import ModuleState
+from muster.jobs.session.state.stages import StagesState
 from muster.jobs.world.world import World
 
 

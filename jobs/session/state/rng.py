@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from muster.jobs.checkpoint.pieces import whole
-from muster.jobs.session.generator import numpy_state, python_state, set_numpy_state, set_python_state
-from muster.jobs.session.leaves import Leaf
-from muster.jobs.session.stored import Stored
+from muster.jobs.session.state.generator import numpy_state, python_state, set_numpy_state, set_python_state
+from muster.jobs.session.state.leaves import Leaf
+from muster.jobs.session.state.stored import Stored
 from muster.jobs.tensors.parts import Part
 
 RNG: Final = "rng"

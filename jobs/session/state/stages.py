@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import whole
-from muster.jobs.session.leaves import Leaf, Leaves
-from muster.jobs.session.modules import ModuleState
-from muster.jobs.session.trees import Encoder
+from muster.jobs.session.state.leaves import Leaf, Leaves
+from muster.jobs.session.state.modules import ModuleState
+from muster.jobs.session.state.trees import Encoder
 from muster.jobs.tensors.parts import DTYPES
 
 if TYPE_CHECKING:

@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import MusterError, RefusedError
-from muster.jobs.session.objects import Registered, ValueState, plain
-from muster.jobs.session.trees import Encoder
+from muster.jobs.session.state.objects import Registered, ValueState, plain
+from muster.jobs.session.state.trees import Encoder
 
 if TYPE_CHECKING:
     import torch
 
     from muster.jobs.checkpoint.manifest import Manifest
     from muster.jobs.checkpoint.read import Reader
-    from muster.jobs.session.leaves import Leaves
-    from muster.jobs.session.rng import Generators
+    from muster.jobs.session.state.leaves import Leaves
+    from muster.jobs.session.state.rng import Generators
     from muster.jobs.tensors.parts import Part
     from muster.jobs.world.world import World
 
@@ -57,7 +57,7 @@ class State:
             if name in TAKEN or name.startswith("_") or "/" in name or not name.isprintable() or not name:
                 raise RefusedError(f"state: {name!r:.80} cannot be the name of an object; choose another name")
         if self.has_tensors:
-            from muster.jobs.session.kinds import register
+            from muster.jobs.session.state.kinds import register
 
             self._registered.update(register(objects))
         else:
@@ -99,7 +99,7 @@ class State:
         except MusterError as error:
             problem = str(error)
         if world.group is not None:
-            from muster.jobs.session.agree import agree, refuse_together
+            from muster.jobs.session.state.agree import agree, refuse_together
 
             refuse_together(world, problem)
             assert leaves is not None
@@ -107,7 +107,7 @@ class State:
         elif problem is not None:
             raise RefusedError(problem)
         if self.has_tensors and self._generators is None:
-            from muster.jobs.session.rng import Generators
+            from muster.jobs.session.state.rng import Generators
 
             self._generators = Generators(world.rank, device)
 
@@ -120,7 +120,7 @@ class State:
         assert self._generators is not None
         memory = [leaf.memory for leaf in leaves]
         if memory != self._memory:
-            from muster.jobs.session.leaves import parts_of
+            from muster.jobs.session.state.leaves import parts_of
 
             parts, stays = parts_of(leaves, rank=self._world.rank, ranks=self._world.size)
             self._parts = [*parts, *self._generators.parts]
@@ -140,7 +140,7 @@ class State:
         objects = {name: {"kind": kinds[name], "tree": tree} for name, tree in (self._trees or {}).items()}
         state: dict[str, Any] = {"version": VERSION, "objects": objects, "aliases": dict(self._aliases)}
         if not self.has_tensors and (self._world is None or self._world.size == 1):
-            from muster.jobs.session.generator import python_state
+            from muster.jobs.session.state.generator import python_state
 
             state["rng"] = base64.b64encode(python_state()).decode()
         prefix = f"{MODEL}/"
@@ -167,7 +167,7 @@ class State:
         objects, stored = state["objects"], None
         self._require_same_objects(objects)
         if self.has_tensors:
-            from muster.jobs.session.stored import Stored
+            from muster.jobs.session.state.stored import Stored
 
             stored = Stored(manifest, reader, state["aliases"])
         for each in self._in_order():
@@ -178,7 +178,7 @@ class State:
         if self._generators is not None and stored is not None:
             self.notes = [*self._generators.restore(stored, self._world.size)]
         elif "rng" in state:
-            from muster.jobs.session.generator import set_python_state
+            from muster.jobs.session.state.generator import set_python_state
 
             set_python_state(base64.b64decode(state["rng"]))
 
@@ -199,7 +199,7 @@ class State:
         """Capture every object: keep the trees, return the leaves (None if the program does not use torch)."""
         leaves = None
         if self.has_tensors:
-            from muster.jobs.session.leaves import Leaves
+            from muster.jobs.session.state.leaves import Leaves
 
             leaves = Leaves()
         encoder = Encoder(leaves.leaf if leaves is not None else _no_leaf)

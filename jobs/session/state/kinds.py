@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.modules import ModuleState, is_a
-from muster.jobs.session.objects import Registered, plain
-from muster.jobs.session.optimizers import OptimizerState
-from muster.jobs.session.shards import ShardedModule, ShardedOptimizerState
-from muster.jobs.session.stages import StagesState
+from muster.jobs.session.state.modules import ModuleState, is_a
+from muster.jobs.session.state.objects import Registered, plain
+from muster.jobs.session.state.optimizers import OptimizerState
+from muster.jobs.session.state.shards import ShardedModule, ShardedOptimizerState
+from muster.jobs.session.state.stages import StagesState
 
 
 def register(objects: Mapping[str, object]) -> dict[str, Registered]:
