@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from muster.jobs.saving.saver import Room
-    from muster.jobs.session.state import State
+    from muster.jobs.session.state.state import State
     from muster.jobs.tensors.parts import Part
 
 
