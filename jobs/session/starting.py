@@ -31,6 +31,7 @@ SLURM_RESTARTS: Final = "SLURM_RESTART_COUNT"
 STORE_KEY: Final = "muster/run"
 STORE_S: Final = 30.0
 HOST_BYTES: Final = 64
+GRACE_S: Final = 5.0  # between SIGTERM and SIGKILL of muster stop
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _begin(place: Place, hosts: list[str], runs: str | None, began: float) -> Ma
     facts = {
         "name": place.name,
         "kind": "command",
-        "grace_s": 5.0,
+        "grace_s": GRACE_S,
         "continue_with": resume_line(run),
         SLURM_JOB: os.environ.get(SLURM_JOB, ""),
     }

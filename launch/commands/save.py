@@ -50,11 +50,8 @@ def check(run: RunDir) -> RunState:
     """
     state = read_state(run)
     if state.transport == DIRECT:
-        how = (
-            f"ask its rank 0: kill -USR1 {state.pid}, on {state.host}"
-            if state.continue_with
-            else "it saves nothing now"
-        )
+        asks = f"ask its rank 0 on {state.host}: kill -USR1 {state.pid}"
+        how = asks if state.continue_with else "it saves when its own time has come"
         raise RefusedError(f"{run.run_id}: was started directly, so no supervisor passes this on; {how}")
     job = Submission.read(run).context.job
     if job.kind not in ("train", "command"):
