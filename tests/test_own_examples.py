@@ -20,6 +20,7 @@ from muster.jobs.spec.load import EXAMPLES
 from muster.launch.cli import main
 from support.ahead import Ahead
 from support.live import LiveRun, wait_until
+from support.transcripts import REPOSITORY, fences, pattern
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
 
@@ -177,6 +178,12 @@ def test_a_run_survives_a_killed_rank_and_a_stop(name: str, ahead: Callable[[str
 
 def test_the_plain_script_and_the_one_that_was_hurt_end_with_the_same_bits(ahead: Callable[[str], Any]) -> None:
     assert ahead("ddp").last_line() == ahead("ddp undisturbed").splitlines()[-1]
+
+
+def test_the_page_shows_what_happens_when_something_fails(ahead: Callable[[str], Any]) -> None:
+    page = (REPOSITORY / "docs/own-code.md").read_text(encoding="utf-8")
+    (shown,) = (lines for before, _, lines in fences(page) if before == "<!-- test:lived ddp -->")
+    assert pattern(tuple(shown)).fullmatch(ahead("ddp").said), ahead("ddp").said
 
 
 def test_a_script_without_a_session_ends_with_the_same_bits(ahead: Callable[[str], Any]) -> None:
