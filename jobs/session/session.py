@@ -316,6 +316,7 @@ class Session:
         self._is_closed = True
         if self._error is None:
             loop.settle()
+            loop.ranks.close()
         if loop.start.direct and self.is_main:
             code, message = (exits.DONE, "done") if self._error is None else ending_of(self._error)
             code, message = (
