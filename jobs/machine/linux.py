@@ -11,7 +11,6 @@ import fcntl
 import os
 import signal
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -124,16 +123,6 @@ def signs_of_life(pid: int) -> tuple[bool, int]:
     fields = dict(line.partition(b":")[::2] for line in status.splitlines())
     switches = (b"voluntary_ctxt_switches", b"nonvoluntary_ctxt_switches")
     return fields[b"State"].split()[0] in (b"R", b"D"), sum(int(fields[name]) for name in switches)
-
-
-def threads_named(name: str) -> list[int]:
-    """List this process's threads that have a name; the kernel keeps its first 15 characters."""
-    found = []
-    for folder in Path("/proc/self/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
-            if (folder / "comm").read_text().strip() == name[:15]:
-                found.append(int(folder.name))
-    return found
 
 
 def _prctl(option: int, value: int) -> None:

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Final
@@ -23,9 +22,6 @@ from muster.jobs.node.reports import Reporter
 from muster.jobs.session.place import Place
 
 STANDARD_ERROR: Final = 2
-GLOO_THREAD: Final = "pt_gloo_runloop"
-LOOK_S: Final = 0.001
-SETTLE_S: Final = 2.0
 STOPS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # Slurm's --signal=USR2@60 is one way to ask
 
 
@@ -100,21 +96,6 @@ def tell_errors(
         print(f"muster: {where}: {kind.__name__}", file=sys.stderr, flush=True)
 
     sys.excepthook = tell
-
-
-def settle_threads() -> None:
-    """Wait until the threads of gloo groups are idle.
-
-    After a collective such a thread frees its tensors, for which it takes the interpreter's lock. If the interpreter
-    ends before, PyTorch aborts the process. A thread is idle if it did not run while this one left it the lock.
-    """
-    deadline_s, before = time.monotonic() + SETTLE_S, None
-    while (threads := linux.threads_named(GLOO_THREAD)) and time.monotonic() < deadline_s:
-        signs = [linux.signs_of_life(each) for each in threads]
-        if signs == before and not any(waits for waits, _ in signs):
-            return
-        before = signs
-        time.sleep(LOOK_S)
 
 
 def is_lost_peer(error: BaseException) -> bool:

@@ -9,7 +9,7 @@ from typing import Final
 from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.node import page
 from muster.jobs.node.reports import Reporter
-from muster.jobs.session.endings import open_page, settle_threads, tell_errors
+from muster.jobs.session.endings import open_page, tell_errors
 from muster.jobs.session.place import Place, read_place
 from muster.jobs.session.session import Session
 
@@ -79,4 +79,3 @@ def _at_exit(made: Session, pid: int) -> None:
     except MusterError as error:
         print(f"muster: rank {made.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(error.exit_code)
-    settle_threads()
