@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -151,6 +152,29 @@ def elsewhere(root: Path) -> Started:
     return started
 
 
+def as_steps_of_srun(root: Path) -> list[Started]:
+    """`ddp.py` in the environment of a step of two tasks, and nothing else that says where the ranks meet."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
+    argv = [sys.executable, str(OWN / "ddp.py"), "--steps", "30"]
+    tasks = [Started(root, *argv, **step, SLURM_PROCID=str(task), SLURM_LOCALID=str(task)) for task in range(2)]
+    assert [task.end() for task in tasks] == [0, 0], [task.out for task in tasks]
+    return tasks
+
+
+def alone(root: Path) -> Started:
+    """`fsdp2.py` in one process, as it is."""
+    started = Started(root, sys.executable, str(OWN / "fsdp2.py"), "--steps", "30")
+    assert started.end() == 0, started.out
+    return started
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 def children(pid: int) -> list[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -171,6 +195,8 @@ def ahead(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
         "fsdp2 undisturbed": (undisturbed, "fsdp2", "fsdp2", folder / "fsdp2-torchrun" / "runs"),
         "without undisturbed": (undisturbed, "without", "without", folder / "without-torchrun" / "runs"),
         "elsewhere": (elsewhere, folder / "elsewhere" / "runs"),
+        "srun": (as_steps_of_srun, folder / "srun" / "runs"),
+        "alone": (alone, folder / "alone" / "runs"),
     }
     found: Ahead[str, Any] = Ahead(lambda key: work[key][0](*work[key][1:]), list(work))
     yield found.result
@@ -238,6 +264,13 @@ def test_alone_then_under_torchrun_whose_restart_goes_on(ahead: Callable[[str], 
     assert sum(row["samples"] for row in rows.values()) == 6 * 3001
     assert {row["attempt"] for row in rows.values()} == {0, 1, 2}
     assert "continues from step-" in started.out
+
+
+def test_srun_and_nobody_need_no_variables_of_torchrun(ahead: Callable[[str], Any]) -> None:
+    rows = list(read_lines(ahead("srun")[0].run.metrics))
+    assert (rows[-1]["step"], rows[-1]["samples"]) == (30, 64)
+    (newest,) = ahead("alone").run.checkpoints.iterdir()
+    assert newest.name == "step-00000030.a000"
 
 
 def test_the_commands_that_look_show_a_run_of_ones_own(

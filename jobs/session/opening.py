@@ -10,7 +10,7 @@ from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.node import page
 from muster.jobs.node.reports import Reporter
 from muster.jobs.session.endings import open_page, tell_errors
-from muster.jobs.session.place import Place, read_place
+from muster.jobs.session.place import Place, meeting_variables, read_place
 from muster.jobs.session.session import Session
 
 CALLER: Final = 2  # frames up from `_caller`: the line that calls session()
@@ -34,6 +34,8 @@ def session(name: str | None = None, *, runs: str | None = None, tensorboard: bo
         tell_errors(Reporter(os.environ), os.environ.get("RANK", "0"), lambda: None, lambda error: None)
         raise
     _opened = os.getpid(), _caller()
+    if "RANK" not in os.environ:
+        os.environ.update(meeting_variables(place))
     open_page(place)
     made = Session(place, runs=runs, tensorboard=tensorboard)
     tell_errors(made._reporter, made.rank, made.steps_done, made.failed)

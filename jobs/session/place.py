@@ -18,6 +18,7 @@ from muster.jobs.saving.policy import PlainPolicy
 from muster.jobs.saving.resume import Resume
 
 TORCHRUN: Final = "torchrun"
+MEETING: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,14 @@ def read_place(environ: Mapping[str, str] = os.environ, name: str | None = None)
         saves=told.get("saving", True),
         watched=watched,
     )
+
+
+def meeting_variables(place: Place) -> dict[str, str]:
+    """Return what init_process_group() reads, for a program that srun, mpirun or nobody has started."""
+    variables = place.env.variables()
+    if place.env.world_size == 1:
+        variables["MASTER_PORT"] = "0"  # any free one
+    return {name: variables[name] for name in MEETING}
 
 
 def script_name() -> str:
