@@ -19,7 +19,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.load import EXAMPLES
 from muster.launch.cli import main
 from support.ahead import Ahead
-from support.live import LiveRun, wait_until
+from support.live import DEADLINE_S, LiveRun, wait_until
 from support.transcripts import REPOSITORY, fences, pattern
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
@@ -114,7 +114,10 @@ def life(name: str, root: Path) -> Life:
         live.wait_for("replayed")
     else:
         live.wait_for_saved(1)
-    live.interrupt()
+    if name == "epochs":
+        subprocess.run(muster("stop", "--runs", str(root)), capture_output=True, timeout=DEADLINE_S, check=True)
+    else:
+        live.interrupt()
     stopped = live.end()
     resumed = Started(root, *muster("resume", "-n", str(AGAIN[name])))
     code = resumed.end()
