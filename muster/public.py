@@ -3,7 +3,7 @@
 import sys
 
 OLDEST = (3, 10)
-NAMES = {"session": "muster.jobs.session.session"}  # the module that holds each
+NAMES = {"session": "muster.jobs.session.opening"}  # the module that holds each
 
 if sys.version_info < OLDEST:
     found = "{}.{}.{}".format(*sys.version_info[:3])

@@ -306,9 +306,11 @@ def test_design_names_no_file_that_is_gone_and_calls_none_unbuilt_that_is_there(
     assert there == set()
 
 
-def test_muster_has_a_link_to_every_package_and_nothing_is_imported_by_a_bare_name() -> None:
+def test_muster_holds_a_link_to_every_package_and_nothing_is_imported_by_a_bare_name() -> None:
     links = {path.name: path.readlink() for path in (REPOSITORY / "muster").iterdir() if path.is_symlink()}
     assert links == {package: Path("..") / package for package in PACKAGES}
+    own = {str(path.relative_to(REPOSITORY / "muster")) for path in (REPOSITORY / "muster").rglob("*.py")}
+    assert own == {"__init__.py", "__main__.py", "public.py", "importable/muster/__init__.py"}
     bare = [
         f"{module.name}:{node.lineno}"
         for module in modules().values()

@@ -40,6 +40,7 @@ def test_a_clone_installs_as_the_one_package_muster(clone: Path, tmp_path: Path)
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.partition("/")[0] for name in names} == {"muster", f"{wheel.name.rsplit('-', 3)[0]}.dist-info"}
     assert {"muster/jobs/examples/vgg11.yaml", "muster/jobs/train/data/digits/digits.u8", "muster/py.typed"} <= names
+    assert "muster/importable/muster/__init__.py" in names
     left = [
         line for line in git(clone, "status", "--porcelain", "--ignored").splitlines() if not line.startswith("A  ")
     ]
@@ -63,3 +64,7 @@ def test_a_clone_installs_as_the_one_package_muster(clone: Path, tmp_path: Path)
     assert f"{package}/launch/boot.py" in done.stdout
     done = subprocess.run([fresh / "bin" / "muster", *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    script = tmp_path / "own.py"
+    script.write_text("import sys, muster.jobs.basics.exits; print(sys.prefix, muster.__file__)\n")
+    done = subprocess.run([fresh / "bin" / "muster", "run", script.name], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == [str(fresh), f"{package}/importable/muster/__init__.py"], done.stderr

@@ -4,6 +4,7 @@ A RankStart is a mapping of plain values, made in `launch/agent.py`:
 
     rank      int
     env       {name: value}, added to the keeper's environment
+    unset     [name, ...], left out of the keeper's environment; may be missing
     workdir   folder to run in
     out, err  files to append standard output and standard error to
     cores     [core, ...] to be pinned to; empty: not pinned
@@ -39,6 +40,8 @@ def become(start: Mapping[str, Any], reports: int, page: int) -> NoReturn:
     try:
         os.setpgid(0, 0)
         _redirect(start["out"], start["err"])
+        for name in start.get("unset", ()):
+            os.environ.pop(name, None)
         os.environ.update(start["env"])
         if start["cores"]:
             os.sched_setaffinity(0, start["cores"])

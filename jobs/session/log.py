@@ -8,7 +8,9 @@ Rows are written when the ranks meet. Until then a step costs an append: tensors
 step waits for a device.
 """
 
+import logging
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -165,3 +167,15 @@ def _sum(values: Sequence[float]) -> float:
     for value in values:
         total += value
     return total
+
+
+def logger_of(rank: int) -> logging.Logger:
+    """Return the logger of a rank."""
+    logger = logging.getLogger("muster.run")
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[{rank}] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    return logger

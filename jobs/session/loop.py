@@ -31,9 +31,10 @@ from muster.jobs.session.starting import Start, resume_line
 from muster.jobs.session.together import Alone
 
 if TYPE_CHECKING:
-    from muster.jobs.session.state import State
+    import torch
 
     from muster.jobs.session.sampler import Sampler
+    from muster.jobs.session.state import State
 
 MEET_S: Final = 0.5
 SAY_S: Final = 5.0  # between two lines on the terminal
@@ -50,6 +51,7 @@ class Loop:
         self.ranks = ranks
         self.log = log
         self.reporter = reporter
+        self.device: torch.device | None = None  # of the tensors, if there are any
         self.samplers: list[Sampler] = []
         self.progress: dict[str, int] = {}  # the place in an epoch, where the program counts epochs
         self.done = self.first = 0
@@ -102,7 +104,7 @@ class Loop:
         elapsed_s, failures = failures_so_far(start.run)
         schedule = Schedule(policy, self.done, elapsed_s=elapsed_s, failures=failures)
         target = Target(start.run, start.attempt, start.resume.checkpoint if start.resume else None, self.done)
-        room = room_for(state)
+        room = room_for(state, self.device)
         self.saving = Saver(target, policy, state.parts, room, self.ranks, schedule, self._describe, self.reporter)
 
     def _describe(self, done: int, parent: str | None, losses: Sequence[tuple[int, float]]) -> Mapping[str, Any]:
@@ -117,7 +119,7 @@ class Loop:
             "losses": [each for each in losses if each[1] == each[1]],
             "saved": time.time(),
             "progress": self.progress,
-            "state": self.state.meta(),
+            **self.state.meta(),
         }
 
     # A step ---------------------------------------------------------------------------------------------------------

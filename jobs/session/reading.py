@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.node import page
@@ -19,9 +18,10 @@ from muster.jobs.session.starting import Start
 from muster.jobs.session.together import Alone
 
 if TYPE_CHECKING:
-    from muster.jobs.session.state import State
+    import torch
 
     from muster.jobs.saving.saver import Room
+    from muster.jobs.session.state import State
     from muster.jobs.tensors.parts import Part
 
 
@@ -52,22 +52,19 @@ def restore(start: Start, state: "State", ranks: Alone) -> Restored:
         from muster.jobs.tensors.reading import same_manifest
 
         manifest = same_manifest(folder, start.resume, ranks.world)
-    saved = manifest.meta.get("state")
-    if not isinstance(saved, dict):
-        raise RefusedError(f"{folder.path}: it was not saved by a session; begin a new run, or resume its own job")
     with Reader(folder, manifest) as reader:
-        state.load(manifest, reader, saved)
+        state.load(manifest, reader, manifest.meta)
     loaded = Loaded(manifest.step, folder.name, time.monotonic() - began_s)
     return Restored(manifest.step, manifest.meta.get("progress") or {}, loaded)
 
 
-def room_for(state: "State") -> "Callable[[Sequence[Part]], Room[Part]]":
-    """Return what makes room for copies of a state's parts."""
-    if not state.has_tensors:
+def room_for(state: "State", device: "torch.device | None") -> "Callable[[Sequence[Part]], Room[Part]]":
+    """Return what makes room for copies of a state's parts, which are on the CPU or on `device`."""
+    if not state.has_tensors or device is None:
         return lambda parts: NoTensors()
     from muster.jobs.tensors.snapshot import Snapshot
 
-    return partial(Snapshot, device=state.device)
+    return partial(Snapshot, device=device)
 
 
 class NoTensors:

@@ -10,40 +10,35 @@ Under `muster run` the session writes into the run's folder and is watched by th
 or alone, rank 0 makes a run folder of its own. Only the standard library is imported until tensors are registered.
 """
 
-import atexit
-import logging
-import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from muster.jobs.basics import exits
-from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import folder_error
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.direct import ending_of, write_end
 from muster.jobs.session import starting
-from muster.jobs.session.endings import open_page, tell_errors
-from muster.jobs.session.log import Log
+from muster.jobs.session.log import Log, logger_of
 from muster.jobs.session.loop import Loop
-from muster.jobs.session.place import Place, read_place
+from muster.jobs.session.place import Place
 from muster.jobs.session.reading import Restored, restore
 from muster.jobs.session.sampler import Sampler, samples_of
 from muster.jobs.session.together import agree
 
 if TYPE_CHECKING:
     import torch
+
     from muster.jobs.session.state import State
+    from muster.jobs.world.world import World
 
 Batch = TypeVar("Batch")
-UNNAMED_DEPTH: Final = 2
-_opened: tuple[int, str] | None = None  # the process and the line that has called session()
 
 
 class Session:
@@ -60,7 +55,7 @@ class Session:
         self.local_rank = place.env.local_rank
         self.is_main = self.rank == 0
         self.name = place.name
-        self.logger = _logger(self.rank)
+        self.logger = logger_of(self.rank)
         self._runs = runs
         self._tensorboard = tensorboard
         self._began = time.time()
@@ -68,6 +63,7 @@ class Session:
         self._loop_made: Loop | None = None
         self._error: BaseException | None = None
         self._samplers: list[Sampler] = []
+        self._joined: State | None = None
 
     # Where this rank is ---------------------------------------------------------------------------------------------
 
@@ -256,6 +252,7 @@ class Session:
 
     def _restore(self, state: "State") -> Restored:
         loop = self._loop
+        self._join(state)
         restored = restore(loop.start, state, loop.ranks)
         loop.done = restored.step
         if restored.loaded is not None and self.is_main:
@@ -283,7 +280,7 @@ class Session:
     def _begin(self, state: "State | None", restored: Restored) -> None:
         loop = self._loop
         if state is not None:
-            state.join(loop.ranks.world)
+            self._join(state)
             if not self.place.saves and self.is_main:
                 print(
                     "muster: nothing is saved: the nodes share no run folder; name shared storage with --runs",
@@ -291,6 +288,15 @@ class Session:
                 )
         loop.samplers = self._samplers
         loop.begin(state, restored)
+
+    def _join(self, state: "State") -> None:
+        """Check a state on all ranks, once: a collective."""
+        loop = self._loop
+        if state is self._joined:
+            return
+        loop.device = self.device if state.has_tensors else None
+        state.join(cast("World", loop.ranks.world or loop.ranks), loop.device)
+        self._joined = state
 
     def steps_done(self) -> int | None:
         """Return how many steps are done; None before the first loop."""
@@ -315,31 +321,6 @@ class Session:
             write_end(loop.start.run, loop.start.attempt, self._began, code, message)
 
 
-def session(name: str | None = None, *, runs: str | None = None, tensorboard: bool = False) -> Session:
-    """Open this rank's session: once in a program.
-
-    `name` and `runs` are for a run that Muster has not started: the run's name (default: the script's) and the folder
-    of all runs (default: MUSTER_RUNS, else ./runs). `tensorboard`: write what is logged for TensorBoard, too.
-
-    Raises:
-        RefusedError: it was opened before, or this is a worker process of a rank.
-    """
-    global _opened
-    _refuse_a_second(_opened)
-    place = read_place(os.environ, name)
-    if place.watched and (owner := page.own.session) not in (0, os.getpid()):
-        raise RefusedError(
-            f"session: process {owner} of rank {place.env.rank} has opened it, and this is another process; "
-            "open it in the program that muster starts, outside of the functions that worker processes run"
-        )
-    _opened = os.getpid(), _caller()
-    open_page(place)
-    made = Session(place, runs=runs, tensorboard=tensorboard)
-    tell_errors(made._reporter, made.rank, made.steps_done, made.failed)
-    atexit.register(_at_exit, made, os.getpid())
-    return made
-
-
 def make_folders(path: Path) -> None:
     """Make a folder of a run, and those above it, where they are not there yet.
 
@@ -350,40 +331,3 @@ def make_folders(path: Path) -> None:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise folder_error(path, error) from error
-
-
-def _refuse_a_second(opened: tuple[int, str] | None) -> None:
-    if opened is not None and opened[0] == os.getpid():
-        raise RefusedError(f"session: it was opened before, at {opened[1]}; pass that one on")
-    if opened is not None or multiprocessing.parent_process() is not None:
-        raise RefusedError(
-            "session: this is a worker process of a rank, such as a DataLoader's; open the session in the main process "
-            'alone, under `if __name__ == "__main__":`'
-        )
-
-
-def _caller() -> str:
-    frame = sys._getframe(UNNAMED_DEPTH)
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def _at_exit(made: Session, pid: int) -> None:
-    if os.getpid() != pid:  # a forked child that ends by itself
-        return
-    try:
-        made.close()
-    except MusterError as error:
-        print(f"muster: rank {made.rank}: {error}", file=sys.stderr, flush=True)
-        os._exit(error.exit_code)
-
-
-def _logger(rank: int) -> logging.Logger:
-    """Return the logger of a rank."""
-    logger = logging.getLogger("muster.run")
-    if not logger.handlers:
-        handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(message)s" if rank == 0 else f"[{rank}] %(message)s"))
-        logger.addHandler(handler)
-        logger.propagate = False
-    logger.setLevel(logging.INFO if rank == 0 else logging.WARNING)
-    return logger

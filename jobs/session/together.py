@@ -6,13 +6,17 @@ device and disturbs no collective of the program. A single rank exchanges nothin
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError
 from muster.jobs.hosts.ranks import RankEnv
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from muster.jobs.world.world import World
+
+JOIN_S: Final = 600.0  # for the slowest rank to come: one may prepare data while the others wait
 
 
 class Alone:
@@ -21,6 +25,7 @@ class Alone:
     rank = 0
     size = 1
     world: "World | None" = None
+    group = None
 
     def meet(self) -> None:
         """Return when every rank has come here."""
@@ -42,22 +47,19 @@ class Together(Alone):
 
         if not dist.is_available() or not dist.is_initialized():
             raise RefusedError(
-                f"session: rank {env.rank} of {env.world_size} has not called torch.distributed.init_process_group(), "
-                "by which the ranks agree; call it before run.state() and run.steps()"
+                f"session: torch.distributed is not initialized, by which the {env.world_size} ranks agree; "
+                "call torch.distributed.init_process_group() before run.state() and run.steps()"
             )
         if (dist.get_rank(), dist.get_world_size()) != (env.rank, env.world_size):
             raise RefusedError(
-                f"session: this is rank {env.rank} of {env.world_size} by its environment, and rank {dist.get_rank()} "
-                f"of {dist.get_world_size()} by init_process_group(); give that the same numbers"
+                f"session: the environment says rank {env.rank} of {env.world_size}, init_process_group() was given "
+                f"rank {dist.get_rank()} of {dist.get_world_size()}; give it the same numbers"
             )
-        from datetime import timedelta
-
         import torch
 
-        from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S, World
+        from muster.jobs.world.world import World
 
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-        self.world = World(env.rank, env.world_size, group, torch.device("cpu"))
+        self.world = World(env.rank, env.world_size, own_group(env), torch.device("cpu"))
         self.rank, self.size = env.rank, env.world_size
 
     def meet(self) -> None:
@@ -92,6 +94,31 @@ class Together(Alone):
         told = MusterError(f"rank 0: {said['error']}")
         told.exit_code = said["code"]
         raise told
+
+
+def own_group(env: RankEnv) -> "dist.ProcessGroup":
+    """Make a gloo group beside those of the program: a collective.
+
+    Raises:
+        StartTimeoutError: a rank has not come here in time.
+    """
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    from muster.jobs.world.world import COLLECTIVE_TIMEOUT_S
+
+    try:
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=JOIN_S))
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise StartTimeoutError(
+            f"session: not every rank has come to its state within {JOIN_S:g} s (rank {env.rank} waited); "
+            "all ranks must call run.state() and run.steps(), or none"
+        ) from error
+    assert isinstance(group, dist.ProcessGroup)
+    _set_pg_timeout(timedelta(seconds=COLLECTIVE_TIMEOUT_S), group)
+    return group
 
 
 def agree(env: RankEnv) -> Alone:

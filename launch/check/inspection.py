@@ -28,6 +28,7 @@ from muster.launch.wire.messages import Beat, Broken, Bye, FromAgent, Heartbeat,
 LIMIT_S: Final = 9.0  # for all of it, so that the report is there within 10 s
 BEAT_S: Final = 1.0
 BEATS: Final = 3  # at once: the one that travels fastest tells the time best
+PATH_MAX: Final = 4096  # Linux's: no longer path is that of a file
 QUESTIONS: Final = 3  # that every node is asked
 
 
@@ -115,7 +116,8 @@ class Inspection:
             channel.post(Beat(time.time()))
         program, script = needs(self.context)
         interpreter = self.context.interpreter
-        channel.post(Inspect(program=program, script=script, folder=interpreter.folder if interpreter else ""))
+        folder = interpreter.folder if interpreter else ""
+        channel.post(Inspect(program=program[:PATH_MAX], script=script[:PATH_MAX], folder=folder[:PATH_MAX]))
         channel.post(Inspect(run=str(self.context.run.path), nonce=self.nonce, mark=str(node)))
         if node == 0:
             channel.post(prepare_message(self.context, self.answers[0].hello))

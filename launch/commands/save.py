@@ -1,5 +1,7 @@
 """`muster save`: have a running training save a checkpoint now, and wait until it has. It goes on meanwhile.
 
+A program of the user's can do so once it has opened a session.
+
 save.json → rank 0 finds it at its next log point → all ranks save → the `saved` row
 """
 
@@ -14,6 +16,7 @@ from muster.launch.common import options
 from muster.launch.common.fields import typed_line
 from muster.launch.common.follow import LineFollower
 from muster.launch.plan.submission import Submission
+from muster.launch.records.runrows import read_rows
 from muster.launch.records.runstate import DIRECT, RunState, read_state
 
 POLL_S: Final = 0.1
@@ -43,21 +46,26 @@ def check(run: RunDir) -> RunState:
     """Return the state of a run that can save now.
 
     Raises:
-        RefusedError: it has no checkpoints, has ended, or has no supervisor.
+        RefusedError: it has no checkpoints, its program has opened no session, it has ended, or has no supervisor.
     """
     state = read_state(run)
     if state.transport == DIRECT:
         raise RefusedError(f"{run.run_id}: was started directly, and such runs save nothing")
     job = Submission.read(run).context.job
-    if job.kind != "train":
+    if job.kind not in ("train", "command"):
         raise RefusedError(f"{run.run_id}: runs a {job.kind}: job, of which Muster saves nothing")
-    if job.checkpoint is None:
+    if job.kind == "train" and job.checkpoint is None:
         raise RefusedError(
             f"{run.run_id}: its job has no checkpoint: section, so it saves nothing; add one and start anew"
         )
     if state.is_over or state.state == "lost":
         raise RefusedError(
             f"{run.run_id}: does not run ({state.label}); {run.command('checkpoint list')} shows what it has saved"
+        )
+    if job.kind == "command" and "session" not in read_rows(run).told:
+        raise RefusedError(
+            f"{run.run_id}: its program has opened no session (muster.session()), so Muster cannot save it; wait until "
+            "it has, or have it save its own checkpoints"
         )
     return state
 
@@ -83,6 +91,5 @@ def save(run: RunDir, state: RunState, timeout_s: float) -> dict[str, Any]:
                 case "ended":
                     raise RefusedError(f"{run.run_id}: ended before it saved: {row.get('message')}")
         time.sleep(POLL_S)
-    raise StartTimeoutError(
-        f"{run.run_id}: has not saved within {timeout_s:g} s; it saves at its next log point (train.log_every)"
-    )
+    at = "step, once its program calls steps() or save()" if state.kind == "command" else "log point (train.log_every)"
+    raise StartTimeoutError(f"{run.run_id}: has not saved within {timeout_s:g} s; it saves at its next {at}")

@@ -1,8 +1,10 @@
 """What keeps this machine from starting a program."""
 
+# ruff: noqa: PTH113
+
 import os
 import shutil
-from pathlib import Path
+from os.path import isfile  # pathlib's raises where a name is too long
 
 
 def fault(program: str, script: str, folder: str) -> str:
@@ -11,7 +13,7 @@ def fault(program: str, script: str, folder: str) -> str:
     A name is looked for in `folder`, then on PATH. "" asks for nothing.
     """
     if "/" in program:
-        if not Path(program).is_file():
+        if not isfile(program):
             return f"{program}: no such file"
         if not os.access(program, os.X_OK):
             return f"{program}: is not executable"
@@ -19,4 +21,4 @@ def fault(program: str, script: str, folder: str) -> str:
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PATH", os.defpath))))
         if shutil.which(program, path=path) is None:
             return f"{program}: not found on PATH"
-    return f"{script}: no such file" if script and not Path(script).is_file() else ""
+    return f"{script}: no such file" if script and not isfile(script) else ""

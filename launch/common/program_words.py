@@ -3,10 +3,13 @@
 Options of ours stand before the program. From the program on, every word is the program's.
 """
 
+# ruff: noqa: PTH110, PTH113, PTH119, PTH122, PTH123
+# (pathlib would cost every command's --help 2 ms)
+
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
+from os.path import basename, exists, isfile, splitext
 from typing import Final
 
 from muster.jobs.basics.errors import RefusedError, UsageError
@@ -51,7 +54,7 @@ def split(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> tuple[li
             return ours, left
         if not word.startswith("-") and not job:
             if is_program(word):
-                named = "/" in word or Path(word).suffix in STARTED_BY
+                named = "/" in word or splitext(word)[1] in STARTED_BY
                 return ours, [word if named else f"./{word}", *left]
             job = word
         ours.append(word)
@@ -68,14 +71,23 @@ def is_program(word: str) -> bool:
 
     Raises:
         RefusedError: if such a file is not executable.
+        UsageError: if the word is a program on PATH.
     """
-    path = Path(word)
-    if path.suffix in STARTED_BY or path.suffix in JOB_FILES or not path.is_file():
-        return path.suffix in STARTED_BY
-    with path.open("rb") as file:
-        if file.read(2) not in MAGIC:
-            return False
-    if not os.access(path, os.X_OK):
+    suffix = splitext(word)[1]
+    if not suffix and "/" not in word and not exists(word):
+        from shutil import which
+
+        if which(word) is not None:
+            raise UsageError(f"{word}: no such job file; a program on PATH is started by: muster ... -- {word} ...")
+    if suffix in STARTED_BY or suffix in JOB_FILES or not isfile(word):
+        return suffix in STARTED_BY
+    try:
+        with open(word, "rb") as file:
+            if file.read(2) not in MAGIC:
+                return False
+    except PermissionError:  # a program need not be readable; what a job file lacks is said by who reads it
+        return os.access(word, os.X_OK)
+    if not os.access(word, os.X_OK):
         raise RefusedError(f"{word}: is a program, but not executable; run: chmod +x {word}")
     return True
 
@@ -92,7 +104,7 @@ def job_text(program: Sequence[str]) -> str:
     for word in program:
         if any("\ud800" <= each <= "\udfff" for each in word):  # how Python holds bytes that are no text
             raise UsageError(f"{word!r}: is not UTF-8, which job files are; rename it")
-    starter = STARTED_BY.get(Path(program[0]).suffix)
+    starter = STARTED_BY.get(splitext(program[0])[1])
     argv = [starter, *program] if starter else list(program)
     return yamlfile.dump({"name": as_name(_title(argv)), "command": argv})
 
@@ -101,5 +113,5 @@ def _title(argv: Sequence[str]) -> str:
     """Return what a command is named after: its script, its module, or the program itself."""
     if argv[1:2] == ["-m"] and len(argv) > 2:
         return argv[2]
-    script = next((word for word in argv if Path(word).suffix in STARTED_BY), argv[0])
-    return Path(script).stem
+    script = next((word for word in argv if splitext(word)[1] in STARTED_BY), argv[0])
+    return splitext(basename(script))[0]

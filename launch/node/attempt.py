@@ -21,11 +21,12 @@ from muster.launch.common import processes, storage
 from muster.launch.common.follow import LineFollower, tail_lines
 from muster.launch.common.host import identity
 from muster.launch.node import census
-from muster.launch.node.dumping import Dumps
+from muster.launch.node.dumping import Dumps, size_of
 from muster.launch.node.keeper_link import KeeperLink
 from muster.launch.node.pulse import Pulse
 from muster.launch.wire import messages as wire
-from muster.launch.wire.records import Stack
+from muster.launch.wire.codec import fits
+from muster.launch.wire.records import Failure, RankReport, Stack
 
 LOOK_S: Final = 1.0
 HOLD_LOOK_S: Final = 0.02
@@ -97,7 +98,7 @@ class NodeAttempt:
 
     def follow(self, keeper: KeeperLink) -> None:
         """Begin to watch: the ranks have been ordered to start."""
-        for work in (self._forward(), self._cap(), self._look(keeper) if self.ours else self._take_census()):
+        for work in (self._forward(), self._cap(), self._look(keeper), *(() if self.ours else (self._take_census(),))):
             self._tasks.add(asyncio.create_task(self._guard(work)))
 
     def tell_programs(self, message: wire.StopRanks) -> None:
@@ -159,9 +160,13 @@ class NodeAttempt:
             await self.deliver()
             await self._forward_rank(rank, ended=True)
             told = {name: message[name] for name in ("code", "signal", "sent", "ended", "failure", "steps")}
+            if not fits(told["failure"], Failure):  # a program may write anything
+                told["failure"] = {}
             await self.tell(wire.Exited(number, rank, last_lines=tuple(self._last_lines(rank)), **told))
-        elif "report" in message:
+        elif "report" in message and (self.ours or fits(message["report"], RankReport)):
             await self.tell(wire.Report(number, message["rank"], message["report"]))
+        elif "report" in message:
+            return  # what a program has written into its pipe, which may be anything
         elif "swept" in message:
             await self.close()
             await self.tell(wire.Swept(number, message["swept"], tuple(message["left"])))
@@ -199,6 +204,9 @@ class NodeAttempt:
 
     async def _on_looked(self, message: dict[str, Any]) -> None:
         self.pulse.note(message["looked"], time.monotonic())
+        if not self.ours:
+            written = sum(size_of(Path(start[stream])) for start in self._ranks for stream in ("out", "err"))
+            self.pulse.note_output(written, time.monotonic())
         self._looked.set()
         held = self.pulse.held
         if self._hurry.is_set() and held is not None:
@@ -214,8 +222,7 @@ class NodeAttempt:
         if self._dumped is not None and not self._dumped.done():
             return  # one is on its way
         self._dumped = asyncio.get_running_loop().create_future()
-        ranks = [start["rank"] for start in self._ranks if "argv" not in start]
-        dumps = Dumps({rank: self.folder.err(rank) for rank in ranks})
+        dumps = Dumps({start["rank"]: self.folder.err(start["rank"]) for start in self._ranks})
         await keeper.order({"do": "look"})  # answered before the dump: how far each is by now
         await keeper.order({"do": "dump"})
         try:

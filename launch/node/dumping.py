@@ -18,9 +18,8 @@ POLL_S: Final = 0.02
 MOST_LINES: Final = 200  # of one rank
 MOST_BYTES: Final = 1 << 14
 READ_BYTES: Final = 1 << 18
-OUTERMOST: Final = re.compile(
-    r'/jobs/rank_start\.py", line \d+ in _call$'
-)  # below it is the keeper that forked the rank
+# Below it is the keeper that forked the rank.
+OUTERMOST: Final = re.compile(r'/jobs/node/rank_start\.py", line \d+ in _call$')
 
 
 @dataclass

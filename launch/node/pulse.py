@@ -1,10 +1,12 @@
 """How long ago each of a node's ranks last made progress, from what its keeper saw at each look; by this node's clock.
 
     {"steps": 41, "beats_age_s": 0.7, "ranks": {"3": {"phase": "run", "steps": 40, "beats_age_s": 31.2}},
-     "phases": ["run"], "slowest_s": 0.2}
+     "phases": ["run"], "slowest_s": 0.2, "sessions": 2, "output_age_s": null}
 
 `steps` is what the farthest rank has done, `beats_age_s` the age of the youngest beat, `ranks` the one that has been
-silent longest, `slowest_s` the slowest step of late of any rank. When all ranks have ended `phases` is empty.
+silent longest, `slowest_s` the slowest step of late of any rank. `sessions` counts the ranks that tell how far they
+are, `output_age_s` says how long ago a program last wrote, null before that. When all ranks have ended `phases` is
+empty.
 """
 
 from collections.abc import Iterable, Sequence
@@ -35,6 +37,8 @@ class Pulse:
         self._ranks: dict[int, _Rank] = {}
         self._steps = 0
         self._begun = False
+        self._written = 0  # bytes of output
+        self._wrote: float | None = None  # when that was last seen to grow
         self._own = OwnLateness(LOOK_S)
 
     def note(self, looked: Iterable[Sequence[Any]], now: float) -> None:
@@ -47,6 +51,11 @@ class Pulse:
             moved = known.moved if known is not None and known.beats == beats else now
             self._ranks[rank] = _Rank(phase, steps, beats, slowest_s, held, session, moved)
             self._steps, self._begun = max(self._steps, steps), True
+
+    def note_output(self, written: int, now: float) -> None:
+        """Take how many bytes the programs have written so far."""
+        if written != self._written:
+            self._written, self._wrote = written, now
 
     def ended(self, rank: int, steps: int | None) -> None:
         """Take the end of a rank, after so many steps; None for a program of the user's, which has no pulse."""
@@ -65,6 +74,8 @@ class Pulse:
             "phases": tuple(sorted({rank.phase for rank in each})),
             "beats_age_s": 0.0,
             "slowest_s": 0.0,
+            "sessions": sum(rank.session for rank in each),
+            "output_age_s": None if self._wrote is None else round(max(0.0, now - self._wrote), 3),
             "ranks": {},
         }
         if self._ranks:
@@ -92,3 +103,5 @@ class Pulse:
         late_s = self._own.look(now)
         for rank in self._ranks.values():
             rank.moved += late_s
+        if self._wrote is not None:
+            self._wrote += late_s

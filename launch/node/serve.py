@@ -53,6 +53,7 @@ class Agent:
         self.listening: socket.socket | None = None  # the store's, until the keeper has it
         self.starting: asyncio.Task[None] | None = None
         self.set_up: list[str] | None = None  # the setup lines that have been run
+        self.changed: setup_lines.Changes = {}  # by them, in the environment
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> int:
@@ -195,8 +196,10 @@ class Agent:
         attempt.open(message)
         setup, warm = list(message.setup), message.warm
         if setup and setup != self.set_up:  # once on a node, however many attempts there are
-            await setup_lines.run(setup, attempt.folder.setup(attempt.node), message.workdir, warm["env"])
+            log = attempt.folder.setup(attempt.node)
+            self.changed = await setup_lines.run(setup, log, message.workdir, warm["env"])
             self.set_up = setup
+        ranks = [setup_lines.with_changes(start, self.changed if setup else {}) for start in message.ranks]
         if not self.keeper.is_open:
             await self._ranks_gone()
             await self.keeper.open(preload=warm["preload"], env=warm["env"])
@@ -204,7 +207,7 @@ class Agent:
         if self.listening is not None and message.store:
             await self.keeper.give_store(self.listening, attempt.number)
         self._close_listening()  # the keeper has it now, or rank 0 may bind it
-        await self.keeper.order({"do": "start", "attempt": attempt.number, "ranks": message.ranks})
+        await self.keeper.order({"do": "start", "attempt": attempt.number, "ranks": ranks})
         attempt.follow(self.keeper)
 
     async def _stop(self, message: wire.StopRanks) -> None:

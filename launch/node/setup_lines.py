@@ -1,33 +1,60 @@
-"""Run a job's setup lines once on a node, before its ranks: one shell that stops at the first failure."""
+"""Run a job's setup lines once on a node, before its ranks: one shell that stops at the first failure.
+
+Every rank of the node then starts with what the lines leave in the environment, attempt after attempt:
+
+    the node's < Muster's, the site's and the job's env < what the setup lines changed < what each rank is given
+"""
 
 import asyncio
 import os
+import shlex
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Final
 
+from muster.jobs.basics.boot import importable
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import open_log
 from muster.jobs.machine import linux
 from muster.launch.common.follow import tail_lines
 
+Changes = dict[str, str | None]  # {name: value}; None: the lines have unset it
+OF_THE_SHELL: Final = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
+IMPORTABLE: Final = importable(".")[1:]  # how the folder of `import muster` ends, wherever the code lies
 
-async def run(lines: Sequence[str], log: Path, workdir: str, env: Mapping[str, str]) -> None:
-    """Run the lines with bash; their output goes to `log`. When this is cancelled, all that they started is killed.
+
+async def run(lines: Sequence[str], log: Path, workdir: str, env: Mapping[str, str]) -> Changes:
+    """Run the lines with bash; their output goes to `log`. Return what they changed in the environment.
+
+    `env` is what ranks are given beside the node's own variables. When this is cancelled, all that the lines started is
+    killed.
 
     Raises:
-        RefusedError: a line failed.
+        RefusedError: a line failed, or nobody can tell what they left.
     """
+    before = {**os.environ, **env}
+    left = os.memfd_create("muster-environment", os.MFD_CLOEXEC)
+    try:
+        await _run_shell(f"{_trap(left)}; " + "\n".join(lines), log, workdir, before, left)
+        return changes(before, _environment(left), env)
+    finally:
+        os.close(left)
+
+
+async def _run_shell(script: str, log: Path, workdir: str, environ: Mapping[str, str], left: int) -> None:
     with os.fdopen(open_log(log), "wb") as output:
         output.truncate(0)
         shell = await asyncio.create_subprocess_exec(
-            *("bash", "-e", "-c", "\n".join(lines)),
+            *("bash", "-e", "-c", script),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             cwd=workdir,
-            env={**os.environ, **env},
+            env=environ,
+            pass_fds=[left],
             start_new_session=True,
         )
     try:
@@ -38,3 +65,39 @@ async def run(lines: Sequence[str], log: Path, workdir: str, env: Mapping[str, s
     if code:
         last = (tail_lines(log, 1) or ["no output"])[-1]
         raise RefusedError(f"setup: ended with code {code}: {last}; see {log}")
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str], env: Mapping[str, str]) -> Changes:
+    """Compare two environments; what Muster itself says in `env` stays: MUSTER_*, and PYTHONPATH's first folder."""
+    found: Changes = {name: value for name, value in after.items() if before.get(name) != value}
+    found |= {name: None for name in before if name not in after}
+    ours = {name for name in env if name.startswith("MUSTER_")}
+    found = {name: value for name, value in found.items() if name not in OF_THE_SHELL | ours}
+    first = env.get("PYTHONPATH", "").partition(os.pathsep)[0]
+    if "PYTHONPATH" in found and first.endswith(IMPORTABLE):
+        behind = (found["PYTHONPATH"] or "").split(os.pathsep) if found["PYTHONPATH"] else []
+        found["PYTHONPATH"] = os.pathsep.join([first, *(each for each in behind if each != first)])
+    return found
+
+
+def with_changes(start: Mapping[str, Any], changed: Changes) -> dict[str, Any]:
+    """Return the start of a rank (jobs/node/rank_start.py) after the setup lines."""
+    env = {name: value for name, value in changed.items() if value is not None}
+    return {**start, "env": {**env, **start["env"]}, "unset": [name for name in changed if changed[name] is None]}
+
+
+def _trap(left: int) -> str:
+    """Return the line that makes the shell write its environment into a descriptor when it ends."""
+    command = f"{shlex.quote(shutil.which('env') or '/usr/bin/env')} -0 >&{left}"
+    return f"trap -- {shlex.quote(command)} EXIT"
+
+
+def _environment(left: int) -> dict[str, str]:
+    data = os.pread(left, os.fstat(left).st_size, 0)
+    if not data:
+        raise RefusedError(
+            "setup: the lines replace the shell (exec) or its trap on EXIT, so what they leave in the environment "
+            "cannot be read; remove that, or run it in a shell of its own: bash -c '...'"
+        )
+    pairs = (os.fsdecode(each).partition("=") for each in data.split(b"\0")[:-1])
+    return {name: value for name, _, value in pairs}

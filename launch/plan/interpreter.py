@@ -53,6 +53,8 @@ def choose(job: Job, site: Site, own: str, environ: Mapping[str, str] = os.envir
         return chosen
     python, why = active(environ) or (own, "Muster's own: no virtual or conda environment is active here")
     folder = str(Path(python).parent)
+    if "PATH" in {**site.env, **job.env}:
+        return Interpreter((), "", "the first on PATH, which env in the job or site file sets")
     if site.setup or job.setup:
         return Interpreter((), folder, f"the first on PATH after the setup lines; before them, {python} ({why})")
     return Interpreter((python,), folder, why)
@@ -70,8 +72,8 @@ def active(environ: Mapping[str, str]) -> tuple[str, str] | None:
     path = environ.get("PATH", "").split(os.pathsep)
     found = []
     for variable, kind in ENVIRONMENTS.items():
-        folder = os.path.join(environ.get(variable) or "/nonexistent", "bin")  # noqa: PTH118 (the words as they are)
-        if os.access(f"{folder}/python", os.X_OK):
+        folder = os.path.abspath(f"{environ.get(variable)}/bin")  # noqa: PTH100 (PATH has it so, links and all)
+        if environ.get(variable) and os.access(f"{folder}/python", os.X_OK):
             place = path.index(folder) if folder in path else len(path)
             found.append((place, f"{folder}/python", f"the {kind} environment that is active here: {variable}"))
     return min(found, key=lambda each: each[0])[1:] if found else None

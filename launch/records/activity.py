@@ -49,7 +49,7 @@ def doing(rows: Rows, now: float) -> str | None:
         limit_s = told["draining"].get("deadline_s")
         within = "" if limit_s is None else f", within {limit_s:g} s"
         return f"saving, then stopping{within}: {told['draining'].get('by')}"
-    if "hang" in told:
+    if "hang" in told and told["hang"].get("phase") != "output":
         return f"no progress for {told['hang'].get('seconds', 0.0):.0f} s; every rank is asked where it is"
     if "resuming" in told and "first_step" not in told:
         name, step = told["resuming"].get("checkpoint"), told["resuming"].get("step")

@@ -30,6 +30,8 @@ def _restarting(row: Row) -> str:
 
 def _hang(row: Row) -> str:
     seconds = row.get("seconds", 0.0)
+    if row.get("phase") == "output":
+        return f"no rank has written anything for {seconds:.0f} s"
     return f"no rank has made progress for {seconds:.0f} s; asking each where it is"
 
 

@@ -17,7 +17,9 @@ from muster.launch.records.verdict import Ending
 TAIL_BYTES: Final = 1 << 17  # some 300 steps
 WARM_UP_STEPS: Final = 5
 MOST_WARNINGS: Final = 1000
-TOLD: Final = frozenset({"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining"})
+TOLD: Final = frozenset(
+    {"resuming", "loaded", "first_step", "replayed", "saved", "missed", "hang", "draining", "session"}
+)
 
 
 @dataclass
@@ -101,6 +103,11 @@ def read_rows(run: RunDir) -> Rows:
             case str(name) if name in TOLD:
                 rows.told[name] = row
     return rows
+
+
+def had_session(run: RunDir) -> bool:
+    """Return whether a program of the run has ever opened a session."""
+    return any(row.get("event") == "session" for row in typed_lines(run.events))
 
 
 def read_ending(row: Mapping[str, Any] | None) -> Ending | None:

@@ -18,6 +18,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fields import typed_lines
 from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
+from muster.launch.records.runrows import had_session
 from muster.launch.records.verdict import Ending, Stop
 from muster.launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocations, disagreement, fruitless
 from muster.launch.scheduler.slurm_output import BatchOutput
@@ -36,12 +37,18 @@ class OwnJob:
     run: RunDir
     job: str  # what scontrol calls it
     restarts: int | None  # Slurm's count of earlier starts; None: nobody counts
-    saves: bool  # the run makes checkpoints
+    program: bool  # the ranks run a program of the user's, which saves if it opens a session
+    checkpoint: bool  # the job has a checkpoint: section
     by_us: bool  # it is ours to have it queued again, and not submitit's
     may: bool  # slurm.requeue
     signal_s: int
     output: BatchOutput
     environ: Mapping[str, str]
+
+    @property
+    def saves(self) -> bool:
+        """True when the run makes checkpoints."""
+        return had_session(self.run) if self.program else self.checkpoint
 
     def begin(self) -> Outcome | None:
         """Note that the job has started; return how the run ends where it must not go on."""
@@ -50,7 +57,7 @@ class OwnJob:
             self._warn(text)
         EventLog(self.run).event(EVENT, job=self.job, restarts=len(found) if self.restarts is None else self.restarts)
         count = fruitless(found, self.restarts)
-        return self._hopeless(count) if self.saves and count >= MAX_FRUITLESS else None
+        return self._hopeless(count) if count >= MAX_FRUITLESS and self.saves else None
 
     def cause(self, first: Ending | None) -> Stop | None:
         """Return why Slurm ended an attempt, from what it wrote into the batch output; None if it did not."""
@@ -73,7 +80,7 @@ class OwnJob:
         if code != exits.REQUEUE:
             return code
         count = fruitless(allocations(typed_lines(self.run.events), self.job))
-        if self.saves and count >= MAX_FRUITLESS:
+        if count >= MAX_FRUITLESS and self.saves:
             return self._hopeless(count).code
         return self._queue_again() if self.by_us else code
 
@@ -142,7 +149,8 @@ def own_job(submission: Submission, environ: Mapping[str, str]) -> OwnJob | None
         run=run,
         job=job,
         restarts=restarts,
-        saves=context.job.checkpoint is not None,
+        program=context.job.kind == "command",
+        checkpoint=context.job.checkpoint is not None,
         by_us=transport == "slurm",
         may=settings.requeue,
         signal_s=settings.signal_s,

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.errors import NoCheckpointError, RefusedError, RunFolderError, UsageError
+from muster.jobs.basics.errors import NoCheckpointError, RefusedError, RunFolderError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.basics.reading import read_bytes
 from muster.jobs.basics.words import counted
@@ -30,7 +30,7 @@ from muster.jobs.spec.train import TrainSettings
 from muster.launch.plan.submission import Route, Submission
 from muster.launch.records import lease
 from muster.launch.records.eventlog import EventLog
-from muster.launch.records.runrows import read_json
+from muster.launch.records.runrows import had_session, read_json
 from muster.launch.records.runstate import DIRECT, RunState, read_state
 from muster.launch.submit.hostsource import SOURCES
 from muster.launch.submit.prepare import Prepared, prepare, route_of, site_of
@@ -62,13 +62,12 @@ def again(run: RunDir, args: argparse.Namespace, say: Say) -> Prepared:
     job = prepared.context.job
     for mistake in prepared.loaded.dropped:
         say(f"{mistake.key}: {mistake.text}; the run goes on without it")
-    check_kind(run, job, wanted=args.origin)
+    check_kind(run, job)
     if state.state == "done":
         check_longer(run, before.context.job, job, wanted=args.origin)
     if state.state == "lost":
         end_lost(run, state, remote=before.context.remote, say=say)
-    if job.kind == "train":
-        check_saved(run, job, args.origin, say)
+    check_saved(run, job, args.origin, say)
     return prepared
 
 
@@ -129,20 +128,15 @@ def end_lost(run: RunDir, state: RunState, *, remote: bool, say: Say) -> None:
     end_leftovers(run, term_s=1.0, message="supervisor was gone")
 
 
-def check_kind(run: RunDir, job: Job, *, wanted: str | None) -> None:
+def check_kind(run: RunDir, job: Job) -> None:
     """Refuse what has nothing to go on from by its kind; a program of the user's simply starts once more.
 
     Raises:
         RefusedError: it is a benchmark.
-        UsageError: a checkpoint is asked for, and there cannot be one.
     """
     if job.kind not in ("train", "command"):
         raise RefusedError(
             f"{run.run_id}: a {job.kind}: job saves nothing; muster run {shlex.quote(str(run.job))} starts it anew"
-        )
-    if job.kind == "command" and wanted is not None:
-        raise UsageError(
-            f"--from {wanted}: Muster saves nothing of a command: job, whose program starts again; leave it out"
         )
 
 
@@ -169,11 +163,17 @@ def check_longer(run: RunDir, before: Job, after: Job, *, wanted: str | None) ->
 def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
     """Check what was saved; that it is whole is for the supervisor to read. Before a first save it starts from step 0.
 
+    A program without a session has saved nothing here, and starts again.
+
     Raises:
         NoCheckpointError: the job saves nothing, nothing that was saved is good, or not what `wanted` names.
         RefusedError: it was saved with other settings than the job has now.
     """
-    if job.checkpoint is None:
+    if job.kind == "command" and wanted is None and not has_commits(run):
+        if had_session(run):
+            say(f"{run.run_id}: nothing was saved before it ended: it starts again from step 0")
+        return
+    if job.kind == "train" and job.checkpoint is None:
         raise NoCheckpointError(
             f"{run.run_id}: the job has no checkpoint: section, so nothing of it was saved; start it anew, with one: "
             f"muster run {shlex.quote(str(run.job))} --set checkpoint.every_s=auto"

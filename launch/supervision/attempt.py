@@ -24,6 +24,7 @@ from muster.launch.supervision import resumption
 from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
 from muster.launch.supervision.hangs import HangWatch, Mute
+from muster.launch.supervision.progress import OUTPUT
 from muster.launch.supervision.roster import Roster
 from muster.launch.supervision.startup import Startup
 from muster.launch.supervision.story import SAVED, Story
@@ -75,7 +76,7 @@ class Attempt:
         self.growing = False  # the drain is for an attempt on more nodes
         self.drain_deadline = 0.0
         self.stop_at: int | None = None
-        self.hangs = HangWatch(self.roster, context.job.hang_s)
+        self.hangs = HangWatch(self.roster, context.job.hang_s, context.job.start_timeout_s)
         self.stuck: set[int] = set()  # node ranks where something survives KILL
         self.stop_deadline: float | None = None
         self.overdue = False  # the ranks have not ended by then
@@ -183,7 +184,11 @@ class Attempt:
         """Take what a rank reports."""
         if report["report"] == "arrived":
             self.roster.arrived.add(rank)
-        elif report["report"] == "joined":
+            return
+        if not self.ours:
+            self.story.session_opened()
+        if report["report"] == "joined":
+            self.roster.arrived.add(rank)
             self.roster.joined.add(rank)
             if len(self.roster.joined) == len(self.roster.node_of):
                 self.story.joined(len(self.roster.joined), time.monotonic() - self.started_at)
@@ -195,9 +200,12 @@ class Attempt:
     def _on_exited(self, node_rank: int, message: wire.Exited) -> None:
         """Take the end of a rank; one that was counted as lost with its node may still end."""
         self.roster.end(message.rank)
+        if session := not self.ours and message.steps is not None:
+            self.story.session_opened()
         node = self.roster.nodes[node_rank]
         ahead_s, drained = node.clock.seconds, self.draining is not None
-        ending = ending_of(message, node_rank, node.host, ahead_s=ahead_s, ours=self.ours, drained=drained)
+        ours = self.ours or session  # the codes of a session are ours
+        ending = ending_of(message, node_rank, node.host, ahead_s=ahead_s, ours=ours, drained=drained)
         self._record(ending)
         over = self.draining is not None and not self.roster.running and not self.is_stopping
         if over and any(each.cause == "stopped" for each in self.endings):
@@ -278,7 +286,7 @@ class Attempt:
             for end in waiting:
                 end()
             return
-        again = notice.reason == PREEMPTED or resumption.continues(self.context)
+        again = notice.reason == PREEMPTED or resumption.continues(self.context, session=self.story.has_session)
         code = exits.REQUEUE if again else exits.TIMEOUT
         left_s = max(0.0, notice.deadline - time.time())
         self.told = Stop(code, notice.message, why=notice.reason)
@@ -355,13 +363,20 @@ class Attempt:
             self.stop_all(Stop(exits.TIMEOUT, late), late, self.job.grace_s)
         elif self.hangs.hang is not None:
             self._end_hang(now)
-        elif self.ours and self.startup.begun and not self.draining:
+        elif self.startup.begun and not self.draining:
             self._look_for_hang(now)
 
     def _look_for_hang(self, now: float) -> None:
-        if (hang := self.hangs.look(now)) is None:
+        if not self.ours and self.hangs.sees_session():
+            self.story.session_opened()
+        if (hang := self.hangs.look(now, self.started_at)) is None:
             return
         self.log.event("hang", attempt=self.number, seconds=hang.seconds, phase=hang.phase)
+        if hang.phase == OUTPUT:
+            what = f"no rank has written anything for {hang.seconds:.0f} s"
+            stop = Stop(exits.TIMEOUT, f"{what} (hang_s: {hang.limit_s:g})")
+            self.stop_all(stop, what, self.job.grace_s)
+            return
         self.console.say(f"no rank has made progress for {hang.seconds:.0f} s; asking each where it is")
         self._tell_all(wire.Dump(self.number))
 

@@ -1,6 +1,8 @@
 """Watch one attempt for a hang: nobody makes progress, every rank is asked for its stacks, and the absent one is named.
 
 progress.py says that nobody moves ──→ every node sends stacks, for STACKS_S ──→ stacks.py says who is absent
+
+Programs without a session are judged by their output, and asked for nothing.
 """
 
 import time
@@ -28,19 +30,26 @@ class Mute:
 
 
 class HangWatch:
-    """The hang of an attempt, if there is one. `hang_s`: the job's limit."""
+    """The hang of an attempt, if there is one. `hang_s`, `start_timeout_s`: the job's limits."""
 
-    def __init__(self, roster: Roster, hang_s: float | None) -> None:
+    def __init__(self, roster: Roster, hang_s: float | None, start_timeout_s: float) -> None:
         self.roster = roster
         self.hang_s = hang_s
+        self.start_timeout_s = start_timeout_s
         self.hang: progress.Hang | None = None
         self._deadline = 0.0
         self._stacks: dict[int, Stack] = {}
 
-    def look(self, now: float) -> progress.Hang | None:
-        """Return the hang that has just begun."""
+    def sees_session(self) -> bool:
+        """Return whether a rank tells how far it is."""
+        return any(node.progress is not None and node.progress["sessions"] for node in self.roster.nodes)
+
+    def look(self, now: float, began: float) -> progress.Hang | None:
+        """Return the hang that has just begun; `began`: when the ranks were started, as `now`."""
         records = [(node.progress, node.progress_at) for node in self.roster.nodes]
         self.hang, self._deadline = progress.hang(records, now, self.hang_s), now + STACKS_S
+        if self.hang is None and self.hang_s is not None:
+            self.hang = progress.silence(records, now, self.hang_s, began, self.start_timeout_s)
         return self.hang
 
     def take(self, message: Stacks) -> None:

@@ -12,13 +12,18 @@ TRAIN = "train"
 
 
 def saves(context: Context) -> bool:
-    """Say whether the job makes checkpoints."""
-    return context.job.kind == TRAIN and context.job.checkpoint is not None
+    """Say whether the job makes checkpoints; a program makes some if it opens a session, which nobody knows before."""
+    return context.entry is None or (context.job.kind == TRAIN and context.job.checkpoint is not None)
 
 
-def continues(context: Context) -> bool:
-    """Say whether the run goes on after the time limit of its allocation: from a checkpoint, or as it knows itself."""
-    return saves(context) or (context.entry is None and context.job.restart is not None)
+def continues(context: Context, *, session: bool) -> bool:
+    """Say whether the run goes on after the time limit of its allocation: from a checkpoint, or as it knows itself.
+
+    `session`: a program of it has opened a session.
+    """
+    if context.entry is None:
+        return session or context.job.restart is not None
+    return saves(context)
 
 
 def with_checkpoint(context: Context, say: Callable[[str], None]) -> Context:

@@ -191,7 +191,7 @@ class Startup:
         if apart := [host for host, node in nodes if _apart(node.reached)]:
             self.warn(
                 f"{nodelist.fold(apart)} cannot see {self.context.run.path}: logs and metrics come over the network, "
-                "and failover across nodes is off" + "; nothing is saved" * bool(self.context.options.get("saving"))
+                "and failover across nodes is off" + "; nothing is saved" * bool(self.context.job.checkpoint)
             )
             self.context = replace(self.context, options={**self.context.options, "saving": False, "resume": None})
         return self._start()

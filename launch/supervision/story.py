@@ -35,6 +35,7 @@ class Story:
         self.origin_step: int = chosen.get("step", 0)
         self.first_step: int | None = None
         self.saved_step: int | None = None
+        self.has_session = False  # a program has opened a session
         self.failed_at: float | None = None  # unix seconds, by our clock
         self.failed_step: int | None = None
         self.decided_at: float | None = None
@@ -44,6 +45,12 @@ class Story:
     def has_checkpoint(self) -> bool:
         """True when the run could be resumed from something."""
         return self.saved_step is not None or self.origin is not None
+
+    def session_opened(self) -> None:
+        """Note that a program uses the session: it tells how far it is, saves, and can be drained."""
+        if not self.has_session:
+            self.has_session = True
+            self.log.event("session", attempt=self.number)
 
     def joined(self, ranks: int, seconds: float) -> None:
         """Note that all ranks have met."""

@@ -21,7 +21,10 @@ from muster.launch.supervision.recovery import Choice, Decision, Past, blamed, c
 
 
 class Succession:
-    """The attempts of one supervisor so far, and what follows from them."""
+    """The attempts of one supervisor so far, and what follows from them.
+
+    `saves`: ranks of ours make checkpoints. A program does once it has opened a session.
+    """
 
     def __init__(self, job: Job, crew: Crew, *, saves: bool) -> None:
         self.job = job
@@ -50,9 +53,10 @@ class Succession:
             [slot for slot, reached in said.items() if reached is not None and reached.why],
         )
         story, first = attempt.story, verdict.first
+        self.saves |= story.has_session
         blame, outage = None, False
         if first is None:
-            never_met = verdict.code == exits.TIMEOUT and "start_s" not in story.times
+            never_met = verdict.code == exits.TIMEOUT and "start_s" not in story.times and attempt.hangs.hang is None
             outage = never_met or verdict.code == exits.UNREACHABLE
         elif first.cause == "peer" or self.crew.nodes[slots[first.node]].gone:
             outage = True  # whoever only lost its connection is a victim, and the reserve leaves lost nodes alone

@@ -74,7 +74,8 @@ class Supervisor:
         self.slots: tuple[int, ...] = tuple(range(len(context.placement.nodes)))  # of the attempt, by node rank
         self.rank_of = {slot: slot for slot in self.slots}  # the node rank of each of them
         self.attempt: Attempt | None = None
-        self.succession = Succession(context.job, self.crew, saves=resumption.saves(context))
+        saves = context.entry is not None and resumption.saves(context)
+        self.succession = Succession(context.job, self.crew, saves=saves)
         self.reserve = Reserve(self.crew, transport, self.inbox, remote=context.remote)
         self.stop: Stop | None = None  # what somebody has asked for
         self.request: float | None = None  # when `muster stop` was called last
@@ -91,6 +92,10 @@ class Supervisor:
             verdict = Verdict(error.exit_code, str(error))
         finally:
             await self._farewell()
+        if self.succession.begun and self.context.entry is None and self.job.checkpoint and not self.succession.saves:
+            text = "checkpoint: had no effect, because the program opened no session (muster.session())"
+            self.log.event("warning", text=text)
+            self.console.say(f"muster: warning: {text}")
         self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
         advice = last_advice(verdict, self.attempt.story if self.attempt is not None else None)
@@ -350,8 +355,10 @@ class Supervisor:
         """End the run on request: save first where that is possible; at a second request at once."""
         limit = request.code == exits.TIMEOUT
         # A scheduler's time limit: the next allocation continues.
-        code = exits.REQUEUE if limit and resumption.continues(self.context) else request.code
         attempt, again = self.attempt, self.stop is not None
+        session = attempt is not None and attempt.story.has_session
+        continues = limit and resumption.continues(self.context, session=session)
+        code = exits.REQUEUE if continues else request.code
         self.stop = stop = Stop(code, request.text or f"stopped by {request.by}", why=request.why)
         self.log.event("asked", attempt=self.context.attempt, reason=stop.message)
         if attempt is None or (not again and not request.now and attempt.drain(stop, request.by)):

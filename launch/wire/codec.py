@@ -80,6 +80,15 @@ def decode(line: bytes, kinds: Mapping[str, type]) -> Any:
     return kind(**_record(kind)(found, kind.__name__))
 
 
+def fits(value: object, hint: Any) -> bool:
+    """Return whether a JSON value is what a field of this type allows."""
+    try:
+        _reader(hint)(value, "")
+    except ProtocolError:
+        return False
+    return True
+
+
 def table(*kinds: type) -> dict[str, type]:
     """Return the kinds of one direction by their names."""
     return {kind.__name__: kind for kind in kinds}

@@ -37,6 +37,8 @@ class Progress(TypedDict):
     phases: Annotated[tuple[Name, ...], Bound(most=64)]
     beats_age_s: Seconds
     slowest_s: Seconds
+    sessions: Count
+    output_age_s: Seconds | None
     ranks: Annotated[dict[Name, RankProgress], Bound(most=1)]
 
 

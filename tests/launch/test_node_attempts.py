@@ -194,11 +194,13 @@ def test_a_port_that_is_prepared_twice_is_the_second_one(node: Supervised) -> No
 
 
 def test_setup_lines_run_once_on_a_node_and_a_stop_ends_those_of_any_attempt(node: Supervised) -> None:
-    lines = ("echo once >> count",)
+    lines = ("echo once >> count", "export MODE=fast LANG=x", "unset HOME")
+    said = program(0, "bash", "-c", "echo $MODE $LANG ${HOME-none}")
     for attempt in (0, 1):
-        node.start(attempt, program(0, "true"), setup=lines)
+        node.start(attempt, said, setup=lines)
         node.next(Exited)
         node.stop(attempt)
+        assert node.attempt_dir(attempt).out(0).read_text() == "fast x none\n"
     assert (node.folder / "count").read_text() == "once\n"
     node.order_start(2, program(0, "true"), setup=("touch begun", "sleep 1000"))
     wait_until((node.folder / "begun").exists, "the setup lines")

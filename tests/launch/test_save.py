@@ -50,11 +50,17 @@ def test_a_running_training_saves_when_it_is_asked_and_goes_on(
     )
 
 
+NO_SESSION = (
+    "its program has opened no session (muster.session()), so Muster cannot save it; wait until it has, or have it "
+    "save its own checkpoints"
+)
+
+
 @pytest.mark.parametrize(
     ("job", "words"),
     [
         (TRAINING, "its job has no checkpoint: section, so it saves nothing; add one and start anew"),
-        (two_by_two(SLEEP), "runs a command: job, of which Muster saves nothing"),
+        (two_by_two(SLEEP), NO_SESSION),
     ],
 )
 def test_a_run_that_saves_nothing_is_refused(

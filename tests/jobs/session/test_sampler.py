@@ -69,7 +69,8 @@ def test_an_iteration_after_a_complete_epoch_is_the_next_epoch_in_another_order(
     for _ in range(2):
         epochs.append([index for batch in sampler for index in batch])
         sampler.advance(len(sampler))
-    assert sampler.epoch == 1 and sampler.is_done
+    assert sampler.epoch == 1
+    assert sampler.is_done
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(32))
     assert epochs[0] != epochs[1]
 

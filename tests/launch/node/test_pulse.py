@@ -45,6 +45,8 @@ def test_an_age_is_the_time_since_the_beats_last_changed() -> None:
         "ranks": {"1": {"phase": "save", "steps": 4, "beats_age_s": 10.5}},
         "phases": ("run", "save"),
         "slowest_s": 0.7,
+        "sessions": 2,
+        "output_age_s": None,
     }
 
 
@@ -56,7 +58,21 @@ def test_ranks_that_have_ended_count_no_more_and_how_far_they_came_stays() -> No
     assert record is not None
     assert (record["steps"], list(record["ranks"])) == (8, ["1"])
     pulse.note([], 2.0)
-    assert pulse.record(2.0) == {"steps": 8, "phases": (), "ranks": {}, "beats_age_s": 0.0, "slowest_s": 0.0}
+    record = pulse.record(2.0)
+    assert record is not None
+    assert (record["steps"], record["phases"], record["ranks"], record["sessions"]) == (8, (), {}, 0)
+
+
+def test_output_has_an_age_once_there_is_any() -> None:
+    pulse = Pulse()
+    ages = []
+    for second, written in enumerate((0, 0, 5, 5, 9, 9)):
+        pulse.note([seen(0, session=False)], float(second))
+        pulse.note_output(written, float(second))
+        record = pulse.record(float(second))
+        assert record is not None
+        ages.append((record["sessions"], record["output_age_s"]))
+    assert ages == [(0, age_s) for age_s in (None, None, 0.0, 1.0, 0.0, 1.0)]
 
 
 def test_ranks_that_end_before_the_first_look_are_known_all_the_same() -> None:

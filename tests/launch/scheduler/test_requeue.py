@@ -201,6 +201,19 @@ def test_a_job_without_checkpoints_begins_anew_as_often_as_slurm_likes(
         assert inside(plain, slurm, restarts).begin() is None
 
 
+def test_a_program_counts_its_starts_only_once_it_has_opened_a_session(
+    submission: Submission, slurm: FakeSlurm
+) -> None:
+    job = submission.context.job.model_copy(update={"kind": "command"})
+    program = replace(submission, context=replace(submission.context, job=job))
+    for restarts in range(4):
+        assert inside(program, slurm, restarts).begin() is None
+    append_line(submission.context.run.events, {"event": "session", "attempt": 3})
+    hopeless = inside(program, slurm, 4).begin()
+    assert hopeless is not None
+    assert hopeless.code == 93
+
+
 # Whose job it is -----------------------------------------------------------------------------------------------------
 
 

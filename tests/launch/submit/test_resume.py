@@ -201,7 +201,16 @@ def test_a_program_of_the_users_starts_again(make, muster, supervised) -> None:
     make(COMMAND).ended("failed", 3)
     assert muster()[0] == 42
     assert supervised[0].context.attempt == 1
-    assert muster("--from", "3")[0] == 2
+    assert muster("--from", "3")[0] == 66  # it has saved nothing here
+
+
+def test_a_program_that_has_saved_goes_on_from_what_it_names(make, muster, supervised) -> None:
+    folder = make(COMMAND).ended("failed", 3)
+    folder.saved.save(10)
+    folder.saved.save(20)
+    assert muster("--from", "10")[0] == 42
+    assert supervised[0].context.options == {"from": 10, "from_attempt": 1}
+    assert muster("--from", "11")[0] == 66
 
 
 def test_a_run_that_is_done_goes_on_when_it_is_given_more(make, muster, supervised) -> None:
@@ -393,4 +402,4 @@ def test_what_must_stay_equal_is_refused_before_anything_is_written(make, muster
 def test_the_command_that_starts_anew_quotes_the_path_of_its_job() -> None:
     run = RunDir(Path("/runs $(id)/vgg"))
     with pytest.raises(RefusedError, match=r"muster run '/runs \$\(id\)/vgg/job.yaml' starts it anew"):
-        resume.check_kind(run, SimpleNamespace(kind="bench"), wanted=None)
+        resume.check_kind(run, SimpleNamespace(kind="bench"))

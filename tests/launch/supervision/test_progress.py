@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.jobs.node.page import Phase
-from muster.launch.supervision.progress import FRESH_S, Hang, hang, limit_s
+from muster.launch.supervision.progress import FRESH_S, OUTPUT, Hang, hang, limit_s, silence
 
 WORDS = [phase.word for phase in Phase]
 NOW = 1000.0
@@ -122,3 +122,32 @@ def test_a_hang_is_longer_than_the_limit_of_every_phase_there_is(nodes, hang_s: 
     if found is not None:
         assert found.seconds == silence
         assert found.phase in {phase for _, phases, _, _ in nodes for phase in phases}
+
+
+# Programs without a session -------------------------------------------------------------------------------------------
+
+
+def program(output_age_s: float | None, *phases: str, sessions: int = 0) -> dict[str, Any]:
+    return {**record(0.0, *(phases or ("start",))), "sessions": sessions, "output_age_s": output_age_s}
+
+
+@pytest.mark.parametrize(
+    ("records", "began_s", "expected"),
+    [
+        ([program(4.9), program(300.0)], 0.0, None),
+        ([program(5.1), program(None)], 0.0, Hang(5.1, 5.0, OUTPUT, 0)),
+        ([program(None), program(None)], NOW - 59.0, None),  # nothing yet: libraries are being imported
+        ([program(None), program(None)], NOW - 61.0, Hang(61.0, 60.0, OUTPUT, 0)),
+        ([program(50.0), program(50.0, "run", sessions=1)], 0.0, None),
+        ([None, {**program(50.0), "phases": []}], 0.0, None),
+    ],
+)
+def test_programs_hang_when_none_has_written_anything_for_long(
+    records: list[dict[str, Any] | None], began_s: float, expected: Hang | None
+) -> None:
+    found = silence(fresh(*records), NOW, 5.0, began_s, 60.0)
+    assert found == (expected and Hang(pytest.approx(expected.seconds), expected.limit_s, OUTPUT, 0))
+
+
+def test_a_node_of_programs_that_has_told_nothing_of_late_is_not_judged() -> None:
+    assert silence([(program(50.0), NOW), (program(50.0), NOW - FRESH_S - 0.1)], NOW, 5.0, 0.0, 60.0) is None

@@ -1,0 +1,110 @@
+"""The state of plain values, and of objects with `state_dict` and `load_state_dict`, as schedulers and samplers.
+
+This module imports torch only where a tree has tensors, which means that the program has imported it.
+"""
+
+import sys
+from typing import TYPE_CHECKING, Any, Protocol
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.session.trees import Encoder, decode
+
+if TYPE_CHECKING:
+    from muster.jobs.session.leaves import Leaves
+    from muster.jobs.session.stored import Stored
+
+
+class Registered(Protocol):
+    """One object of a state. `stored` and `leaves` are None in a program that has not imported torch."""
+
+    name: str
+
+    @property
+    def kind(self) -> str:
+        """What the object is saved as; a checkpoint's must be the same."""
+        ...
+
+    def capture(self, encoder: Encoder, leaves: "Leaves") -> Any:
+        """Add this rank's tensors to `leaves`; return everything else as JSON."""
+        ...
+
+    def restore(self, stored: "Stored", tree: Any) -> None:
+        """Take the tensors, and what `capture` has returned, from a checkpoint."""
+        ...
+
+    def finish(self) -> None:
+        """Do what must follow the restoring of all objects."""
+        ...
+
+
+class ObjectState:
+    """An object that turns itself into a tree and back."""
+
+    kind = "object"
+
+    def __init__(self, name: str, owner: Any) -> None:
+        self.name = name
+        self.owner = owner
+
+    def value(self) -> Any:
+        """Return the tree to store."""
+        try:
+            return self.owner.state_dict()
+        except (RuntimeError, NotImplementedError) as error:
+            raise RefusedError(f"state: {self.name}: its state_dict() failed: {error!s:.300}") from error
+
+    def capture(self, encoder: Encoder, leaves: "Leaves") -> Any:
+        """Return the tree as JSON; the encoder takes its tensors out."""
+        return encoder.encode(self.value(), self.name)
+
+    def restore(self, stored: "Stored", tree: Any) -> None:
+        """Read the tree, its tensors into those that the object has, and hand it back to the object."""
+        if "torch" not in sys.modules:
+            self.take(decode(tree, _no_tensor, self.name))
+            return
+        from muster.jobs.session.leaves import Leaves
+
+        leaves = Leaves()
+        self.capture(Encoder(leaves.leaf), leaves)
+        live = {leaf.name: leaf.tensor for leaf in leaves}
+        self.take(decode(tree, lambda name: stored.tensor(name, live.get(name)), self.name))
+
+    def take(self, value: Any) -> None:
+        """Give the restored tree to the object."""
+        self.owner.load_state_dict(value)
+
+    def finish(self) -> None:
+        """Do nothing: the object has its state."""
+
+
+class ValueState(ObjectState):
+    """A plain value, which is replaced when it is restored."""
+
+    kind = "value"
+
+    def value(self) -> Any:
+        """Return the value."""
+        return self.owner
+
+    def take(self, value: Any) -> None:
+        """Replace the value."""
+        self.owner = value
+
+
+def plain(name: str, value: object) -> Registered:
+    """Return how an object without tensors of its own is stored.
+
+    Raises:
+        RefusedError: it can be saved but not restored.
+    """
+    saves, loads = (callable(getattr(value, each, None)) for each in ("state_dict", "load_state_dict"))
+    if isinstance(value, type) and saves:
+        raise RefusedError(f"state: {name} is the class {value.__name__}; register an object of it")
+    if saves != loads:
+        missing = "load_state_dict" if saves else "state_dict"
+        raise RefusedError(f"state: {name}: a {type(value).__name__} has no {missing}(), so it cannot be restored")
+    return ObjectState(name, value) if saves else ValueState(name, value)
+
+
+def _no_tensor(name: str) -> Any:
+    raise KeyError(f"{name} is a tensor, and this program has not imported torch")

@@ -1,0 +1,66 @@
+"""Open the session of this rank: once in a program, in its main process."""
+
+import atexit
+import multiprocessing
+import os
+import sys
+from typing import Final
+
+from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.node import page
+from muster.jobs.session.endings import open_page, tell_errors
+from muster.jobs.session.place import read_place
+from muster.jobs.session.session import Session
+
+CALLER: Final = 2  # frames up from `_caller`: the line that calls session()
+_opened: tuple[int, str] | None = None  # the process and the line that has called session()
+
+
+def session(name: str | None = None, *, runs: str | None = None, tensorboard: bool = False) -> Session:
+    """Open this rank's session: once in a program.
+
+    `name` and `runs` are for a run that Muster has not started: the run's name (default: the script's) and the folder
+    of all runs (default: MUSTER_RUNS, else ./runs). `tensorboard`: write what is logged for TensorBoard, too.
+
+    Raises:
+        RefusedError: it was opened before, or this is a worker process of a rank.
+    """
+    global _opened
+    _refuse_a_second(_opened)
+    place = read_place(os.environ, name)
+    if place.watched and (owner := page.own.session) not in (0, os.getpid()):
+        raise RefusedError(
+            f"session: process {owner} of rank {place.env.rank} has opened it, and this is another process; "
+            "open it in the program that muster starts, outside of the functions that worker processes run"
+        )
+    _opened = os.getpid(), _caller()
+    open_page(place)
+    made = Session(place, runs=runs, tensorboard=tensorboard)
+    tell_errors(made._reporter, made.rank, made.steps_done, made.failed)
+    atexit.register(_at_exit, made, os.getpid())
+    return made
+
+
+def _refuse_a_second(opened: tuple[int, str] | None) -> None:
+    if opened is not None and opened[0] == os.getpid():
+        raise RefusedError(f"session: it was opened before, at {opened[1]}; pass that one on")
+    if opened is not None or multiprocessing.parent_process() is not None:
+        raise RefusedError(
+            "session: this is a worker process of a rank, such as a DataLoader's; open the session in the main process "
+            'alone, under `if __name__ == "__main__":`'
+        )
+
+
+def _caller() -> str:
+    frame = sys._getframe(CALLER)
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _at_exit(made: Session, pid: int) -> None:
+    if os.getpid() != pid:  # a forked child that ends by itself
+        return
+    try:
+        made.close()
+    except MusterError as error:
+        print(f"muster: rank {made.rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(error.exit_code)

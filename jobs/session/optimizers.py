@@ -1,0 +1,174 @@
+"""The state of a `torch.optim.Optimizer`: its tensors under the names of the parameters that they belong to.
+
+    optimizer/fc.weight/exp_avg      of the parameter fc.weight of the registered module
+    optimizer/3/exp_avg              of the fourth parameter, which no registered module has
+
+Learning rates and other settings of the groups are JSON. Which group a parameter is in is the program's decision.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.session.leaves import Leaf, Leaves, is_dtensor
+from muster.jobs.session.modules import ModuleState
+from muster.jobs.session.stored import Stored, as_mapping, dtype_of
+from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.tensors.parts import DTYPES
+
+GROUPS: Final = "param_groups"
+NOT_SETTINGS: Final = {"params", "param_names"}
+KERNELS: Final = {"foreach", "fused", "capturable", "differentiable"}  # how this program computes: never restored
+ON_HOST: Final = {"step", "mu_product"}  # numbers that kernels of the host read
+MASTER: Final = "master"  # of muster.zero: the float32 copy of a 16-bit parameter
+
+
+class OptimizerState:
+    """An optimizer whose `state_dict` is PyTorch's own."""
+
+    kind = "optimizer"
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer, modules: Sequence[ModuleState]) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.modules = modules
+
+    def parameters(self) -> Iterator[tuple[str, Tensor, Leaf | None, Mapping[str, Any]]]:
+        """Yield each parameter's path below this optimizer, itself, its leaf and its group."""
+        owners = self._owners()
+        for place, (parameter, group) in enumerate(self._grouped()):
+            owner = next((each for each in owners if id(parameter) in each.parameters), None)
+            if owner is None:
+                yield f"{self.name}/{place}", parameter, None, group
+                continue
+            leaf = owner.parameters[id(parameter)]
+            yield self._path(leaf.name, owner, owners), parameter, leaf, group
+
+    def _owners(self) -> list[ModuleState]:
+        """List the modules that have some of the parameters."""
+        mine = {id(parameter) for parameter, _ in self._grouped()}
+        return [owner for owner in self.modules if not mine.isdisjoint(owner.parameters)]
+
+    def _path(self, name: str, owner: ModuleState, owners: Sequence[ModuleState]) -> str:
+        """Return the path of a parameter from its stored name: the module's name is left out where there is one."""
+        return f"{self.name}/{name if len(owners) > 1 else name.removeprefix(f'{owner.name}/')}"
+
+    def _grouped(self) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, group
+
+    def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
+        """Add the tensors to `leaves`; return the settings of the groups, and state that is no tensor, as JSON."""
+        groups = [
+            encoder.encode(self._settings(group), f"{self.name}/{GROUPS}/{place}")
+            for place, group in enumerate(self.optimizer.param_groups)
+        ]
+        return {"groups": groups, "values": self.capture_state(encoder, leaves)}
+
+    @staticmethod
+    def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in NOT_SETTINGS}
+
+    def capture_state(self, encoder: Encoder, leaves: Leaves) -> dict[str, Any]:
+        """Add the tensors of the parameters' states; return the other values by path."""
+        values: dict[str, Any] = {}
+        for path, parameter, leaf, _ in self.parameters():
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items()):
+                if isinstance(value, Tensor):
+                    leaves.add(self.leaf_of(f"{path}/{key}", value, parameter, leaf))
+                elif leaf is not None and leaf.piece is not None:
+                    raise RefusedError(f"state: {path}/{key}: a pipeline's optimizer can store tensors only")
+                else:
+                    values.setdefault(path, {})[key] = encoder.encode(value, f"{path}/{key}")
+        return values
+
+    def leaf_of(self, path: str, value: Tensor, parameter: Tensor, leaf: Leaf | None) -> Leaf:
+        """Return the leaf of a state: ranks share it as they share its parameter.
+
+        Raises:
+            RefusedError: a sharded parameter has a state that is sharded in a way of its own.
+        """
+        if is_dtensor(parameter) and not is_dtensor(value) and value.dim():
+            raise RefusedError(f"state: {path}: a plain tensor beside a DTensor parameter cannot be stored")
+        if leaf is not None and leaf.piece is not None:
+            return Leaf(path, value, piece=Piece(path, DTYPES[value.dtype], tuple(value.shape)), answers=leaf.answers)
+        return Leaf(path, value, dealt=True, compared=True)
+
+    def restore(self, stored: Stored, tree: Any) -> None:
+        """Restore the groups' settings, then the states; state that the optimizer has not made yet is made here."""
+        groups = as_mapping(tree, self.name, "optimizer").get("groups", ())
+        if len(groups) != len(self.optimizer.param_groups):
+            raise RefusedError(
+                f"state: {self.name} has {len(groups)} parameter groups in the checkpoint and "
+                f"{len(self.optimizer.param_groups)} in this program; build the optimizer as it was when it was saved"
+            )
+        for place, (group, record) in enumerate(zip(self.optimizer.param_groups, groups, strict=True)):
+            self._restore_group(stored, group, record, f"{self.name}/{GROUPS}/{place}")
+        self.restore_state(stored, as_mapping(tree.get("values"), self.name, "values"))
+
+    def _restore_group(self, stored: Stored, group: dict[str, Any], record: Any, path: str) -> None:
+        live = {f"{path}/{key}": value for key, value in group.items() if isinstance(value, Tensor)}
+        settings = decode(record, lambda name: stored.tensor(name, live.get(name)), path)
+        group.update({key: value for key, value in settings.items() if key not in KERNELS})
+
+    def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
+        """Fill the parameters' states in place, making what is not there; states that are not stored are dropped."""
+        by_path = self._stored_keys(stored, values)
+        for path, parameter, leaf, group in self.parameters():
+            state, pieces = self.optimizer.state[parameter], by_path.get(path, {})
+            for key in state.keys() - pieces.keys() - values.get(path, {}).keys():
+                del state[key]
+            for key, piece in pieces.items():
+                if key == MASTER and MASTER not in state:
+                    continue  # this optimizer steps the parameter itself
+                state[key] = self._room(f"{path}/{key}", state.get(key), parameter, key, piece, group)
+                stored.fill(self.leaf_of(f"{path}/{key}", state[key], parameter, leaf))
+            for key, record in values.get(path, {}).items():
+                found = partial(stored.tensor, device=parameter.device)
+                state[key] = decode(record, found, f"{path}/{key}")
+            if not state:
+                del self.optimizer.state[parameter]
+
+    def _stored_keys(self, stored: Stored, values: Mapping[str, Any]) -> dict[str, dict[str, Piece]]:
+        """Return the stored tensors of each parameter by key.
+
+        Raises:
+            RefusedError: a stored tensor belongs to no parameter of this optimizer.
+        """
+        owners = self._owners()
+        known, found = {path for path, *_ in self.parameters()}, dict[str, dict[str, Piece]]()
+        for owner in owners:  # of a pipeline's parameters, those of other ranks are stored, too
+            known |= {self._path(each, owner, owners) for each in owner.known_names()}
+        for name in stored.under(self.name):
+            path, _, key = name.rpartition("/")
+            if name.startswith(f"{self.name}/{GROUPS}/") or any(name.startswith(f"{each}/") for each in values):
+                if path not in known:
+                    continue
+            elif path not in known:
+                stored.require_known(self.name, ())
+            found.setdefault(path, {})[key] = stored.pieces[name]
+        return found
+
+    def _room(self, path: str, now: Any, parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
+        """Return the tensor to fill: the one that is there, or a new one as the first step would make it."""
+        dtype = dtype_of(piece)
+        if isinstance(now, Tensor) and (now.dtype, tuple(now.shape)) == (dtype, piece.shape):
+            return now
+        if piece.shape == tuple(parameter.shape) and key not in ON_HOST:
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if piece.shape and is_dtensor(parameter):
+            raise RefusedError(
+                f"state: {path}: a state of shape {list(piece.shape)} cannot be restored beside a DTensor of shape "
+                f"{list(parameter.shape)}; run one step before the restore"
+            )
+        on_host = key in ON_HOST and not (group.get("fused") or group.get("capturable"))
+        return torch.zeros(piece.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+
+    def finish(self) -> None:
+        """Do what must follow the restoring of all objects."""

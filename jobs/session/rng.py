@@ -1,0 +1,77 @@
+"""States of random number generators: a small record of each rank, which only the same number of ranks restores.
+
+rng/0/python  rng/0/numpy  rng/0/torch  rng/0/cuda
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from muster.jobs.checkpoint.pieces import whole
+from muster.jobs.session.generator import numpy_state, python_state, set_numpy_state, set_python_state
+from muster.jobs.session.leaves import Leaf
+from muster.jobs.session.stored import Stored
+from muster.jobs.tensors.parts import Part
+
+RNG: Final = "rng"
+
+
+class Generators:
+    """The generators of one rank, and room for their states that stays where it is from save to save."""
+
+    def __init__(self, rank: int, device: torch.device | None) -> None:
+        self.rank = rank
+        self.device = device if device is not None and device.type == "cuda" else None
+        self._rooms = {key: state.clone() for key, state in self._now().items()}
+        self.parts = [
+            Part(whole(self._path(rank, key), "U8", tuple(room.shape)), room) for key, room in self._rooms.items()
+        ]
+
+    def take(self) -> None:
+        """Copy the states as they are now."""
+        for key, state in self._now().items():
+            if key in self._rooms:
+                self._rooms[key].copy_(state)
+
+    def restore(self, stored: Stored, ranks: int) -> Sequence[str]:
+        """Restore the states if as many ranks have saved theirs; return lines that say what was not restored."""
+        saved = {int(name.split("/")[1]) for name in stored.under(RNG)}
+        if len(saved) != ranks:
+            return [
+                f"The random number generators are not restored: the checkpoint is of {len(saved)} ranks, this run "
+                f"has {ranks}. Random draws differ from those of an uninterrupted run."
+            ]
+        for key, room in self._rooms.items():
+            if stored.piece(path := self._path(self.rank, key)) is not None:
+                stored.fill(Leaf(path, room))
+                self._set(key, room)
+        return []
+
+    @staticmethod
+    def _path(rank: int, key: str) -> str:
+        return f"{RNG}/{rank}/{key}"
+
+    def _now(self) -> dict[str, Tensor]:
+        states = {"python": _bytes(python_state()), "torch": torch.get_rng_state()}
+        if "numpy" in sys.modules and sys.modules["numpy"].random.get_state()[0] == "MT19937":
+            states["numpy"] = _bytes(numpy_state())
+        if self.device is not None:
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        return states
+
+    def _set(self, key: str, state: Tensor) -> None:
+        if key == "torch":
+            torch.set_rng_state(state)
+        elif key == "cuda":
+            assert self.device is not None
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            restore: Any = set_python_state if key == "python" else set_numpy_state
+            restore(bytes(state.tolist()))
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

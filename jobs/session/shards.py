@@ -1,0 +1,169 @@
+"""The state of `muster.zero`: a wrapped module, and its optimizer, of which each rank has flat ranges of every tensor.
+
+    model/up.weight (4, 6)   rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
+
+Names are those of the module without its wrapper, so every other split reads the same checkpoint.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.checkpoint.pieces import Piece, whole
+from muster.jobs.session.leaves import Leaf, Leaves
+from muster.jobs.session.modules import ModuleState, is_a
+from muster.jobs.session.optimizers import MASTER, ON_HOST, OptimizerState
+from muster.jobs.session.stored import Stored, dtype_of
+from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.tensors.parts import DTYPES
+
+if TYPE_CHECKING:
+    from muster.zero import ShardedOptimizer
+    from muster.zero.flat import Held
+    from muster.zero.optimizer import Segment
+    from muster.zero.sharded import Sharded
+
+EXTRA: Final = "_extra_state"
+
+
+class ShardedModule(ModuleState):
+    """A module in a wrapper of `muster.zero`. It is never asked for its state_dict(): that would gather all of it."""
+
+    def __init__(self, name: str, wrapper: "Sharded") -> None:
+        super().__init__(name, wrapper.module)
+        if is_a(wrapper.module, "muster.pipe.run", "Held"):
+            raise RefusedError(f"state: {name}: shards of a pipeline's stages cannot be stored; use DDP around them")
+        self.wrapper = wrapper
+        self.has_masters = False  # True: an optimizer has restored the float32 copies that are rounded into parameters
+
+    def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
+        """Add the ranges that this rank answers for, and the buffers; return extra states as JSON."""
+        named = list(self.module.named_parameters(remove_duplicate=False))
+        first: dict[int, str] = {}
+        self.aliases, self.parameters = {}, {}
+        for key, parameter in named:
+            if (known := first.setdefault(id(parameter), key)) != key:
+                self.aliases[self.path(key)] = self.path(known)
+            else:
+                self.parameters[id(parameter)] = Leaf(self.path(key), parameter)
+        buffers = [Leaf(self.path(key), buffer) for key, buffer in persistent_buffers(self.module)]
+        self.names = {leaf.name for leaf in (*buffers, *self.parameters.values())}
+        for leaf in buffers:
+            leaves.add(leaf)
+        for held in self.wrapper.held_parameters():
+            leaves.add(leaf_of(self.path(held.name), held))
+        return {"extra": {key: encoder.encode(each, self.path(key)) for key, each, _ in self._extras()}}
+
+    def _extras(self) -> Iterator[tuple[str, Any, nn.Module]]:
+        for path, part in self.module.named_modules():
+            if type(part).get_extra_state is not nn.Module.get_extra_state:
+                yield f"{path}.{EXTRA}".removeprefix("."), part.get_extra_state(), part
+
+    def load_extra(self, found: Mapping[str, Any], leaves: Leaves) -> None:
+        """Hand the extra states to their modules."""
+        held = {leaf.name: leaf.tensor for leaf in leaves}
+        for key, _, part in self._extras():
+            part.set_extra_state(decode(found[key], held.__getitem__, self.path(key)))
+
+    def finish(self) -> None:
+        """Gather the parameters from their shards: a collective."""
+        self.wrapper.refresh(masters=self.has_masters)
+
+
+class ShardedOptimizerState(OptimizerState):
+    """A `ShardedOptimizer`, alone or of a wrapper: its inner optimizer has the state of this rank's ranges."""
+
+    def __init__(self, name: str, optimizer: "ShardedOptimizer", modules: Sequence[ModuleState]) -> None:
+        super().__init__(name, optimizer, modules)
+        self.sharded = optimizer
+
+    def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
+        """Add this rank's ranges; what the inner optimizer has written into its groups is saved, too."""
+        self.sharded.share_settings()
+        return super().capture(encoder, leaves)
+
+    def capture_state(self, encoder: Encoder, leaves: Leaves) -> dict[str, Any]:
+        """Add the ranges of the parameters' states."""
+        for state in self.sharded.inner.state.values():
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    raise RefusedError(f"state: {self.name}: {key} of a ShardedOptimizer must be a tensor to be stored")
+        for path, held in self._held():
+            leaves.add(leaf_of(path, held))
+        return {}
+
+    def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
+        """Make the inner optimizer's state as its first step would, then fill this rank's ranges of it."""
+        self.sharded.share_settings()
+        self.sharded.source.mend()  # alone, it takes the restored parameters into their float32 copies
+        by_path, names = self._stored_keys(stored, values), self._paths()
+        for segment in self._segments():
+            pieces: dict[str, Piece] = {}
+            for at in segment.slices:
+                pieces |= by_path.get(names[segment.home.names[at.tensor]], {})
+            self._make(segment, {key: piece for key, piece in pieces.items() if key != MASTER})
+        for path, held in self._held():
+            if stored.piece(path) is not None:
+                stored.fill(leaf_of(path, held))
+                if held.key == MASTER:
+                    self._tell_masters()
+
+    def _make(self, segment: "Segment", pieces: Mapping[str, Piece]) -> None:
+        state, now = {}, self.sharded.inner.state.pop(segment.stepped, {})
+        for key, piece in pieces.items():
+            dtype, tensor = dtype_of(piece), now.get(key)
+            if piece.shape or key not in ON_HOST:
+                made = torch.zeros_like(segment.stepped, dtype=dtype, requires_grad=False)
+            if not piece.shape:
+                options = self.sharded.inner.param_groups[0]
+                on_host = key in ON_HOST and not (options.get("fused") or options.get("capturable"))
+                made = torch.zeros((), dtype=dtype, device="cpu" if on_host else segment.stepped.device)
+            is_same = isinstance(tensor, Tensor) and (tensor.dtype, tensor.shape) == (made.dtype, made.shape)
+            state[key] = tensor if is_same else made
+        if state:
+            self.sharded.inner.state[segment.stepped] = state
+
+    def _tell_masters(self) -> None:
+        for owner in self.modules:
+            if isinstance(owner, ShardedModule):
+                owner.has_masters = True
+
+    def _held(self) -> Iterator[tuple[str, "Held"]]:
+        names = self._paths()
+        for held in self.sharded.held_state():
+            yield f"{names[held.name]}/{held.key}", held
+
+    def _paths(self) -> dict[str, str]:
+        """Map the optimizer's names of parameters to their paths."""
+        by_id = {id(parameter): path for path, parameter, *_ in self.parameters()}
+        return {
+            name: by_id[id(parameter)]
+            for segment in self._segments()
+            for name, parameter in zip(segment.home.names, segment.home.parameters, strict=True)
+            if id(parameter) in by_id
+        }
+
+    def _segments(self) -> Iterator["Segment"]:
+        for group in self.sharded.segments:
+            yield from group
+
+
+def leaf_of(name: str, held: "Held") -> Leaf:
+    """Return a range that a rank holds as a leaf."""
+    piece = whole(name, DTYPES[held.tensor.dtype], held.shape)
+    if (held.start, held.stop) != (0, piece.elements):
+        piece = Piece(name, piece.dtype, held.shape, flat=(held.start, held.stop))
+    return Leaf(name, held.tensor, piece=piece, answers=held.answers)
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that belong to a module's state, a shared one once."""
+    seen: set[int] = set()
+    for path, part in module.named_modules():
+        for key, buffer in part._buffers.items():
+            if buffer is not None and key not in part._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{path}.{key}".removeprefix("."), buffer

@@ -1,0 +1,79 @@
+"""The state of a `muster.pipe.Pipeline`: each rank has the layers of its stages, whole, by their names in the model.
+
+    rank 0  embed block1        rank 1  block2 norm head       one process reads and writes the same names
+    rank 2  embed block1        rank 3  block2 norm head       a second pipeline: copies are written in turn
+
+A weight that several stages have is saved once, by the first of them.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.checkpoint.pieces import whole
+from muster.jobs.session.leaves import Leaf, Leaves
+from muster.jobs.session.modules import ModuleState
+from muster.jobs.session.trees import Encoder
+from muster.jobs.tensors.parts import DTYPES
+
+if TYPE_CHECKING:
+    from muster.pipe import Pipeline
+
+
+class StagesState(ModuleState):
+    """The layers of one rank of a pipeline. `meet` tells it what the other ranks have."""
+
+    def __init__(self, name: str, pipeline: "Pipeline") -> None:
+        super().__init__(name, pipeline.module)
+        self.tied = {self.path(own): self.path(first) for own, first in pipeline.tied.items()}
+        self._known: set[str] = set()  # names of the whole model
+        self._all_aliases: dict[str, str] = {}
+        self._writes: set[str] | None = None  # what this rank writes; None before the ranks have met
+
+    def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
+        """Add this rank's layers."""
+        tree = super().capture(encoder, leaves)
+        if tree["extra"]:
+            raise RefusedError(
+                f"state: {self.path(sorted(tree['extra'])[0])}: an extra state of a pipeline's layer cannot be stored; "
+                "keep it in a buffer"
+            )
+        self.aliases |= {**self.tied, **self._all_aliases}
+        return tree
+
+    def leaf(self, path: str, value: Tensor) -> Leaf:
+        """Return a tensor of this rank, under the name of its first stage."""
+        name = self.tied.get(path, path)
+        piece = whole(name, DTYPES[value.dtype], tuple(value.shape))
+        return Leaf(name, value, piece=piece, answers=name == path and (self._writes is None or name in self._writes))
+
+    def describe(self) -> Any:
+        """Return what the other ranks must know: own names, whether each is a parameter, and other names."""
+        leaves = Leaves()
+        self.capture(Encoder(leaves.leaf), leaves)
+        own = [
+            [leaf.name, isinstance(leaf.tensor, nn.Parameter)] for leaf in leaves if leaf.name not in self.tied.values()
+        ]
+        return {"own": own, "aliases": self.aliases}
+
+    def meet(self, rank: int, described: Sequence[Any]) -> None:
+        """Take what all ranks have described: copies of a parameter are written in turn, a buffer by its first rank."""
+        holders: dict[str, list[int]] = {}
+        is_parameter: dict[str, bool] = {}
+        for holder, each in enumerate(described):
+            for name, learns in each["own"]:
+                holders.setdefault(name, []).append(holder)
+                is_parameter[name] = learns
+            self._all_aliases |= each["aliases"]
+        self._known = {*holders, *self._all_aliases}
+        self._writes = {
+            name
+            for place, (name, ranks) in enumerate(sorted(holders.items()))
+            if ranks[place % len(ranks) if is_parameter[name] else 0] == rank
+        }
+
+    def known_names(self) -> set[str]:
+        """Return the names that ranks have together."""
+        return super().known_names() | self._known

@@ -1,0 +1,218 @@
+"""The state of a user's loop: named objects and plain values that are saved and restored together.
+
+    state = State({"model": model, "optimizer": optimizer, "scheduler": scheduler, "best": 0.0})
+    state.best = 0.5                    a plain value is read and replaced by its name
+
+    names in a checkpoint    model/fc.weight   optimizer/fc.weight/exp_avg   rng/0/torch   and JSON for everything else
+
+Tensors are described in `leaves.py`, plain values in `trees.py`. torch is imported only if the program has done so.
+"""
+
+import base64
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from muster.jobs.basics.errors import MusterError, RefusedError
+from muster.jobs.session.objects import Registered, ValueState, plain
+from muster.jobs.session.trees import Encoder
+
+if TYPE_CHECKING:
+    import torch
+
+    from muster.jobs.checkpoint.manifest import Manifest
+    from muster.jobs.checkpoint.read import Reader
+    from muster.jobs.session.leaves import Leaves
+    from muster.jobs.session.rng import Generators
+    from muster.jobs.tensors.parts import Part
+    from muster.jobs.world.world import World
+
+VERSION: Final = 1
+MODEL: Final = "model"  # whose tensors `muster checkpoint export` writes
+TAKEN: Final = {"rng", "parts", "meta", "join", "load", "notes", "has_tensors"}
+
+
+class State:
+    """The named objects and values of a user's loop, saved and restored together.
+
+    `notes` lists lines that rank 0 should print after a restore.
+
+    Raises:
+        RefusedError: an object cannot be stored.
+    """
+
+    notes: list[str]
+    _registered: dict[str, Registered]
+    _given: Mapping[str, object]
+    _trees: dict[str, Any] | None = None
+    _aliases: Mapping[str, str] = {}
+    _world: "World | None" = None
+    _parts: "list[Part]"
+    _memory: list[tuple[object, ...]] | None = None
+    _generators: "Generators | None" = None
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self.__dict__.update(notes=[], _parts=[], _registered={}, _given=objects, has_tensors="torch" in sys.modules)
+        for name in objects:
+            if name in TAKEN or name.startswith("_") or "/" in name or not name.isprintable() or not name:
+                raise RefusedError(f"state: {name!r:.80} cannot be the name of an object; choose another name")
+        if self.has_tensors:
+            from muster.jobs.session.kinds import register
+
+            self._registered.update(register(objects))
+        else:
+            self._registered.update((name, plain(name, each)) for name, each in objects.items())
+        self._capture()
+
+    if TYPE_CHECKING:
+        has_tensors: bool  # the program uses torch: there are tensors, or at least its generators
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._registered:
+            raise AttributeError(f"the state has no {name!r}; it has {', '.join(self._registered) or 'nothing'}")
+        registered = self._registered[name]
+        return registered.owner if isinstance(registered, ValueState) else self._given[name]
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name.startswith("_") or name == "notes":
+            self.__dict__[name] = value
+            return
+        registered = self._registered.get(name)
+        if not isinstance(registered, ValueState):
+            known = ", ".join(name for name, each in self._registered.items() if isinstance(each, ValueState))
+            what = "is an object, which is restored in place" if registered else "was not given to run.state()"
+            raise AttributeError(f"state.{name} cannot be set: it {what}; the plain values are: {known or 'none'}")
+        registered.owner = value
+
+    def join(self, world: "World", device: "torch.device | None" = None) -> None:
+        """Check on all ranks together that the state can be stored and is the same: a collective, before `load`.
+
+        Raises:
+            RefusedError: on every rank, naming what cannot be stored or what differs, and the ranks.
+        """
+        self._world = world
+        problem, leaves = None, None
+        try:
+            leaves = self._capture()
+            for leaf in leaves or ():
+                leaf.part()
+        except MusterError as error:
+            problem = str(error)
+        if world.group is not None:
+            from muster.jobs.session.agree import agree, refuse_together
+
+            refuse_together(world, problem)
+            assert leaves is not None
+            agree(world, self._registered.values(), self._trees or {}, leaves)
+        elif problem is not None:
+            raise RefusedError(problem)
+        if self.has_tensors and self._generators is None:
+            from muster.jobs.session.rng import Generators
+
+            self._generators = Generators(world.rank, device)
+
+    def parts(self) -> "list[Part]":
+        """Return this rank's parts, as they are now: the same list while no tensor has moved."""
+        leaves = self._capture()
+        if leaves is None:
+            return []
+        assert self._world is not None, "join() comes first"
+        assert self._generators is not None
+        memory = [leaf.memory for leaf in leaves]
+        if memory != self._memory:
+            from muster.jobs.session.leaves import parts_of
+
+            parts, stays = parts_of(leaves, rank=self._world.rank, ranks=self._world.size)
+            self._parts = [*parts, *self._generators.parts]
+            self._memory = memory if stays else None
+        self._generators.take()
+        return self._parts
+
+    def meta(self) -> dict[str, Any]:
+        """Return everything that is not a tensor as JSON, as it was when `parts` was last called.
+
+        "state" is this class's own; "aliases" is read by `muster checkpoint export`. Both belong to the top level of a
+        checkpoint's meta.
+        """
+        if not self.has_tensors:
+            self._capture()
+        kinds = {name: each.kind for name, each in self._registered.items()}
+        objects = {name: {"kind": kinds[name], "tree": tree} for name, tree in (self._trees or {}).items()}
+        state: dict[str, Any] = {"version": VERSION, "objects": objects, "aliases": dict(self._aliases)}
+        if not self.has_tensors and (self._world is None or self._world.size == 1):
+            from muster.jobs.session.generator import python_state
+
+            state["rng"] = base64.b64encode(python_state()).decode()
+        prefix = f"{MODEL}/"
+        return {
+            "state": state,
+            "aliases": {
+                name.removeprefix(prefix): of.removeprefix(prefix)
+                for name, of in self._aliases.items()
+                if name.startswith(prefix) and of.startswith(prefix)
+            },
+        }
+
+    def load(self, manifest: "Manifest", reader: "Reader", meta: Mapping[str, Any]) -> None:
+        """Restore everything on this rank; every rank calls it, after `join`. Modules are restored first.
+
+        Raises:
+            RefusedError: the checkpoint is of another program or another model; the message names the first difference.
+            BadCheckpointError, StorageError: it cannot be read.
+        """
+        assert self._world is not None, "join() comes first"
+        state = meta.get("state")
+        if not isinstance(state, dict) or state.get("version") != VERSION:
+            raise RefusedError("state: the checkpoint was not saved by a session; restore with the job that saved it")
+        objects, stored = state["objects"], None
+        self._require_same_objects(objects)
+        if self.has_tensors:
+            from muster.jobs.session.stored import Stored
+
+            stored = Stored(manifest, reader, state["aliases"])
+        for each in sorted(self._registered.values(), key=lambda each: each.kind != "module"):
+            each.restore(stored, objects[each.name]["tree"])  # type: ignore[arg-type]
+        for each in self._registered.values():
+            each.finish()
+        self._memory, self.notes = None, []
+        if self._generators is not None and stored is not None:
+            self.notes = [*self._generators.restore(stored, self._world.size)]
+        elif "rng" in state:
+            from muster.jobs.session.generator import set_python_state
+
+            set_python_state(base64.b64decode(state["rng"]))
+
+    def _require_same_objects(self, objects: Mapping[str, Any]) -> None:
+        for name in sorted(objects.keys() ^ self._registered.keys()):
+            side = (
+                "in the checkpoint, but not registered" if name in objects else "registered, but not in the checkpoint"
+            )
+            raise RefusedError(f"state: {name} is {side}; register what was registered when it was saved")
+        for name, each in self._registered.items():
+            if objects[name]["kind"] != each.kind:
+                raise RefusedError(
+                    f"state: {name} is a {each.kind} in this program and a {objects[name]['kind']} in the checkpoint; "
+                    "register what was registered when it was saved"
+                )
+
+    def _capture(self) -> "Leaves | None":
+        """Look at every object: keep the trees, return the leaves; None if the program uses no torch."""
+        leaves = None
+        if self.has_tensors:
+            from muster.jobs.session.leaves import Leaves
+
+            leaves = Leaves()
+        encoder = Encoder(leaves.leaf if leaves is not None else _no_leaf)
+        self._trees = {each.name: each.capture(encoder, leaves) for each in self._in_order()}  # type: ignore[arg-type]
+        self._aliases = {
+            name: of for each in self._registered.values() for name, of in getattr(each, "aliases", {}).items()
+        }
+        return leaves
+
+    def _in_order(self) -> Iterator[Registered]:
+        """Yield modules first: optimizers ask them for the names of parameters."""
+        yield from sorted(self._registered.values(), key=lambda each: each.kind != "module")
+
+
+def _no_leaf(path: str, value: object) -> None:
+    return None

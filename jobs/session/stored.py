@@ -1,0 +1,95 @@
+"""A checkpoint that is being restored: its tensors by name, and what its saver said about the state."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from muster.jobs.basics.errors import RefusedError
+from muster.jobs.checkpoint.manifest import Manifest
+from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.session.leaves import Leaf
+from muster.jobs.tensors.parts import DTYPES, Part
+from muster.jobs.tensors.reading import fill
+
+
+class Stored:
+    """The tensors of a checkpoint. `aliases` maps further names of tied tensors to the stored ones."""
+
+    def __init__(self, manifest: Manifest, reader: Reader, aliases: Mapping[str, str]) -> None:
+        self._reader = reader
+        self._aliases = aliases
+        self.pieces: dict[str, Piece] = {name: manifest.piece(name) for name in manifest.tensors}
+
+    def piece(self, name: str) -> Piece | None:
+        """Return the whole of a tensor by any of its names; None if the checkpoint has none of that name."""
+        return self.pieces.get(name) or self.pieces.get(self._aliases.get(name, ""))
+
+    def under(self, name: str) -> list[str]:
+        """List the stored tensors below a path, sorted."""
+        return sorted(each for each in self.pieces if each.startswith(f"{name}/"))
+
+    def require_known(self, name: str, known: Iterable[str]) -> None:
+        """Check that the tensors below a path are all known.
+
+        Raises:
+            RefusedError: the checkpoint has another one.
+        """
+        if strange := sorted({*self.under(name)} - {*known}):
+            raise RefusedError(
+                f"state: {strange[0]} is in the checkpoint, but not in this program's {name!r}{_more(strange)}; "
+                "restore with the program that saved it, or start a new run"
+            )
+
+    def fill(self, leaf: Leaf) -> Tensor:
+        """Read this rank's part of a leaf into its memory; return the leaf's tensor.
+
+        Raises:
+            RefusedError: the checkpoint has no such tensor, or one of another type or shape.
+        """
+        found, (part, _) = self.piece(leaf.name), leaf.part()
+        if found is None:
+            raise RefusedError(
+                f"state: {leaf.name} is not in the checkpoint; restore with the program that saved it, or start a new "
+                "run"
+            )
+        wanted = part.piece
+        if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+            raise RefusedError(
+                f"state: {leaf.name} is {found.dtype} {list(found.shape)} in the checkpoint and {wanted.dtype} "
+                f"{list(wanted.shape)} in this program; restore with the model that was saved, or start a new run"
+            )
+        fill(Part(Piece(found.name, wanted.dtype, wanted.shape, wanted.box, wanted.flat), part.tensor), self._reader)
+        return leaf.tensor
+
+    def tensor(self, name: str, live: Tensor | None = None, device: str | torch.device = "cpu") -> Tensor:
+        """Return a stored tensor: in the live one's memory if that has the same form, else in new memory."""
+        piece = self.piece(name)
+        if piece is None:
+            raise KeyError(f"the tensor {name} is missing")
+        dtype = dtype_of(piece)
+        if live is None or (live.dtype, tuple(live.shape)) != (dtype, piece.shape):
+            live = torch.empty(piece.shape, dtype=dtype, device=device if live is None else live.device)
+        return self.fill(Leaf(name, live))
+
+
+def dtype_of(piece: Piece) -> torch.dtype:
+    """Return PyTorch's type of a stored tensor."""
+    return next(dtype for dtype, name in DTYPES.items() if name == piece.dtype)
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def as_mapping(value: Any, name: str, key: str) -> Mapping[str, Any]:
+    """Return an object of a checkpoint's JSON.
+
+    Raises:
+        RefusedError: it is none.
+    """
+    if not isinstance(value, Mapping):
+        raise RefusedError(f"state: {name}: the checkpoint has no {key}; it was saved by another program")
+    return value

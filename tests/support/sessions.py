@@ -1,0 +1,40 @@
+"""A `State` saved and loaded through real shards, as ranks do it, without a writer process."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from muster.jobs.checkpoint.commit import begin, commit
+from muster.jobs.checkpoint.manifest import read_manifest
+from muster.jobs.checkpoint.read import Reader
+from muster.jobs.checkpoint.shard import write_shard
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.session.state import State
+from muster.jobs.world.world import World
+
+
+def save(state: State, world: World, folder: str, step: int = 1) -> dict[str, Any]:
+    """Write one rank's part; rank 0 commits. Return the meta, which is rank 0's."""
+    run = RunDir(Path(folder))
+    if world.rank == 0:
+        run.attempt(0).path.mkdir(parents=True, exist_ok=True)
+    world.meet()
+    parts, meta = state.parts(), state.meta()
+    pieces = [
+        (part.piece, part.tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()) for part in parts
+    ]
+    checkpoint = begin(run, step, 0)
+    write_shard(checkpoint, world.rank, world.size, pieces, meta=meta if world.rank == 0 else None)
+    if world.rank == 0:
+        commit(run, checkpoint, world.size, deadline_s=20.0)
+    world.meet()
+    return meta
+
+
+def load(state: State, folder: str, step: int = 1) -> None:
+    """Load the checkpoint of a step on this rank."""
+    checkpoint = RunDir(Path(folder)).checkpoint(step, 0)
+    manifest = read_manifest(checkpoint)
+    with Reader(checkpoint, manifest) as reader:
+        state.load(manifest, reader, manifest.meta)
