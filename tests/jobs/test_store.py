@@ -37,10 +37,7 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
     store.wait()
 
 
-def test_a_store_that_is_bound_to_one_address_serves_there_and_nowhere_else(
-    served: tuple[int, subprocess.Popen[bytes]],
-) -> None:
-    port, _ = served
+def test_a_store_that_is_bound_to_one_address_serves_there_and_nowhere_else(port: int) -> None:
     store = TCPStore(ELSEWHERE, port, is_master=False, timeout=WAIT)
     store.set("key", "value")
     assert TCPStore(ELSEWHERE, port, is_master=False, timeout=WAIT).get("key") == b"value"
