@@ -97,10 +97,15 @@ class Context:
         return (*self.placement.nodes, *self.spares)
 
     @property
+    def command(self) -> list[str]:
+        """The words of a `command:` job, as its file has them."""
+        words: list[str] = self.job.settings.model_dump()["argv"]
+        return words
+
+    @property
     def argv(self) -> list[str]:
         """What every rank of a `command:` job executes."""
-        command: list[str] = self.job.settings.model_dump()["argv"]
-        return self.interpreter.argv(command) if self.interpreter else command
+        return self.interpreter.argv(self.command) if self.interpreter else self.command
 
 
 def preload(context: Context) -> str:

@@ -67,7 +67,7 @@ def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
         from muster.launch.submit.snapshot import take
 
         program = context.entry is None
-        argv = context.job.settings.model_dump()["argv"] if program else ()
+        argv = context.command if program else ()
         try:
             taken = take(context.run, workdir=Path(context.workdir), program=program, argv=argv)
         except MusterError:
