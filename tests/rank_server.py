@@ -27,6 +27,8 @@ import pytest  # noqa: F401
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
 
 import muster.jobs.train.verify  # noqa: F401 - imported once here instead of once on every rank
 from muster.jobs.world.world import World

@@ -1,11 +1,13 @@
-"""Linux calls which Python does not offer: two that keep a tree of processes together, one that frees disk space.
+"""Linux calls which Python does not offer: two for a tree of processes, one that frees disk space, files in memory.
 
 `prctl(2)`: PR_SET_PDEATHSIG sends this process a signal when its parent dies; PR_SET_CHILD_SUBREAPER makes orphans
 of this process's descendants its own children, so that nothing escapes by double fork or setsid.
 `fallocate(2)`: FALLOC_FL_PUNCH_HOLE gives blocks of a file back.
+`memfd_create(2)`: a Python that was built for an old C library, as conda's often are, lacks it and its constants.
 """
 
 import ctypes
+import fcntl
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +18,10 @@ PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
 FALLOC_FL_KEEP_SIZE: Final = 1
 FALLOC_FL_PUNCH_HOLE: Final = 2
+MFD_CLOEXEC: Final = 1
+MFD_ALLOW_SEALING: Final = 2
+F_ADD_SEALS: Final = 1033
+F_SEALS_OF_SIZE: Final = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 PARENT_FIELD: Final = 1  # of /proc/PID/stat, counted after the name: state, parent, ...
 THREADS_FIELD: Final = 17
 
@@ -101,6 +107,20 @@ def punch_hole(descriptor: int, offset: int, length: int) -> None:
     if libc.fallocate(descriptor, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, *place) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def memory_file(name: str, size: int | None = None) -> int:
+    """Make a file without a path, in memory; return its descriptor. With a `size`, nobody can change that."""
+    sealable = 0 if size is None else MFD_ALLOW_SEALING
+    libc = ctypes.CDLL(None, use_errno=True)
+    descriptor: int = libc.memfd_create(name.encode(), MFD_CLOEXEC | sealable)
+    if descriptor < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"memfd_create: {os.strerror(number)}")
+    if size is not None:
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, F_ADD_SEALS, F_SEALS_OF_SIZE)
+    return descriptor
 
 
 def signs_of_life(pid: int) -> tuple[bool, int]:

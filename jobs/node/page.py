@@ -11,12 +11,13 @@ The keeper bounds what it reads, because a program can write anything into its p
 A rank without a keeper has a page of its own: nobody asks.
 """
 
-import fcntl
 import mmap
 import os
 from contextlib import suppress
 from enum import IntEnum
 from typing import Final
+
+from muster.jobs.machine import linux
 
 SIZE: Final = mmap.PAGESIZE
 NEVER: Final = -1
@@ -56,10 +57,7 @@ class Page:
     @classmethod
     def inheritable(cls) -> "Page":
         """Make a page that a program can attach after exec; nobody can change its size."""
-        descriptor = os.memfd_create("muster-page", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, SIZE)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        made = cls(descriptor)
+        made = cls(linux.memory_file("muster-page", SIZE))
         made._clear()
         return made
 

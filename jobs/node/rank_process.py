@@ -13,7 +13,7 @@ from typing import Any, Final, NoReturn
 from muster.jobs.basics.reading import parse_json
 from muster.jobs.machine import linux
 from muster.jobs.node import leftovers, page, rank_start
-from muster.jobs.node.page import Page
+from muster.jobs.node.page import Page, Phase
 
 CHUNK: Final = 1 << 16  # the capacity of a pipe: one read empties it
 LONGEST: Final = 1 << 13  # of a report; what is longer is none
@@ -92,9 +92,14 @@ class RankProcess:
             linux.kill_quietly(self.pid, number, group=True)
 
     def looked(self) -> list[Any]:
-        """Say how far it is: [rank, phase, steps, beats, slowest_s, held, has_session]."""
-        seen = self.page
-        return [self.rank, seen.phase.word, seen.steps, seen.beats, seen.slowest_s, seen.held, self.has_session]
+        """Say how far it is: [rank, phase, steps, beats, slowest_s, held, tells].
+
+        A program whose steps are over may do anything, for as long as it likes: it tells no more than before them.
+        """
+        seen, phase, tells = self.page, self.page.phase, self.has_session
+        if not self.ours and phase is Phase.END:
+            phase, tells = Phase.START, False
+        return [self.rank, phase.word, seen.steps, seen.beats, seen.slowest_s, seen.held, tells]
 
     def dump(self) -> str:
         """Have it write its stacks, if SIGQUIT does that - a program may die of it; return its state."""

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.checkpoint.writer import Order
+from muster.jobs.machine import linux
 
 MESSAGE_BYTES: Final = 1 << 16
 BURIED_S: Final = 0.2
@@ -43,7 +44,7 @@ class WriterProcess:
         Raises:
             WriterGone: it cannot be given.
         """
-        text = os.memfd_create("muster-order", os.MFD_CLOEXEC)
+        text = linux.memory_file("muster-order")
         try:
             with os.fdopen(os.dup(text), "wb") as file:
                 file.write(order.text().encode())

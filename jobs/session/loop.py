@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
     from muster.jobs.session.sampler import Sampler
-    from muster.jobs.session.state import State
+    from muster.jobs.session.state.state import State
 
 MEET_S: Final = 0.5
 SAY_S: Final = 5.0  # between two lines on the terminal

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.read import Reader
+from muster.jobs.machine import linux
 from muster.jobs.node import page
 from muster.jobs.node.page import Phase
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from muster.jobs.saving.saver import Room
-    from muster.jobs.session.state import State
+    from muster.jobs.session.state.state import State
     from muster.jobs.tensors.parts import Part
 
 
@@ -76,8 +77,7 @@ class NoTensors:
         self.pieces: list[Piece] = []
         self.offsets: list[int] = []
         self.nbytes = 0
-        self.descriptor = os.memfd_create("muster-snapshot", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, mmap.PAGESIZE)  # an empty file cannot be mapped
+        self.descriptor = linux.memory_file("muster-snapshot", mmap.PAGESIZE)  # an empty file cannot be mapped
 
     def take(self, parts: Sequence[Any]) -> None:
         """Copy nothing."""

@@ -35,7 +35,7 @@ from muster.jobs.session.together import agree
 if TYPE_CHECKING:
     import torch
 
-    from muster.jobs.session.state import State
+    from muster.jobs.session.state.state import State
     from muster.jobs.world.world import World
 
 Batch = TypeVar("Batch")
@@ -118,7 +118,7 @@ class Session:
         Raises:
             RefusedError: something cannot be stored; names it.
         """
-        from muster.jobs.session.state import State
+        from muster.jobs.session.state.state import State
 
         return State(objects)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
+from muster.jobs.machine import linux
 from muster.jobs.tensors.parts import Part
 
 ALIGNMENT: Final = 64
@@ -31,7 +32,7 @@ class Snapshot:
     def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
         self.pieces = [part.piece for part in parts]
         self.offsets, self.nbytes = place(self.pieces)
-        self.descriptor = os.memfd_create("muster-snapshot", os.MFD_CLOEXEC)
+        self.descriptor = linux.memory_file("muster-snapshot")
         size = max(self.nbytes, NOTHING)
         try:
             os.posix_fallocate(self.descriptor, 0, size)  # touches every page: the first copy finds them all

@@ -70,7 +70,7 @@ class Forked:
         self.error: dict[str, Any] | None = None
         self.is_done = False
         self._unread = b""
-        self._words = os.memfd_create("last-words")
+        self._words = linux.memory_file("last-words")
         self._pipe, writing = os.pipe()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

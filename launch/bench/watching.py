@@ -69,10 +69,10 @@ class BenchConsole(Console):
         """Name the run's folder; the result's header names the hosts."""
         self.say(f"run {run_path}")
 
-    def lines(self, stream: str, lines: Sequence[str]) -> None:
+    def lines(self, stream: str, lines: Sequence[str], rank: int = 0) -> None:
         """Pass on what rank 0 says on standard error; its table is printed when all has been measured."""
         if stream == "err":
-            super().lines(stream, lines)
+            super().lines(stream, lines, rank)
 
     def progress(self, report: Mapping[str, Any]) -> None:
         """Draw no progress line: there are no steps."""

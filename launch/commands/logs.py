@@ -6,7 +6,6 @@ from all files of the chosen ranks, also of those that appear later, until the r
 
 import argparse
 import json
-import os
 import re
 import sys
 import time
@@ -20,14 +19,13 @@ from muster.jobs.basics.errors import UsageError
 from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
 from muster.launch.common import options, rankset
 from muster.launch.common.follow import LineFollower, decoded, offset_of_last
+from muster.launch.common.ranklogs import is_coloured, log_files, prefix
 from muster.launch.records.runrows import node_of_rank
 from muster.launch.records.runstate import DIRECT, RunState, read_state
 
 POLL_S: Final = 0.1
 STATE_EVERY_S: Final = 1.0
-COLOURS: Final = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)  # of a terminal, one after another by rank
 STREAMS: Final = {"out": ("out",), "err": ("err",), "both": ("out", "err")}
-LOG_FILE: Final = re.compile(r"rank-(\d+)\.(out|err)")
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class Printer:
         self.raw = raw
         self.as_json = as_json
         self.pattern = pattern
-        self.coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+        self.coloured = is_coloured(sys.stdout)
         self.attempt: int | None = None
         self._output = terminal.raw(sys.stdout)  # `show` escapes what is not to stay raw
         self.prefixes: dict[tuple[int, int | None], str] = {}
@@ -195,24 +193,8 @@ class Printer:
             return text
         key = (line.rank, line.node)
         if key not in self.prefixes:
-            self.prefixes[key] = self._prefix(*key)
+            self.prefixes[key] = prefix(*key, coloured=self.coloured)
         return self.prefixes[key] + text
-
-    def _prefix(self, rank: int, node: int | None) -> str:
-        prefix = f"[rank {rank}]" if node is None else f"[rank {rank} node {node}]"
-        if self.coloured:
-            prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
-        return f"{prefix} "
-
-
-def log_files(folder: Path) -> list[tuple[int, str, Path]]:
-    """List the log files of one attempt as (rank, stream, path)."""
-    try:
-        names = os.listdir(folder)  # noqa: PTH208 - thousands of names, ten times a second
-    except FileNotFoundError:
-        return []
-    matches = filter(None, map(LOG_FILE.fullmatch, names))
-    return [(int(match[1]), match[2], folder / match[0]) for match in matches]
 
 
 def _world_size(folder: RunDir, state: RunState) -> int:

@@ -18,6 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_runs(parser)
     add_transport(parser)
     parser.add_argument("--quiet", action="store_true", help="say nothing unless it fails; logs are kept all the same")
+    parser.add_argument("--tee", action="store_true", help="show what every rank prints, each line with its rank")
     parser.add_argument("--detach", action="store_true", help="leave once it has begun, as muster submit does")
 
 
@@ -26,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
     from muster.launch.submit import queueing
     from muster.launch.submit.prepare import prepare
     from muster.launch.submit.start import start
+    from muster.launch.supervision.console import Console
 
+    check_tee(args)
     prepared = prepare(args)
     if prepared.submission.route.transport == "hand":
         prepared = by_hand(prepared, args)
@@ -34,9 +37,25 @@ def run(args: argparse.Namespace) -> int:
         print(queueing.leave(prepared, snapshot=True).run_id)
         print(f"muster: it {queueing.whereabouts(prepared.context.run)}", file=sys.stderr)
         return 0
+    console = Console(quiet=args.quiet, tee=args.tee)
     if prepared.is_queued:
-        return queueing.follow(prepared, quiet=args.quiet)
-    return start(prepared, quiet=args.quiet).code
+        return queueing.follow(prepared, console=console)
+    context = replace(prepared.context, tee=args.tee)
+    prepared = replace(prepared, submission=replace(prepared.submission, context=context))
+    return start(prepared, console=console).code
+
+
+def check_tee(args: argparse.Namespace) -> None:
+    """Refuse --tee where nothing is shown.
+
+    Raises:
+        UsageError: it would have no effect.
+    """
+    from muster.jobs.basics.errors import UsageError
+
+    for name in ("quiet", "detach"):
+        if args.tee and getattr(args, name):
+            raise UsageError(f"--tee: has no effect with --{name}; leave one out. muster logs -f shows every rank")
 
 
 def by_hand(prepared: "Prepared", args: argparse.Namespace) -> "Prepared":

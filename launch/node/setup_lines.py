@@ -36,7 +36,7 @@ async def run(lines: Sequence[str], log: Path, workdir: str, env: Mapping[str, s
         RefusedError: a line failed, or nobody can tell what they left.
     """
     before = {**os.environ, **env}
-    left = os.memfd_create("muster-environment", os.MFD_CLOEXEC)
+    left = linux.memory_file("muster-environment")
     try:
         await _run_shell(f"{_trap(left)}; " + "\n".join(lines), log, workdir, before, left)
         return changes(before, _environment(left), env)

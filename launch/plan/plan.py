@@ -88,6 +88,7 @@ class Context:
     code: str | None = None  # the root of the code that agents run, when it is a snapshot
     remote: bool = False  # nodes are other machines than the supervisor's
     iface: str | None = None  # the user's choice of a network: an interface, or a CIDR
+    tee: bool = False  # every rank's output is shown where the run is supervised, not only rank 0's
     spares: tuple[NodePlacement, ...] = ()  # nodes that have an agent, and no ranks until another one is lost
     interpreter: Interpreter | None = None  # of a program; None: it is Muster's own, and no word is replaced
 
@@ -202,7 +203,7 @@ def start_message(context: Context, plan: NodePlan, *, store: bool, master_port:
         store=store,
         master_port=master_port,
         warm={"preload": preload(context), "env": {each.name: each.value for each in plan.warm_environment}},
-        console=tuple(rank.rank for rank in plan.ranks if rank.rank == 0),
+        console=tuple(rank.rank for rank in plan.ranks if context.tee or rank.rank == 0),
         ranks=tuple(
             {
                 "rank": rank.rank,

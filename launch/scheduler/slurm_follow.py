@@ -16,11 +16,12 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError, StartTimeoutError, UnreachableError
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fields import typed_line
-from muster.launch.common.follow import LineFollower, as_shown
+from muster.launch.common.follow import LineFollower
 from muster.launch.records.event_texts import lines_of
 from muster.launch.records.runrows import number, read_json, real
 from muster.launch.records.slurm_job import FROM_OUTSIDE, SlurmJob, forget, last_words, since_submission
 from muster.launch.scheduler.held_signals import listening, request_stop
+from muster.launch.scheduler.rank_outputs import RankOutputs
 from muster.launch.scheduler.slurm_run import close, show_end, stopped
 from muster.launch.supervision.console import Console
 from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, never_began, outcome, waiting
@@ -85,7 +86,7 @@ class Follower:
         self.requeued = False  # it waits again: a last row is that of an earlier try
         self.grace_s = 5.0
         self._events = LineFollower(run.events, offset=since_submission(run, job))
-        self._outputs: dict[str, LineFollower] = {}
+        self._outputs = RankOutputs(console)
         self.asked_to_stop = [] if asked is None else asked
         self._stop_by = ""
         self._kill_at: float | None = None
@@ -106,7 +107,7 @@ class Follower:
         began = time.monotonic()
         while time.monotonic() < began + deadline_s + self._draining_s:
             self.read_events()
-            self._pass_on_lines()
+            self._outputs.pass_on()
             for by in self.asked_to_stop:
                 self.stop(by, self.grace_s, now=bool(self._stop_by))
             self.asked_to_stop.clear()
@@ -116,7 +117,7 @@ class Follower:
             if self._is_time_to_ask():
                 self._ask()
             if self.ended is not None and not self._may_be_queued_again():
-                self._pass_on_lines(last=True)
+                self._outputs.pass_on(last=True)
                 return self.ended
             time.sleep(POLL_S)
         raise StartTimeoutError(
@@ -173,11 +174,9 @@ class Follower:
                     self.console.say(f"Slurm job {self.job.job_id}: its supervisor is on {row.get('host')}")
             case "attempt":
                 self.ended = None
-                self._pass_on_lines(last=True)
-                folder = self.run.attempt(number(row.get("attempt")) or 0)
-                self._outputs = {"out": LineFollower(folder.out(0)), "err": LineFollower(folder.err(0))}
+                self._outputs.begin(self.run.attempt(number(row.get("attempt")) or 0))
             case "attempt_ended":
-                self._pass_on_lines(last=True)
+                self._outputs.pass_on(last=True)
             case "draining":
                 self._draining_s = real(row.get("deadline_s")) or 0.0
                 self._kill_at = None if self._kill_at is None else self._kill_at + self._draining_s
@@ -188,12 +187,6 @@ class Follower:
                 self._since.pop("stopped", None)
         for line in lines_of(row):
             self.console.say(line)
-
-    def _pass_on_lines(self, *, last: bool = False) -> None:
-        for stream, output in self._outputs.items():
-            lines = [as_shown(line) for line in output.poll()]
-            lines += [as_shown(line) for line in output.flush()] if last else []
-            self.console.lines(stream, lines)
 
     def _has_lease(self) -> bool:
         """Say whether a supervisor shows that it is there; a lease that changes is enough, whatever its clock says."""

@@ -1,4 +1,4 @@
-"""Follow a run of submitit's local executor in its folder, and pass on what rank 0 prints."""
+"""Follow a run of submitit's local executor in its folder, and pass on what rank 0, or every rank, prints."""
 
 import signal
 import subprocess
@@ -12,11 +12,12 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_end
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
-from muster.launch.common.follow import CHUNK_BYTES, LineFollower, as_shown
+from muster.launch.common.follow import CHUNK_BYTES
 from muster.launch.records.event_texts import lines_of
 from muster.launch.records.runrows import number, read_rows
 from muster.launch.records.runstate import read_state
 from muster.launch.scheduler.held_signals import listening, request_stop
+from muster.launch.scheduler.rank_outputs import RankOutputs
 from muster.launch.scheduler.slurm_run import close, show_end
 from muster.launch.supervision.console import Console
 from muster.slurm.states import Outcome
@@ -24,28 +25,21 @@ from muster.slurm.states import Outcome
 POLL_S: Final = 0.1
 
 
-class RankZero:
-    """What rank 0 prints, of the newest attempt; of those that are there at first it shows nothing."""
+class NewestOutputs(RankOutputs):
+    """What ranks print in the newest attempt; of attempts that are there at first it shows nothing."""
 
     def __init__(self, run: RunDir, console: Console) -> None:
-        self.run, self.console = run, console
+        super().__init__(console)
+        self.run = run
         self._attempt = max(run.attempt_numbers(), default=-1)
-        self._outputs: dict[str, LineFollower] = {}
 
     def pass_on(self, *, last: bool = False) -> None:
         """Show the lines that came since the last call."""
         newest = max(self.run.attempt_numbers(), default=-1)
         if newest != self._attempt:
-            self._show(last=True)
-            folder, self._attempt = self.run.attempt(newest), newest
-            self._outputs = {"out": LineFollower(folder.out(0)), "err": LineFollower(folder.err(0))}
-        self._show(last=last)
-
-    def _show(self, *, last: bool) -> None:
-        for stream, output in self._outputs.items():
-            lines = [as_shown(line) for line in output.poll()]
-            lines += [as_shown(line) for line in output.flush()] if last else []
-            self.console.lines(stream, lines)
+            self._attempt = newest
+            self.begin(self.run.attempt(newest))
+        super().pass_on(last=last)
 
 
 def ended_early(run: RunDir) -> MusterError:
@@ -73,7 +67,7 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
     Raises:
         UnreachableError: submitit ended before the run had begun.
     """
-    lines, asked, said = RankZero(run, console), 0, sum(1 for _ in read_lines(run.events))
+    lines, asked, said = NewestOutputs(run, console), 0, sum(1 for _ in read_lines(run.events))
     before, controller = begun(run), start()
     with listening([]) as signals:
         while controller.poll() is None or _goes_on(run):

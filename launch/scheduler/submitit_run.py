@@ -28,7 +28,7 @@ from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
 from muster.launch.scheduler.slurm_run import close
-from muster.launch.scheduler.submitit_follow import RankZero, begun, ended_early, failure, follow_local
+from muster.launch.scheduler.submitit_follow import NewestOutputs, begun, ended_early, failure, follow_local
 from muster.launch.scheduler.submitit_order import order, task_of
 from muster.launch.supervision.console import Console
 from muster.slurm.allocation import clean_environment
@@ -174,7 +174,7 @@ def debug(submission: Submission, console: Console) -> int:
     executor = submitit.AutoExecutor(run.submitit, cluster="debug")
     job = executor.submit(task_of(submission, os.environ))
     over = threading.Event()
-    lines = RankZero(run, console)
+    lines = NewestOutputs(run, console)
 
     def pass_on() -> None:
         while not over.wait(POLL_S):

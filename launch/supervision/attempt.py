@@ -141,7 +141,7 @@ class Attempt:
                 self._on_exited(node_rank, message)
             case wire.Log():
                 self.roster.check_own(node_rank, message.rank)
-                self.console.lines(message.stream, message.lines)
+                self.console.lines(message.stream, message.lines, message.rank)
             case wire.Stacks():
                 self.roster.check_own(node_rank, *(stack["rank"] for stack in message.ranks))
                 self.hangs.take(message)

@@ -1,6 +1,7 @@
 """What `muster run` shows while a run goes on: a head, rank 0's own lines, progress on a terminal, the outcome.
 
-Rank 0's standard output goes to standard output; everything of ours goes to standard error.
+With --tee it shows the lines of every rank. What ranks print on standard output goes there; everything of ours goes to
+standard error.
 """
 
 import os
@@ -9,9 +10,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from muster.jobs.basics.terminal import rank_line, raw
+from muster.jobs.basics.terminal import last_state, rank_line, raw
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import screen
+from muster.launch.common.ranklogs import is_coloured, prefix
 from muster.launch.plan.plan import NodePlan
 from muster.launch.records.advice import for_run
 from muster.launch.records.verdict import Verdict
@@ -20,8 +22,9 @@ from muster.launch.records.verdict import Verdict
 class Console:
     """Plain lines; where standard error is a terminal, also a progress line below them."""
 
-    def __init__(self, *, quiet: bool = False, ranks: bool = True) -> None:
+    def __init__(self, *, quiet: bool = False, ranks: bool = True, tee: bool = False) -> None:
         self.quiet = quiet
+        self.tee = tee  # show what every rank prints, each line with its rank in front
         self.ranks = ranks  # show what rank 0 prints; without a reader its log is enough
         self._progress: Any = None
         self._task: Any = None
@@ -44,12 +47,14 @@ class Console:
         if self._terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             self.say("closing this terminal ends the run; muster submit leaves one running without it")
 
-    def lines(self, stream: str, lines: Sequence[str]) -> None:
-        """Pass on what rank 0 printed."""
+    def lines(self, stream: str, lines: Sequence[str], rank: int = 0) -> None:
+        """Pass on what rank 0, or every rank, printed."""
         if self.quiet or not self.ranks:
             return
+        target = raw(sys.stdout if stream == "out" else sys.stderr)
+        mark = prefix(rank, coloured=is_coloured(target)) if self.tee else ""
         for line in lines:
-            self._print(rank_line(line), raw(sys.stdout if stream == "out" else sys.stderr))
+            self._print(mark + (last_state(line) if self.tee else rank_line(line)), target)
 
     def progress(self, report: Mapping[str, Any]) -> None:
         """Move the progress line to a step."""
@@ -102,7 +107,7 @@ class Console:
         if verdict.code == 0:
             self.say(f"done in {seconds:.1f} s: {verdict.message} · {run.command('status')}")
             return
-        if verdict.first is not None and (verdict.first.rank != 0 or hidden):
+        if verdict.first is not None and (hidden or not (self.tee or verdict.first.rank == 0)):
             for line in verdict.first.last_lines:
                 self.say(f"  {line}")
         self.say(f"muster: {verdict.message}")

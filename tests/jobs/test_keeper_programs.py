@@ -31,6 +31,9 @@ try:
         time.sleep(0.001)
 except KeyboardInterrupt:
     sys.exit(9)
+if "ends" in sys.argv:
+    page.enter(Phase.END)
+    time.sleep(1000)
 page.hold_at(page.steps)
 while page.stop_at < 0:
     time.sleep(0.001)
@@ -58,6 +61,18 @@ def test_a_program_that_opens_a_session_is_seen_held_and_stopped_as_a_rank_of_ou
     wait_until(lambda: [each["held"] for each in warm.looked().values()] == [3, 3], "both ranks to hold")
     warm.tell({"do": "stop_at", "steps": 4})
     assert [(end["code"], end["sent"], end["steps"]) for end in warm.end_of(0, 1)] == [(75, None, 3)] * 2
+
+
+def test_a_program_whose_steps_are_over_tells_no_more(warm: Warm) -> None:
+    """It may draw plots for an hour: nobody is to take that for a hang."""
+    warm.start(warm.rank(0, [*PROGRAM, "ends"]))
+    warm.next("report")
+    assert warm.looked()[0]["session"]
+    warm.tell({"do": "hold"})
+    wait_until(lambda: not warm.looked()[0]["session"], "the end of its steps")
+    seen = warm.looked()[0]
+    assert (seen["phase"], seen["steps"]) == ("start", 3)
+    assert warm.stop(0)["left"] == []
 
 
 def test_only_a_session_that_says_so_is_asked_for_its_stacks(warm: Warm) -> None:

@@ -71,6 +71,12 @@ def test_an_unknown_command_names_the_nearest(argument: str, message: str, capsy
     assert (captured.out, captured.err) == ("", f"muster: {message}\n")
 
 
+@pytest.mark.parametrize("option", ["--quiet", "--detach"])
+def test_tee_is_refused_where_nothing_is_shown(option: str, capsys) -> None:
+    assert cli.main(["run", "job.yaml", "--tee", option]) == 2
+    assert f"--tee: has no effect with {option}; leave one out" in capsys.readouterr().err
+
+
 def test_a_wrong_option_of_a_command_is_a_usage_error(capsys) -> None:
     assert cli.main(["list", "--nonsense"]) == 2
     assert "--nonsense" in capsys.readouterr().err

@@ -203,13 +203,16 @@ def test_arguments_and_variables_survive_byte_for_byte(transport, muster, tmp_pa
     dumps.mkdir(exist_ok=True)
     words = [*words, "a b", "it's", 'a "quote"', "line one\nline two", "%h", "$(id)", ";", "a,b", "größe", ""]
     env = {"DUMPS": str(dumps), **{f"VALUE_{number}": word for number, word in enumerate(words)}}
-    job = {"nodes": 4, "env": env, "command": [sys.executable, "-c", DUMP, *words]}
+    setup = ["export PATH=/set/up:$PATH LEFT='by the lines'", "unset HOME"]
+    job = {"nodes": 4, "env": env, "setup": setup, "command": [sys.executable, "-c", DUMP, *words]}
     code, said = TRANSPORTS[transport](muster, json.dumps(job))
     assert code == 0, said
     for rank in range(4):
         seen = json.loads((dumps / f"{rank}.json").read_text())
         assert seen["argv"] == words
         assert {name: seen["env"][name] for name in env} == env
+        assert seen["env"]["PATH"].startswith("/set/up:")
+        assert (seen["env"]["LEFT"], "HOME" in seen["env"]) == ("by the lines", False)
         (dumps / f"{rank}.json").unlink()
 
 

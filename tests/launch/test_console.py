@@ -232,3 +232,22 @@ def test_a_full_disk_behind_standard_output_does_not_end_the_run() -> None:
         done = talk(full.fileno(), subprocess.PIPE)
     assert done.returncode == 5
     assert done.stderr.startswith("muster: standard output is lost (No space left on device); ")
+
+
+def test_with_tee_every_line_has_its_rank_and_those_of_a_failed_rank_are_not_repeated(capsys) -> None:
+    console = Console(tee=True)
+    console.lines("out", ["one"], 3)
+    console.lines("err", ["\x1b[2Jtwo"], 0)
+    console.end(judge([ending(3)], None), 1.0, RUN, "")
+    out, err = capsys.readouterr()
+    assert out == "[rank 3] one\n"
+    assert err.startswith("[rank 0] \\x1b[2Jtwo\nmuster: rank 3 on node 1 (n1) exited with code 7")
+
+
+def test_a_step_without_loss_or_total_is_drawn_all_the_same(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    console = Console()
+    console.progress({"report": "progress", "step": 7})
+    console.progress({"report": "progress", "step": 8, "rate": 2.0})
+    console.end(DONE, 1.0, RUN, "")
+    assert "2 steps/s" in capsys.readouterr().err

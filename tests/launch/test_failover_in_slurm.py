@@ -35,6 +35,7 @@ signal.signal(signal.SIGTERM, stop)
 print("ready", flush=True)
 time.sleep(1000)
 """
+SESSION_PROGRAM = CODE_ROOT / "tests" / "support" / "own_program.py"
 BLOCKER = "#!/bin/sh\n#SBATCH --nodes=4 --exclusive --output=/dev/null --partition=batch\nexec sleep 5\n"
 
 
@@ -192,6 +193,21 @@ def test_a_program_has_the_whole_grace_of_a_preemption_and_is_queued_again(
         assert left_s > 10.0
     finally:
         training.client("scontrol", "update", "PartitionName=preempt", "GraceTime=0")
+
+
+@pytest.mark.parametrize("end", ["time limit", "requeue"])
+def test_a_program_with_a_session_saves_and_goes_on_as_a_training(train: Any, tmp_path: Path, end: str) -> None:
+    """It needs no restart: to go on after the time limit: it has said that it can."""
+    command = [sys.executable, str(SESSION_PROGRAM), "100000", "50"]
+    path = tmp_path / "session.yaml"
+    path.write_text(f"nodes: 2\nranks_per_node: 1\ncommand: {json.dumps(command)}\n")
+    training: Training = train("--set", "slurm.signal_s=50", job=path)
+    training.saved(0)
+    words = ("scancel", "--batch", "--signal=USR2") if end == "time limit" else ("scontrol", "requeue")
+    training.client(*words, training.job.job_id)
+    ended = training.ended(0)
+    assert ended["message"].endswith(f"saved after step {training.saved(0)}")
+    assert training.begun_from(1) == training.saved(0)
 
 
 @pytest.mark.soak

@@ -258,7 +258,10 @@ def test_a_heartbeat_tells_how_far_the_ranks_are(node: Supervised) -> None:
 
 def test_programs_of_the_users_have_no_progress(node: Supervised) -> None:
     node.start(0, program(0, "sleep", "1000"))
-    assert progress(node) is None
+    wait_until(lambda: progress(node), "a look at the program")
+    told = progress(node)
+    assert told is not None
+    assert (told["phases"], told["sessions"], told["output_age_s"]) == (("start",), 0, None)
     node.stop(0)
 
 

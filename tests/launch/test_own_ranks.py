@@ -63,7 +63,7 @@ def test_ctrl_c_has_a_program_save_after_one_step_and_resume_goes_on_from_there(
     assert (code, "saved after step" in said) == (0, True)
     _, said = call(live, capsys, "status")
     assert "of 100000" in said
-    assert "loss 0.0" in said
+    assert "loss 0.5" in said
     live.interrupt()
     assert live.end() == 130
     (row,) = rows(live)
@@ -91,3 +91,11 @@ def test_a_program_without_a_session_hangs_when_no_rank_writes_anything(tmp_path
     (row,) = rows(live)
     assert row["message"].startswith("no rank has written anything for ")
     assert "checkpoint: had no effect, because the program opened no session" in live.err
+
+
+def test_three_attempts_of_a_session_without_a_checkpoint_are_enough(tmp_path: Path) -> None:
+    """Without a session nobody knows whether the program gets on: only restart.max bounds it."""
+    live = LiveRun(tmp_path, job(50, 1000, "die=3", "always", restart={"max": 9, "backoff": 0}))
+    assert live.end() == 93, live.err
+    assert "3 attempts in a row without a new checkpoint" in rows(live)[-1]["cause"] + live.err
+    assert len(rows(live)) == 3

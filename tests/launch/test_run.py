@@ -176,6 +176,14 @@ def test_setup_lines_run_once_a_node_and_a_failing_one_refuses_the_job(tmp_path:
     assert "setup: ended with code 1: about to fail" in failing.err
 
 
+def test_tee_shows_what_every_rank_prints_with_its_rank(tmp_path: Path) -> None:
+    code = "import os, sys; print('of', os.environ['RANK']); print('so far 1 %\\rso far 9 %', file=sys.stderr)"
+    live = LiveRun(tmp_path, two_by_two(code), "--tee")
+    assert live.end() == 0, live.err
+    assert sorted(live.out.splitlines()) == [f"[rank {rank}] of {rank}" for rank in range(4)]
+    assert {f"[rank {rank}] so far 9 %" for rank in range(4)} < set(live.err.splitlines())
+
+
 def test_two_runs_on_one_machine_do_not_touch_each_other(tmp_path: Path) -> None:
     first_folder, second_folder = tmp_path / "first", tmp_path / "second"
     first_folder.mkdir()

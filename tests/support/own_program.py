@@ -1,9 +1,9 @@
 """A program of the user's that does by hand what a session does: its page, its reports, its checkpoints.
 
-    python own_program.py STEPS [EVERY] [die=N] [hang=N] [mute]
+    python own_program.py STEPS [EVERY] [die=N] [hang=N] [always] [mute]
 
-All ranks take their steps together: files in MUSTER_FILES are their collective. In the first attempt rank 1 is killed,
-or sleeps, in step N. `mute`: it opens no session.
+All ranks take their steps together: files in MUSTER_FILES are their collective. In the first attempt, or in every one
+(`always`), rank 1 is killed, or sleeps, in step N. `mute`: it opens no session.
 """
 
 import faulthandler
@@ -19,6 +19,7 @@ from muster.jobs.checkpoint import commit
 from muster.jobs.checkpoint.pieces import whole
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.hosts import ranks
+from muster.jobs.machine import linux
 from muster.jobs.node.page import NEVER, Page, Phase
 from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
@@ -70,9 +71,10 @@ def stops(page: Page, done: int) -> bool:
 
 def spoil(step: int) -> None:
     """Fail as the command line says."""
-    if ENV.rank == 1 and ENV.attempt == 0 and FAULTS.get("die") == str(step):
+    spoils = ENV.rank == 1 and (ENV.attempt == 0 or "always" in sys.argv)
+    if spoils and FAULTS.get("die") == str(step):
         os.kill(os.getpid(), signal.SIGKILL)
-    while ENV.rank == 1 and ENV.attempt == 0 and FAULTS.get("hang") == str(step):
+    while spoils and FAULTS.get("hang") == str(step):
         time.sleep(1.0)
 
 
@@ -80,7 +82,9 @@ def main() -> int:
     """Take the steps; return the exit code."""
     page, reporter = Page.attach(ranks.inherited(os.environ, ranks.PAGE)), Reporter(os.environ)
     faulthandler.register(signal.SIGQUIT, file=sys.stderr.fileno(), all_threads=True)
-    page.open_session(os.getpid(), dumps=True)
+    if deaf := linux.has_scheduler():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it goes to every process, and a drain follows
+    page.open_session(os.getpid(), deaf=deaf, dumps=True)
     reporter.joined()
     resume = SESSION["resume"] or {"step": 0}
     page.enter(Phase.LOAD)
@@ -99,7 +103,7 @@ def main() -> int:
             if step == resume["step"] + 1:
                 reporter.first_step(step)
             reporter.progress(step=step, steps=STEPS)
-            append_line(RUN.metrics, {"step": step, "steps": STEPS, "attempt": ENV.attempt, "loss": 1.0 / step})
+            append_line(RUN.metrics, {"step": step, "steps": STEPS, "attempt": ENV.attempt, "loss": 0.5})
         asked = ENV.rank == 0 and RUN.save.exists()
         RUN.save.unlink(missing_ok=True) if asked else None
         if asked or step % EVERY == 0:

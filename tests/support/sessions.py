@@ -10,7 +10,7 @@ from muster.jobs.checkpoint.manifest import read_manifest
 from muster.jobs.checkpoint.read import Reader
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.session.state import State
+from muster.jobs.session.state.state import State
 from muster.jobs.world.world import World
 
 

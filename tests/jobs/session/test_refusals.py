@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.state import State
+from muster.jobs.session.state.state import State
 from muster.jobs.world.world import World
 from support.sessions import load, save
 
@@ -103,7 +103,11 @@ STEPPED.step()
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "missing": ({"a": 1}, {"b": 1}, "state: a is in the checkpoint, but not registered"),
     "new": ({"a": 1}, {"a": 1, "b": 1}, "state: b is registered, but not in the checkpoint"),
-    "kind": ({"a": 1}, {"a": sgd()}, "state: a is a optimizer in this program and a value in the checkpoint"),
+    "kind": (
+        {"a": 1},
+        {"a": sgd()},
+        "state: a is of kind optimizer in this program and of kind value in the checkpoint",
+    ),
     "shape": (
         {"model": nn.Linear(2, 3)},
         {"model": nn.Linear(2, 4)},
@@ -175,7 +179,7 @@ def test_every_rank_refuses_what_differs_or_what_one_cannot_store(on_ranks, what
 TORCH_FREE = """
 import random, sys
 from types import SimpleNamespace
-from muster.jobs.session.state import State
+from muster.jobs.session.state.state import State
 
 class Sampler:
     epoch = 3

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,8 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from muster.jobs.checkpoint.export import export
 from muster.jobs.checkpoint.manifest import read_manifest
+from muster.jobs.checkpoint.verify import verify
+from muster.jobs.node.reports import Reporter
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.session.state import State
+from muster.jobs.saving.policy import PlainPolicy
+from muster.jobs.saving.saver import Saver, Target
+from muster.jobs.saving.schedule import Schedule
+from muster.jobs.session.state.state import State
+from muster.jobs.tensors.parts import Part
+from muster.jobs.tensors.snapshot import Snapshot
 from muster.jobs.world.world import World
 from support.sessions import load, save
 
@@ -162,3 +170,143 @@ def test_one_process_goes_on_bit_by_bit_with_its_random_numbers(tmp_path: Path):
     fresh = Loop(ALONE, 5)
     load(fresh.state, str(tmp_path / "run"))
     assert (fresh.train(3), random.random(), torch.rand(1).item()) == wanted
+
+
+class Memory:
+    """A user's object with tensors of its own, a list that grows, and an array."""
+
+    def __init__(self) -> None:
+        self.window = torch.zeros(5)
+        self.rows: list[torch.Tensor] = []
+        self.table = np.zeros((20, 30))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"window": self.window, "rows": list(self.rows), "table": self.table, 1: torch.ones(1), "1": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.window, self.rows, self.table = state["window"], state["rows"], state["table"]
+
+
+def test_averages_scalers_compiled_models_and_objects_with_tensors_are_restored(tmp_path: Path):
+    def make() -> dict[str, Any]:
+        model = Net()
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        inner = torch.compile(nn.Linear(2, 2), backend="eager")
+        compiled = torch.compile(nn.Sequential(nn.Linear(2, 2), inner), backend="eager")
+        return {"model": model, "ema": average, "scaler": scaler, "memory": Memory(), "compiled": compiled}
+
+    objects = make()
+    memory = objects["memory"]
+    memory.window += 3
+    memory.rows = [torch.arange(3), torch.zeros((), dtype=torch.bool)]
+    memory.table[3, 4] = np.inf
+    objects["ema"].update_parameters(objects["model"])
+    state = State({**objects, "tensor": torch.arange(4.0)})
+    state.join(ALONE)
+    save(state, ALONE, str(tmp_path / "run"))
+    names = {part.piece.name for part in state.parts()}
+    assert {"compiled/0.weight", "compiled/1.weight", "ema/module.up.weight", "memory/rows/0", "tensor"} <= names
+
+    fresh = make()
+    window, tensor = fresh["memory"].window, torch.zeros(4)
+    resumed = State({**fresh, "tensor": tensor})
+    resumed.join(ALONE)
+    fresh["scaler"]._init_scale = 2.0
+    load(resumed, str(tmp_path / "run"))
+    restored = fresh["memory"]
+    assert restored.window is window, "read in place"
+    assert window.tolist() == [3.0] * 5
+    assert (resumed.tensor is tensor, tensor.tolist()) == (True, [0.0, 1.0, 2.0, 3.0])
+    assert [each.tolist() for each in restored.rows] == [[0, 1, 2], False]
+    assert np.array_equal(restored.table, memory.table)
+    assert fresh["scaler"].get_scale() == 256.0
+    for key in ("model", "ema", "compiled"):
+        theirs, mine = objects[key].state_dict(), fresh[key].state_dict()
+        assert plain(theirs) == plain(mine)
+
+
+def channels_last(world: World, folder: str) -> list[bool]:
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    state = State({"model": model})
+    state.join(world)
+    state.parts()
+    with torch.no_grad():
+        model.weight.add_(1)
+    wanted = model.weight.clone()
+    save(state, world, folder)
+    with torch.no_grad():
+        model.weight.zero_()
+    load(state, folder)
+    return [torch.equal(model.weight, wanted), model.weight.is_contiguous(memory_format=torch.channels_last)]
+
+
+@pytest.mark.slow
+def test_tensors_that_are_not_row_major_are_saved_as_they_are_now(on_ranks, tmp_path: Path):
+    assert on_ranks(2, channels_last, folder=str(tmp_path / "run")) == [[True, True]] * 2
+
+
+def save_beside(world: World, folder: str) -> list[str]:
+    """Train and save with the real writer process; load what was saved last in a fresh loop."""
+    run = RunDir(Path(folder))
+    run.attempt(0).path.mkdir(parents=True, exist_ok=True)
+    loop = Loop(world, 0, ddp=True)
+    loop.train(1)
+    policy = PlainPolicy(every_steps=1)
+    saver: Saver[Part] = Saver(
+        Target(run, 0),
+        policy,
+        loop.state.parts,
+        lambda parts: Snapshot(parts, world.device),
+        world,
+        Schedule(policy, 0),
+        lambda done, parent, losses: {"step": done, "parent": parent, "losses": [], **loop.state.meta()},
+        Reporter({}),
+    )
+    saver.finish(1, [])
+    wanted = loop.content()
+    fresh = Loop(world, 7, ddp=True)
+    load(fresh.state, folder)
+    assert fresh.content() == wanted
+    verify(run.checkpoint(1, 0))
+    return fresh.state.notes
+
+
+@pytest.mark.slow
+def test_the_writer_process_saves_a_state(on_ranks, tmp_path: Path):
+    assert on_ranks(2, save_beside, folder=str(tmp_path / "run")) == [[], []]
+
+
+class Adapter(nn.Module):
+    """A module that stores a part of itself, and a copy, by methods of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(2, 2)
+        self.adapter = nn.Linear(2, 2)
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"adapter": self.adapter.weight.detach(), "calls": torch.tensor(self.calls)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        self.calls = int(state["calls"])
+
+
+def test_a_module_with_a_state_dict_of_its_own_is_stored_by_it(tmp_path: Path):
+    model, fresh = Adapter(), Adapter()
+    model.calls = 3
+    optimizers = [torch.optim.SGD(each.adapter.parameters(), lr=0.1, momentum=0.9) for each in (model, fresh)]
+    model.adapter(torch.ones(1, 2)).sum().backward()
+    optimizers[0].step()
+    state = State({"model": model, "optimizer": optimizers[0]})
+    state.join(ALONE)
+    save(state, ALONE, str(tmp_path / "run"))
+    resumed = State({"model": fresh, "optimizer": optimizers[1]})
+    resumed.join(ALONE)
+    load(resumed, str(tmp_path / "run"))
+    assert fresh.calls == 3
+    assert torch.equal(fresh.adapter.weight, model.adapter.weight), "in place, although the loader does not copy it"
+    assert not torch.equal(fresh.frozen.weight, model.frozen.weight)
+    assert plain(optimizers[1].state_dict()) == plain(optimizers[0].state_dict())

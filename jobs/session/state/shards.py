@@ -1,4 +1,4 @@
-"""The state of `muster.zero`: a wrapped module, and its optimizer, of which each rank has flat ranges of every tensor.
+"""The state of `muster.zero`: each rank holds flat ranges of the parameters and of the optimizer's state.
 
     model/up.weight (4, 6)   rank 0  [0, 10)    rank 1  [10, 20)    rank 2  [20, 24)
 
@@ -6,18 +6,18 @@ Names are those of the module without its wrapper, so every other split reads th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece, whole
-from muster.jobs.session.leaves import Leaf, Leaves
-from muster.jobs.session.modules import ModuleState, is_a
-from muster.jobs.session.optimizers import MASTER, ON_HOST, OptimizerState
-from muster.jobs.session.stored import Stored, dtype_of
-from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.session.state.leaves import Leaf, Leaves
+from muster.jobs.session.state.modules import ModuleState, is_a
+from muster.jobs.session.state.optimizers import MASTER, ON_HOST, OptimizerState
+from muster.jobs.session.state.stored import Stored
+from muster.jobs.session.state.trees import Encoder, decode
 from muster.jobs.tensors.parts import DTYPES
 
 if TYPE_CHECKING:
@@ -30,17 +30,17 @@ EXTRA: Final = "_extra_state"
 
 
 class ShardedModule(ModuleState):
-    """A module in a wrapper of `muster.zero`. It is never asked for its state_dict(): that would gather all of it."""
+    """A module in a wrapper of `muster.zero`. Its state_dict() is never called, because it gathers the whole model."""
 
     def __init__(self, name: str, wrapper: "Sharded") -> None:
         super().__init__(name, wrapper.module)
         if is_a(wrapper.module, "muster.pipe.run", "Held"):
             raise RefusedError(f"state: {name}: shards of a pipeline's stages cannot be stored; use DDP around them")
         self.wrapper = wrapper
-        self.has_masters = False  # True: an optimizer has restored the float32 copies that are rounded into parameters
+        self.has_masters = False  # True: the float32 copies were restored, and are rounded into the parameters
 
     def capture(self, encoder: Encoder, leaves: Leaves) -> Any:
-        """Add the ranges that this rank answers for, and the buffers; return extra states as JSON."""
+        """Add the buffers and this rank's ranges of the parameters; return extra states as JSON."""
         named = list(self.module.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
         self.aliases, self.parameters = {}, {}
@@ -67,6 +67,11 @@ class ShardedModule(ModuleState):
         held = {leaf.name: leaf.tensor for leaf in leaves}
         for key, _, part in self._extras():
             part.set_extra_state(decode(found[key], held.__getitem__, self.path(key)))
+
+    def restore(self, stored: Stored, tree: Any) -> None:
+        """Fill the ranges of this rank."""
+        self.has_masters = False
+        super().restore(stored, tree)
 
     def finish(self) -> None:
         """Gather the parameters from their shards: a collective."""
@@ -96,40 +101,30 @@ class ShardedOptimizerState(OptimizerState):
         return {}
 
     def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
-        """Make the inner optimizer's state as its first step would, then fill this rank's ranges of it."""
+        """Create the inner optimizer's state like its first step does, then fill this rank's ranges."""
         self.sharded.share_settings()
-        self.sharded.source.mend()  # alone, it takes the restored parameters into their float32 copies
+        self.sharded.source.mend()  # without a wrapper, this copies the restored parameters into their float32 copies
         by_path, names = self._stored_keys(stored, values), self._paths()
-        for segment in self._segments():
-            pieces: dict[str, Piece] = {}
+        for group, segment in self._segments():
+            now = self.sharded.inner.state.pop(segment.stepped, {})
+            shape, made = tuple(segment.stepped.shape), dict[str, Tensor]()
             for at in segment.slices:
-                pieces |= by_path.get(names[segment.home.names[at.tensor]], {})
-            self._make(segment, {key: piece for key, piece in pieces.items() if key != MASTER})
+                pieces = by_path.get(names[segment.home.names[at.tensor]], {})
+                for key, piece in pieces.items():
+                    # A step count is one number for a whole parameter; other states have the parameter's shape.
+                    is_number = key in ON_HOST or piece.shape != tuple(segment.home.shapes[at.tensor])
+                    dtype = piece.dtype if MASTER in pieces else DTYPES[segment.stepped.dtype]
+                    wanted = piece if is_number else replace(piece, shape=shape, dtype=dtype)
+                    if key not in (MASTER, *made):
+                        made[key] = self._room(self.name, now.get(key), segment.stepped, key, wanted, group)
+            if made:
+                self.sharded.inner.state[segment.stepped] = made
         for path, held in self._held():
             if stored.piece(path) is not None:
-                stored.fill(leaf_of(path, held))
-                if held.key == MASTER:
-                    self._tell_masters()
-
-    def _make(self, segment: "Segment", pieces: Mapping[str, Piece]) -> None:
-        state, now = {}, self.sharded.inner.state.pop(segment.stepped, {})
-        for key, piece in pieces.items():
-            dtype, tensor = dtype_of(piece), now.get(key)
-            if piece.shape or key not in ON_HOST:
-                made = torch.zeros_like(segment.stepped, dtype=dtype, requires_grad=False)
-            if not piece.shape:
-                options = self.sharded.inner.param_groups[0]
-                on_host = key in ON_HOST and not (options.get("fused") or options.get("capturable"))
-                made = torch.zeros((), dtype=dtype, device="cpu" if on_host else segment.stepped.device)
-            is_same = isinstance(tensor, Tensor) and (tensor.dtype, tensor.shape) == (made.dtype, made.shape)
-            state[key] = tensor if is_same else made
-        if state:
-            self.sharded.inner.state[segment.stepped] = state
-
-    def _tell_masters(self) -> None:
-        for owner in self.modules:
-            if isinstance(owner, ShardedModule):
-                owner.has_masters = True
+                stored.fill(leaf_of(path, held), casts=True)  # beside a float32 copy the state is float32, too
+                for owner in self.modules if held.key == MASTER else ():
+                    if isinstance(owner, ShardedModule):
+                        owner.has_masters = True
 
     def _held(self) -> Iterator[tuple[str, "Held"]]:
         names = self._paths()
@@ -141,14 +136,16 @@ class ShardedOptimizerState(OptimizerState):
         by_id = {id(parameter): path for path, parameter, *_ in self.parameters()}
         return {
             name: by_id[id(parameter)]
-            for segment in self._segments()
+            for _, segment in self._segments()
             for name, parameter in zip(segment.home.names, segment.home.parameters, strict=True)
             if id(parameter) in by_id
         }
 
-    def _segments(self) -> Iterator["Segment"]:
-        for group in self.sharded.segments:
-            yield from group
+    def _segments(self) -> Iterator[tuple[dict[str, Any], "Segment"]]:
+        """Yield what the inner optimizer steps as one tensor, each with its group."""
+        for group, segments in zip(self.sharded.param_groups, self.sharded.segments, strict=True):
+            for segment in segments:
+                yield group, segment
 
 
 def leaf_of(name: str, held: "Held") -> Leaf:

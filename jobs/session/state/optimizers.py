@@ -7,6 +7,7 @@ Learning rates and other settings of the groups are JSON. Which group a paramete
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -15,31 +16,37 @@ from torch import Tensor
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
-from muster.jobs.session.leaves import Leaf, Leaves, is_dtensor
-from muster.jobs.session.modules import ModuleState
-from muster.jobs.session.stored import Stored, as_mapping, dtype_of
-from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.session.state.leaves import Leaf, Leaves, is_dtensor
+from muster.jobs.session.state.modules import ModuleState
+from muster.jobs.session.state.objects import Registered
+from muster.jobs.session.state.stored import Stored, as_mapping, dtype_of
+from muster.jobs.session.state.trees import Encoder, decode
 from muster.jobs.tensors.parts import DTYPES
 
 GROUPS: Final = "param_groups"
 NOT_SETTINGS: Final = {"params", "param_names"}
-KERNELS: Final = {"foreach", "fused", "capturable", "differentiable"}  # how this program computes: never restored
-ON_HOST: Final = {"step", "mu_product"}  # numbers that kernels of the host read
+KERNELS: Final = {
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+}  # choices of this program, which are never restored
+ON_HOST: Final = {"step", "mu_product"}  # scalars that PyTorch keeps on the CPU
 MASTER: Final = "master"  # of muster.zero: the float32 copy of a 16-bit parameter
 
 
-class OptimizerState:
+class OptimizerState(Registered):
     """An optimizer whose `state_dict` is PyTorch's own."""
 
     kind = "optimizer"
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer, modules: Sequence[ModuleState]) -> None:
-        self.name = name
+        super().__init__(name)
         self.optimizer = optimizer
         self.modules = modules
 
     def parameters(self) -> Iterator[tuple[str, Tensor, Leaf | None, Mapping[str, Any]]]:
-        """Yield each parameter's path below this optimizer, itself, its leaf and its group."""
+        """Yield the path of each parameter below this optimizer, the parameter, its leaf and its group."""
         owners = self._owners()
         for place, (parameter, group) in enumerate(self._grouped()):
             owner = next((each for each in owners if id(parameter) in each.parameters), None)
@@ -55,7 +62,7 @@ class OptimizerState:
         return [owner for owner in self.modules if not mine.isdisjoint(owner.parameters)]
 
     def _path(self, name: str, owner: ModuleState, owners: Sequence[ModuleState]) -> str:
-        """Return the path of a parameter from its stored name: the module's name is left out where there is one."""
+        """Return the path of a parameter from its stored name, without the module's name if there is one module."""
         return f"{self.name}/{name if len(owners) > 1 else name.removeprefix(f'{owner.name}/')}"
 
     def _grouped(self) -> Iterator[tuple[Tensor, Mapping[str, Any]]]:
@@ -89,10 +96,10 @@ class OptimizerState:
         return values
 
     def leaf_of(self, path: str, value: Tensor, parameter: Tensor, leaf: Leaf | None) -> Leaf:
-        """Return the leaf of a state: ranks share it as they share its parameter.
+        """Return the leaf of a state tensor, which ranks share as they share its parameter.
 
         Raises:
-            RefusedError: a sharded parameter has a state that is sharded in a way of its own.
+            RefusedError: a sharded parameter has a state tensor that is not a DTensor.
         """
         if is_dtensor(parameter) and not is_dtensor(value) and value.dim():
             raise RefusedError(f"state: {path}: a plain tensor beside a DTensor parameter cannot be stored")
@@ -101,7 +108,7 @@ class OptimizerState:
         return Leaf(path, value, dealt=True, compared=True)
 
     def restore(self, stored: Stored, tree: Any) -> None:
-        """Restore the groups' settings, then the states; state that the optimizer has not made yet is made here."""
+        """Restore the settings of the groups, then the states of the parameters."""
         groups = as_mapping(tree, self.name, "optimizer").get("groups", ())
         if len(groups) != len(self.optimizer.param_groups):
             raise RefusedError(
@@ -118,7 +125,7 @@ class OptimizerState:
         group.update({key: value for key, value in settings.items() if key not in KERNELS})
 
     def restore_state(self, stored: Stored, values: Mapping[str, Any]) -> None:
-        """Fill the parameters' states in place, making what is not there; states that are not stored are dropped."""
+        """Fill the states in place. Create missing ones, and drop those that are not stored."""
         by_path = self._stored_keys(stored, values)
         for path, parameter, leaf, group in self.parameters():
             state, pieces = self.optimizer.state[parameter], by_path.get(path, {})
@@ -126,9 +133,11 @@ class OptimizerState:
                 del state[key]
             for key, piece in pieces.items():
                 if key == MASTER and MASTER not in state:
-                    continue  # this optimizer steps the parameter itself
-                state[key] = self._room(f"{path}/{key}", state.get(key), parameter, key, piece, group)
-                stored.fill(self.leaf_of(f"{path}/{key}", state[key], parameter, leaf))
+                    continue  # this optimizer steps the parameter itself, with a state of the parameter's type
+                casts = MASTER in pieces and MASTER not in state and piece.shape == tuple(parameter.shape)
+                wanted = replace(piece, dtype=DTYPES[parameter.dtype]) if casts and key not in ON_HOST else piece
+                state[key] = self._room(f"{path}/{key}", state.get(key), parameter, key, wanted, group)
+                stored.fill(self.leaf_of(f"{path}/{key}", state[key], parameter, leaf), casts=casts)
             for key, record in values.get(path, {}).items():
                 found = partial(stored.tensor, device=parameter.device)
                 state[key] = decode(record, found, f"{path}/{key}")
@@ -143,7 +152,7 @@ class OptimizerState:
         """
         owners = self._owners()
         known, found = {path for path, *_ in self.parameters()}, dict[str, dict[str, Piece]]()
-        for owner in owners:  # of a pipeline's parameters, those of other ranks are stored, too
+        for owner in owners:  # a pipeline's checkpoint also holds the parameters of other ranks
             known |= {self._path(each, owner, owners) for each in owner.known_names()}
         for name in stored.under(self.name):
             path, _, key = name.rpartition("/")
@@ -156,7 +165,7 @@ class OptimizerState:
         return found
 
     def _room(self, path: str, now: Any, parameter: Tensor, key: str, piece: Piece, group: Mapping[str, Any]) -> Tensor:
-        """Return the tensor to fill: the one that is there, or a new one as the first step would make it."""
+        """Return the tensor to fill: the existing one, or a new one like the optimizer's first step creates."""
         dtype = dtype_of(piece)
         if isinstance(now, Tensor) and (now.dtype, tuple(now.shape)) == (dtype, piece.shape):
             return now
@@ -169,6 +178,3 @@ class OptimizerState:
             )
         on_host = key in ON_HOST and not (group.get("fused") or group.get("capturable"))
         return torch.zeros(piece.shape, dtype=dtype, device="cpu" if on_host else parameter.device)
-
-    def finish(self) -> None:
-        """Do what must follow the restoring of all objects."""

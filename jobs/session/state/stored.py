@@ -1,6 +1,7 @@
-"""A checkpoint that is being restored: its tensors by name, and what its saver said about the state."""
+"""A checkpoint that is being restored: its tensors by name."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.manifest import Manifest
 from muster.jobs.checkpoint.pieces import Piece
 from muster.jobs.checkpoint.read import Reader
-from muster.jobs.session.leaves import Leaf
+from muster.jobs.session.state.leaves import Leaf
 from muster.jobs.tensors.parts import DTYPES, Part
 from muster.jobs.tensors.reading import fill
 
@@ -24,7 +25,7 @@ class Stored:
         self.pieces: dict[str, Piece] = {name: manifest.piece(name) for name in manifest.tensors}
 
     def piece(self, name: str) -> Piece | None:
-        """Return the whole of a tensor by any of its names; None if the checkpoint has none of that name."""
+        """Return the piece that is a whole tensor, by any name of the tensor; None if it is not stored."""
         return self.pieces.get(name) or self.pieces.get(self._aliases.get(name, ""))
 
     def under(self, name: str) -> list[str]:
@@ -43,8 +44,10 @@ class Stored:
                 "restore with the program that saved it, or start a new run"
             )
 
-    def fill(self, leaf: Leaf) -> Tensor:
+    def fill(self, leaf: Leaf, *, casts: bool = False) -> Tensor:
         """Read this rank's part of a leaf into its memory; return the leaf's tensor.
+
+        With `casts`, a tensor of another type is converted.
 
         Raises:
             RefusedError: the checkpoint has no such tensor, or one of another type or shape.
@@ -56,12 +59,16 @@ class Stored:
                 "run"
             )
         wanted = part.piece
-        if (found.dtype, found.shape) != (wanted.dtype, wanted.shape):
+        if found.shape != wanted.shape or (found.dtype != wanted.dtype and not casts):
             raise RefusedError(
                 f"state: {leaf.name} is {found.dtype} {list(found.shape)} in the checkpoint and {wanted.dtype} "
                 f"{list(wanted.shape)} in this program; restore with the model that was saved, or start a new run"
             )
-        fill(Part(Piece(found.name, wanted.dtype, wanted.shape, wanted.box, wanted.flat), part.tensor), self._reader)
+        room = part.tensor if found.dtype == wanted.dtype else torch.empty(wanted.extent, dtype=dtype_of(found))
+        fill(Part(replace(wanted, name=found.name, dtype=found.dtype), room), self._reader)
+        if room is not part.tensor:
+            with torch.no_grad():
+                part.tensor.copy_(room)
         return leaf.tensor
 
     def tensor(self, name: str, live: Tensor | None = None, device: str | torch.device = "cpu") -> Tensor:
@@ -88,7 +95,7 @@ def as_mapping(value: Any, name: str, key: str) -> Mapping[str, Any]:
     """Return an object of a checkpoint's JSON.
 
     Raises:
-        RefusedError: it is none.
+        RefusedError: the value is not an object.
     """
     if not isinstance(value, Mapping):
         raise RefusedError(f"state: {name}: the checkpoint has no {key}; it was saved by another program")

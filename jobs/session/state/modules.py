@@ -1,4 +1,4 @@
-"""The state of an `nn.Module`: parameters and buffers in place, under the names of the module without its wrappers."""
+"""The state of an `nn.Module`: parameters and buffers, restored in place, under the names of the unwrapped module."""
 
 import sys
 from collections.abc import Mapping
@@ -7,22 +7,23 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.leaves import Leaf, Leaves, check, is_dtensor
-from muster.jobs.session.stored import Stored, as_mapping
-from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.session.state.leaves import Leaf, Leaves, check, is_dtensor
+from muster.jobs.session.state.objects import Registered
+from muster.jobs.session.state.stored import Stored, as_mapping
+from muster.jobs.session.state.trees import Encoder, decode
 
-WRAPPERS: Final = {  # module, class and attribute of what wraps a module without changing its parameters
+WRAPPERS: Final = {  # classes that wrap a module without changing its parameters: module, class, attribute
     "torch.nn.parallel.distributed": ("DistributedDataParallel", "module"),
     "torch.nn.parallel.data_parallel": ("DataParallel", "module"),
     "torch._dynamo.eval_frame": ("OptimizedModule", "_orig_mod"),
     "muster.ddp.base": ("DataParallel", "module"),
 }
-COMPILED: Final = "_orig_mod."  # in names below a part that torch.compile has wrapped
+COMPILED: Final = "_orig_mod."  # in the names of submodules that torch.compile has wrapped
 FSDP1: Final = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
 def is_a(value: object, module: str, name: str) -> bool:
-    """True if a value has a class of a module; a module that nobody has imported is not imported here."""
+    """Return whether a value is an instance of a class of a module, without importing that module."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, getattr(loaded, name))
 
@@ -35,22 +36,22 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-class ModuleState:
+class ModuleState(Registered):
     """A module whose tensors every rank has whole, or as DTensors."""
 
     kind = "module"
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.name = name
+        super().__init__(name)
         self.module = unwrapped(module)
         if any(is_a(each, FSDP1, "FullyShardedDataParallel") for each in self.module.modules()):
             raise RefusedError(
                 f"state: {name}: FullyShardedDataParallel cannot be stored; use fully_shard (FSDP2), or muster.zero"
             )
-        self.aliases: dict[str, str] = {}  # further names of tied tensors, below this module
-        self.names: set[str] = set()  # of its tensors
+        self.aliases: dict[str, str] = {}  # further stored names of tied tensors, to the first name
+        self.names: set[str] = set()  # of all its tensors
         self.parameters: dict[int, Leaf] = {}  # by identity
-        self.is_in_place = True  # False: state_dict() returns copies
+        self.is_in_place = True  # False: state_dict() returns copies, so load_state_dict() must be called
 
     def path(self, key: str) -> str:
         """Return the stored name of an entry of the module's state_dict()."""
@@ -62,15 +63,15 @@ class ModuleState:
         first: dict[object, Leaf] = {}
         self.aliases, self.parameters = {}, {}
         own = {id(each) for each in (*self.module.parameters(), *self.module.buffers())}
-        self.is_in_place = True
-        for key, value in self.module.state_dict(keep_vars=True).items():
+        self.is_in_place = type(self.module).state_dict is nn.Module.state_dict
+        for key, value in self._entries().items():
             if not isinstance(value, Tensor):
                 extra[key] = encoder.encode(value, self.path(key))
                 continue
             self.is_in_place &= id(value) in own
             check(self.path(key), value)
             leaf = self.leaf(self.path(key), value)
-            # A rank's part of a DTensor can be empty, and then shares its address with others.
+            # Empty tensors share an address, and a rank's part of a DTensor can be empty.
             memory = id(value) if is_dtensor(value) or not value.numel() else leaf.memory[2:]
             if (known := first.setdefault(memory, leaf)) is not leaf:
                 self.aliases[leaf.name] = known.name
@@ -80,8 +81,20 @@ class ModuleState:
         self.names = {leaf.name for leaf in first.values()}
         return {"extra": extra}
 
+    def _entries(self) -> Mapping[str, Any]:
+        """Return the module's state_dict(), with its own parameters and buffers where possible."""
+        if type(self.module).state_dict is nn.Module.state_dict:
+            found: Mapping[str, Any] = self.module.state_dict(keep_vars=True)
+            return found
+        plain = [each for each in (*self.module.parameters(), *self.module.buffers()) if not is_dtensor(each)]
+        own = {(each.data_ptr(), each.shape): each for each in plain if each.numel()}
+        return {
+            key: own.get((each.data_ptr(), each.shape), each) if isinstance(each, Tensor) else each
+            for key, each in self.module.state_dict().items()
+        }
+
     def leaf(self, path: str, value: Tensor) -> Leaf:
-        """Return the leaf of a tensor; of buffers, rank 0's counts."""
+        """Return the leaf of a tensor. Buffers may differ between ranks; rank 0 writes its own."""
         is_parameter = isinstance(value, nn.Parameter)
         return Leaf(path, value, dealt=is_parameter, compared=is_parameter)
 
@@ -92,7 +105,10 @@ class ModuleState:
         found = as_mapping(as_mapping(tree, self.name, "module").get("extra"), self.name, "extra state")
         if found.keys() != extra.keys():
             key = sorted(found.keys() ^ extra.keys())[0]
-            raise RefusedError(f"state: {self.path(key)} is only on one side: in the checkpoint, or in this program")
+            raise RefusedError(
+                f"state: {self.path(key)} is {'not ' * (key not in found)}in the checkpoint, but "
+                f"{'not ' * (key not in extra)}in this program; restore with the program that saved it"
+            )
         stored.require_known(self.name, self.known_names())
         for leaf in leaves:
             stored.fill(leaf)
@@ -104,14 +120,11 @@ class ModuleState:
             return
         held = {leaf.name: leaf.tensor.detach() for leaf in leaves}
         held |= {name: held[of] for name, of in self.aliases.items()}
-        # Loading a tensor into itself changes nothing; what state_dict() has copied is loaded here.
+        # Most tensors are loaded into themselves, which changes nothing; copies reach the module here.
         values = {key: held.get(self.path(key), each) for key, each in self.module.state_dict().items()}
         decoded = {key: decode(each, held.__getitem__, self.path(key)) for key, each in found.items()}
         self.module.load_state_dict({**values, **decoded})
 
     def known_names(self) -> set[str]:
-        """Return the names of tensors that ranks have together."""
+        """Return the stored names of the module's tensors on all ranks, with further names of tied ones."""
         return self.names | self.aliases.keys()
-
-    def finish(self) -> None:
-        """Do what must follow the restoring of all objects."""

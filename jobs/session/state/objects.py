@@ -4,46 +4,47 @@ This module imports torch only where a tree has tensors, which means that the pr
 """
 
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.trees import Encoder, decode
+from muster.jobs.session.state.trees import Encoder, decode
 
 if TYPE_CHECKING:
-    from muster.jobs.session.leaves import Leaves
-    from muster.jobs.session.stored import Stored
+    from muster.jobs.session.state.leaves import Leaves
+    from muster.jobs.session.state.stored import Stored
 
 
-class Registered(Protocol):
-    """One object of a state. `stored` and `leaves` are None in a program that has not imported torch."""
+class Registered(ABC):
+    """One object of a state. `stored` and `leaves` are None in a program that has not imported torch.
 
-    name: str
+    `kind` is what the object is saved as; a checkpoint's must be the same.
+    """
 
-    @property
-    def kind(self) -> str:
-        """What the object is saved as; a checkpoint's must be the same."""
-        ...
+    kind: str
 
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
     def capture(self, encoder: Encoder, leaves: "Leaves") -> Any:
         """Add this rank's tensors to `leaves`; return everything else as JSON."""
-        ...
 
+    @abstractmethod
     def restore(self, stored: "Stored", tree: Any) -> None:
-        """Take the tensors, and what `capture` has returned, from a checkpoint."""
-        ...
+        """Restore the tensors from a checkpoint, and everything else from the JSON that `capture` returned."""
 
-    def finish(self) -> None:
-        """Do what must follow the restoring of all objects."""
-        ...
+    def finish(self) -> None:  # noqa: B027 - most objects have nothing left to do
+        """Finish the restore, after all objects have been restored."""
 
 
-class ObjectState:
+class ObjectState(Registered):
     """An object that turns itself into a tree and back."""
 
     kind = "object"
 
     def __init__(self, name: str, owner: Any) -> None:
-        self.name = name
+        super().__init__(name)
         self.owner = owner
 
     def value(self) -> Any:
@@ -58,11 +59,11 @@ class ObjectState:
         return encoder.encode(self.value(), self.name)
 
     def restore(self, stored: "Stored", tree: Any) -> None:
-        """Read the tree, its tensors into those that the object has, and hand it back to the object."""
+        """Read the tree, with tensors in the object's own memory where they fit, and give it to the object."""
         if "torch" not in sys.modules:
             self.take(decode(tree, _no_tensor, self.name))
             return
-        from muster.jobs.session.leaves import Leaves
+        from muster.jobs.session.state.leaves import Leaves
 
         leaves = Leaves()
         self.capture(Encoder(leaves.leaf), leaves)
@@ -72,9 +73,6 @@ class ObjectState:
     def take(self, value: Any) -> None:
         """Give the restored tree to the object."""
         self.owner.load_state_dict(value)
-
-    def finish(self) -> None:
-        """Do nothing: the object has its state."""
 
 
 class ValueState(ObjectState):
@@ -95,7 +93,7 @@ def plain(name: str, value: object) -> Registered:
     """Return how an object without tensors of its own is stored.
 
     Raises:
-        RefusedError: it can be saved but not restored.
+        RefusedError: the object can be saved but not restored, or is a class.
     """
     saves, loads = (callable(getattr(value, each, None)) for each in ("state_dict", "load_state_dict"))
     if isinstance(value, type) and saves:

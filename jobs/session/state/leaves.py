@@ -1,8 +1,8 @@
-"""Tensors of a state under their stored names, how ranks share them, and this rank's parts of them.
+"""The tensors of a state: their stored names, how ranks share them, and the parts that this rank writes.
 
-model/fc.weight         every rank has all of it: dealt out, each rank writes its share
-model/bn.running_mean   every rank has its own: rank 0's counts
-model/fc.weight         of a DTensor, of `muster.zero` or a pipeline: each rank has some of it
+model/fc.weight         equal on every rank: each rank writes a share
+model/bn.running_mean   different on every rank: rank 0 writes its own
+model/fc.weight         a DTensor, or held by `muster.zero` or a pipeline: each rank writes the part that it holds
 """
 
 import sys
@@ -16,18 +16,22 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import MAX_NAME, Piece, whole
-from muster.jobs.session.boxes import DTENSOR, box_of
+from muster.jobs.session.state.boxes import DTENSOR, box_of
 from muster.jobs.tensors.parts import DTYPES, Part, deal
 
+PLAIN: Final = (Tensor, nn.Parameter)
+CHUNK: Final = 1 << 24  # elements
 INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # a thousand are made at every save: a frozen one takes five times as long
 class Leaf:
     """A tensor of the state.
 
-    `dealt`: every rank has the same, and each writes a share. `compared`: it must be the same on every rank. `piece`:
-    this rank has only that part of it, and writes it if it `answers`.
+    dealt     every rank has the same values and writes a share; otherwise rank 0 writes all
+    compared  the values must be equal on every rank before the first step
+    piece     the part that this rank holds, where ranks hold different parts
+    answers   False: another rank writes the same part
     """
 
     name: str
@@ -39,23 +43,23 @@ class Leaf:
 
     @property
     def local(self) -> Tensor:
-        """The memory of this rank."""
+        """The tensor in this rank's memory."""
         return self.tensor._local_tensor if is_dtensor(self.tensor) else self.tensor  # type: ignore[attr-defined]
 
     @property
     def is_split(self) -> bool:
-        """True when ranks may have different parts."""
+        """True if ranks hold different parts."""
         return self.piece is not None or is_dtensor(self.tensor)
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """What changes when the tensor lies elsewhere or has another form."""
-        local = self.local
-        return (self.name, self.answers, local.data_ptr(), local.shape, local.stride(), local.dtype, local.device)
+        """A key that changes when the tensor moves in memory or changes its form."""
+        local = self.tensor if type(self.tensor) in PLAIN else self.local
+        return (self.name, self.answers, local.data_ptr(), local.shape, local.stride(), local.dtype)
 
     @property
     def form(self) -> str:
-        """Name, type and global shape as text."""
+        """The name, type and global shape as text."""
         shape = self.piece.shape if self.piece is not None else tuple(self.tensor.shape)
         return f"{self.name} {DTYPES[self.tensor.dtype]} {list(shape)}"
 
@@ -76,7 +80,9 @@ class Leaf:
 
 
 def is_dtensor(value: object) -> bool:
-    """True for a DTensor; nothing is imported to find out."""
+    """Return whether a value is a DTensor, without importing DTensors."""
+    if type(value) in PLAIN:
+        return False
     module = sys.modules.get(DTENSOR)
     return module is not None and isinstance(value, module.DTensor)
 
@@ -85,8 +91,12 @@ def check(path: str, value: Tensor) -> None:
     """Check that a tensor can be stored.
 
     Raises:
-        RefusedError: it cannot; the message says why.
+        RefusedError: the tensor cannot be stored; the message says why.
     """
+    is_short = len(path) <= MAX_NAME and path.isprintable()
+    is_dense = type(value) in PLAIN and value.layout is torch.strided and not (value.is_meta or value.is_quantized)
+    if is_short and is_dense and value.dtype in DTYPES:
+        return
     why = ""
     if nn.parameter.is_lazy(value):
         why = "has no shape before the first forward; run one forward before run.state()"
@@ -100,21 +110,21 @@ def check(path: str, value: Tensor) -> None:
         why = "a tensor on the meta device has no values; initialize it before run.state()"
     elif value.dtype not in DTYPES:
         why = f"{value.dtype} cannot be stored; known types: {', '.join(str(each)[6:] for each in DTYPES)}"
-    elif len(path) > MAX_NAME or not path.isprintable():
+    elif not is_short:
         why = f"a name is at most {MAX_NAME} printable characters"
     if why:
         raise RefusedError(f"state: {path:.200}: {why}")
 
 
 class Leaves(list[Leaf]):
-    """The leaves of one object; a tree's tensors are added as they are met."""
+    """The leaves of a state, in the order in which its objects are captured."""
 
     def __init__(self) -> None:
         super().__init__()
         self._names: set[str] = set()
 
     def leaf(self, path: str, value: Any) -> Any:
-        """Take a tensor of a tree, for `trees.Encoder`; rank 0's is stored."""
+        """Add a tensor found in a tree and return its JSON record; None for other values. Rank 0's tensor is stored."""
         if "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray) and value.dtype == "uint8":
             value = torch.frombuffer(bytearray(value), dtype=torch.uint8)
         if not isinstance(value, Tensor):
@@ -125,7 +135,7 @@ class Leaves(list[Leaf]):
         return {"$": "tensor", "v": path}
 
     def add(self, leaf: Leaf) -> None:
-        """Add a leaf that can be stored."""
+        """Check a leaf and add it."""
         check(leaf.name, leaf.tensor)
         if leaf.name in self._names:
             raise RefusedError(f"state: {leaf.name}: two tensors have this name; register their owners by other names")
@@ -134,7 +144,7 @@ class Leaves(list[Leaf]):
 
 
 def parts_of(leaves: Iterable[Leaf], *, rank: int, ranks: int) -> tuple[list[Part], bool]:
-    """Return the parts that this rank writes, and whether they stay valid while no leaf moves."""
+    """Return the parts that this rank writes, and whether they stay valid until a leaf moves."""
     own: list[Part] = []
     shared: list[Part] = []
     held: list[Part] = []
@@ -145,7 +155,7 @@ def parts_of(leaves: Iterable[Leaf], *, rank: int, ranks: int) -> tuple[list[Par
                 held.append(part)
         else:
             (shared if leaf.dealt else own).append(part)
-    # A range of a tensor that is not row-major is a copy, which the next step would leave behind.
+    # A range of a tensor that is not row-major is a copy, which the next step makes out of date.
     stays = ranks == 1 or all(part.tensor.is_contiguous() for part in shared)
     return [*deal(own, shared, rank=rank, ranks=ranks), *held], stays
 
@@ -155,6 +165,8 @@ def fingerprints(leaves: Sequence[Leaf]) -> Tensor:
     sums = []
     with torch.no_grad():
         for leaf in leaves:
-            bits = leaf.tensor.detach().view(INTEGERS[leaf.tensor.element_size()])
-            sums.append(bits.sum(dtype=torch.int64).cpu())
+            bits = leaf.tensor.detach().view(INTEGERS[leaf.tensor.element_size()]).reshape(-1)
+            # A sum in a wider type first converts its whole input, so chunks bound the memory.
+            added = [chunk.sum(dtype=torch.int64) for chunk in bits.split(CHUNK)]  # type: ignore[no-untyped-call]
+            sums.append(torch.stack(added).sum().cpu())
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64)

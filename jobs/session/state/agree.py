@@ -1,4 +1,4 @@
-"""Compare what ranks have registered, so that all of them refuse what differs and none waits for another."""
+"""Compare the states of all ranks, so that every rank refuses a difference and no rank waits for another."""
 
 import hashlib
 import json
@@ -10,9 +10,9 @@ import torch
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import spell_ranks
-from muster.jobs.session.leaves import Leaf, fingerprints
-from muster.jobs.session.modules import ModuleState
-from muster.jobs.session.stages import StagesState
+from muster.jobs.session.state.leaves import Leaf, fingerprints
+from muster.jobs.session.state.modules import ModuleState
+from muster.jobs.session.state.stages import StagesState
 from muster.jobs.world.world import World
 
 
@@ -30,7 +30,7 @@ def refuse_together(world: World, problem: str | None) -> None:
     """Fail on every rank if one has a problem: a collective.
 
     Raises:
-        RefusedError: one has; the message is that of the first such rank.
+        RefusedError: a rank has a problem; the message is that of the first such rank.
     """
     problems = exchange(world, problem)
     if first := next((rank for rank, each in enumerate(problems) if each is not None), None):
@@ -90,7 +90,7 @@ def _refuse_contents(world: World, compared: Sequence[Leaf], sums: torch.Tensor)
 
 
 def require_covered(world: World, names: Sequence[str], leaves: Sequence[Leaf]) -> None:
-    """Check that ranks have every element of a shared-out tensor once: a collective. All ranks give the same names.
+    """Check that exactly one rank writes each element of a split tensor: a collective with the same names on all.
 
     Raises:
         RefusedError: on every rank, naming the first tensor that is not covered.

@@ -1,4 +1,4 @@
-"""States of random number generators: a small record of each rank, which only the same number of ranks restores.
+"""States of random number generators: one record per rank, restored only on the same number of ranks.
 
 rng/0/python  rng/0/numpy  rng/0/torch  rng/0/cuda
 """
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from muster.jobs.checkpoint.pieces import whole
-from muster.jobs.session.generator import numpy_state, python_state, set_numpy_state, set_python_state
-from muster.jobs.session.leaves import Leaf
-from muster.jobs.session.stored import Stored
+from muster.jobs.session.state.generator import numpy_state, python_state, set_numpy_state, set_python_state
+from muster.jobs.session.state.leaves import Leaf
+from muster.jobs.session.state.stored import Stored
 from muster.jobs.tensors.parts import Part
 
 RNG: Final = "rng"
 
 
 class Generators:
-    """The generators of one rank, and room for their states that stays where it is from save to save."""
+    """The generators of one rank, and tensors at fixed addresses that their states are copied into."""
 
     def __init__(self, rank: int, device: torch.device | None) -> None:
         self.rank = rank
@@ -31,24 +31,26 @@ class Generators:
         ]
 
     def take(self) -> None:
-        """Copy the states as they are now."""
+        """Copy the current states into the tensors of `parts`."""
         for key, state in self._now().items():
             if key in self._rooms:
                 self._rooms[key].copy_(state)
 
     def restore(self, stored: Stored, ranks: int) -> Sequence[str]:
-        """Restore the states if as many ranks have saved theirs; return lines that say what was not restored."""
+        """Restore the states if the number of ranks is the same; return lines that say what was not restored."""
         saved = {int(name.split("/")[1]) for name in stored.under(RNG)}
         if len(saved) != ranks:
             return [
-                f"The random number generators are not restored: the checkpoint is of {len(saved)} ranks, this run "
-                f"has {ranks}. Random draws differ from those of an uninterrupted run."
+                f"The random number generators are not restored: {len(saved)} ranks have saved theirs, and "
+                f"this run has {ranks} ranks. Random draws differ from those of an uninterrupted run."
             ]
+        missing = []
         for key, room in self._rooms.items():
-            if stored.piece(path := self._path(self.rank, key)) is not None:
-                stored.fill(Leaf(path, room))
-                self._set(key, room)
-        return []
+            if stored.piece(path := self._path(self.rank, key)) is None:
+                missing.append(key)
+            else:
+                self._set(key, stored.fill(Leaf(path, room)))
+        return [f"The random number generator of {key} is not restored: the checkpoint has none." for key in missing]
 
     @staticmethod
     def _path(rank: int, key: str) -> str:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import whole
-from muster.jobs.session.leaves import Leaf, Leaves
-from muster.jobs.session.modules import ModuleState
-from muster.jobs.session.trees import Encoder
+from muster.jobs.session.state.leaves import Leaf, Leaves
+from muster.jobs.session.state.modules import ModuleState
+from muster.jobs.session.state.trees import Encoder
 from muster.jobs.tensors.parts import DTYPES
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StagesState(ModuleState):
-    """The layers of one rank of a pipeline. `meet` tells it what the other ranks have."""
+    """The layers of one rank of a pipeline. `meet` takes the descriptions of all ranks, before the first save."""
 
     def __init__(self, name: str, pipeline: "Pipeline") -> None:
         super().__init__(name, pipeline.module)
@@ -50,7 +50,7 @@ class StagesState(ModuleState):
         return Leaf(name, value, piece=piece, answers=name == path and (self._writes is None or name in self._writes))
 
     def describe(self) -> Any:
-        """Return what the other ranks must know: own names, whether each is a parameter, and other names."""
+        """Describe this rank's tensors to the other ranks: names, whether each is a parameter, and aliases."""
         leaves = Leaves()
         self.capture(Encoder(leaves.leaf), leaves)
         own = [
@@ -59,7 +59,7 @@ class StagesState(ModuleState):
         return {"own": own, "aliases": self.aliases}
 
     def meet(self, rank: int, described: Sequence[Any]) -> None:
-        """Take what all ranks have described: copies of a parameter are written in turn, a buffer by its first rank."""
+        """Decide which rank writes each tensor: ranks take turns with parameters, the first one writes a buffer."""
         holders: dict[str, list[int]] = {}
         is_parameter: dict[str, bool] = {}
         for holder, each in enumerate(described):
@@ -75,5 +75,5 @@ class StagesState(ModuleState):
         }
 
     def known_names(self) -> set[str]:
-        """Return the names that ranks have together."""
+        """Return the names of the whole model's tensors."""
         return super().known_names() | self._known

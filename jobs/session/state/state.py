@@ -14,16 +14,16 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import MusterError, RefusedError
-from muster.jobs.session.objects import Registered, ValueState, plain
-from muster.jobs.session.trees import Encoder
+from muster.jobs.session.state.objects import Registered, ValueState, plain
+from muster.jobs.session.state.trees import Encoder
 
 if TYPE_CHECKING:
     import torch
 
     from muster.jobs.checkpoint.manifest import Manifest
     from muster.jobs.checkpoint.read import Reader
-    from muster.jobs.session.leaves import Leaves
-    from muster.jobs.session.rng import Generators
+    from muster.jobs.session.state.leaves import Leaves
+    from muster.jobs.session.state.rng import Generators
     from muster.jobs.tensors.parts import Part
     from muster.jobs.world.world import World
 
@@ -57,7 +57,7 @@ class State:
             if name in TAKEN or name.startswith("_") or "/" in name or not name.isprintable() or not name:
                 raise RefusedError(f"state: {name!r:.80} cannot be the name of an object; choose another name")
         if self.has_tensors:
-            from muster.jobs.session.kinds import register
+            from muster.jobs.session.state.kinds import register
 
             self._registered.update(register(objects))
         else:
@@ -65,7 +65,7 @@ class State:
         self._capture()
 
     if TYPE_CHECKING:
-        has_tensors: bool  # the program uses torch: there are tensors, or at least its generators
+        has_tensors: bool  # the program has imported torch: at least its generators are stored
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._registered:
@@ -85,7 +85,7 @@ class State:
         registered.owner = value
 
     def join(self, world: "World", device: "torch.device | None" = None) -> None:
-        """Check on all ranks together that the state can be stored and is the same: a collective, before `load`.
+        """Check that every rank can store its state and that the states agree: a collective, before `load`.
 
         Raises:
             RefusedError: on every rank, naming what cannot be stored or what differs, and the ranks.
@@ -99,7 +99,7 @@ class State:
         except MusterError as error:
             problem = str(error)
         if world.group is not None:
-            from muster.jobs.session.agree import agree, refuse_together
+            from muster.jobs.session.state.agree import agree, refuse_together
 
             refuse_together(world, problem)
             assert leaves is not None
@@ -107,12 +107,12 @@ class State:
         elif problem is not None:
             raise RefusedError(problem)
         if self.has_tensors and self._generators is None:
-            from muster.jobs.session.rng import Generators
+            from muster.jobs.session.state.rng import Generators
 
             self._generators = Generators(world.rank, device)
 
     def parts(self) -> "list[Part]":
-        """Return this rank's parts, as they are now: the same list while no tensor has moved."""
+        """Return the parts that this rank writes. The list stays the same object until a tensor moves."""
         leaves = self._capture()
         if leaves is None:
             return []
@@ -120,7 +120,7 @@ class State:
         assert self._generators is not None
         memory = [leaf.memory for leaf in leaves]
         if memory != self._memory:
-            from muster.jobs.session.leaves import parts_of
+            from muster.jobs.session.state.leaves import parts_of
 
             parts, stays = parts_of(leaves, rank=self._world.rank, ranks=self._world.size)
             self._parts = [*parts, *self._generators.parts]
@@ -129,10 +129,10 @@ class State:
         return self._parts
 
     def meta(self) -> dict[str, Any]:
-        """Return everything that is not a tensor as JSON, as it was when `parts` was last called.
+        """Return everything that is not a tensor as JSON, captured by the last call of `parts`.
 
-        "state" is this class's own; "aliases" is read by `muster checkpoint export`. Both belong to the top level of a
-        checkpoint's meta.
+        Both keys belong at the top level of a checkpoint's meta: `load` reads "state", `muster checkpoint export` reads
+        "aliases".
         """
         if not self.has_tensors:
             self._capture()
@@ -140,7 +140,7 @@ class State:
         objects = {name: {"kind": kinds[name], "tree": tree} for name, tree in (self._trees or {}).items()}
         state: dict[str, Any] = {"version": VERSION, "objects": objects, "aliases": dict(self._aliases)}
         if not self.has_tensors and (self._world is None or self._world.size == 1):
-            from muster.jobs.session.generator import python_state
+            from muster.jobs.session.state.generator import python_state
 
             state["rng"] = base64.b64encode(python_state()).decode()
         prefix = f"{MODEL}/"
@@ -154,11 +154,11 @@ class State:
         }
 
     def load(self, manifest: "Manifest", reader: "Reader", meta: Mapping[str, Any]) -> None:
-        """Restore everything on this rank; every rank calls it, after `join`. Modules are restored first.
+        """Restore everything on this rank. Every rank calls it, after `join`.
 
         Raises:
-            RefusedError: the checkpoint is of another program or another model; the message names the first difference.
-            BadCheckpointError, StorageError: it cannot be read.
+            RefusedError: another program or model was saved; the message names the first difference.
+            BadCheckpointError, StorageError: the checkpoint cannot be read.
         """
         assert self._world is not None, "join() comes first"
         state = meta.get("state")
@@ -167,10 +167,10 @@ class State:
         objects, stored = state["objects"], None
         self._require_same_objects(objects)
         if self.has_tensors:
-            from muster.jobs.session.stored import Stored
+            from muster.jobs.session.state.stored import Stored
 
             stored = Stored(manifest, reader, state["aliases"])
-        for each in sorted(self._registered.values(), key=lambda each: each.kind != "module"):
+        for each in self._in_order():
             each.restore(stored, objects[each.name]["tree"])  # type: ignore[arg-type]
         for each in self._registered.values():
             each.finish()
@@ -178,7 +178,7 @@ class State:
         if self._generators is not None and stored is not None:
             self.notes = [*self._generators.restore(stored, self._world.size)]
         elif "rng" in state:
-            from muster.jobs.session.generator import set_python_state
+            from muster.jobs.session.state.generator import set_python_state
 
             set_python_state(base64.b64decode(state["rng"]))
 
@@ -189,17 +189,17 @@ class State:
             )
             raise RefusedError(f"state: {name} is {side}; register what was registered when it was saved")
         for name, each in self._registered.items():
-            if objects[name]["kind"] != each.kind:
+            if (kind := objects[name]["kind"]) != each.kind:
                 raise RefusedError(
-                    f"state: {name} is a {each.kind} in this program and a {objects[name]['kind']} in the checkpoint; "
+                    f"state: {name} is of kind {each.kind} in this program and of kind {kind} in the checkpoint; "
                     "register what was registered when it was saved"
                 )
 
     def _capture(self) -> "Leaves | None":
-        """Look at every object: keep the trees, return the leaves; None if the program uses no torch."""
+        """Capture every object: keep the trees, return the leaves (None if the program does not use torch)."""
         leaves = None
         if self.has_tensors:
-            from muster.jobs.session.leaves import Leaves
+            from muster.jobs.session.state.leaves import Leaves
 
             leaves = Leaves()
         encoder = Encoder(leaves.leaf if leaves is not None else _no_leaf)

@@ -1,4 +1,4 @@
-"""Which class stores which kind of object."""
+"""Choose the class that stores each kind of object."""
 
 from collections.abc import Mapping
 from typing import Any, cast
@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.session.modules import ModuleState, is_a
-from muster.jobs.session.objects import Registered, plain
-from muster.jobs.session.optimizers import OptimizerState
-from muster.jobs.session.shards import ShardedModule, ShardedOptimizerState
-from muster.jobs.session.stages import StagesState
+from muster.jobs.session.state.modules import ModuleState, is_a
+from muster.jobs.session.state.objects import Registered, plain
+from muster.jobs.session.state.optimizers import OptimizerState
+from muster.jobs.session.state.shards import ShardedModule, ShardedOptimizerState
+from muster.jobs.session.state.stages import StagesState
 
 
 def register(objects: Mapping[str, object]) -> dict[str, Registered]:
@@ -35,7 +35,7 @@ def register(objects: Mapping[str, object]) -> dict[str, Registered]:
 
 
 def is_module(value: object) -> bool:
-    """True for what has parameters."""
+    """Return whether a value is a module or a pipeline."""
     return isinstance(value, nn.Module) or is_a(value, "muster.pipe.pipeline", "Pipeline")
 
 
@@ -43,7 +43,7 @@ def module_state(name: str, module: Any) -> ModuleState:
     """Return how a module is stored.
 
     Raises:
-        RefusedError: it cannot be.
+        RefusedError: the module cannot be stored.
     """
     if is_a(module, "muster.pipe.pipeline", "Pipeline"):
         return StagesState(name, module)

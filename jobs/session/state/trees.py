@@ -22,7 +22,6 @@ MAX_TEXT: Final = 8 << 20  # characters of text and bytes together
 INLINE_BYTES: Final = 1024  # larger numpy arrays are stored as tensors
 BIGGEST_INT: Final = 10**18  # the digits that a checkpoint's JSON may have
 MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
-SEQUENCES: Final[dict[type, str]] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 TORCH_TYPES: Final = {"dtype", "device", "Size"}
 SCALARS: Final[dict[str, Callable[[str], Any]]] = {
     "int": lambda text: int(text, 16),
@@ -62,7 +61,7 @@ class Encoder:
             return value if math.isfinite(value) else _record("float", repr(value))
         if kind is bytes:
             return _record("bytes", _text_of(value))
-        if kind is list or kind in MAPPINGS or kind in SEQUENCES:
+        if kind is list or kind in MAPPINGS or kind is tuple:
             return self._container(value, kind, path)
         if kind.__module__ == "torch" and kind.__name__ in TORCH_TYPES:
             return _record(kind.__name__, list(value) if kind.__name__ == "Size" else str(value))
@@ -103,9 +102,8 @@ class Encoder:
         return _record(MAPPINGS[kind], pairs)
 
     def _sequence(self, value: Any, kind: type, path: str) -> Any:
-        items = sorted(value, key=repr) if kind in (set, frozenset) else value
-        written = [self.encode(each, f"{path}/{place}") for place, each in enumerate(items)]
-        return written if kind is list else _record(SEQUENCES[kind], written)
+        written = [self.encode(each, f"{path}/{place}") for place, each in enumerate(value)]
+        return written if kind is list else _record("tuple", written)
 
     def _array(self, value: Any, path: str) -> Any:
         """Return the record of a numpy array or scalar; None if the value is neither."""
@@ -144,10 +142,10 @@ def _decoded(record: Any, tensor: Callable[[str], Any]) -> Any:
     if "$" not in record:
         return {key: _decoded(each, tensor) for key, each in record.items()}
     kind, value = record["$"], record["v"]
-    if kind in SEQUENCES.values():
-        made: Any = _named(SEQUENCES, kind)(_decoded(each, tensor) for each in value)
+    if kind == "tuple":
+        made: Any = tuple(_decoded(each, tensor) for each in value)
     elif kind in MAPPINGS.values():
-        made = _named(MAPPINGS, kind)()
+        made = next(each for each, name in MAPPINGS.items() if name == kind)()
         for key, each in value:
             made[_decoded(key, tensor)] = _decoded(each, tensor)
     elif kind == "tensor":
@@ -178,10 +176,6 @@ def _torch(kind: str, value: Any) -> Any:
             raise ValueError(f"{value} is no type of tensors")
         return made
     return torch.device(value) if kind == "device" else torch.Size(value)
-
-
-def _named(kinds: dict[type, str], name: str) -> Any:
-    return next(kind for kind, each in kinds.items() if each == name)
 
 
 def _record(kind: str, value: Any) -> dict[str, Any]:
