@@ -34,7 +34,7 @@ def step_of(name: str, rank: int, tiny: bool) -> tuple[Callable[[], tuple[object
 
     from muster.jobs.models.shapes import GptShape
 
-    small = Task(GptShape("gpt-5ms", 96, 384, 2, 4, context=64), 2)
+    small = Task(GptShape("gpt-5ms", 64, 256, 2, 4, context=32), 2)
     task = {**(TINY if tiny else TASKS), "gpt-5ms": small}[name]
     model = DistributedDataParallel(task.build(), gradient_as_bucket_view=True, forward_sync_buffers=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
