@@ -77,7 +77,9 @@ def open_page(place: Place) -> None:
     page.own.open_session(os.getpid(), deaf=deaf, dumps=dumps)
 
 
-def tell_errors(reporter: Reporter, rank: int, step: Callable[[], int | None], ended: Callable[[Any], None]) -> None:
+def tell_errors(
+    reporter: Reporter, rank: int, step: Callable[[], int | None], ended: Callable[[BaseException], None]
+) -> None:
     """From now on, have an uncaught exception reported with its rank and step; `ended` is given the exception."""
     before = sys.excepthook
 

@@ -64,6 +64,7 @@ class Session:
         self._error: BaseException | None = None
         self._samplers: list[Sampler] = []
         self._joined: State | None = None
+        self._is_closed = False
 
     # Where this rank is ---------------------------------------------------------------------------------------------
 
@@ -303,16 +304,19 @@ class Session:
         return self._loop_made.done if self._loop_made is not None and self._loop_made.has_begun else None
 
     def failed(self, error: BaseException) -> None:
-        """Note the exception that ends the program."""
+        """End the session with the exception that ends the program."""
         self._error = error
+        self.close()
 
     def close(self) -> None:
         """End the session with the program: wait for a save in flight, and write how a run of its own has ended."""
         loop = self._loop_made
-        if loop is None:
+        if loop is None or self._is_closed:
             return
+        self._is_closed = True
         if self._error is None:
             loop.settle()
+            loop.ranks.close()
         if loop.start.direct and self.is_main:
             code, message = (exits.DONE, "done") if self._error is None else ending_of(self._error)
             code, message = (

@@ -31,6 +31,7 @@ SLURM_RESTARTS: Final = "SLURM_RESTART_COUNT"
 STORE_KEY: Final = "muster/run"
 STORE_S: Final = 30.0
 HOST_BYTES: Final = 64
+GRACE_S: Final = 5.0  # between SIGTERM and SIGKILL of muster stop
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,13 @@ def _begin(place: Place, hosts: list[str], runs: str | None, began: float) -> Ma
         resume, attempt = newest(run), max(run.attempt_numbers(), default=-1) + 1
     _remember(place, run)
     checkpoint, step = (resume.checkpoint, resume.step) if resume else (None, 0)
-    facts = {"name": place.name, "kind": "command", "grace_s": 5.0, SLURM_JOB: os.environ.get(SLURM_JOB, "")}
+    facts = {
+        "name": place.name,
+        "kind": "command",
+        "grace_s": GRACE_S,
+        "continue_with": resume_line(run),
+        SLURM_JOB: os.environ.get(SLURM_JOB, ""),
+    }
     Beginning(run, attempt, place.env, hosts, checkpoint, step).write(began, **facts)
     print(f"run {run.path}", flush=True)
     return {"run": str(run.path), "attempt": attempt, "resume": _record(resume)}

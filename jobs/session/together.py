@@ -38,6 +38,9 @@ class Alone:
         """Return rank 0's value, which JSON can hold."""
         return value
 
+    def close(self) -> None:
+        """Exchange nothing more."""
+
 
 class Together(Alone):
     """Several ranks, over a gloo group of the session's own."""
@@ -94,6 +97,14 @@ class Together(Alone):
         told = MusterError(f"rank 0: {said['error']}")
         told.exit_code = said["code"]
         raise told
+
+    def close(self) -> None:
+        """End all process groups, unless the program has: a thread of gloo that outlives the interpreter aborts it."""
+        import torch.distributed as dist
+
+        self.world = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def own_group(env: RankEnv) -> "dist.ProcessGroup":

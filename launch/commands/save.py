@@ -50,7 +50,9 @@ def check(run: RunDir) -> RunState:
     """
     state = read_state(run)
     if state.transport == DIRECT:
-        raise RefusedError(f"{run.run_id}: was started directly, and such runs save nothing")
+        asks = f"ask its rank 0 on {state.host}: kill -USR1 {state.pid}"
+        how = asks if state.continue_with else "it saves when its own time has come"
+        raise RefusedError(f"{run.run_id}: was started directly, so no supervisor passes this on; {how}")
     job = Submission.read(run).context.job
     if job.kind not in ("train", "command"):
         raise RefusedError(f"{run.run_id}: runs a {job.kind}: job, of which Muster saves nothing")

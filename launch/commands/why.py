@@ -189,7 +189,7 @@ def _going_on(state: RunState) -> str | None:
     """Return the command that goes on with a run that is over, where that is possible."""
     if state.state == "done" or not (state.is_over or state.state == "lost"):
         return None
-    resume = RunDir(Path(state.path)).command("resume")
+    resume = state.continue_with or RunDir(Path(state.path)).command("resume")
     if state.checkpoint is not None:
         mended = "once that is changed back, " * (state.code == exits.REFUSED)
         where = f"goes on after step {state.checkpoint.step} ({state.checkpoint.name})"

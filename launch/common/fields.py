@@ -113,7 +113,7 @@ _rank, _pid, _whole = below(MOST_RANKS), below(MOST_PIDS, 1), below(MOST)
 
 _TEXTS: Final = (
     "event run_id name kind transport host unit text message class cause reason by why next next_step mode from "
-    "checkpoint job master_addr phase device"
+    "checkpoint job master_addr phase device continue_with"
 )
 _WHOLE: Final = "pid_start step steps epoch from_step last_step saved_step lost_steps compared restarts master_port"
 _REALS: Final = "seconds delay_s deadline_s grace_s rate worst"

@@ -89,6 +89,7 @@ class RunState:
     unit: str | None
     ranks: tuple[RankState, ...]
     warnings: tuple[str, ...]
+    continue_with: str  # the command that continues a session that Muster has not started; "": muster resume does
 
     @property
     def label(self) -> str:
@@ -178,6 +179,7 @@ def read_state(run: RunDir) -> RunState:
         unit=step_row.get("unit"),
         ranks=_ranks(rows, over=state in OVER),
         warnings=tuple(rows.warnings),
+        continue_with=submitted.get("continue_with") or "",
     )
 
 

@@ -56,7 +56,8 @@ def again(run: RunDir, args: argparse.Namespace, say: Say) -> Prepared:
     if not state.is_over:
         refuse_running(run, state)
     if state.transport == DIRECT:
-        raise RefusedError(f"{run.run_id}: was started directly, not by muster run; start it again in the same way")
+        how = f"continue it with: {state.continue_with}" if state.continue_with else "start it again in the same way"
+        raise RefusedError(f"{run.run_id}: was started directly, not by muster run; {how}")
     before = Submission.read(run)
     prepared = changed(run, before, args)
     job = prepared.context.job
