@@ -4,6 +4,10 @@
 
 The script joins a gloo group, does one all-reduce, and ends. The clock stops when the last rank's all-reduce is done.
 CPU time is that of all processes of a command, from its start to the end of the last one. Goal: at most 0.95 of each.
+
+torchrun starts each worker in a session of its own, Muster all ranks in one. Where the kernel schedules by session
+(/proc/sys/kernel/sched_autogroup_enabled) and other work wants the cores, all our ranks together get the share of one
+of torchrun's workers. On such a machine, --sessions starts each of our ranks by setsid(1), so that shares are equal.
 """
 
 import argparse
@@ -75,13 +79,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sessions", action="store_true", help="a session for each of our ranks")
     args = parser.parse_args()
     linux.adopt_orphans()
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "meet.py"
         script.write_text(SCRIPT)
         ours = [sys.executable, "-m", "muster", "run", "-n", str(args.ranks), "-x", "MET", "--runs", folder]
-        ours += ["--set", f"python={sys.executable}", str(script)]
+        python = f"[setsid, --wait, {sys.executable}]" if args.sessions else sys.executable
+        ours += ["--set", f"python={python}", str(script)]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks), str(script)]
         times: dict[str, list[tuple[float, float]]] = {"ours": [], "torchrun": []}
         sides = {"ours": ours, "torchrun": torchrun}
