@@ -11,6 +11,10 @@ if os.path.islink(_here):  # noqa: PTH114
     # setup.sh links site-packages/muster to the checkout: say where the code is, not through which link it was found.
     __path__ = [os.path.join(os.path.dirname(_here), os.readlink(_here))]  # noqa: PTH115, PTH118, PTH120
 
+TYPE_CHECKING = False  # type checkers take it for typing's, whose import would cost every start 3 ms
+if TYPE_CHECKING:
+    from muster.jobs.session.opening import session as session
+
 
 def __getattr__(name: str) -> object:
     """Return a public name, imported only now."""

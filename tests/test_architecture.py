@@ -52,10 +52,10 @@ class Row:
 
 @cache
 def modules() -> dict[str, Module]:
-    """Parse every module of every package, by dotted name."""
+    """Parse every module of every package, by dotted name; examples are programs of the user's."""
     found = {}
     for package in PACKAGES:
-        for path in sorted((REPOSITORY / package).rglob("*.py")):
+        for path in sorted({*(REPOSITORY / package).rglob("*.py")} - {*(REPOSITORY / "jobs/examples").rglob("*.py")}):
             name = ".".join(path.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__init__")
             found[name] = Module(name, path, ast.parse(path.read_text(encoding="utf-8")))
     return found

@@ -1,11 +1,7 @@
 """The README, held against what it speaks of: links, lines, tables, and the transcripts that need no cluster."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,63 +11,15 @@ from muster.collectives_bench.catalog import OPERATIONS
 from muster.jobs.basics import exits
 from muster.jobs.spec.modes import MODES
 from support.ahead import Ahead, parameters_of
+from support.transcripts import MARKER, REPOSITORY, Ended, Transcript, fences, followed, pattern, transcripts
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-PAGES = ("README.md", "DESIGN.md", "CHANGELOG.md")
+RUN_PAGES = ("README.md", "docs/own-code.md")  # whose console blocks are run
+PAGES = (*RUN_PAGES, "DESIGN.md", "CHANGELOG.md")
 RUN_LINE = "./setup.sh && .venv/bin/muster run jobs/examples/vgg11.yaml"
 TEST_LINE = './setup.sh --dev && .venv/bin/pytest -m "not slow"'
-
-MARKER = re.compile(r"<!-- test:run(?: exit=(\d+))? -->")
-
-
-@dataclass(frozen=True)
-class Transcript:
-    """A `console` block: commands, each with the lines it shows; the code that its last command exits with."""
-
-    steps: tuple[tuple[str, tuple[str, ...]], ...]
-    exit_code: int
-
-
-def fences(text: str) -> list[tuple[str, str, list[str]]]:
-    """List fenced blocks as (the line before, the language, the lines within)."""
-    found, lines, at = [], text.splitlines(), 0
-    while at < len(lines):
-        if lines[at].startswith("```"):
-            end = lines.index("```", at + 1)
-            found.append((lines[at - 1], lines[at][3:], lines[at + 1 : end]))
-            at = end
-        at += 1
-    return found
-
-
-def transcripts() -> list[Transcript]:
-    """List the blocks that are marked to be run."""
-    found = []
-    for before, language, lines in fences(README):
-        if language == "console" and (marker := MARKER.fullmatch(before)):
-            steps: list[tuple[str, list[str]]] = []
-            for line in lines:
-                if line.startswith("$ "):
-                    steps.append((line[2:], []))
-                else:
-                    steps[-1][1].append(line)
-            found.append(Transcript(tuple((each, tuple(shown)) for each, shown in steps), int(marker[1] or 0)))
-    return found
-
-
-def pattern(shown: tuple[str, ...]) -> re.Pattern[str]:
-    """Turn shown lines into a pattern: `…` stands for some of a line, a line of only `…` for any lines."""
-    parts = []
-    for line in shown:
-        if line == "…":
-            parts.append(r"(?:.*\n)*?")
-        else:
-            words = (r"[ ]+".join(map(re.escape, piece.split(" "))) for piece in re.sub(" +", " ", line).split("…"))
-            parts.append(r".*?".join(words) + r"[ ]*\n")
-    return re.compile("".join(parts))
 
 
 def anchors(page: Path) -> set[str]:
@@ -86,7 +34,7 @@ def test_links_lead_somewhere(name: str) -> None:
     dead = []
     for target in re.findall(r"\]\(([^)]+)\)", text):
         path, _, anchor = target.partition("#")
-        page = REPOSITORY / (path or name)
+        page = (REPOSITORY / name).parent / path if path else REPOSITORY / name
         if not target.startswith("https://") and not (page.exists() and (not anchor or anchor in anchors(page))):
             dead.append(target)
     assert dead == []
@@ -142,39 +90,16 @@ def test_every_error_text_under_troubleshooting_is_still_said() -> None:
     assert [text for text in texts if text not in said] == []
 
 
-def test_every_console_block_is_run() -> None:
-    unmarked = [
-        lines for before, language, lines in fences(README) if language == "console" and not MARKER.match(before)
-    ]
+def all_transcripts() -> list[Transcript]:
+    return [each for page in RUN_PAGES for each in transcripts((REPOSITORY / page).read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize("page", RUN_PAGES)
+def test_every_console_block_is_run(page: str) -> None:
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    unmarked = [lines for before, language, lines in fences(text) if language == "console" and not MARKER.match(before)]
     assert unmarked == []
-    assert len(transcripts()) >= 3
-
-
-Ended = tuple[str, int, str]  # command, exit code, what was shown
-
-
-def followed(transcript: Transcript, runs: Path) -> list[Ended]:
-    """Run the commands of a transcript up to the first that fails."""
-    environ = {**os.environ, "MUSTER_RUNS": str(runs), "COLUMNS": "200"}
-    ended: list[Ended] = []
-    for command, _ in transcript.steps:
-        program, *arguments = command.split()
-        assert program == "muster"
-        done = subprocess.run(
-            [sys.executable, "-m", "muster", *arguments],
-            cwd=REPOSITORY,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=100,
-            check=False,
-        )
-        ended.append((command, done.returncode, done.stdout))
-        if done.returncode != 0:
-            break
-    return ended
+    assert len(transcripts(text)) >= 3
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +114,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.ranks
 @pytest.mark.timeout(250)
-@pytest.mark.parametrize("transcript", transcripts(), ids=lambda transcript: transcript.steps[0][0])
+@pytest.mark.parametrize("transcript", all_transcripts(), ids=lambda transcript: transcript.steps[0][0])
 def test_transcripts_show_what_happens(transcript: Transcript, seen: Ahead[Transcript, list[Ended]]) -> None:
     ended = seen.result(transcript)
     for number, (command, code, said) in enumerate(ended, 1):

@@ -78,7 +78,7 @@ def open_page(place: Place) -> None:
 
 
 def tell_errors(
-    reporter: Reporter, rank: int, step: Callable[[], int | None], ended: Callable[[BaseException], None]
+    reporter: Reporter, rank: int | str, step: Callable[[], int | None], ended: Callable[[BaseException], None]
 ) -> None:
     """From now on, have an uncaught exception reported with its rank and step; `ended` is given the exception."""
     before = sys.excepthook

@@ -69,6 +69,7 @@ class Loop:
         self._sound = True
         self._has_told_first = False
         self._next = 0  # the step of the next meeting
+        self._met = 0  # the step of the last one
         self._pace: Pace | None = None
         self._by_hand = False  # the program says when to save
         self._began_s = self._met_s = self._said_s = 0.0
@@ -97,7 +98,7 @@ class Loop:
         self._began_s = time.monotonic()
         self._pace = Pace(timed=self.place.hang_s is not None)
         self._next = self.done + 1
-        self._met_s = time.monotonic()
+        self._met, self._met_s = self.done, time.monotonic()
 
     def _begin_saving(self, state: "State") -> None:
         start, policy = self.start, self.place.policy
@@ -194,9 +195,8 @@ class Loop:
     def _choose_next(self) -> int:
         """Return the step of the next meeting, by rank 0's clock and the speed since the last one."""
         now = time.monotonic()
-        steps = self.done - (self._next if self._next < self.done else self.first)
-        step_s = (now - self._met_s) / max(steps, 1)
-        self._met_s = now
+        step_s = (now - self._met_s) / max(self.done - self._met, 1)
+        self._met, self._met_s = self.done, now
         return self.done + min(max(1, round(MEET_S / max(step_s, 1e-6))), MOST_STEPS)
 
     def _say(self, news: News) -> None:

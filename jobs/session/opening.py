@@ -8,8 +8,9 @@ from typing import Final
 
 from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.node import page
+from muster.jobs.node.reports import Reporter
 from muster.jobs.session.endings import open_page, tell_errors
-from muster.jobs.session.place import read_place
+from muster.jobs.session.place import Place, read_place
 from muster.jobs.session.session import Session
 
 CALLER: Final = 2  # frames up from `_caller`: the line that calls session()
@@ -26,13 +27,12 @@ def session(name: str | None = None, *, runs: str | None = None, tensorboard: bo
         RefusedError: it was opened before, or this is a worker process of a rank.
     """
     global _opened
-    _refuse_a_second(_opened)
-    place = read_place(os.environ, name)
-    if place.watched and (owner := page.own.session) not in (0, os.getpid()):
-        raise RefusedError(
-            f"session: process {owner} of rank {place.env.rank} has opened it, and this is another process; "
-            "open it in the program that muster starts, outside of the functions that worker processes run"
-        )
+    try:
+        _refuse_a_second(_opened)
+        place = _place(name)
+    except MusterError:
+        tell_errors(Reporter(os.environ), os.environ.get("RANK", "0"), lambda: None, lambda error: None)
+        raise
     _opened = os.getpid(), _caller()
     open_page(place)
     made = Session(place, runs=runs, tensorboard=tensorboard)
@@ -41,14 +41,29 @@ def session(name: str | None = None, *, runs: str | None = None, tensorboard: bo
     return made
 
 
+def _place(name: str | None) -> Place:
+    place = read_place(os.environ, name)
+    if place.watched and (owner := page.own.session) not in (0, os.getpid()):
+        raise RefusedError(
+            f"session: process {owner} of rank {place.env.rank} has opened it, and this is another process; "
+            "open it in the program that muster starts, outside of the functions that worker processes run"
+        )
+    return place
+
+
 def _refuse_a_second(opened: tuple[int, str] | None) -> None:
     if opened is not None and opened[0] == os.getpid():
         raise RefusedError(f"session: it was opened before, at {opened[1]}; pass that one on")
-    if opened is not None or multiprocessing.parent_process() is not None:
+    if opened is not None or multiprocessing.parent_process() is not None or _is_being_spawned():
         raise RefusedError(
             "session: this is a worker process of a rank, such as a DataLoader's; open the session in the main process "
             'alone, under `if __name__ == "__main__":`'
         )
+
+
+def _is_being_spawned() -> bool:
+    """True while a spawned process imports the program, before it knows its parent."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
 
 
 def _caller() -> str:

@@ -1,7 +1,7 @@
 """The run folder of a session: the launcher's, or one that rank 0 makes and names to the others.
 
 MUSTER_RESUME=RUN     continue this run
-torchrun restarts     continue the run of its first start, which its store remembers
+torchrun restarts     continue the run of the same torchrun
 Slurm requeues        continue the run that has the same job number
 else                  a new run
 """
@@ -13,7 +13,6 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,8 +27,8 @@ from muster.jobs.session.together import Alone
 RESUME: Final = "MUSTER_RESUME"
 SLURM_JOB: Final = "SLURM_JOB_ID"
 SLURM_RESTARTS: Final = "SLURM_RESTART_COUNT"
-STORE_KEY: Final = "muster/run"
-STORE_S: Final = 30.0
+TORCHRUN_ID: Final = "TORCHELASTIC_RUN_ID"
+LAUNCH: Final = "launch"
 HOST_BYTES: Final = 64
 GRACE_S: Final = 5.0  # between SIGTERM and SIGKILL of muster stop
 
@@ -78,14 +77,13 @@ def _begin(place: Place, hosts: list[str], runs: str | None, began: float) -> Ma
         write_secret(run.job, json.dumps({"name": place.name, "command": command}) + "\n")  # JSON is YAML, too
     else:
         resume, attempt = newest(run), max(run.attempt_numbers(), default=-1) + 1
-    _remember(place, run)
     checkpoint, step = (resume.checkpoint, resume.step) if resume else (None, 0)
     facts = {
         "name": place.name,
         "kind": "command",
         "grace_s": GRACE_S,
         "continue_with": resume_line(run),
-        SLURM_JOB: os.environ.get(SLURM_JOB, ""),
+        LAUNCH: launch_of(place),
     }
     Beginning(run, attempt, place.env, hosts, checkpoint, step).write(began, **facts)
     print(f"run {run.path}", flush=True)
@@ -112,29 +110,23 @@ def earlier_run(place: Place, root: Path) -> RunDir | None:
     """
     if given := os.environ.get(RESUME):
         return find_run(root, given, unique=True)
-    if place.launcher == TORCHRUN and place.env.attempt > 0 and place.env.agent_store:
-        store = _store(place)
-        return RunDir(Path(store.get(STORE_KEY).decode())) if store.check([STORE_KEY]) else None
-    if job := os.environ.get(SLURM_RESTARTS, "0") != "0" and os.environ.get(SLURM_JOB):
-        return next((run for run in reversed(list_runs(root)) if _slurm_job(run) == job), None)
+    again = place.env.attempt > 0 if place.launcher == TORCHRUN else os.environ.get(SLURM_RESTARTS, "0") != "0"
+    if again and (launch := launch_of(place)):
+        return next((run for run in reversed(list_runs(root)) if _recorded_launch(run) == launch), None)
     return None
 
 
-def _slurm_job(run: RunDir) -> str:
+def launch_of(place: Place) -> str:
+    """Name what stays the same when torchrun or Slurm starts the ranks again; empty if nobody would."""
+    if place.launcher == TORCHRUN:
+        given = os.environ.get(TORCHRUN_ID, "none")  # torchrun's default, which says nothing
+        return f"torchrun {given}" if given != "none" else f"torchrun {socket.gethostname()} {os.getppid()}"
+    return f"slurm {job}" if (job := os.environ.get(SLURM_JOB)) else ""
+
+
+def _recorded_launch(run: RunDir) -> str:
     first: Mapping[str, Any] = next(iter(read_lines(run.events)), {})
-    return str(first.get(SLURM_JOB, ""))
-
-
-def _remember(place: Place, run: RunDir) -> None:
-    """Have torchrun's own store, which outlives its restarts, remember the run."""
-    if place.launcher == TORCHRUN and place.env.agent_store:
-        _store(place).set(STORE_KEY, str(run.path))
-
-
-def _store(place: Place) -> Any:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(place.env.master_addr, place.env.master_port, None, False, timedelta(seconds=STORE_S))
+    return str(first.get(LAUNCH, ""))
 
 
 def resume_line(run: RunDir) -> str:

@@ -35,7 +35,9 @@ class Alone:
         return [list(numbers)]
 
     def share(self, value: Any) -> Any:
-        """Return rank 0's value, which JSON can hold."""
+        """Return rank 0's value, which JSON can hold; raise it if it is a MusterError."""
+        if isinstance(value, MusterError):
+            raise value
         return value
 
     def close(self) -> None:

@@ -1,0 +1,260 @@
+"""The scripts of `jobs/examples/own/`: each loses a rank, is stopped and resumed, and ends as if nothing had been."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from muster.jobs.basics import exits
+from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.load import EXAMPLES
+from muster.launch.cli import main
+from support.ahead import Ahead
+from support.live import LiveRun, wait_until
+from support.transcripts import REPOSITORY, fences, pattern
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
+
+OWN = EXAMPLES / "own"
+# torchrun 2.13 keeps its store when it restarts workers; gloo then dials the addresses of those that died.
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+AGAIN = {"ddp": 2, "epochs": 3, "fsdp2": 1, "without": 2}  # the ranks of the last attempt
+WORDS = {
+    "ddp": ["--steps", "1500"],
+    "epochs": ["--epochs", "6"],
+    "fsdp2": ["--steps", "300"],
+    "without": ["--steps", "1500"],
+}
+EVERY = {"ddp": 600, "epochs": 20, "fsdp2": 20, "without": 20}  # steps between two saves
+
+
+class Started(LiveRun):
+    """A process of the user's, with the folder of its runs; it outlives the test during which it was started."""
+
+    started: ClassVar[list[LiveRun]] = []
+
+    def __init__(self, root: Path, *argv: str, **more: str) -> None:
+        self.root = root
+        root.parent.mkdir(exist_ok=True)
+        self.process = subprocess.Popen(
+            argv,
+            cwd=root.parent,
+            env={**ENVIRON, "MUSTER_RUNS": str(root), **more},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started.append(self)
+
+    def wait_for_saved(self, attempt: int) -> None:
+        """Wait until an attempt has saved: a checkpoint, or the file of a script that saves by itself."""
+        where = "checkpoints/*.a%03d/MANIFEST.json" % attempt  # noqa: UP031 (as the folder's name is spelt)
+        own = self.run.attempt(attempt).out(0)
+        done = lambda: any(self.run.path.glob(where)) or (own.is_file() and ", saved" in own.read_text())  # noqa: E731
+        wait_until(lambda: done() or self.process.poll() is not None, f"a save of attempt {attempt}")
+
+    def logged_beyond(self, saved: int) -> bool:
+        """Say whether a step is logged that comes after a save."""
+        return any(row["step"] > saved for row in read_lines(self.run.metrics))
+
+
+@dataclass
+class Life:
+    """How a run was hurt: the code it was stopped with, and how its resume ended."""
+
+    run: RunDir
+    stopped: int
+    code: int
+    said: str
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        return list(read_lines(self.run.attempts))
+
+    def last_line(self) -> str:
+        """The last line of rank 0."""
+        return self.run.attempt(len(self.attempts) - 1).out(0).read_text().splitlines()[-1]
+
+
+def muster(*words: str) -> list[str]:
+    return [sys.executable, "-m", "muster", *words]
+
+
+def torchrun(*words: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *words]
+
+
+def life(name: str, root: Path) -> Life:
+    """Start an example, kill a rank once there is a checkpoint, stop the run after its next one, and resume it."""
+    options = [
+        "-n",
+        "2",
+        "--restart",
+        "2",
+        "--set",
+        "threads_per_rank=1",
+        "--set",
+        f"checkpoint.every_steps={EVERY[name]}",
+    ]
+    live = Started(root, *muster("run", *options, str(OWN / f"{name}.py"), *WORDS[name]))
+    live.wait_for_saved(0)
+    if name == "ddp":  # of the steps that are done again some are logged, and so compared
+        wait_until(lambda: live.logged_beyond(EVERY[name]), "a logged step to do again")
+    os.kill(live.pid_of(1), signal.SIGKILL)
+    if name == "ddp":
+        live.wait_for("replayed")
+    else:
+        live.wait_for_saved(1)
+    live.interrupt()
+    stopped = live.end()
+    resumed = Started(root, *muster("resume", "-n", str(AGAIN[name])))
+    code = resumed.end()
+    return Life(live.run, stopped, code, live.out + resumed.out)
+
+
+def undisturbed(name: str, words: str, root: Path) -> str:
+    """What an example prints under torchrun; it is started in a folder of its own."""
+    started = Started(root, *torchrun(str(OWN / f"{name}.py"), *WORDS[words]))
+    assert started.end() == 0, started.out
+    return started.out
+
+
+def elsewhere(root: Path) -> Started:
+    """`epochs.py` alone until it is stopped, then on two ranks of torchrun, one of which is killed."""
+    words = [str(OWN / "epochs.py"), *WORDS["epochs"]]
+    alone = Started(root, sys.executable, *words)
+    wait_until(lambda: any(alone.run.attempt(0).path.glob("metrics-*.jsonl")), "the first rows")
+    alone.interrupt()
+    assert alone.end() == exits.STOPPED, alone.out
+    found = re.search(r"^muster: to continue: MUSTER_RESUME=(\S+) ", alone.out, re.MULTILINE)
+    assert found, alone.out
+    started = Started(root, *torchrun("--max-restarts", "1", *words), MUSTER_RESUME=found[1])
+    wait_until(lambda: any(alone.run.attempt(1).path.glob("metrics-*1.jsonl")), "the rows of attempt 1")
+    pids = [each for each in children(started.process.pid) if variable(each, "RANK") is not None]
+    ranks = {variable(pid, "RANK"): pid for pid in pids}
+    os.kill(ranks["0"], signal.SIGUSR1)
+    wait_until(lambda: any(alone.run.checkpoints.glob("*.a001/MANIFEST.json")), "a checkpoint")
+    os.kill(ranks["1"], signal.SIGKILL)
+    started.end()
+    return started
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def variable(pid: int, name: str) -> str | None:
+    """A variable of a process's environment."""
+    pairs = (each.partition("=") for each in Path(f"/proc/{pid}/environ").read_text().split("\0"))
+    return next((value for key, _, value in pairs if key == name), None)
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
+    """What is done ahead of the tests, by name."""
+    folder = tmp_path_factory.mktemp("own")
+    work = {name: (life, name, folder / name / "runs") for name in ("ddp", "epochs", "fsdp2", "without")}
+    work |= {
+        "ddp undisturbed": (undisturbed, "plain", "ddp", folder / "plain" / "runs"),
+        "fsdp2 undisturbed": (undisturbed, "fsdp2", "fsdp2", folder / "fsdp2-torchrun" / "runs"),
+        "without undisturbed": (undisturbed, "without", "without", folder / "without-torchrun" / "runs"),
+        "elsewhere": (elsewhere, folder / "elsewhere" / "runs"),
+    }
+    found: Ahead[str, Any] = Ahead(lambda key: work[key][0](*work[key][1:]), list(work))
+    yield found.result
+    found.close()
+    Started.end_all()
+
+
+@pytest.mark.parametrize("name", list(AGAIN))
+def test_a_run_survives_a_killed_rank_and_a_stop(name: str, ahead: Callable[[str], Any]) -> None:
+    lived: Life = ahead(name)
+    assert (lived.stopped, lived.code) == (exits.STOPPED, 0), lived.said
+    first, second, third = lived.attempts
+    assert (first["first"]["rank"], first["first"]["signal"]) == (1, "SIGKILL")
+    assert [each["class"] for each in (first, second, third)] == ["signal", "stopped", "done"]
+    assert [each["world_size"] for each in (first, second, third)] == [2, 2, AGAIN[name]]
+    if name == "without":
+        assert len(re.findall(r"^continues after step \d+$", lived.said, re.MULTILINE)) == 2
+        assert re.search(r"^rank 0 stops after step \d+: stopped: ", lived.said, re.MULTILINE), lived.said
+        return
+    assert second["saved_step"] == second["last_step"]  # the drain saved
+    assert (second["from_step"] >= EVERY[name], third["from_step"]) == (True, second["saved_step"])
+    rows = {row["step"]: row for row in read_lines(lived.run.metrics) if "evaluation" not in row}
+    assert sorted(rows) == list(range(1, third["last_step"] + 1))
+
+
+def test_the_plain_script_and_the_one_that_was_hurt_end_with_the_same_bits(ahead: Callable[[str], Any]) -> None:
+    assert ahead("ddp").last_line() == ahead("ddp undisturbed").splitlines()[-1]
+
+
+def test_the_page_shows_what_happens_when_something_fails(ahead: Callable[[str], Any]) -> None:
+    page = (REPOSITORY / "docs/own-code.md").read_text(encoding="utf-8")
+    (shown,) = (lines for before, _, lines in fences(page) if before == "<!-- test:lived ddp -->")
+    assert pattern(tuple(shown)).fullmatch(ahead("ddp").said), ahead("ddp").said
+
+
+def test_a_script_without_a_session_ends_with_the_same_bits(ahead: Callable[[str], Any]) -> None:
+    assert ahead("without").last_line() == ahead("without undisturbed").splitlines()[-1]
+
+
+def test_shards_of_two_ranks_go_on_on_one(ahead: Callable[[str], Any], tmp_path: Path) -> None:
+    run = RunDir(next((tmp_path.parent).glob("own*/fsdp2-torchrun/runs/*")))
+    assert ahead("fsdp2 undisturbed")
+    losses, wanted = (
+        {row["step"]: row["loss"] for row in read_lines(each.metrics)} for each in (ahead("fsdp2").run, run)
+    )
+    assert losses.keys() == wanted.keys()
+    assert list(losses.values()) == pytest.approx(list(wanted.values()), rel=1e-3)
+
+
+def test_every_sample_of_an_epoch_comes_once_on_other_ranks_too(ahead: Callable[[str], Any]) -> None:
+    rows = {row["step"]: row for row in read_lines(ahead("epochs").run.metrics) if "evaluation" not in row}
+    assert sum(row["samples"] for row in rows.values()) == 6 * 3001
+    accuracies = [row["accuracy"] for row in read_lines(ahead("epochs").run.metrics) if "evaluation" in row]
+    assert len(accuracies) == 6
+    assert accuracies[-1] > 0.9
+    assert (ahead("epochs").run.files / "model.pt").is_file()
+
+
+def test_alone_then_under_torchrun_whose_restart_goes_on(ahead: Callable[[str], Any]) -> None:
+    started: Started = ahead("elsewhere")
+    assert started.process.returncode == 0, started.out
+    run = started.run
+    assert run.attempt_numbers() == [0, 1, 2]
+    rows = {row["step"]: row for row in read_lines(run.metrics) if "evaluation" not in row}
+    assert sum(row["samples"] for row in rows.values()) == 6 * 3001
+    assert {row["attempt"] for row in rows.values()} == {0, 1, 2}
+    assert "continues from step-" in started.out
+
+
+def test_the_commands_that_look_show_a_run_of_ones_own(
+    ahead: Callable[[str], Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = ahead("ddp").run
+
+    def said(*words: str) -> str:
+        assert main([*words, "--runs", str(run.path.parent)]) == 0
+        return capsys.readouterr().out
+
+    assert re.search(r"^step +1500 of 1500, loss 0\.\d+, ", said("status"), re.MULTILINE)
+    assert re.search(r"1500 of 1500 +1500 +0\.\d+ +done$", said("list"), re.MULTILINE)
+    why = said("why")
+    assert "rank 1 on node 0" in why
+    assert re.search(r"losses of \d+ steps done before are the same numbers", why), why
+    (newest, *_) = json.loads(said("checkpoint", "list", "--json"))
+    assert (newest["step"], newest["world_size"]) == (1500, 2)
+    assert "good" in said("checkpoint", "verify")
+    assert re.search(r"^optimizer/0\.weight/exp_avg +F32 +\[256, 64\]", said("checkpoint", "show"), re.MULTILINE)
+    said("checkpoint", "export", "-o", str(tmp_path / "model.safetensors"))
+    exported = pytest.importorskip("safetensors.torch").load_file(tmp_path / "model.safetensors")
+    assert sorted(exported) == ["0.bias", "0.weight", "3.bias", "3.weight"]
