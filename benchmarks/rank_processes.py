@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter, process_time
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from muster.cloudlab.box.control import Box
 
 LIMIT_S = 900.0
+RESULT = "BENCHMARK_RESULT"  # the file that rank 0 writes, under muster run
 BOX_PORT = 29411  # of the master: a fresh box has no other
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}  # the box has no name server: torch warns of that
 
@@ -45,6 +47,38 @@ def in_nodes(box: "Box", script: str, arguments: Sequence[str], limit_s: float =
     found = {"MASTER_ADDR": spec.address("node0"), "MASTER_PORT": str(BOX_PORT), "GLOO_SOCKET_IFNAME": "eth1"}
     commands = [box.exec_argv(node, _command(script, arguments)) for node in spec.compute]
     return _result(commands, found, limit_s)
+
+
+def under_muster(script: str, arguments: Sequence[str], ranks: int, *settings: str) -> Any:
+    """Run ranks of a script as a program of `muster run`, with settings of its job; return what rank 0 wrote.
+
+    Raises:
+        SystemExit: the run failed.
+    """
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        result = Path(folder).resolve() / "result.json"
+        command = [
+            sys.executable,
+            "-m",
+            "muster",
+            "run",
+            "-n",
+            str(ranks),
+            "--runs",
+            folder,
+            "-x",
+            f"{RESULT}={result}",
+        ]
+        command += [word for each in (f"python={sys.executable}", *settings) for word in ("--set", each)]
+        run = subprocess.run([*command, *_command(script, arguments)[1:]], capture_output=True, text=True)
+        if run.returncode:
+            raise SystemExit(f"{' '.join(command)} ended with {run.returncode}\n{run.stdout}{run.stderr}")
+        return json.loads(result.read_text())
+
+
+def tell(found: object) -> None:
+    """Write what `under_muster` returns: on rank 0."""
+    Path(os.environ[RESULT]).write_text(json.dumps(found))
 
 
 def timed(work: Callable[[], object]) -> tuple[float, float]:

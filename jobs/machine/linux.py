@@ -10,7 +10,7 @@ import ctypes
 import fcntl
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -38,8 +38,8 @@ def adopt_orphans() -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants(root: int, leave: Iterable[int] = ()) -> list[int]:
-    """List all processes below `root`, children before their own, without the trees of `leave`. Zombies count not."""
+def all_children() -> dict[int, list[int]]:
+    """Return the children of every process of this machine, without zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdecimal():
@@ -51,6 +51,15 @@ def descendants(root: int, leave: Iterable[int] = ()) -> list[int]:
         # A main thread may end before the others: stat shows its zombie, the process lives on.
         if fields[0] not in (b"Z", b"X") or int(fields[THREADS_FIELD]) > 1:
             children.setdefault(int(fields[PARENT_FIELD]), []).append(int(entry.name))
+    return children
+
+
+def descendants(root: int, leave: Iterable[int] = (), children: Mapping[int, Sequence[int]] | None = None) -> list[int]:
+    """List all processes below `root`, children before their own, without the trees of `leave`. Zombies count not.
+
+    `children` are those of `all_children`, for a caller that asks for several processes at once.
+    """
+    children = all_children() if children is None else children
     found: list[int] = []
     skip = set(leave)
     queue = [root]

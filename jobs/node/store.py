@@ -1,23 +1,29 @@
 """The store of an attempt: a process of its own on node 0, so that no rank is special.
 
 Its socket is bound by the agent before anything else starts; ranks that dial early wait in the socket's backlog.
+Beside programs, the store loads only the C++ part of torch: 0.35 s of CPU time instead of 1.7 s.
 """
 
 import argparse
 import os
 import signal
 import socket
+import sys
 from datetime import timedelta
+from importlib import machinery, util
+from types import ModuleType
+from typing import Any, Final
 
 STORE_TIMEOUT_S = 300.0
+BINDINGS: Final = "torch._C"
 
 
-def serve(listening: socket.socket) -> None:
-    """Serve a c10d TCPStore on a listening socket until this process is killed."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+def serve(listening: socket.socket, store_class: Any = None) -> None:
+    """Serve a c10d TCPStore on a listening socket until this process is killed; by default that of `import torch`."""
+    if store_class is None:
+        from torch.distributed import TCPStore as store_class  # type: ignore[attr-defined]
     address, port = listening.getsockname()[:2]
-    store = TCPStore(
+    store = store_class(
         "127.0.0.1" if address == "0.0.0.0" else address,  # this process is a client of its own, too
         port,
         is_master=True,
@@ -29,17 +35,40 @@ def serve(listening: socket.socket) -> None:
         signal.pause()
 
 
+def bare() -> Any:
+    """Return the class TCPStore without most of torch's Python modules, which this process then cannot import any more.
+
+    Raises:
+        Exception: of any kind, if the C++ part of this version of torch needs more of them.
+    """
+    package = util.find_spec("torch")
+    found = package and machinery.PathFinder.find_spec(BINDINGS, package.submodule_search_locations)
+    if package is None or found is None or found.loader is None:
+        raise ImportError(f"{sys.executable} has no {BINDINGS}")
+    sys.modules["torch"] = util.module_from_spec(package)  # without its contents
+    sys.modules["torch.distributed"] = ModuleType("torch.distributed")  # asked for by _c10d_init
+    bindings = sys.modules[BINDINGS] = util.module_from_spec(found)
+    found.loader.exec_module(bindings)
+    bindings._c10d_init()
+    return bindings._distributed_c10d.TCPStore
+
+
 def main() -> None:
     """Serve on an inherited descriptor: for jobs whose keeper has no torch."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--whole", action="store_true", help="import all of torch")
     args = parser.parse_args()
     from muster.jobs.machine import linux
 
     linux.die_with_parent(args.parent)
+    try:
+        store_class = None if args.whole else bare()
+    except Exception:  # this torch needs its Python modules, too: import it in a fresh interpreter, or fail there
+        os.execv(sys.executable, [*sys.orig_argv, "--whole"])
     os.set_inheritable(args.fd, False)
-    serve(socket.socket(fileno=args.fd))
+    serve(socket.socket(fileno=args.fd), store_class)
 
 
 if __name__ == "__main__":

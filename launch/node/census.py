@@ -17,9 +17,9 @@ def connected(ranks: Mapping[int, int], port: int) -> set[int]:
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     if not sockets:
         return set()
-    return {
-        rank for rank, pid in ranks.items() if any(_holds(each, sockets) for each in (pid, *linux.descendants(pid)))
-    }
+    children = linux.all_children()
+    trees = {rank: (pid, *linux.descendants(pid, children=children)) for rank, pid in ranks.items()}
+    return {rank for rank, tree in trees.items() if any(_holds(each, sockets) for each in tree)}
 
 
 def _inodes(port: int) -> set[str]:

@@ -1,0 +1,27 @@
+"""The benchmarks of a user's own programs: they run, and count what they say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import own_lines
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def test_lines_of_code_are_counted_and_nothing_else():
+    plain = '"""Plain."""\nimport torch\nfor step in range(9):\n    train()\n'
+    changed = '"""Changed."""\nimport torch\n\n# why\nimport muster\nfor step in run.steps(9):\n    train()\n'
+    assert own_lines.added(plain, changed) == ["import muster", "for step in run.steps(9):"]
+
+
+@pytest.mark.slow
+def test_a_benchmark_under_muster_run_ends_with_its_record(tmp_path: Path) -> None:
+    options = ["--megabytes", "8", "--ranks", "2", "--repeats", "1"]
+    command = [sys.executable, str(BENCHMARKS / "own_save.py"), *options]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert out.returncode in (0, 1), out.stderr  # 1: the goal is out of reach, as it may be in a test
+    record = next(json.loads(line) for line in out.stdout.splitlines() if line.startswith("{"))
+    assert len(record["ours"]) == len(record["theirs"]) == 1
