@@ -22,6 +22,7 @@ from muster.launch.common import options, screen
 
 MB: Final = 1 << 20  # as in settings
 LAST_TIME: Final = 253402300800  # the end of the year 9999: a clock can show it
+LONGEST: Final = 160  # characters of a fact
 LISTED: Final = ("checkpoint", "state", "step>", "attempt>", "MB>", "saved", "world>", "mode", "note")
 VERIFIED: Final = ("checkpoint", "state", "MB>", "seconds>", "note")
 TENSORS: Final = ("tensor", "type", "shape", "parts>", "MB>")
@@ -116,7 +117,10 @@ def _show(run_dir: RunDir, args: argparse.Namespace) -> int:
     facts |= {key: value for key, value in manifest.meta.items() if key not in facts}
     width = max(map(len, facts))
     for key, value in facts.items():
-        print(f"{_printable(key):{width}}  {_printable(value)}")
+        text = _printable(value)
+        print(
+            f"{_printable(key):{width}}  {text if len(text) <= LONGEST else f'{text[:LONGEST]}… (all of it: --json)'}"
+        )
     rows = (
         (name, tensor.dtype, list(tensor.shape), len(tensor.parts), _megabytes(tensor.nbytes))
         for name, tensor in sorted(manifest.tensors.items())
