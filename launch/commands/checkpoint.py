@@ -118,9 +118,8 @@ def _show(run_dir: RunDir, args: argparse.Namespace) -> int:
     width = max(map(len, facts))
     for key, value in facts.items():
         text = _printable(value)
-        print(
-            f"{_printable(key):{width}}  {text if len(text) <= LONGEST else f'{text[:LONGEST]}… (all of it: --json)'}"
-        )
+        more = "… (all of it: --json)" if len(text) > LONGEST else ""
+        print(f"{_printable(key):{width}}  {text[:LONGEST]}{more}")
     rows = (
         (name, tensor.dtype, list(tensor.shape), len(tensor.parts), _megabytes(tensor.nbytes))
         for name, tensor in sorted(manifest.tensors.items())
