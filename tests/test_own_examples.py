@@ -20,7 +20,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.load import EXAMPLES
 from muster.launch.cli import main
 from support.ahead import Ahead
-from support.live import DEADLINE_S, LiveRun, wait_until
+from support.live import LiveRun, wait_until
 from support.transcripts import REPOSITORY, fences, pattern
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(250), pytest.mark.slow]
@@ -29,9 +29,10 @@ OWN = EXAMPLES / "own"
 # torchrun 2.13 keeps its store when it restarts workers; gloo then dials the addresses of those that died.
 ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 AGAIN = {"ddp": 2, "epochs": 3, "fsdp2": 1, "without": 2}  # the ranks of the last attempt
+EPOCHS = 16  # enough to be stopped in, however slow this machine is to say so
 WORDS = {
     "ddp": ["--steps", "1500"],
-    "epochs": ["--epochs", "6"],
+    "epochs": ["--epochs", str(EPOCHS)],
     "fsdp2": ["--steps", "300"],
     "without": ["--steps", "1500"],
 }
@@ -115,10 +116,7 @@ def life(name: str, root: Path) -> Life:
         live.wait_for("replayed")
     else:
         live.wait_for_saved(1)
-    if name == "epochs":
-        subprocess.run(muster("stop", "--runs", str(root)), capture_output=True, timeout=DEADLINE_S, check=True)
-    else:
-        live.interrupt()
+    live.interrupt()
     stopped = live.end()
     resumed = Started(root, *muster("resume", "-n", str(AGAIN[name])))
     code = resumed.end()
@@ -134,7 +132,7 @@ def undisturbed(name: str, words: str, root: Path) -> str:
 
 def elsewhere(root: Path) -> Started:
     """`epochs.py` alone until it is stopped, then on two ranks of torchrun, one of which is killed."""
-    words = [str(OWN / "epochs.py"), *WORDS["epochs"]]
+    words = [str(OWN / "epochs.py"), "--epochs", "6"]
     alone = Started(root, sys.executable, *words)
     wait_until(lambda: any(alone.run.attempt(0).path.glob("metrics-*.jsonl")), "the first rows")
     alone.interrupt()
@@ -248,9 +246,10 @@ def test_shards_of_two_ranks_go_on_on_one(ahead: Callable[[str], Any], tmp_path:
 
 def test_every_sample_of_an_epoch_comes_once_on_other_ranks_too(ahead: Callable[[str], Any]) -> None:
     rows = {row["step"]: row for row in read_lines(ahead("epochs").run.metrics) if "evaluation" not in row}
-    assert sum(row["samples"] for row in rows.values()) == 6 * 3001
+    assert sum(row["samples"] for row in rows.values()) == EPOCHS * 3001
     accuracies = [row["accuracy"] for row in read_lines(ahead("epochs").run.metrics) if "evaluation" in row]
-    assert len(accuracies) == 6
+    again = len(ahead("epochs").attempts) - 1  # an epoch whose end was not saved is evaluated once more
+    assert EPOCHS <= len(accuracies) <= EPOCHS + again
     assert accuracies[-1] > 0.9
     assert (ahead("epochs").run.files / "model.pt").is_file()
 

@@ -334,4 +334,5 @@ def test_a_line_that_is_pasted_twice_is_one_node(lines, shells, tmp_path) -> Non
     assert sorted(mark.name[0] for mark in marks.iterdir()) == ["0", "1"]
     (tmp_path / "go").touch()
     codes, said = shells.end()
-    assert (codes[0], sorted(codes[1:])) == (0, [0, 69]), said
+    # The other line is turned away (78) if both dialled before one was let in, else it finds nobody who expects it.
+    assert (codes[0], sorted(codes[1:])) in ((0, [0, 78]), (0, [0, 69])), said
