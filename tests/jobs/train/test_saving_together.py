@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -114,10 +115,11 @@ def drain(world: World, folder: str, settings: dict) -> list:
         while len(list(Path(folder).glob("held-*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.001)
         while not agreed.exists() and time.monotonic() < deadline:
-            if world.rank == 0 and own.held != NEVER:
-                made = agreed.with_suffix(".new")
+            if own.held != NEVER:  # whoever waits: the other one may be in a step that it cannot end alone
+                made = agreed.with_suffix(f".{world.rank}")
                 made.write_text(str(own.held + 2))
-                made.rename(agreed)
+                with suppress(FileExistsError):
+                    agreed.hardlink_to(made)
             time.sleep(0.001)
         own.set_stop_at(int(agreed.read_text()))
 
