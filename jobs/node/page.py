@@ -72,7 +72,7 @@ class Page:
         return cls(descriptor)
 
     def close_descriptor(self) -> None:
-        """Close the descriptor on this side; the memory stays mapped."""
+        """Close this process's descriptor. The page stays mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

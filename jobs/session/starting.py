@@ -1,4 +1,4 @@
-"""The run folder of a session: the launcher's, or one that rank 0 makes and names to the others.
+"""Find the run folder of a session. The launcher has made it, or rank 0 makes it and tells the other ranks its path.
 
 MUSTER_RESUME=RUN     continue this run
 torchrun restarts     continue the run of the same torchrun
@@ -51,6 +51,8 @@ def start(place: Place, ranks: Alone, runs: str | None, began: float) -> Start:
     """
     if place.watched:
         assert place.run is not None
+        if ranks.rank == 0 and RESUME in os.environ:
+            print(f"muster: {RESUME} has no effect under muster run; use muster resume", file=sys.stderr, flush=True)
         return Start(place.run, place.attempt, place.resume, direct=False)
     told: Any = None
     hosts = host_names(ranks)

@@ -26,5 +26,5 @@ def prefix(rank: int, node: int | None = None, *, coloured: bool) -> str:
 
 
 def is_coloured(stream: object) -> bool:
-    """Return whether prefixes are coloured on a stream: a terminal, whose user does not mind."""
+    """Return whether to colour prefixes: the stream is a terminal, and its user has not turned colours off."""
     return bool(getattr(stream, "isatty", lambda: False)()) and not os.environ.get("NO_COLOR")

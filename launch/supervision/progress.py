@@ -78,7 +78,7 @@ def hang(records: Sequence[Record], now: float, hang_s: float | None) -> Hang | 
 
 
 def silence(records: Sequence[Record], now: float, hang_s: float, began: float, start_timeout_s: float) -> Hang | None:
-    """Say whether programs without a session have written nothing for too long; `began`: when they were started."""
+    """Return the hang of programs without a session: no output for too long since `began`, their start (monotonic)."""
     told = _told(records, now)
     if not told or any(record["sessions"] for record, _ in told):
         return None

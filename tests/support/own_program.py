@@ -35,7 +35,7 @@ SESSION = json.loads(os.environ[ranks.SESSION])
 
 
 class Collective:
-    """A call into C, as those that ranks wait in: of such a call only the text of its line tells what it is."""
+    """Block in a call into C, as a waiting rank does. A stack shows only the source line of such a call."""
 
     wait = staticmethod(time.sleep)
 

@@ -53,7 +53,7 @@ class Leaf:
 
     @property
     def memory(self) -> tuple[object, ...]:
-        """A key that changes when the tensor moves in memory or changes its form."""
+        """Address, shape, strides and type of the tensor: if they change, the parts are listed anew."""
         local = self.tensor if type(self.tensor) in PLAIN else self.local
         return (self.name, self.answers, local.data_ptr(), local.shape, local.stride(), local.dtype)
 

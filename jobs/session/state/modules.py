@@ -94,7 +94,7 @@ class ModuleState(Registered):
         }
 
     def leaf(self, path: str, value: Tensor) -> Leaf:
-        """Return the leaf of a tensor. Buffers may differ between ranks; rank 0 writes its own."""
+        """Describe a parameter or buffer. Buffers may differ between ranks; rank 0's are saved."""
         is_parameter = isinstance(value, nn.Parameter)
         return Leaf(path, value, dealt=is_parameter, compared=is_parameter)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Registered(ABC):
-    """One object of a state. `stored` and `leaves` are None in a program that has not imported torch.
+    """One registered object. `stored` and `leaves` are None if the program has not imported torch.
 
     `kind` is what the object is saved as; a checkpoint's must be the same.
     """

@@ -46,7 +46,7 @@ class OptimizerState(Registered):
         self.modules = modules
 
     def parameters(self) -> Iterator[tuple[str, Tensor, Leaf | None, Mapping[str, Any]]]:
-        """Yield the path of each parameter below this optimizer, the parameter, its leaf and its group."""
+        """Yield each parameter as (name within this optimizer, tensor, leaf, parameter group)."""
         owners = self._owners()
         for place, (parameter, group) in enumerate(self._grouped()):
             owner = next((each for each in owners if id(parameter) in each.parameters), None)
