@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from safetensors.torch import load_file
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines
@@ -291,5 +292,5 @@ def test_the_commands_that_look_show_a_run_of_ones_own(
     assert "good" in said("checkpoint", "verify")
     assert re.search(r"^optimizer/0\.weight/exp_avg +F32 +\[256, 64\]", said("checkpoint", "show"), re.MULTILINE)
     said("checkpoint", "export", "-o", str(tmp_path / "model.safetensors"))
-    exported = pytest.importorskip("safetensors.torch").load_file(tmp_path / "model.safetensors")
+    exported = load_file(tmp_path / "model.safetensors")
     assert sorted(exported) == ["0.bias", "0.weight", "3.bias", "3.weight"]

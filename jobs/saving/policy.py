@@ -1,4 +1,4 @@
-"""When checkpoints are due, and how many stay: `checkpoint:` of a job file, as far as the ranks ask for it."""
+"""The settings of `checkpoint:` that ranks need: when checkpoints are due, and how many are kept."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 
 class Policy(Protocol):
-    """What `jobs/spec/failover.py` has as pydantic settings, which a user's Python cannot import."""
+    """The interface of the settings in `jobs/spec/failover.py`, for a Python that lacks pydantic."""
 
     @property
     def every_steps(self) -> int | None:

@@ -37,7 +37,7 @@ NONE: Final = -1
 
 
 class Held(Protocol):
-    """A tensor of this rank's part of the state."""
+    """A tensor, or part of one, that this rank saves."""
 
     @property
     def piece(self) -> Piece:

@@ -1,4 +1,4 @@
-"""How a program with a session ends: its own errors as they are, ours in one line, and requests to stop.
+"""Handle the end of a program with a session: its own errors, Muster's errors, and requests to stop.
 
 an exception of the program   its own traceback, then the rank and the step; exit code 1
 an error of Muster's          one line; its own exit code

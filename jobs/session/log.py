@@ -1,4 +1,4 @@
-"""What a program logs, as rows: each rank its own steps, rank 0 those of the run.
+"""Write what a program logs as rows: each rank its own steps, rank 0 also those of the whole run.
 
     attempt-NNN/metrics-RRRRR.jsonl   every step of a rank
     metrics.jsonl                     every step of the run: `samples` and `tokens` are added over the ranks, everything
@@ -103,7 +103,7 @@ class Log:
         return len(self._steps)
 
     def note(self) -> Sequence[float]:
-        """Return what the ranks compare before they exchange values: how many steps, and a hash of the names."""
+        """Return the number of new steps and a hash of what they logged. Values are averaged only if both match."""
         names = repr([sorted(step.values) for step in self._steps])
         return (float(len(self._steps)), float(crc32(names.encode())))
 

@@ -200,7 +200,7 @@ class Loop:
         return self.done + min(max(1, round(MEET_S / max(step_s, 1e-6))), MOST_STEPS)
 
     def _say(self, news: News) -> None:
-        """Print the newest step now and then, and tell the agent."""
+        """Print the newest step every few seconds, and report it to the agent."""
         if not news.rows:
             return
         row, now = news.rows[-1], time.monotonic()
@@ -239,7 +239,7 @@ class Loop:
         raise SystemExit(code)
 
     def settle(self) -> None:
-        """End with the program, which has left its loop: no collective."""
+        """Wait for the save in flight when the program ends outside its loop. Not a collective."""
         if self._pace is None:
             return
         self.saving.settle()

@@ -1,4 +1,4 @@
-"""Where a session's process stands: which rank it is, who started it, and what the launcher says of its run."""
+"""Read from the environment which rank this process is, who started it, and the settings of its run."""
 
 import json
 import os

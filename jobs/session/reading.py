@@ -1,4 +1,4 @@
-"""Begin from a checkpoint, and make room for the copies that the next ones are written from."""
+"""Restore a state from a checkpoint, and allocate the memory from which later checkpoints are written."""
 
 import mmap
 import os

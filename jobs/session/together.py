@@ -1,4 +1,4 @@
-"""How the ranks of a session agree: by numbers that all of them exchange now and then.
+"""How the ranks of a session agree: about twice a second they exchange a few numbers.
 
 A session of several ranks makes a gloo group of its own beside the program's groups, so that an exchange waits for no
 device and disturbs no collective of the program. A single rank exchanges nothing, and needs no torch.
@@ -41,7 +41,7 @@ class Alone:
         return value
 
     def close(self) -> None:
-        """Exchange nothing more."""
+        """End the exchange. A single rank has nothing to end."""
 
 
 class Together(Alone):
@@ -101,7 +101,7 @@ class Together(Alone):
         raise told
 
     def close(self) -> None:
-        """End all process groups, unless the program has: a thread of gloo that outlives the interpreter aborts it."""
+        """End the process groups that the program left open: a gloo thread that outlives the interpreter aborts it."""
         import torch.distributed as dist
 
         self.world = None
