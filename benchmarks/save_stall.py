@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from muster.jobs.train.state import DealtState
 from pairs import report
 from torch import nn
 
@@ -38,7 +39,6 @@ from muster.jobs.saving.schedule import Schedule
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.tensors.parts import Part
 from muster.jobs.tensors.snapshot import Snapshot
-from muster.jobs.train.state import DealtState
 from muster.jobs.world.world import World
 
 GOAL_S, GOAL_RATIO = 0.060, 1.5

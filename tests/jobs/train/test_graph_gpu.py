@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from muster.jobs.train.pipeline import PipelineEngine
 
 from muster.jobs.basics.files import read_lines
 from muster.jobs.models.shapes import VGG_SHAPES
@@ -17,7 +18,6 @@ from muster.jobs.train.loading import MicroInput, ShardInput
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics import numerics_of
 from muster.jobs.train.numerics.optim import set_learning_rate
-from muster.jobs.train.pipeline import PipelineEngine
 from muster.jobs.train.profiling.clock import clock_for
 from muster.jobs.world.world import World
 from support.gpus import over

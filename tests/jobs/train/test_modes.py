@@ -5,6 +5,8 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from muster.jobs.train.modes import WRAP
+from muster.jobs.train.replica import Replica, WrappedReplica
 
 from muster.ddp.base import DataParallel
 from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
@@ -12,8 +14,6 @@ from muster.jobs.spec.modes import MODES, PIPELINES, SHARDED, Sync
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
 from muster.jobs.train.loop import build_trainer
-from muster.jobs.train.modes import WRAP
-from muster.jobs.train.replica import Replica, WrappedReplica
 from muster.jobs.world.world import World
 
 pytestmark = pytest.mark.slow

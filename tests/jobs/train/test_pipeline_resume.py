@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from muster.jobs.train.shards import Forms
+from muster.jobs.train.stage_state import StageState
+from muster.jobs.train.state import DealtState
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import read_lines
@@ -13,9 +16,6 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.train_fields import OptimizerSettings
 from muster.jobs.train.numerics.optim import build_optimizer
 from muster.jobs.train.profiling.clock import PHASES
-from muster.jobs.train.shards import Forms
-from muster.jobs.train.stage_state import StageState
-from muster.jobs.train.state import DealtState
 from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline
 from support.resuming import GPT, VGG, agree_within_rounding, attempt, hashes

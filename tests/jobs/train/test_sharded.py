@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from muster.jobs.train.shards import Forms, SharedState
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.checkpoint.pieces import Piece
@@ -17,7 +18,6 @@ from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.shards import Forms, SharedState
 from muster.jobs.train.verify import digest
 from muster.jobs.world.world import World
 from muster.zero.flat import Held

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from muster.jobs.train.state import DealtState, aliases, buffer_parts, optimizer_parts, parameter_parts, wanted_replica
 from torch import nn
 from torch.nn import functional
 
@@ -14,7 +15,6 @@ from muster.jobs.spec.train_fields import ModelSettings, OptimizerSettings
 from muster.jobs.tensors.parts import Part, deal, flat_part, whole_part
 from muster.jobs.train.models import build_model
 from muster.jobs.train.numerics.optim import build_optimizer
-from muster.jobs.train.state import DealtState, aliases, buffer_parts, optimizer_parts, parameter_parts, wanted_replica
 
 SIZES = st.lists(st.integers(0, 50), max_size=8)
 

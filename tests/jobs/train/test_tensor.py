@@ -6,6 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
+from muster.jobs.train.replica import LateReplica
+from muster.jobs.train.tensor_replica import TensorReplica
 
 from muster.ddp.norms import reproducible_norm
 from muster.jobs.spec.job import Job
@@ -13,8 +15,6 @@ from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train import reference
 from muster.jobs.train import verify as verification
 from muster.jobs.train.numerics import optim
-from muster.jobs.train.replica import LateReplica
-from muster.jobs.train.tensor_replica import TensorReplica
 from muster.jobs.world.world import World
 from muster.pipe.tensor.region import Region
 
