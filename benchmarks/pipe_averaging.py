@@ -46,7 +46,7 @@ def measure(schedules: list[str], repeats: int, microbatches: int, *, tiny: bool
 def _measure(schedule: str, repeats: int, microbatches: int, job: dict[str, Any]) -> dict[str, Any]:
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
-    from muster.jobs.train.loading import move
+    from muster.jobs.train.data.loading import move
 
     split = {"data": 2, "pipe": 2, "schedule": schedule, "microbatches": microbatches}
     sides = {name: TrainSettings.model_validate({**job, "parallel": {**split, **more}}) for name, more in SIDES.items()}
