@@ -158,7 +158,7 @@ class Box:
     def _changing(self, verb: str) -> Iterator[tuple[BoxState, Tools]]:
         machine.need_root(f"muster box {verb}")
         self.state  # noqa: B018 (says that there is none)
-        with locked_folder(self.paths.folder) as lock:
+        with locked_folder(self.paths.path) as lock:
             state = read_state(self.name) if lock is not None else None
             if lock is None or state is None:
                 raise RefusedError(f"box {self.name} was taken down just now")

@@ -38,7 +38,7 @@ def make(spec: BoxSpec) -> BoxState:
     programs = machine.find_programs(with_slurm=spec.slurm)
     faketime = machine.find_faketime() if spec.clocks else ""
     state = _register(spec, programs, faketime)
-    with locked_folder(BoxPaths.of(spec.name).folder) as lock:
+    with locked_folder(BoxPaths.of(spec.name).path) as lock:
         if lock is None:
             raise RefusedError(f"box {spec.name} was taken down while it was made")
         with _nothing_left_behind(state, Tools(programs, lock)):
@@ -50,7 +50,7 @@ def make(spec: BoxSpec) -> BoxState:
 
 def _register(spec: BoxSpec, programs: dict[str, str], faketime: str) -> BoxState:
     """Choose the box's number and write down what will be made."""
-    folder = BoxPaths.of(spec.name).folder
+    folder = BoxPaths.of(spec.name).path
     with root_lock():
         if folder.exists() or any(netns_pattern(spec.name).fullmatch(name) for name in _netns_names()):
             raise _there_already(spec.name)

@@ -23,10 +23,10 @@ def take_down(name: str) -> bool:
     """
     machine.need_root("muster box down")
     paths = BoxPaths.of(name)
-    found = paths.folder.exists() or bool(_namespaces(name)) or bool(_links(name, None))
+    found = paths.path.exists() or bool(_namespaces(name)) or bool(_links(name, None))
     if found:
         programs = machine.find_programs(with_slurm=False)
-        with locked_folder(paths.folder):  # gives nothing where only namespaces are left
+        with locked_folder(paths.path):  # gives nothing where only namespaces are left
             remove(name, read_state(name), Tools(programs))
     with root_lock():
         return found
@@ -46,7 +46,7 @@ def remove(name: str, state: BoxState | None, tools: Tools) -> None:
     namespaces = _namespaces(name)
     _empty(namespaces)
     remove_links(_links(name, state), [path.name for path in namespaces], tools)
-    shutil.rmtree(paths.folder, ignore_errors=False) if paths.folder.exists() else None
+    shutil.rmtree(paths.path, ignore_errors=False) if paths.path.exists() else None
     for folder in reversed(state.made_folders if state is not None else ()):
         if Path(folder).is_dir() and not any(Path(folder).iterdir()):
             Path(folder).rmdir()
