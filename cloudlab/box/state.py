@@ -20,6 +20,7 @@ from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.spec import BoxSpec, Rates
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.reading import parse_json, read_bytes
+from muster.jobs.machine.procfs import boot_id as boot_id
 
 VERSION: Final = 1
 PREFIX: Final = "box-"
@@ -27,7 +28,6 @@ LOCK: Final = "lock"
 LOCK_S: Final = 120.0
 POLL_S: Final = 0.02
 PRIVATE: Final = 0o711
-BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,6 @@ class BoxState:
     def is_stale(self) -> bool:
         """Whether the machine was started anew since: its processes and links are gone."""
         return self.boot != boot_id()
-
-
-def boot_id() -> str:
-    """Return what this start of the machine is called."""
-    return BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def write_state(state: BoxState) -> None:

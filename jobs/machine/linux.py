@@ -11,8 +11,9 @@ import fcntl
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Final
+
+from muster.jobs.machine import procfs
 
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
@@ -22,8 +23,6 @@ MFD_CLOEXEC: Final = 1
 MFD_ALLOW_SEALING: Final = 2
 F_ADD_SEALS: Final = 1033
 F_SEALS_OF_SIZE: Final = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
-PARENT_FIELD: Final = 1  # of /proc/PID/stat, counted after the name: state, parent, ...
-THREADS_FIELD: Final = 17
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
@@ -41,16 +40,10 @@ def adopt_orphans() -> None:
 def all_children() -> dict[int, list[int]]:
     """Return the children of every process of this machine, without zombies."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()  # a name may be any bytes
-        except OSError:  # it ended while we looked
-            continue
-        # A main thread may end before the others: stat shows its zombie, the process lives on.
-        if fields[0] not in (b"Z", b"X") or int(fields[THREADS_FIELD]) > 1:
-            children.setdefault(int(fields[PARENT_FIELD]), []).append(int(entry.name))
+    for pid in procfs.pids():
+        fields = procfs.stat(pid)
+        if fields is not None and not procfs.is_dead(fields):
+            children.setdefault(int(fields[procfs.PARENT]), []).append(pid)
     return children
 
 
@@ -125,13 +118,9 @@ def memory_file(name: str, size: int | None = None) -> int:
 
 def signs_of_life(pid: int) -> tuple[bool, int]:
     """Say whether a process waits for a processor or a disk, and how often it has been scheduled (proc(5), status)."""
-    try:
-        status = (Path("/proc") / str(pid) / "status").read_bytes()
-    except OSError:  # it has gone
-        return False, 0
-    fields = dict(line.partition(b":")[::2] for line in status.splitlines())
-    switches = (b"voluntary_ctxt_switches", b"nonvoluntary_ctxt_switches")
-    return fields[b"State"].split()[0] in (b"R", b"D"), sum(int(fields[name]) for name in switches)
+    fields = dict(line.partition(":")[::2] for line in procfs.text_of(f"/proc/{pid}/status").splitlines())
+    switches = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+    return fields.get("State", "").split()[:1] in (["R"], ["D"]), sum(int(fields.get(name, 0)) for name in switches)
 
 
 def _prctl(option: int, value: int) -> None:
