@@ -10,7 +10,6 @@ import ipaddress
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +18,7 @@ from muster.cloudlab.manifest_xml import Interface, Lan, Node
 from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.basics.hostnames import check_user
 from muster.jobs.basics.reading import MOST_BYTES
-from muster.jobs.basics.words import counted
+from muster.jobs.basics.words import counted, did_you_mean
 from muster.jobs.hosts.hosts import read_text
 from muster.jobs.hosts.placement import Host, Login
 
@@ -174,9 +173,8 @@ def _named(lans: Sequence[Lan], wanted: str) -> Lan:
     names = [lan.name for lan in lans]
     if wanted in names:
         return lans[names.index(wanted)]
-    near = get_close_matches(wanted, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {_spell(lans)}"
-    raise UsageError(f"--lan: no LAN {wanted!r} joins nodes by address; {hint}")
+    hint = did_you_mean(wanted, names) or f"; there are: {_spell(lans)}"
+    raise UsageError(f"--lan: no LAN {wanted!r} joins nodes by address{hint}")
 
 
 def _fastest(lans: Sequence[Lan]) -> Lan:

@@ -8,6 +8,7 @@
     parse_json    text to a value of bounded depth and size, with numbers of bounded length
     read_json     both
     json_lines    the records of a log, one at a time; a line that is too long or no JSON object is skipped
+    Lines         bytes as they come from a pipe or a socket, as whole lines
 
 Trusted owners are this user and root. `trusting` adds another one while a command only looks at a run (`share: group`).
 With `owned=False` a file is one that the user names on the command line: whoever owns it, a link or a pipe.
@@ -213,6 +214,20 @@ def json_lines(path: Path, longest: int = LONGEST_LINE_BYTES, *, owned: bool = T
                 continue
             if isinstance(record, dict):
                 yield record
+
+
+class Lines:
+    """Bytes as they come, as whole lines; of one without an end at most `longest` bytes are kept."""
+
+    def __init__(self, longest: int | None = None) -> None:
+        self._longest = longest
+        self._held = b""
+
+    def of(self, data: bytes) -> list[bytes]:
+        """Return the lines that these bytes end, without their newlines."""
+        *whole, rest = (self._held + data).split(b"\n")
+        self._held = rest[: self._longest]
+        return whole
 
 
 def _number(kind: type[int] | type[float], largest: float, digits: str) -> int | float:
