@@ -23,6 +23,7 @@ from muster.slurm.states import JobState
 SUBMIT_S: Final = 60.0  # a busy controller makes sbatch wait and try again
 QUERY_S: Final = 30.0  # squeue itself gives up on a controller that is not there after 18 s
 LIST_S: Final = 5.0
+RUNNING: Final = "RUNNING"
 _SQUEUE: Final = "%i|%T|%j|%N|%e|%B|%r"
 _SACCT: Final = "JobID,State,JobName,NodeList,End,ExitCode,Reason"
 _PARTITION: Final = "%R (%D nodes of %c cores and %m MB, limit %l)"
@@ -113,6 +114,22 @@ class Client:
             raise RefusedError(f"slurm job {job_id}: scancel says: {essence(said)}; only its owner can cancel it")
         raise UnreachableError(f"slurm job {job_id}: scancel says: {essence(said)}; try again, or see scontrol ping")
 
+    def word(self, job_id: str) -> str:
+        """Return Slurm's word for the state of a job, or why it gives none."""
+        try:
+            found = self._squeue([job_id])
+        except MusterError as error:
+            return str(error)
+        return found[0].state if found else "gone"
+
+    def refused(self, *argv: str) -> str:
+        """Call one of Slurm's commands; return "" if it did what was asked, else what it said."""
+        try:
+            code, out, said = self._call([argv[0], *self._clusters(), *argv[1:]], QUERY_S)
+        except MusterError as error:
+            return str(error)
+        return (said or out).strip() or f"code {code}" if code else ""
+
     def partitions(self) -> str:
         """Describe the partitions in one line, for a message; empty where sinfo does not answer soon."""
         try:
@@ -197,6 +214,19 @@ class Client:
                 f"slurm: {argv[0]} has not answered within {timeout_s:g} s; try again, or see scontrol ping"
             ) from error
         return done.returncode, done.stdout, done.stderr
+
+
+def end_orphan(environ: Mapping[str, str], *, requeue: bool) -> str:
+    """End the job around this process, whose supervisor is gone with its node; say what was done.
+
+    With --no-kill Slurm would keep the other nodes running to its limit. If Slurm holds the job for running, it is
+    queued again, or cancelled. One that somebody cancels at the same moment is left alone: scontrol would queue it.
+    """
+    job, client = environ.get("SLURM_JOB_ID", ""), Client(environ)
+    if (state := client.word(job)) != RUNNING:
+        return f"Slurm job {job}: {state}"
+    argv = ["scontrol", "requeue", job] if requeue else ["scancel", job]
+    return f"{' '.join(argv)}: {client.refused(*argv) or 'done'}"
 
 
 def from_squeue(line: str) -> JobState | None:
