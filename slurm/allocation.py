@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.hosts.launchers import PASS_FLAGS, number, tasks_per_node
+from muster.jobs.hosts.launchers import tasks_per_node
 from muster.jobs.hosts.nodelist import expand
 from muster.jobs.hosts.placement import Host
-from muster.jobs.hosts.ranks import OF_A_RANK
+from muster.jobs.hosts.ranks import OF_A_RANK, PASS_FLAGS, number
 
 JOB_ID: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 NODELIST: Final = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")

@@ -177,11 +177,11 @@ class Keeper:
 
     def _hold(self, _: dict[str, Any]) -> None:
         for rank in self.ranks.values():
-            rank.page.ask_to_hold()
+            rank.page.hold = 1
 
     def _stop_at(self, message: dict[str, Any]) -> None:
         for rank in self.ranks.values():
-            rank.page.set_stop_at(message["steps"])
+            rank.page.stop_at = message["steps"]
 
     def _dump(self, _: dict[str, Any]) -> None:
         self._tell({"dumped": {rank.rank: rank.dump() for rank in self.ranks.values()}})

@@ -39,7 +39,7 @@ class RankProcess:
     @property
     def asks(self) -> signal.Signals:
         """The signal that asks it to end."""
-        return signal.SIGINT if self.deaf or self.page.is_deaf else signal.SIGTERM
+        return signal.SIGINT if self.deaf or self.page.deaf else signal.SIGTERM
 
     @property
     def has_session(self) -> bool:

@@ -46,12 +46,9 @@ def pdsh_transport(
         return ["pdsh", "-R", "ssh", "-w", targets[slot], command(connect, str(slot))]
 
     def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
-        host = by_name.get(name)
-        return (
-            explain(host, code, errors, ssh)
-            if host
-            else RefusedError(f"pdsh ended with code {code}: {last_said(errors)}")
-        )
+        if host := by_name.get(name):
+            return explain(host, code, errors, ssh)
+        return RefusedError(f"pdsh ended with code {code}: {last_said(errors)}")
 
     by_name = {pdsh_name(target): host for target, host in zip(targets, nodes, strict=True)}
     numbers = {name: number for number, name in enumerate(by_name)}
