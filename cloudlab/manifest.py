@@ -57,15 +57,6 @@ class Manifest:
         return [node.host for node in self.nodes]
 
 
-def read_manifest(path: Path, *, user: str | None = None, lan: str | None = None) -> list[Host]:
-    """Return the hosts of a manifest; `survey_manifest` also says what was left out.
-
-    Raises:
-        JobFileError, UsageError: as `survey_manifest`.
-    """
-    return survey_manifest(path, user=user, lan=lan).hosts
-
-
 def survey_manifest(
     path: Path, *, user: str | None = None, lan: str | None = None, environ: Mapping[str, str] = os.environ
 ) -> Manifest:

@@ -11,7 +11,7 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.reading import parse_json, read_bytes
 from muster.jobs.machine.procfs import boot_id as boot_id
 
-VERSION: Final = 1
+VERSION: Final = 2
 PREFIX: Final = "box-"
 LOCK: Final = "lock"
 LOCK_S: Final = 120.0
@@ -132,11 +132,6 @@ def locked_folder(folder: Path) -> Iterator[int | None]:
         os.close(descriptor)
 
 
-def with_rates(state: BoxState, rates: Rates) -> BoxState:
-    """Return the state with other rates."""
-    return replace(state, rates=rates)
-
-
 def _lock(descriptor: int, folder: Path) -> None:
     deadline = time.monotonic() + LOCK_S
     while True:
@@ -156,50 +151,15 @@ def _is_same(descriptor: int, folder: Path) -> bool:
 
 
 def _to_json(state: BoxState) -> str:
-    spec, rates = state.spec, state.rates
-    data: dict[str, Any] = {
-        "version": VERSION,
-        "name": spec.name,
-        "number": spec.number,
-        "nodes": spec.nodes,
-        "rate": spec.rate,
-        "slurm": spec.slurm,
-        "private_runs": spec.private_runs,
-        "clocks": dict(spec.clocks),
-        "rates": {
-            "every": rates.every,
-            "pairs": [[*pair, rate] for pair, rate in rates.pairs.items()],
-            "nodes": dict(rates.nodes),
-        },
-        "boot": state.boot,
-        "complete": state.complete,
-        "made_folders": list(state.made_folders),
-        "faketime": state.faketime,
-        "programs": state.programs,
-    }
+    data: dict[str, Any] = {"version": VERSION, **asdict(state)}
+    data["rates"]["pairs"] = [[*pair, rate] for pair, rate in state.rates.pairs.items()]
     return json.dumps(data, indent=1) + "\n"
 
 
 def _from_json(text: bytes) -> BoxState:
     raw = parse_json(text)
-    if raw["version"] != VERSION:
-        raise ValueError(f"version {raw['version']}, wanted {VERSION}")
-    spec = BoxSpec(
-        name=raw["name"],
-        nodes=raw["nodes"],
-        rate=raw["rate"],
-        slurm=raw["slurm"],
-        number=raw["number"],
-        private_runs=raw["private_runs"],
-        clocks=raw["clocks"],
-    )
-    pairs = {(one, other): rate for one, other, rate in raw["rates"]["pairs"]}
-    return BoxState(
-        spec=spec,
-        rates=Rates(raw["rates"]["every"], pairs, raw["rates"].get("nodes", {})),  # older ones had no slow nodes
-        boot=raw["boot"],
-        complete=raw["complete"],
-        made_folders=tuple(raw["made_folders"]),
-        faketime=raw["faketime"],
-        programs=raw["programs"],
-    )
+    if (version := raw.pop("version")) != VERSION:
+        raise ValueError(f"version {version}, wanted {VERSION}")
+    spec, rates, made = BoxSpec(**raw.pop("spec")), raw.pop("rates"), tuple(raw.pop("made_folders"))
+    rates["pairs"] = {(one, other): rate for one, other, rate in rates["pairs"]}
+    return BoxState(spec, Rates(**rates), made_folders=made, **raw)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.cloudlab.manifest import Manifest, ManifestNode, read_manifest, survey_manifest
+from muster.cloudlab.manifest import Manifest, ManifestNode, survey_manifest
 from muster.jobs.basics.errors import JobFileError, MusterError, UsageError
 from muster.jobs.hosts.placement import Host, Login
 
@@ -94,7 +94,7 @@ def test_a_member_who_joined_later_is_tried_and_named() -> None:
 
 
 def test_reading_gives_the_hosts_alone() -> None:
-    assert read_manifest(FOLDER / "two_lans.xml", lan="fast-lan") == survey("two_lans").hosts
+    assert survey_manifest(FOLDER / "two_lans.xml", lan="fast-lan").hosts == survey("two_lans").hosts
 
 
 # --- small manifests, made for one question each ---------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_a_box_whose_making_ended_before_the_first_write_has_no_state(root: Path
 
 def test_a_state_that_cannot_be_understood_is_refused_with_its_path(root: Path) -> None:
     (root / "box-odd").mkdir(parents=True)
-    for text in ("{", "[]", json.dumps({"version": 2})):
+    for text in ("{", "[]", json.dumps({"version": 1}), json.dumps({"version": 2})):
         (root / "box-odd" / "state.json").write_text(text)
         with pytest.raises(
             RefusedError, match=r"box-odd/state.json: cannot be understood .*; remove it, then: muster box down"
