@@ -231,10 +231,9 @@ def end_orphan(environ: Mapping[str, str], *, requeue: bool) -> str:
 
 def from_squeue(line: str) -> JobState | None:
     """Read one line of squeue, or None when it is of another form."""
-    fields = line.split("|", 6)
-    if len(fields) != 7:
+    if (fields := _fields(line)) is None:
         return None
-    job_id, state, name, nodes, end, host, reason = (each.strip() for each in fields)
+    job_id, state, name, nodes, end, host, reason = fields
     return JobState(job_id, name, state, reason, nodes, end_time=unix_s(end), batch_host="" if host == "n/a" else host)
 
 
@@ -266,10 +265,9 @@ def from_scontrol(text: str, job_id: str) -> JobState | None:
 
 def from_sacct(line: str) -> JobState | None:
     """Read one line of sacct, or None when it is of another form. `CANCELLED by 1000` is the state CANCELLED."""
-    fields = line.split("|", 6)
-    if len(fields) != 7:
+    if (fields := _fields(line)) is None:
         return None
-    job_id, state, name, nodes, end, exit_code, reason = (each.strip() for each in fields)
+    job_id, state, name, nodes, end, exit_code, reason = fields
     code, _, signal = exit_code.partition(":")
     return JobState(
         job_id,
@@ -281,6 +279,12 @@ def from_sacct(line: str) -> JobState | None:
         signal=_number(signal),
         end_time=unix_s(end),
     )
+
+
+def _fields(line: str) -> list[str] | None:
+    """Return the seven fields of a line of squeue or sacct."""
+    fields = [each.strip() for each in line.split("|", 6)]
+    return fields if len(fields) == 7 else None
 
 
 def _number(text: str) -> int:

@@ -7,7 +7,6 @@
     read_end      the last bytes of a file of any size
     parse_json    text to a value of bounded depth and size, with numbers of bounded length
     read_json     both
-    json_lines    the records of a log, one at a time; a line that is too long or no JSON object is skipped
     Lines         bytes as they come from a pipe or a socket, as whole lines
 
 Trusted owners are this user and root. `trusting` adds another one while a command only looks at a run (`share: group`).
@@ -189,31 +188,6 @@ def parse_json(data: bytes | str, *, deepest: int = DEEPEST, most: int = MOST_VA
 def read_json(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> Any:
     """Read a JSON file; errors as `read_bytes` and `parse_json`."""
     return parse_json(read_bytes(path, most, owned=owned))
-
-
-def json_lines(path: Path, longest: int = LONGEST_LINE_BYTES, *, owned: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log line by line, whatever its size.
-
-    An unfinished last line, a line of over `longest` bytes and a line that is no JSON object are skipped.
-
-    Raises:
-        OSError: if it cannot be read.
-        UntrustedError: if `owned`, and it belongs to another user.
-    """
-    with open_file(path, owned=owned) as file:
-        while line := file.readline(longest):
-            if not line.endswith(b"\n"):
-                while line and not line.endswith(b"\n"):  # the rest of a line that is too long
-                    line = file.readline(longest)
-                continue
-            if not line.lstrip().startswith(b"{"):  # no record, and errors take time
-                continue
-            try:
-                record = parse_json(line)
-            except ValueError:  # torn by a full disk: the lines around it still count
-                continue
-            if isinstance(record, dict):
-                yield record
 
 
 class Lines:

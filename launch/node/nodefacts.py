@@ -94,18 +94,10 @@ def machine() -> str:
     return f"{procfs.boot_id()} {socket.gethostname()}"  # nodes of a box, or containers, share the kernel
 
 
-def torch_version() -> str | None:
-    """Return torch's version without importing it; None where there is none."""
+def version(package: str) -> str | None:
+    """Return a package's version without importing it; None where it is not installed, as our code may not be."""
     try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def muster_version() -> str | None:
-    """Return the version that is installed; None where our code is run from its folder alone."""
-    try:
-        return metadata.version("muster")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
@@ -224,8 +216,8 @@ STANDING: Final[Mapping[str, Probe]] = {
     "root": lambda: str(CODE_ROOT),
     "code": fingerprint,
     "commit": commit,
-    "torch": torch_version,
-    "muster": muster_version,
+    "torch": partial(version, "torch"),
+    "muster": partial(version, "muster"),
     "cores": cores,
     "memory": memory,
     "gpus": gpus,

@@ -14,7 +14,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
 from muster.launch.common.follow import CHUNK_BYTES
 from muster.launch.records.event_texts import lines_of
-from muster.launch.records.runrows import number, read_rows
+from muster.launch.records.runrows import number, read_rows, supervisors
 from muster.launch.records.runstate import read_state
 from muster.launch.scheduler.held_signals import listening, request_stop
 from muster.launch.scheduler.rank_outputs import RankOutputs
@@ -68,7 +68,7 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
         UnreachableError: submitit ended before the run had begun.
     """
     lines, asked, said = NewestOutputs(run, console), 0, sum(1 for _ in read_lines(run.events))
-    before, controller = begun(run), start()
+    before, controller = supervisors(run), start()
     with listening([]) as signals:
         while controller.poll() is None or _goes_on(run):
             said = _tell(run, console, said)
@@ -79,7 +79,7 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
             time.sleep(POLL_S)
     _tell(run, console, said)
     lines.pass_on(last=True)
-    if begun(run) == before:
+    if supervisors(run) == before:
         raise ended_early(run)
     rows = read_rows(run)
     if rows.ended is None:
@@ -91,11 +91,6 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
     ended = rows.ended or {}
     show_end(run, console, ended)
     return number(ended.get("code")) or 0
-
-
-def begun(run: RunDir) -> int:
-    """Count how often a supervisor has begun."""
-    return sum(row.get("event") == "submitted" for row in read_lines(run.events))
 
 
 def _goes_on(run: RunDir) -> bool:

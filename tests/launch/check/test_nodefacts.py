@@ -55,7 +55,7 @@ def test_without_torch_the_version_is_none(monkeypatch: pytest.MonkeyPatch) -> N
         raise nodefacts.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(nodefacts.metadata, "version", missing)
-    assert (nodefacts.torch_version(), nodefacts.muster_version()) == (None, None)
+    assert nodefacts.version("torch") is None
 
 
 def test_the_same_facts_come_from_the_command_line() -> None:
