@@ -4,11 +4,9 @@ The lock is the folder itself. Whoever can open a folder can hold its lock, so o
 folder and read files in it by name, but not open it.
 """
 
-import fcntl
 import json
 import os
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -19,6 +17,7 @@ from muster.cloudlab.box import paths as places
 from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.spec import BoxSpec, Rates
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import locked
 from muster.jobs.basics.reading import parse_json, read_bytes
 from muster.jobs.machine.procfs import boot_id as boot_id
 
@@ -26,7 +25,6 @@ VERSION: Final = 2
 PREFIX: Final = "box-"
 LOCK: Final = "lock"
 LOCK_S: Final = 120.0
-POLL_S: Final = 0.02
 PRIVATE: Final = 0o711
 
 
@@ -125,22 +123,12 @@ def locked_folder(folder: Path) -> Iterator[int | None]:
     umask = os.umask(0o022)
     try:
         os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & PRIVATE)  # older folders can be opened
-        _lock(descriptor, folder)
+        if not locked(descriptor, LOCK_S):
+            raise RefusedError(f"{folder}: another muster box command works on it since {LOCK_S:.0f} s")
         yield descriptor if _is_same(descriptor, folder) else None
     finally:
         os.umask(umask)
         os.close(descriptor)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise RefusedError(f"{folder}: another muster box command works on it since {LOCK_S:.0f} s") from None
-            time.sleep(POLL_S)
 
 
 def _is_same(descriptor: int, folder: Path) -> bool:

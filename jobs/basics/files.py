@@ -3,8 +3,10 @@
 What is read may be half written, torn by a full disk, or not there yet: none of that is an error to a reader.
 """
 
+import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any, Final
 from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError
 from muster.jobs.basics.reading import LONGEST_LINE_BYTES, open_file, parse_json
 
+LOCK_POLL_S: Final = 0.02
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -148,6 +151,23 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         return
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
+
+
+def locked(descriptor: int, wait_s: float) -> bool:
+    """Lock an open file or folder until it is closed; return False if another process holds it for all of `wait_s`.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOCK_POLL_S)
 
 
 def expanded(path: str) -> Path:
