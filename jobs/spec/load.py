@@ -110,7 +110,7 @@ def _unread(document: Document, job: Job, kinds: Sequence[JobKind]) -> tuple[dic
 
 def job_keys(kinds: Sequence[JobKind]) -> list[str]:
     """List the keys that may stand at the top of a job file."""
-    return [key for key in mistakes.field_names(Job) if key not in DERIVED] + [kind.key for kind in kinds]
+    return [key for key in Job.model_fields if key not in DERIVED] + [kind.key for kind in kinds]
 
 
 def _build(document: Document, raw: dict[str, Any], kinds: Sequence[JobKind]) -> Job | None:

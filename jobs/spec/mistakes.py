@@ -82,11 +82,6 @@ def check(
     return None
 
 
-def field_names(model: type[BaseModel]) -> list[str]:
-    """List the keys that a section may hold."""
-    return list(model.model_fields)
-
-
 def section_model(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
     """Return the model of the section at `path` below `model`, or None when no section stands there."""
     current = model
@@ -140,7 +135,7 @@ def _unknown_within(path: KeyPath, model: type[BaseModel], prefix: KeyPath, abov
             return misplaced(f"{spell(path[:length])}:")
     if key in above:
         return misplaced("the top of the file")
-    return unknown_key(key, field_names(owner) if owner else [])
+    return unknown_key(key, list(owner.model_fields) if owner else [])
 
 
 def misplaced(place: str) -> str:

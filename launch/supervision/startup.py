@@ -218,8 +218,7 @@ class Startup:
 
     def warn(self, text: str) -> None:
         """Say a warning, and keep it for `muster status`."""
-        self.log.event("warning", text=text)
-        self.console.say(f"muster: warning: {text}")
+        self.log.tell("warning", text=text)
 
     def _start(self) -> Stop | None:
         """Plan, write the plans down, and start the ranks."""
