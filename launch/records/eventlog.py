@@ -74,12 +74,12 @@ class EventLog:
         ended = time.time() if over is None else over
         row = {"attempt": attempt, "started": began, "ended": ended, **verdict.record(), **more, "next_step": advice}
         self._attempts.append([row])
-        self.event("attempt_ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
+        self.event("attempt_ended", attempt=attempt, **_said(verdict))
         return advice
 
     def run_ended(self, attempt: int, verdict: Verdict) -> None:
         """Write the run's last row, if need be into the room that was reserved for it."""
-        self.event("ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
+        self.event("ended", attempt=attempt, **_said(verdict))
         if self._may_be_full:
             self.run.reserve.unlink(missing_ok=True)
             self._attempts.give_out()
@@ -92,5 +92,5 @@ class EventLog:
         return advice
 
 
-def _class(verdict: Verdict) -> dict[str, str]:
-    return {"class": verdict.name}
+def _said(verdict: Verdict) -> dict[str, Any]:
+    return {"code": verdict.code, "class": verdict.name, "message": verdict.message}
