@@ -10,7 +10,6 @@ import ipaddress
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +18,7 @@ from muster.cloudlab.manifest_xml import Interface, Lan, Node
 from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.basics.hostnames import check_user
 from muster.jobs.basics.reading import MOST_BYTES
-from muster.jobs.basics.words import counted
+from muster.jobs.basics.words import counted, did_you_mean
 from muster.jobs.hosts.hosts import read_text
 from muster.jobs.hosts.placement import Host, Login
 
@@ -56,15 +55,6 @@ class Manifest:
     def hosts(self) -> list[Host]:
         """The nodes as hosts, in the manifest's order."""
         return [node.host for node in self.nodes]
-
-
-def read_manifest(path: Path, *, user: str | None = None, lan: str | None = None) -> list[Host]:
-    """Return the hosts of a manifest; `survey_manifest` also says what was left out.
-
-    Raises:
-        JobFileError, UsageError: as `survey_manifest`.
-    """
-    return survey_manifest(path, user=user, lan=lan).hosts
 
 
 def survey_manifest(
@@ -174,9 +164,8 @@ def _named(lans: Sequence[Lan], wanted: str) -> Lan:
     names = [lan.name for lan in lans]
     if wanted in names:
         return lans[names.index(wanted)]
-    near = get_close_matches(wanted, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are: {_spell(lans)}"
-    raise UsageError(f"--lan: no LAN {wanted!r} joins nodes by address; {hint}")
+    hint = did_you_mean(wanted, names) or f"; there are: {_spell(lans)}"
+    raise UsageError(f"--lan: no LAN {wanted!r} joins nodes by address{hint}")
 
 
 def _fastest(lans: Sequence[Lan]) -> Lan:

@@ -182,13 +182,13 @@ def _version() -> str:
 
 
 def _unknown(name: str) -> int:
-    from difflib import get_close_matches
+    from muster.jobs.basics.words import nearest
 
     what, known = "command", {**{each: each for each in PHRASES}, "version": "--version"}
     if name.startswith("-"):
         what, known = "option", {each: each for each in ("--help", "--version")}
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"did you mean {known[near[0]]!r}?" if near else "muster --help lists them"
+    near = nearest(name, known)
+    hint = f"did you mean {known[near]!r}?" if near else "muster --help lists them"
     print(f"muster: unknown {what} {name!r}; {hint}", file=sys.stderr)
     return 2
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.hosts.launchers import PASS_FLAGS, in_step, number, tasks_per_node
+from muster.jobs.hosts.launchers import tasks_per_node
 from muster.jobs.hosts.nodelist import expand
 from muster.jobs.hosts.placement import Host
-from muster.jobs.hosts.ranks import OF_A_RANK
+from muster.jobs.hosts.ranks import OF_A_RANK, PASS_FLAGS, number
 
 JOB_ID: Final = ("SLURM_JOB_ID", "SLURM_JOBID")
 NODELIST: Final = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -56,25 +56,6 @@ class Allocation:
 def inside_allocation(environ: Mapping[str, str]) -> bool:
     """Tell whether this process belongs to a job that has nodes."""
     return _first(environ, JOB_ID) in environ and _first(environ, NODELIST) in environ
-
-
-def inside_task(environ: Mapping[str, str]) -> bool:
-    """Tell whether srun made this process."""
-    return in_step(environ)
-
-
-def step_node(environ: Mapping[str, str]) -> int:
-    """Return the index of this node in its step.
-
-    Raises:
-        RefusedError: this is no task of a step, where the variable means something else.
-    """
-    if not inside_task(environ):
-        raise RefusedError(
-            "environment: SLURM_NODEID counts only in a process that srun started (in the batch script it is 0 "
-            "everywhere); start one task per node with srun"
-        )
-    return number(environ, "SLURM_NODEID")
 
 
 def read_allocation(environ: Mapping[str, str]) -> Allocation:

@@ -23,6 +23,7 @@ from muster.slurm.states import JobState
 SUBMIT_S: Final = 60.0  # a busy controller makes sbatch wait and try again
 QUERY_S: Final = 30.0  # squeue itself gives up on a controller that is not there after 18 s
 LIST_S: Final = 5.0
+RUNNING: Final = "RUNNING"
 _SQUEUE: Final = "%i|%T|%j|%N|%e|%B|%r"
 _SACCT: Final = "JobID,State,JobName,NodeList,End,ExitCode,Reason"
 _PARTITION: Final = "%R (%D nodes of %c cores and %m MB, limit %l)"
@@ -113,6 +114,22 @@ class Client:
             raise RefusedError(f"slurm job {job_id}: scancel says: {essence(said)}; only its owner can cancel it")
         raise UnreachableError(f"slurm job {job_id}: scancel says: {essence(said)}; try again, or see scontrol ping")
 
+    def word(self, job_id: str) -> str:
+        """Return Slurm's word for the state of a job, or why it gives none."""
+        try:
+            found = self._squeue([job_id])
+        except MusterError as error:
+            return str(error)
+        return found[0].state if found else "gone"
+
+    def refused(self, *argv: str) -> str:
+        """Call one of Slurm's commands; return "" if it did what was asked, else what it said."""
+        try:
+            code, out, said = self._call([argv[0], *self._clusters(), *argv[1:]], QUERY_S)
+        except MusterError as error:
+            return str(error)
+        return (said or out).strip() or f"code {code}" if code else ""
+
     def partitions(self) -> str:
         """Describe the partitions in one line, for a message; empty where sinfo does not answer soon."""
         try:
@@ -199,12 +216,24 @@ class Client:
         return done.returncode, done.stdout, done.stderr
 
 
+def end_orphan(environ: Mapping[str, str], *, requeue: bool) -> str:
+    """End the job around this process, whose supervisor is gone with its node; say what was done.
+
+    With --no-kill Slurm would keep the other nodes running to its limit. If Slurm holds the job for running, it is
+    queued again, or cancelled. One that somebody cancels at the same moment is left alone: scontrol would queue it.
+    """
+    job, client = environ.get("SLURM_JOB_ID", ""), Client(environ)
+    if (state := client.word(job)) != RUNNING:
+        return f"Slurm job {job}: {state}"
+    argv = ["scontrol", "requeue", job] if requeue else ["scancel", job]
+    return f"{' '.join(argv)}: {client.refused(*argv) or 'done'}"
+
+
 def from_squeue(line: str) -> JobState | None:
     """Read one line of squeue, or None when it is of another form."""
-    fields = line.split("|", 6)
-    if len(fields) != 7:
+    if (fields := _fields(line)) is None:
         return None
-    job_id, state, name, nodes, end, host, reason = (each.strip() for each in fields)
+    job_id, state, name, nodes, end, host, reason = fields
     return JobState(job_id, name, state, reason, nodes, end_time=unix_s(end), batch_host="" if host == "n/a" else host)
 
 
@@ -236,10 +265,9 @@ def from_scontrol(text: str, job_id: str) -> JobState | None:
 
 def from_sacct(line: str) -> JobState | None:
     """Read one line of sacct, or None when it is of another form. `CANCELLED by 1000` is the state CANCELLED."""
-    fields = line.split("|", 6)
-    if len(fields) != 7:
+    if (fields := _fields(line)) is None:
         return None
-    job_id, state, name, nodes, end, exit_code, reason = (each.strip() for each in fields)
+    job_id, state, name, nodes, end, exit_code, reason = fields
     code, _, signal = exit_code.partition(":")
     return JobState(
         job_id,
@@ -251,6 +279,12 @@ def from_sacct(line: str) -> JobState | None:
         signal=_number(signal),
         end_time=unix_s(end),
     )
+
+
+def _fields(line: str) -> list[str] | None:
+    """Return the seven fields of a line of squeue or sacct."""
+    fields = [each.strip() for each in line.split("|", 6)]
+    return fields if len(fields) == 7 else None
 
 
 def _number(text: str) -> int:

@@ -5,10 +5,12 @@ The left column is what `slurm_strerror` and sbatch's own option parser say (22.
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
-from muster.jobs.spec.slurm import SlurmSettings
+
+if TYPE_CHECKING:
+    from muster.jobs.spec.slurm import SlurmSettings  # agents, whose Python need not have pydantic, call Slurm too
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ _HINT: Final = "Try |warning: |If munged is up"
 NOT_SET_UP: Final = r"(?i)configuration source|Unable to open slurm.conf|Unable to process configuration"
 
 
-def refusal(said: str, settings: SlurmSettings, nodes: int, *, partitions: str = "") -> MusterError:
+def refusal(said: str, settings: "SlurmSettings", nodes: int, *, partitions: str = "") -> MusterError:
     """Return the error for what sbatch said when it submitted nothing; `partitions` describes what there is."""
     line = essence(said)
     if re.search(NOT_SET_UP, said):

@@ -9,7 +9,7 @@ Signals that Slurm sends to the batch script (`B:`) reach the supervisor itself,
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,7 @@ from typing import Final
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.exits import REFUSED
 from muster.jobs.spec.slurm import SlurmSettings, split_option
+from muster.slurm.allocation import clean_environment
 
 OUTPUT: Final = "slurm-%j.out"
 ARRAY_OUTPUT: Final = "slurm-%A_%a.out"
@@ -140,6 +141,12 @@ def overriding_variables(options: Sequence[Option]) -> frozenset[str]:
     """Name the variables that would make sbatch do other than what the script says."""
     written = {option.name for option in options}
     return frozenset(_NEVER).union(*(names for option, names in _VARIABLES.items() if option in written))
+
+
+def job_environment(options: Sequence[Option], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what a job is submitted with: no rank, no job around it, nothing that would change what is asked for."""
+    dropped = overriding_variables(options)
+    return {name: value for name, value in clean_environment(environ).items() if name not in dropped}
 
 
 def quoted(value: str) -> str:

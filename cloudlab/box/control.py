@@ -9,7 +9,7 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from muster.cloudlab.box import failures, machine, nodes, status, texts
@@ -18,8 +18,8 @@ from muster.cloudlab.box.make import make
 from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.plan import session_environment
 from muster.cloudlab.box.remove import take_down
-from muster.cloudlab.box.spec import BoxSpec
-from muster.cloudlab.box.state import BoxState, locked_folder, read_state, with_rates, write_state
+from muster.cloudlab.box.spec import BoxSpec, Rates
+from muster.cloudlab.box.state import BoxState, locked_folder, read_state, write_state
 from muster.cloudlab.box.tools import Tools
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.hosts.hosts import HostSet
@@ -132,13 +132,13 @@ class Box:
             if of is not None:
                 rates = state.rates.with_node(state.spec.check_link(of), rate)
             elif between is None:
-                rates = state.rates.with_every(rate)
+                rates = Rates(rate)  # slow pairs and nodes are forgotten
             else:
                 one, other = (state.spec.check_link(node) for node in between)
                 if one == other:
                     raise UsageError(f"box {self.name}: no link joins {one} with itself; name two nodes")
                 rates = state.rates.with_pair(one, other, rate)
-            changed = with_rates(state, rates)
+            changed = replace(state, rates=rates)
             write_state(changed)
             nodes.shape(changed, changed.spec.compute, tools)
 
@@ -158,7 +158,7 @@ class Box:
     def _changing(self, verb: str) -> Iterator[tuple[BoxState, Tools]]:
         machine.need_root(f"muster box {verb}")
         self.state  # noqa: B018 (says that there is none)
-        with locked_folder(self.paths.folder) as lock:
+        with locked_folder(self.paths.path) as lock:
             state = read_state(self.name) if lock is not None else None
             if lock is None or state is None:
                 raise RefusedError(f"box {self.name} was taken down just now")

@@ -22,12 +22,12 @@ from typing import Final
 from muster.cloudlab.box import kernel
 from muster.cloudlab.box.plan import NodePlan, Service
 from muster.jobs.basics.reading import read_bytes
+from muster.jobs.machine.procfs import start_ticks
 
 GO: Final = b"go\n"
 READY: Final = b"ready\n"
 FAILED: Final = 1
 DETACH_S: Final = 20.0
-START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 
 
 def main() -> int:
@@ -65,9 +65,8 @@ def _inside(plan: NodePlan, held: list[int]) -> int:
 def _say_who_we_are(path: Path) -> None:
     """Write the process id that the host knows us by, and our start time: the two together are never another's."""
     pid = int(os.readlink("/proc/self"))  # noqa: PTH115 (pathlib would make a path of it)
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps({"pid": pid, "start": int(fields[START_FIELD])}) + "\n", encoding="utf-8")
+    fresh.write_text(json.dumps({"pid": pid, "start": start_ticks(pid)}) + "\n", encoding="utf-8")
     fresh.rename(path)
 
 

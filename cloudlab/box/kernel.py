@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import Final
 
+from muster.jobs.machine.linux import LIBC, checked
+
 CLONE_NEWNS: Final = 0x00020000
 CLONE_NEWUTS: Final = 0x04000000
 CLONE_NEWIPC: Final = 0x08000000
@@ -19,31 +21,23 @@ MS_REC: Final = 0x4000
 MS_SLAVE: Final = 0x80000
 SAFE: Final = MS_NOSUID | MS_NODEV | MS_NOEXEC
 
-_libc: Final = ctypes.CDLL(None, use_errno=True)
-
 
 def enter_network(namespace: Path) -> None:
     """Move this process into a network namespace that has a name."""
     descriptor = os.open(namespace, os.O_RDONLY)
     try:
-        _check(_libc.setns(descriptor, CLONE_NEWNET), f"setns {namespace}")
+        checked(LIBC.setns(descriptor, CLONE_NEWNET), f"setns {namespace}: ")
     finally:
         os.close(descriptor)
 
 
 def leave(flags: int) -> None:
     """Give this process (of a PID namespace: its children) namespaces of its own."""
-    _check(_libc.unshare(flags), f"unshare {flags:#x}")
+    checked(LIBC.unshare(flags), f"unshare {flags:#x}: ")
 
 
 def mount(source: str, target: str, kind: str | None = None, flags: int = 0, data: str | None = None) -> None:
     """Mount, as mount(2)."""
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind, data)]
-    code = _libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3])
-    _check(code, f"mount {source} on {target}")
-
-
-def _check(code: int, what: str) -> None:
-    if code != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
+    code = LIBC.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3])
+    checked(code, f"mount {source} on {target}: ")

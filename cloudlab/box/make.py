@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from muster.cloudlab.box import machine, nodes, slurm, texts
-from muster.cloudlab.box.paths import NETNS, BoxPaths
-from muster.cloudlab.box.remove import remove
-from muster.cloudlab.box.spec import BoxSpec, Rates, netns_pattern
+from muster.cloudlab.box.hosts import name_flag
+from muster.cloudlab.box.paths import BoxPaths
+from muster.cloudlab.box.remove import namespaces, remove
+from muster.cloudlab.box.spec import BoxSpec, Rates
 from muster.cloudlab.box.state import (
     PRIVATE,
     BoxState,
@@ -38,7 +39,7 @@ def make(spec: BoxSpec) -> BoxState:
     programs = machine.find_programs(with_slurm=spec.slurm)
     faketime = machine.find_faketime() if spec.clocks else ""
     state = _register(spec, programs, faketime)
-    with locked_folder(BoxPaths.of(spec.name).folder) as lock:
+    with locked_folder(BoxPaths.of(spec.name).path) as lock:
         if lock is None:
             raise RefusedError(f"box {spec.name} was taken down while it was made")
         with _nothing_left_behind(state, Tools(programs, lock)):
@@ -50,9 +51,9 @@ def make(spec: BoxSpec) -> BoxState:
 
 def _register(spec: BoxSpec, programs: dict[str, str], faketime: str) -> BoxState:
     """Choose the box's number and write down what will be made."""
-    folder = BoxPaths.of(spec.name).folder
+    folder = BoxPaths.of(spec.name).path
     with root_lock():
-        if folder.exists() or any(netns_pattern(spec.name).fullmatch(name) for name in _netns_names()):
+        if folder.exists() or namespaces(spec.name):
             raise _there_already(spec.name)
         others = [read_state(name) for name in box_names()]
         taken = [other.spec.number for other in others if other is not None]
@@ -73,9 +74,8 @@ def _register(spec: BoxSpec, programs: dict[str, str], faketime: str) -> BoxStat
 
 def _there_already(name: str) -> RefusedError:
     state = read_state(name)
-    flag = "" if name == "box" else f" --name {name}"
     what = "is there already" if state is not None and state.complete else "was left half-way, or is just being made"
-    return RefusedError(f"box {name} {what}; take it down first: sudo muster box down{flag}")
+    return RefusedError(f"box {name} {what}; take it down first: sudo muster box down{name_flag(name)}")
 
 
 @contextmanager
@@ -135,7 +135,3 @@ def _missing_folders(path: str | None) -> tuple[str, ...]:
         return ()
     missing = [folder for folder in (Path(path), *Path(path).parents) if not folder.exists()]
     return tuple(str(folder) for folder in reversed(missing))
-
-
-def _netns_names() -> list[str]:
-    return [path.name for path in NETNS.iterdir()] if NETNS.is_dir() else []

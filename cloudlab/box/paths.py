@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from muster.jobs.basics.places import At, Each
+
 ROOT: Final = Path("/var/lib/muster")
 NETNS: Final = Path("/run/netns")  # where `ip netns` keeps its names
 
@@ -20,53 +22,36 @@ NETNS: Final = Path("/run/netns")  # where `ip netns` keeps its names
 class NodePaths:
     """The files of one node."""
 
-    folder: Path
+    path: Path
 
-    @property
-    def init(self) -> Path:
-        """Which process is the node's first: written by itself."""
-        return self.folder / "init.json"
-
-    @property
-    def plan(self) -> Path:
-        """What the node's first process does."""
-        return self.folder / "plan.json"
-
-    @property
-    def passwd(self) -> Path:
-        """The node's /etc/passwd."""
-        return self.folder / "passwd"
-
-    @property
-    def host_key(self) -> Path:
-        """The key that its sshd shows."""
-        return self.folder / "host_key"
-
-    @property
-    def home(self) -> Path:
-        """Root's home."""
-        return self.folder / "home"
-
-    @property
-    def runs(self) -> Path:
-        """The node's own run root, with private storage."""
-        return self.folder / "runs"
-
-    @property
-    def spool(self) -> Path:
-        """Where its slurmd keeps scripts."""
-        return self.folder / "spool"
-
-    def log(self, service: str) -> Path:
-        """What a service of the node says."""
-        return self.folder / f"{service}.log"
+    init = At("init.json")  # which process is the node's first: written by itself
+    plan = At("plan.json")  # what the node's first process does
+    passwd = At("passwd")  # the node's /etc/passwd
+    host_key = At("host_key")  # the key that its sshd shows
+    home = At("home")  # root's home
+    runs = At("runs")  # the node's own run root, with private storage
+    spool = At("spool")  # where its slurmd keeps scripts
+    log = Each("{}.log")  # what a service of the node says
 
 
 @dataclass(frozen=True)
 class BoxPaths:
     """The files of one box."""
 
-    folder: Path
+    path: Path
+
+    state = At("state.json")  # what the box is, for all commands
+    hosts = At("hosts")  # /etc/hosts of every node
+    ssh_config = At("ssh_config")  # for `ssh -F`, on the host and in the nodes
+    sshd_config = At("sshd_config")  # of every node's sshd
+    known_hosts = At("known_hosts")  # the nodes' host keys
+    authorized_keys = At("authorized_keys")  # who may log in: the client key
+    client_key = At("client_key")  # the key that logs in everywhere
+    munge = At("munge")  # munge's folder: key, socket, log
+    slurm_conf = At("slurm.conf")  # for SLURM_CONF; cgroup.conf lies beside it
+    cgroup_conf = At("cgroup.conf")  # found by Slurm beside slurm.conf
+    slurm = At("slurm")  # the controller's memory
+    nodes = At("nodes")  # one folder for each node
 
     @staticmethod
     def of(name: str) -> "BoxPaths":
@@ -74,69 +59,9 @@ class BoxPaths:
         return BoxPaths(ROOT / f"box-{name}")
 
     @property
-    def state(self) -> Path:
-        """What the box is, for all commands."""
-        return self.folder / "state.json"
-
-    @property
-    def hosts(self) -> Path:
-        """/etc/hosts of every node."""
-        return self.folder / "hosts"
-
-    @property
-    def ssh_config(self) -> Path:
-        """For `ssh -F`, on the host and in the nodes."""
-        return self.folder / "ssh_config"
-
-    @property
-    def sshd_config(self) -> Path:
-        """Of every node's sshd."""
-        return self.folder / "sshd_config"
-
-    @property
-    def known_hosts(self) -> Path:
-        """The nodes' host keys."""
-        return self.folder / "known_hosts"
-
-    @property
-    def authorized_keys(self) -> Path:
-        """Who may log in: the client key."""
-        return self.folder / "authorized_keys"
-
-    @property
-    def client_key(self) -> Path:
-        """The key that logs in everywhere."""
-        return self.folder / "client_key"
-
-    @property
-    def munge(self) -> Path:
-        """Munge's folder: key, socket, log."""
-        return self.folder / "munge"
-
-    @property
     def munge_socket(self) -> Path:
         """What Slurm's programs are told to ask for credentials."""
         return self.munge / "socket"
-
-    @property
-    def slurm_conf(self) -> Path:
-        """For SLURM_CONF; cgroup.conf lies beside it."""
-        return self.folder / "slurm.conf"
-
-    @property
-    def cgroup_conf(self) -> Path:
-        """Found by Slurm beside slurm.conf."""
-        return self.folder / "cgroup.conf"
-
-    @property
-    def slurm(self) -> Path:
-        """The controller's memory."""
-        return self.folder / "slurm"
-
-    @property
-    def nodes(self) -> Path:
-        """One folder for each node."""
-        return self.folder / "nodes"
 
     def node(self, name: str) -> NodePaths:
         """Return the paths of one node."""

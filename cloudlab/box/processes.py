@@ -4,17 +4,15 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.reading import read_json
+from muster.jobs.machine import procfs
 
-START_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
-STATE_FIELD: Final = 0
-LISTENING: Final = "0A"  # of /proc/PID/net/tcp
 KILL_S: Final = 20.0
 POLL_S: Final = 0.01
 
@@ -29,14 +27,13 @@ class Identity:
     @property
     def is_alive(self) -> bool:
         """Whether it runs, or is stopped; a zombie does not."""
-        fields = _stat(self.pid)
-        return fields is not None and int(fields[START_FIELD]) == self.start and fields[STATE_FIELD] not in (b"Z", b"X")
+        return procfs.start_ticks(self.pid) == self.start
 
     @property
     def is_stopped(self) -> bool:
         """Whether it is there and stopped."""
-        fields = _stat(self.pid)
-        return fields is not None and int(fields[START_FIELD]) == self.start and fields[STATE_FIELD] == b"T"
+        fields = procfs.stat(self.pid)
+        return fields is not None and int(fields[procfs.START]) == self.start and fields[procfs.STATE] == b"T"
 
 
 def read_identity(path: Path) -> Identity | None:
@@ -80,7 +77,7 @@ def in_network(namespace: Path) -> list[Identity]:
         wanted = namespace.stat().st_ino
     except FileNotFoundError:
         return []
-    return [found for pid in _pids() if _namespace(pid, "net") == wanted and (found := identity(pid))]
+    return [found for pid in procfs.pids() if _namespace(pid, "net") == wanted and (found := identity(pid))]
 
 
 def beside(init: Identity) -> list[Identity]:
@@ -88,25 +85,19 @@ def beside(init: Identity) -> list[Identity]:
     wanted = _namespace(init.pid, "pid")
     if wanted is None or not init.is_alive:
         return []
-    return [found for pid in _pids() if _namespace(pid, "pid") == wanted and (found := identity(pid))]
+    return [found for pid in procfs.pids() if _namespace(pid, "pid") == wanted and (found := identity(pid))]
 
 
 def identity(pid: int) -> Identity | None:
     """Return the identity of a process that is there now."""
-    fields = _stat(pid)
-    return None if fields is None else Identity(pid, int(fields[START_FIELD]))
+    start = procfs.start_ticks(pid)
+    return None if start is None else Identity(pid, start)
 
 
 def is_listening(pid: int, port: int) -> bool:
     """Say whether somebody listens on a TCP port in the network of a process; nobody there notices the question."""
-    try:
-        lines = Path(f"/proc/{pid}/net/tcp").read_text(encoding="ascii").splitlines()[1:]
-    except OSError:
-        return False
-    return any(
-        fields[3] == LISTENING and int(fields[1].rpartition(":")[2], 16) == port
-        for fields in (line.split() for line in lines)
-    )
+    found = procfs.tcp(pid, ("tcp",))
+    return any(state == procfs.LISTENING and local == port for local, _, state, _ in found)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, poll_s: float = POLL_S) -> bool:
@@ -135,21 +126,8 @@ def _wait_gone(descriptors: list[int]) -> None:
             left.discard(descriptor)
 
 
-def _stat(pid: int) -> list[bytes] | None:
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # a name may be any bytes
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-
-
 def _namespace(pid: int, kind: str) -> int | None:
     try:
         return os.stat(f"/proc/{pid}/ns/{kind}").st_ino  # noqa: PTH116 (called for every process of the machine)
     except (FileNotFoundError, ProcessLookupError, PermissionError):  # one that even root may not look into is not ours
         return None
-
-
-def _pids() -> Iterator[int]:
-    for entry in os.listdir("/proc"):  # noqa: PTH208 (the same)
-        if entry.isdecimal():
-            yield int(entry)

@@ -23,10 +23,10 @@ def take_down(name: str) -> bool:
     """
     machine.need_root("muster box down")
     paths = BoxPaths.of(name)
-    found = paths.folder.exists() or bool(_namespaces(name)) or bool(_links(name, None))
+    found = paths.path.exists() or bool(namespaces(name)) or bool(_links(name, None))
     if found:
         programs = machine.find_programs(with_slurm=False)
-        with locked_folder(paths.folder):  # gives nothing where only namespaces are left
+        with locked_folder(paths.path):  # gives nothing where only namespaces are left
             remove(name, read_state(name), Tools(programs))
     with root_lock():
         return found
@@ -43,10 +43,10 @@ def remove(name: str, state: BoxState | None, tools: Tools) -> None:
     if state is not None and not state.is_stale:
         inits = (read_identity(paths.node(node.name).init) for node in nodes)
         kill(each for each in inits if each is not None)
-    namespaces = _namespaces(name)
-    _empty(namespaces)
-    remove_links(_links(name, state), [path.name for path in namespaces], tools)
-    shutil.rmtree(paths.folder, ignore_errors=False) if paths.folder.exists() else None
+    found = namespaces(name)
+    _empty(found)
+    remove_links(_links(name, state), [path.name for path in found], tools)
+    shutil.rmtree(paths.path, ignore_errors=False) if paths.path.exists() else None
     for folder in reversed(state.made_folders if state is not None else ()):
         if Path(folder).is_dir() and not any(Path(folder).iterdir()):
             Path(folder).rmdir()
@@ -71,7 +71,8 @@ def _empty(namespaces: list[Path]) -> None:
         kill(left)
 
 
-def _namespaces(name: str) -> list[Path]:
+def namespaces(name: str) -> list[Path]:
+    """List the network namespaces of a box, for one whose size nobody remembers."""
     if not NETNS.is_dir():
         return []
     return [path for path in sorted(NETNS.iterdir()) if netns_pattern(name).fullmatch(path.name)]

@@ -150,10 +150,6 @@ class Rates:
                 found[other if node == one else one] = rate
         return found
 
-    def with_every(self, rate: int | None) -> "Rates":
-        """Return these rates with another one for all links; slow pairs and nodes are forgotten."""
-        return Rates(rate)
-
     def with_pair(self, one: str, other: str, rate: int | None) -> "Rates":
         """Return these rates with another one between two nodes; None: as all others."""
         pairs = {pair: old for pair, old in self.pairs.items() if pair != _pair(one, other)}

@@ -4,14 +4,12 @@ The lock is the folder itself. Whoever can open a folder can hold its lock, so o
 folder and read files in it by name, but not open it.
 """
 
-import fcntl
 import json
 import os
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,15 +17,15 @@ from muster.cloudlab.box import paths as places
 from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.spec import BoxSpec, Rates
 from muster.jobs.basics.errors import RefusedError
+from muster.jobs.basics.files import locked
 from muster.jobs.basics.reading import parse_json, read_bytes
+from muster.jobs.machine.procfs import boot_id as boot_id
 
-VERSION: Final = 1
+VERSION: Final = 2
 PREFIX: Final = "box-"
 LOCK: Final = "lock"
 LOCK_S: Final = 120.0
-POLL_S: Final = 0.02
 PRIVATE: Final = 0o711
-BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -46,11 +44,6 @@ class BoxState:
     def is_stale(self) -> bool:
         """Whether the machine was started anew since: its processes and links are gone."""
         return self.boot != boot_id()
-
-
-def boot_id() -> str:
-    """Return what this start of the machine is called."""
-    return BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def write_state(state: BoxState) -> None:
@@ -130,27 +123,12 @@ def locked_folder(folder: Path) -> Iterator[int | None]:
     umask = os.umask(0o022)
     try:
         os.fchmod(descriptor, stat.S_IMODE(os.fstat(descriptor).st_mode) & PRIVATE)  # older folders can be opened
-        _lock(descriptor, folder)
+        if not locked(descriptor, LOCK_S):
+            raise RefusedError(f"{folder}: another muster box command works on it since {LOCK_S:.0f} s")
         yield descriptor if _is_same(descriptor, folder) else None
     finally:
         os.umask(umask)
         os.close(descriptor)
-
-
-def with_rates(state: BoxState, rates: Rates) -> BoxState:
-    """Return the state with other rates."""
-    return replace(state, rates=rates)
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    deadline = time.monotonic() + LOCK_S
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise RefusedError(f"{folder}: another muster box command works on it since {LOCK_S:.0f} s") from None
-            time.sleep(POLL_S)
 
 
 def _is_same(descriptor: int, folder: Path) -> bool:
@@ -161,50 +139,15 @@ def _is_same(descriptor: int, folder: Path) -> bool:
 
 
 def _to_json(state: BoxState) -> str:
-    spec, rates = state.spec, state.rates
-    data: dict[str, Any] = {
-        "version": VERSION,
-        "name": spec.name,
-        "number": spec.number,
-        "nodes": spec.nodes,
-        "rate": spec.rate,
-        "slurm": spec.slurm,
-        "private_runs": spec.private_runs,
-        "clocks": dict(spec.clocks),
-        "rates": {
-            "every": rates.every,
-            "pairs": [[*pair, rate] for pair, rate in rates.pairs.items()],
-            "nodes": dict(rates.nodes),
-        },
-        "boot": state.boot,
-        "complete": state.complete,
-        "made_folders": list(state.made_folders),
-        "faketime": state.faketime,
-        "programs": state.programs,
-    }
+    data: dict[str, Any] = {"version": VERSION, **asdict(state)}
+    data["rates"]["pairs"] = [[*pair, rate] for pair, rate in state.rates.pairs.items()]
     return json.dumps(data, indent=1) + "\n"
 
 
 def _from_json(text: bytes) -> BoxState:
     raw = parse_json(text)
-    if raw["version"] != VERSION:
-        raise ValueError(f"version {raw['version']}, wanted {VERSION}")
-    spec = BoxSpec(
-        name=raw["name"],
-        nodes=raw["nodes"],
-        rate=raw["rate"],
-        slurm=raw["slurm"],
-        number=raw["number"],
-        private_runs=raw["private_runs"],
-        clocks=raw["clocks"],
-    )
-    pairs = {(one, other): rate for one, other, rate in raw["rates"]["pairs"]}
-    return BoxState(
-        spec=spec,
-        rates=Rates(raw["rates"]["every"], pairs, raw["rates"].get("nodes", {})),  # older ones had no slow nodes
-        boot=raw["boot"],
-        complete=raw["complete"],
-        made_folders=tuple(raw["made_folders"]),
-        faketime=raw["faketime"],
-        programs=raw["programs"],
-    )
+    if (version := raw.pop("version")) != VERSION:
+        raise ValueError(f"version {version}, wanted {VERSION}")
+    spec, rates, made = BoxSpec(**raw.pop("spec")), raw.pop("rates"), tuple(raw.pop("made_folders"))
+    rates["pairs"] = {(one, other): rate for one, other, rate in rates["pairs"]}
+    return BoxState(spec, Rates(**rates), made_folders=made, **raw)

@@ -66,7 +66,7 @@ def look(state: BoxState) -> BoxStatus:
         slow_nodes=tuple((node, rate_text(rate)) for node, rate in state.rates.nodes.items()),
         slurm=spec.slurm,
         private_runs=spec.private_runs,
-        folder=str(paths.folder),
+        folder=str(paths.path),
         ssh_config=str(paths.ssh_config),
         slurm_conf=str(paths.slurm_conf) if spec.slurm else None,
         nodes=tuple(_node(state, node, told.get(node)) for node in spec.members),

@@ -42,13 +42,13 @@ class Tools:
             process.stdin = None
         return process
 
-    def run(self, argv: Sequence[str], text: str = "", timeout_s: float = COMMAND_S) -> str:
+    def run(self, argv: Sequence[str]) -> str:
         """Run a program of the table and return what it printed.
 
         Raises:
             RefusedError: it failed, with its own words; or took too long.
         """
-        return wait(self.start(argv, text), timeout_s)
+        return wait(self.start(argv))
 
     def batches(self, work: Iterable[tuple[Sequence[str], Sequence[str]]]) -> None:
         """Give lines to `ip` or `tc`, to all at the same time: pairs of argv and lines.
@@ -65,7 +65,7 @@ class Tools:
         return (self.lock,) if self.lock >= 0 else ()
 
 
-def wait(process: Process, timeout_s: float = COMMAND_S) -> str:
+def wait(process: Process) -> str:
     """Wait for a program and return what it printed.
 
     Raises:
@@ -73,10 +73,10 @@ def wait(process: Process, timeout_s: float = COMMAND_S) -> str:
     """
     with process:
         try:
-            out, errors = process.communicate(timeout=timeout_s)
+            out, errors = process.communicate(timeout=COMMAND_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            raise RefusedError(f"{_shown(process.args)}: not done after {timeout_s:.0f} s") from None
+            raise RefusedError(f"{_shown(process.args)}: not done after {COMMAND_S:.0f} s") from None
     if process.returncode != 0:
         said = " ".join((errors or out).split())[-SAID:]
         hint = "; is this a container without the right to make namespaces?" if "not permitted" in said else ""

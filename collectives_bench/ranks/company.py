@@ -26,14 +26,13 @@ from muster.jobs.basics.errors import RefusedError, StartTimeoutError
 from muster.jobs.basics.reading import parse_json
 from muster.jobs.basics.words import spell_ranks
 from muster.jobs.hosts.ranks import RankEnv
-from muster.jobs.machine import linux
+from muster.jobs.machine import linux, procfs
 from muster.jobs.node.store import serve
 from muster.jobs.world.meeting import connect, listen, meet
 from muster.jobs.world.world import GLOO_INTERFACES, Peer, check_interfaces, choose_device
 
 PREFIX: Final = "bench"
 ASK_AGAIN_S: Final = 0.01
-BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 NETWORK: Final = Path("/proc/self/ns/net")
 
 
@@ -211,7 +210,7 @@ def hosts_of(said: Sequence[Mapping[str, Any]]) -> list[HostFacts]:
 def seat_of(settings: BenchSettings) -> Seat:
     """Describe where this process sits."""
     try:
-        machine = BOOT_ID.read_text().strip()
+        machine = procfs.boot_id()
     except OSError:  # a kernel that hides it
         machine = socket.gethostname()
     digest = hashlib.sha256(settings.model_dump_json().encode()).hexdigest()

@@ -19,9 +19,10 @@ import torch
 from muster.collectives_bench.records import HostFacts
 from muster.jobs.hosts.ranks import RankEnv
 from muster.jobs.machine import network
+from muster.jobs.machine.free import host_bytes
 from muster.jobs.machine.hardware import cpu_name, driver_gpus
+from muster.jobs.machine.procfs import text_of
 
-MEMORY_INFO: Final = Path("/proc/meminfo")
 CONGESTION: Final = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 GOVERNORS: Final = Path("/sys/devices/system/cpu")
 SIOCGIFMTU: Final = 0x8921  # <linux/sockios.h>
@@ -50,12 +51,12 @@ def host_facts(
         cores=len(os.sched_getaffinity(0)),
         ranks=env.local_world_size,
         cpu=cpu_name(),
-        memory_bytes=_meminfo("MemTotal"),
+        memory_bytes=host_bytes("MemTotal"),
         kernel=platform.release(),
         interface=interface,
         speed_mbit=speed_mbit(interface),
         mtu=mtu(interface),
-        congestion_control=_text(CONGESTION),
+        congestion_control=text_of(CONGESTION),
         governor=_governor(),
         gpus=list(driver_gpus() if gpus is None else gpus),
         environment={name: environ[name] for name in sorted(environ) if TOLD.fullmatch(name)},
@@ -118,20 +119,8 @@ def _ask(request: int, argument: bytes) -> bytes:
             return b""
 
 
-def _meminfo(name: str) -> int:
-    match = re.search(rf"^{name}:\s*(\d+) kB", _text(MEMORY_INFO), re.MULTILINE)
-    return int(match[1]) * 1024 if match else 0
-
-
 def _governor() -> str:
     """Return the governor of the cores that we may use; both where they differ."""
     cores = os.sched_getaffinity(0)
-    found = {_text(GOVERNORS / f"cpu{core}" / "cpufreq" / "scaling_governor") for core in cores}
+    found = {text_of(GOVERNORS / f"cpu{core}" / "cpufreq" / "scaling_governor") for core in cores}
     return ", ".join(sorted(found - {""}))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # not there, not ours to read, or EINVAL as /sys says for "does not apply"
-        return ""

@@ -1,17 +1,5 @@
 """What a user can get wrong, as exceptions that carry their exit code.
 
-    MusterError
-    ├── UsageError            2   the command line
-    ├── JobFileError         65   the job file or the site file
-    ├── UnreachableError     69   a node or its agent
-    ├── RunFolderError       73   the run folder cannot be made, read or written
-    │   ├── NotFoundError    72   there is no such run or record
-    │   └── UntrustedError   77   it belongs to another user (`jobs/basics/reading.py`)
-    ├── StorageError         74   disk full or failing
-    ├── RefusedError         78   job, hosts and machine do not fit together
-    ├── StartTimeoutError   124   a rank or a node did not arrive in time
-    └── StoppedError        130   the user stopped it
-
 A message is one line that says where, what was found, what was wanted and what to do. Only the command line
 prints it, without a traceback. `assert` is for our own bugs.
 """

@@ -3,15 +3,19 @@
 What is read may be half written, torn by a full disk, or not there yet: none of that is an error to a reader.
 """
 
+import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics.errors import MusterError, RunFolderError, StorageError
-from muster.jobs.basics.reading import json_lines
+from muster.jobs.basics.reading import LONGEST_LINE_BYTES, open_file, parse_json
 
+LOCK_POLL_S: Final = 0.02
 _APPEND: Final = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
 _NEW: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -127,17 +131,43 @@ def append_lines(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log of a run (`jobs.basics.reading.json_lines`); a missing file yields nothing.
+    """Yield the records of a log of a run one at a time, whatever its size; a missing file yields nothing.
+
+    An unfinished last line, a line of over `LONGEST_LINE_BYTES` and a line that is no JSON object are skipped.
 
     Raises:
         RunFolderError: it cannot be read, or belongs to another user.
     """
     try:
-        yield from json_lines(path)
+        with open_file(path) as file:
+            while line := file.readline(LONGEST_LINE_BYTES):
+                if not line.endswith(b"\n"):
+                    while line and not line.endswith(b"\n"):  # the rest of a line that is too long
+                        line = file.readline(LONGEST_LINE_BYTES)
+                elif line.lstrip().startswith(b"{"):  # else it is no record, and errors take time
+                    with suppress(ValueError):  # torn by a full disk: the lines around it still count
+                        yield parse_json(line)  # what begins so is an object, or no JSON
     except FileNotFoundError:
         return
     except OSError as error:
         raise RunFolderError(f"{path}: cannot be read: {(error.strerror or 'unknown reason').lower()}") from error
+
+
+def locked(descriptor: int, wait_s: float) -> bool:
+    """Lock an open file or folder until it is closed; return False if another process holds it for all of `wait_s`.
+
+    Raises:
+        OSError: the file system has no locks.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOCK_POLL_S)
 
 
 def expanded(path: str) -> Path:

@@ -7,7 +7,7 @@
     read_end      the last bytes of a file of any size
     parse_json    text to a value of bounded depth and size, with numbers of bounded length
     read_json     both
-    json_lines    the records of a log, one at a time; a line that is too long or no JSON object is skipped
+    Lines         bytes as they come from a pipe or a socket, as whole lines
 
 Trusted owners are this user and root. `trusting` adds another one while a command only looks at a run (`share: group`).
 With `owned=False` a file is one that the user names on the command line: whoever owns it, a link or a pipe.
@@ -190,29 +190,18 @@ def read_json(path: Path, most: int = MOST_BYTES, *, owned: bool = True) -> Any:
     return parse_json(read_bytes(path, most, owned=owned))
 
 
-def json_lines(path: Path, longest: int = LONGEST_LINE_BYTES, *, owned: bool = True) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log line by line, whatever its size.
+class Lines:
+    """Bytes as they come, as whole lines; of one without an end at most `longest` bytes are kept."""
 
-    An unfinished last line, a line of over `longest` bytes and a line that is no JSON object are skipped.
+    def __init__(self, longest: int | None = None) -> None:
+        self._longest = longest
+        self._held = b""
 
-    Raises:
-        OSError: if it cannot be read.
-        UntrustedError: if `owned`, and it belongs to another user.
-    """
-    with open_file(path, owned=owned) as file:
-        while line := file.readline(longest):
-            if not line.endswith(b"\n"):
-                while line and not line.endswith(b"\n"):  # the rest of a line that is too long
-                    line = file.readline(longest)
-                continue
-            if not line.lstrip().startswith(b"{"):  # no record, and errors take time
-                continue
-            try:
-                record = parse_json(line)
-            except ValueError:  # torn by a full disk: the lines around it still count
-                continue
-            if isinstance(record, dict):
-                yield record
+    def of(self, data: bytes) -> list[bytes]:
+        """Return the lines that these bytes end, without their newlines."""
+        *whole, rest = (self._held + data).split(b"\n")
+        self._held = rest[: self._longest]
+        return whole
 
 
 def _number(kind: type[int] | type[float], largest: float, digits: str) -> int | float:

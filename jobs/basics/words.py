@@ -1,5 +1,7 @@
 """Words of our messages that depend on a number, or on what else there is."""
 
+from collections.abc import Iterable
+
 
 def counted(number: int, noun: str) -> str:
     """Write a number with its noun, with an s unless the number is 1: 1 rank, 2 epochs, 0 processes, 3 batches."""
@@ -9,11 +11,26 @@ def counted(number: int, noun: str) -> str:
 
 def unknown(what: str, name: str, valid: tuple[str, ...]) -> str:
     """Say that a name is not in a table, with the nearest one that is."""
+    return f"unknown {what} {name!r}{did_you_mean(name, valid)} (valid: {', '.join(valid)})"
+
+
+def did_you_mean(name: str, valid: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the nearest valid name, or nothing."""
+    near = nearest(name, valid)
+    return f"; did you mean {near!r}?" if near else ""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """Return the nearest valid name, whatever its capitals; "" where none is near."""
     import difflib
 
-    near = [each for each in valid if each.lower() == name.lower()] or difflib.get_close_matches(name, valid, 1, 0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}{hint} (valid: {', '.join(valid)})"
+    if "," in name:
+        return ""  # several names at once: to propose one of them would be a guess
+    plain, by_plain = name.lower(), {each.lower(): each for each in valid}
+    near = difflib.get_close_matches(plain, by_plain, n=3)
+    # Two letters swapped are the commonest slip, and difflib counts them as two: modle is model, not mode.
+    near.sort(key=lambda candidate: sorted(candidate) != sorted(plain))
+    return by_plain[near[0]] if near else ""
 
 
 def spell_ranks(ranks: list[int]) -> str:

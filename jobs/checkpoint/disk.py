@@ -6,7 +6,6 @@ the answer of `stat` may be a minute old.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import secrets
@@ -18,12 +17,12 @@ from typing import Final
 
 from muster.jobs.basics.errors import BadCheckpointError, MusterError, RunFolderError, StorageError
 from muster.jobs.basics.reading import is_trusted
+from muster.jobs.machine import linux
 
 POLL_S: Final = 0.2
 FAILING: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT, errno.EFBIG)
 NOT_THERE: Final = (errno.ENOENT, errno.ESTALE)
 Say = Callable[[str], None]
-_LIBC: Final = ctypes.CDLL(None, use_errno=True)
 _NO_LINK: Final = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -219,12 +218,13 @@ def _write_temporary(within: int, name: str, chunks: Iterable[memoryview | bytes
 
 
 def _reserve(descriptor: int, size: int) -> None:
-    """Claim the room for a file, by the kernel's own call: the C library's stands in for it with a write per block."""
-    if _LIBC.fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+    """Claim the room for a file; where that cannot be, look whether there is any."""
+    try:
+        linux.fallocate(descriptor, 0, size)
         return
-    code = ctypes.get_errno()
-    if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
-        raise OSError(code, os.strerror(code))
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
+            raise
     room = os.fstatvfs(descriptor)
     if room.f_bavail * room.f_frsize < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

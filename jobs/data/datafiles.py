@@ -9,14 +9,12 @@
 Files are written under a temporary name and renamed; one process at a time prepares a set.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import sysconfig
-import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from platform import python_version
@@ -24,6 +22,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.errors import RefusedError, StorageError
 from muster.jobs.basics.files import expanded
+from muster.jobs.basics.files import locked as lock_file
 from muster.jobs.basics.reading import read_json
 
 DATA_VARIABLE: Final = "MUSTER_DATA"
@@ -32,7 +31,6 @@ CIFAR10_URL: Final = "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz"
 CIFAR10_MD5: Final = "c58f30108f718f92721af3b95e74349a"
 
 LOCK_WAIT_S: Final = 60.0
-LOCK_POLL_S: Final = 0.05
 CHUNK_BYTES: Final = 2**20
 
 NOT_SOURCE: Final = frozenset(
@@ -191,7 +189,11 @@ def locked(folder: Path, *, wait_s: float) -> Iterator[None]:
     except OSError as error:
         raise storage_error(lock, error) from error
     try:
-        _wait_for_lock(descriptor, lock, time.monotonic() + wait_s)
+        held = True
+        with suppress(OSError):  # a file system without locks: the renames keep files whole, only work is done twice
+            held = lock_file(descriptor, wait_s)
+        if not held:
+            raise StorageError(f"{lock}: another process is preparing this data; wait until it has ended")
         yield
     finally:
         os.close(descriptor)
@@ -203,18 +205,6 @@ def storage_error(path: Path, error: OSError) -> StorageError:
         f"{path}: cannot write here: {error.strerror or error}; free some space, or set {DATA_VARIABLE} to a folder "
         "on another disk"
     )
-
-
-def _wait_for_lock(descriptor: int, lock: Path, deadline: float) -> None:
-    while True:
-        try:
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise StorageError(f"{lock}: another process is preparing this data; wait until it has ended") from None
-            time.sleep(LOCK_POLL_S)
-        except OSError:  # a file system without locks: the renames keep files whole, only work is done twice
-            return None
 
 
 def _ready(path: Path, sidecar: Path) -> DataFile | None:

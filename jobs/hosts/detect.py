@@ -19,35 +19,18 @@ from muster.jobs.hosts.launchers import (
     MPI_ROWS,
     SLURM_VARIABLES,
     Found,
-    number,
-    rank_env,
     read_mpi,
     read_step,
 )
-from muster.jobs.hosts.ranks import DEFAULT_MASTER_PORT, RankEnv
+from muster.jobs.hosts.ranks import DEFAULT_MASTER_PORT, RankEnv, number
 
 LOOPBACK: Final = "127.0.0.1"
 LOCAL: Final = "local"
 
-# The fields of RankEnv and torchrun's variables for them.
-TORCHRUN: Final[Mapping[str, str]] = {
-    "rank": "RANK",
-    "world_size": "WORLD_SIZE",
-    "local_rank": "LOCAL_RANK",
-    "local_world_size": "LOCAL_WORLD_SIZE",
-    "node_rank": "GROUP_RANK",
-    "nodes": "GROUP_WORLD_SIZE",
-    "master_addr": "MASTER_ADDR",
-    "master_port": "MASTER_PORT",
-    "attempt": "TORCHELASTIC_RESTART_COUNT",
-    "run_id": ranks.RUN_ID,
-    "run_dir": ranks.RUN_DIR,
-    "agent_store": "TORCHELASTIC_USE_AGENT_STORE",
-}
 VARIABLES: Final = tuple(
     dict.fromkeys(
         (
-            *TORCHRUN.values(),
+            *ranks.VARIABLES.values(),
             *(name for row in MPI_ROWS for name in (row.rank, row.size, row.local_rank, row.local_size)),
             *MPI_HINTS,
             *SLURM_VARIABLES,
@@ -113,7 +96,7 @@ def detect(environ: Mapping[str, str], flags: Flags, resolve: Callable[[str], st
         # The agent's store is where the agent put it; elsewhere rank 0 hosts one of its own.
         agent_store=found.env.agent_store and not overridden,
     )
-    defaults = dict.fromkeys(TORCHRUN, "default")
+    defaults = dict.fromkeys(ranks.VARIABLES, "default")
     return Detected(
         env, found.launcher, {**defaults, **found.origins, "master_addr": addr_origin, "master_port": port_origin}
     )
@@ -144,7 +127,7 @@ def _from_flags(flags: Flags) -> Found | None:
     if not 0 <= local_rank < ranks_per_node:
         raise UsageError(f"--local-rank: must be 0 to {ranks_per_node - 1}, got {local_rank}")
     node_rank = flags.rank // ranks_per_node
-    env = rank_env(flags.rank, world_size, local_rank, ranks_per_node, node_rank=node_rank, nodes=flags.num_nodes)
+    env = RankEnv(flags.rank, world_size, local_rank, ranks_per_node, node_rank=node_rank, nodes=flags.num_nodes)
     origins = {
         "rank": "--rank",
         "world_size": "--num-nodes x ranks_per_node",
@@ -160,7 +143,7 @@ def _from_torchrun(environ: Mapping[str, str]) -> Found | None:
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     launcher = "muster" if environ.get(ranks.RUN_ID) else "torchrun"
-    origins = {field: name for field, name in TORCHRUN.items() if name in environ}
+    origins = {field: name for field, name in ranks.VARIABLES.items() if name in environ}
     return Found(launcher, ranks.read(environ), origins)
 
 
@@ -174,7 +157,7 @@ def _alone(environ: Mapping[str, str], flags: Flags) -> Found:
             f"environment: {half[0]}={environ[half[0]]} is set without its partner; set both RANK and WORLD_SIZE, "
             f"or unset {half[0]}"
         )
-    env = rank_env(0, 1, 0, 1, node_rank=0, nodes=1)
+    env = RankEnv(0, 1, 0, 1, node_rank=0, nodes=1)
     return Found(LOCAL, env, {})
 
 

@@ -16,13 +16,13 @@ behind a # is a comment. A host stands there once: one that would repeat it for 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.basics.hostnames import MAX_PORT, check_name, check_user, is_numeric
 from muster.jobs.basics.reading import SETTINGS_BYTES, read_bytes
+from muster.jobs.basics.words import did_you_mean
 from muster.jobs.hosts.nodelist import MAX_NAMES, expand, fold
 from muster.jobs.hosts.placement import Host, Login
 
@@ -229,9 +229,7 @@ def _values(words: Sequence[str]) -> dict[str, str]:
         if not equals:
             raise UsageError(f"{word!r} is not key=value; wanted one host a line, then any of {'=, '.join(KEYS)}=")
         if key not in KEYS:
-            near = get_close_matches(key, KEYS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"valid here: {', '.join(KEYS)}"
-            raise UsageError(f"{key}: unknown key; {hint}")
+            raise UsageError(f"{key}: unknown key" + (did_you_mean(key, KEYS) or f"; valid here: {', '.join(KEYS)}"))
         if key in values:
             raise UsageError(f"{key} is given twice; keep one")
         if not value:
@@ -273,9 +271,8 @@ def _among(hosts: Sequence[Host], text: str, option: str) -> set[str]:
             raise UsageError(f"{option}: {part!r} picks slots of a host; Muster takes whole hosts, so write {name}")
         found |= set(expand(part))
     if unknown := sorted(found - set(names)):
-        near = get_close_matches(unknown[0], names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UsageError(f"{option}: {unknown[0]!r} is none of the hosts; {hint}they are {_short(hosts)}")
+        near = did_you_mean(unknown[0], names) or ";"
+        raise UsageError(f"{option}: {unknown[0]!r} is none of the hosts{near} they are {_short(hosts)}")
     return found
 
 

@@ -11,9 +11,7 @@ from typing import Final
 
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.hosts.nodelist import expand
-from muster.jobs.hosts.ranks import RankEnv
-
-PASS_FLAGS: Final = "pass --rank, --num-nodes and --master-ip"
+from muster.jobs.hosts.ranks import PASS_FLAGS, RankEnv, number
 
 
 @dataclass(frozen=True)
@@ -38,26 +36,15 @@ class MpiRow:
     local_size: str
 
 
-MPI_ROWS: Final = tuple(
-    MpiRow(*row)
-    for row in (
-        (
-            "openmpi",
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
-        (
-            "mvapich2",
-            "MV2_COMM_WORLD_RANK",
-            "MV2_COMM_WORLD_SIZE",
-            "MV2_COMM_WORLD_LOCAL_RANK",
-            "MV2_COMM_WORLD_LOCAL_SIZE",
-        ),
-        ("pals", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-        ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    )
+def _row(launcher: str, prefix: str) -> MpiRow:
+    return MpiRow(launcher, f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE")
+
+
+MPI_ROWS: Final = (
+    _row("openmpi", "OMPI_COMM_WORLD_"),
+    _row("mvapich2", "MV2_COMM_WORLD_"),
+    _row("pals", "PMI_"),
+    MpiRow("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 # Set by PMI and PMIx launchers that do not say what else a rank must know.
 MPI_HINTS: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
@@ -84,34 +71,6 @@ SLURM_VARIABLES: Final = (
 )
 
 
-def rank_env(rank: int, size: int, local_rank: int, local_size: int, *, node_rank: int, nodes: int) -> RankEnv:
-    """Return a rank that does not know yet where its world meets."""
-    return RankEnv(
-        rank=rank,
-        world_size=size,
-        local_rank=local_rank,
-        local_world_size=local_size,
-        node_rank=node_rank,
-        nodes=nodes,
-        master_addr="",
-        master_port=0,
-    )
-
-
-def number(environ: Mapping[str, str], name: str) -> int:
-    """Read one variable that must be a whole number.
-
-    Raises:
-        RefusedError: it is missing or is something else.
-    """
-    text = environ.get(name)
-    if text is None:
-        raise RefusedError(f"environment: {name} is not set; {PASS_FLAGS}")
-    if not (text.isascii() and text.isdecimal()):
-        raise RefusedError(f"environment: {name} must be a whole number, got {text!r}")
-    return int(text)
-
-
 def read_mpi(environ: Mapping[str, str]) -> Found | None:
     """Read the rank that an MPI launcher gave, or None when none did.
 
@@ -134,7 +93,7 @@ def _read_row(environ: Mapping[str, str], row: MpiRow) -> Found:
     rank, size = number(environ, row.rank), number(environ, row.size)
     local_rank, local_size = number(environ, row.local_rank), max(1, number(environ, row.local_size))
     nodes = -(-size // local_size)
-    env = rank_env(rank, size, local_rank, local_size, node_rank=min(rank // local_size, nodes - 1), nodes=nodes)
+    env = RankEnv(rank, size, local_rank, local_size, node_rank=min(rank // local_size, nodes - 1), nodes=nodes)
     origins = {
         "rank": row.rank,
         "world_size": row.size,
@@ -165,7 +124,7 @@ def read_step(environ: Mapping[str, str]) -> Found | None:
     nodes = number(environ, nodes_name) if nodes_name in environ else 1
     node_rank = number(environ, "SLURM_NODEID") if nodes > 1 else 0
     local_size, local_size_origin = _tasks_here(environ, size, nodes, node_rank)
-    env = rank_env(rank, size, number(environ, "SLURM_LOCALID"), local_size, node_rank=node_rank, nodes=nodes)
+    env = RankEnv(rank, size, number(environ, "SLURM_LOCALID"), local_size, node_rank=node_rank, nodes=nodes)
     origins = {
         "rank": "SLURM_PROCID",
         "world_size": tasks_name,

@@ -29,6 +29,23 @@ PAGE: Final = "MUSTER_PAGE"
 FILES: Final = "MUSTER_FILES"
 SESSION: Final = "MUSTER_SESSION"
 
+# The fields of RankEnv and torchrun's variables for them, and ours.
+VARIABLES: Final[Mapping[str, str]] = {
+    "rank": "RANK",
+    "world_size": "WORLD_SIZE",
+    "local_rank": "LOCAL_RANK",
+    "local_world_size": "LOCAL_WORLD_SIZE",
+    "node_rank": "GROUP_RANK",
+    "nodes": "GROUP_WORLD_SIZE",
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+    "attempt": "TORCHELASTIC_RESTART_COUNT",
+    "run_id": RUN_ID,
+    "run_dir": RUN_DIR,
+    "agent_store": "TORCHELASTIC_USE_AGENT_STORE",
+}
+PASS_FLAGS: Final = "pass --rank, --num-nodes and --master-ip"
+
 
 @dataclass(frozen=True)
 class RankEnv:
@@ -40,8 +57,8 @@ class RankEnv:
     local_world_size: int
     node_rank: int
     nodes: int
-    master_addr: str
-    master_port: int
+    master_addr: str = ""  # "", 0: not known yet
+    master_port: int = 0
     attempt: int = 0
     run_id: str = ""
     run_dir: str = ""
@@ -49,28 +66,15 @@ class RankEnv:
 
     def variables(self) -> dict[str, str]:
         """Spell this rank out as environment variables, torchrun's names first."""
-        variables = {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "GROUP_RANK": str(self.node_rank),
-            "GROUP_WORLD_SIZE": str(self.nodes),
-            "ROLE_RANK": str(self.rank),
-            "ROLE_WORLD_SIZE": str(self.world_size),
+        given = {name: str(getattr(self, field)) for field, name in VARIABLES.items()}
+        others = {
+            "ROLE_RANK": given["RANK"],
+            "ROLE_WORLD_SIZE": given["WORLD_SIZE"],
             "ROLE_NAME": "default",
-            "NODE_RANK": str(self.node_rank),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "NODE_RANK": given["GROUP_RANK"],
             "TORCHELASTIC_RUN_ID": self.run_id or "none",
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.agent_store),
         }
-        if self.run_id:
-            variables[RUN_ID] = self.run_id
-        if self.run_dir:
-            variables[RUN_DIR] = self.run_dir
-        return variables
+        return {**{name: value for name, value in given.items() if value or name not in (RUN_ID, RUN_DIR)}, **others}
 
 
 OF_A_RANK: Final = frozenset(RankEnv(0, 1, 0, 1, 0, 1, "", 0, run_id="-", run_dir="-").variables()) | {
@@ -110,30 +114,37 @@ def read(environ: Mapping[str, str]) -> RankEnv:
     Raises:
         RefusedError: a variable is missing or is not a number.
     """
-    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
-    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", 1)
+    rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    local_world_size = number(environ, "LOCAL_WORLD_SIZE", 1)
     return RankEnv(
         rank=rank,
         world_size=world_size,
-        local_rank=_number(environ, "LOCAL_RANK", 0),
+        local_rank=number(environ, "LOCAL_RANK", 0),
         local_world_size=local_world_size,
-        node_rank=_number(environ, "GROUP_RANK", rank // local_world_size),
-        nodes=_number(environ, "GROUP_WORLD_SIZE", -(-world_size // local_world_size)),
+        node_rank=number(environ, "GROUP_RANK", rank // local_world_size),
+        nodes=number(environ, "GROUP_WORLD_SIZE", -(-world_size // local_world_size)),
         master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_number(environ, "MASTER_PORT", DEFAULT_MASTER_PORT),
-        attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        master_port=number(environ, "MASTER_PORT", DEFAULT_MASTER_PORT),
+        attempt=number(environ, "TORCHELASTIC_RESTART_COUNT", 0),
         run_id=environ.get(RUN_ID, ""),
         run_dir=environ.get(RUN_DIR, ""),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE", "False") == "True",
     )
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Read a variable that must be a whole number.
+
+    Raises:
+        RefusedError: it is missing, without a default, or is something else.
+    """
     text = environ.get(name)
     if text is None:
         if default is None:
-            raise RefusedError(f"environment: {name} is not set; start this through muster, torchrun, srun or mpirun")
+            raise RefusedError(
+                f"environment: {name} is not set; {PASS_FLAGS}, or start this through muster or torchrun"
+            )
         return default
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         raise RefusedError(f"environment: {name} must be a whole number, got {text!r}")
     return int(text)

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Final
 
+from muster.jobs.machine.procfs import text_of
+
 MEMORY_INFO: Final = Path("/proc/meminfo")
 OWN_GROUPS: Final = Path("/proc/self/cgroup")
 GROUPS: Final = Path("/sys/fs/cgroup")
@@ -17,41 +19,48 @@ FILES: Final = (
 
 def free_bytes() -> int:
     """Return what processes of ours may still take: MemAvailable, or less where a control group is nearer its limit."""
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", _text(MEMORY_INFO), re.MULTILINE)
-    host = int(match[1]) * 1024 if match else 0
-    return min([host, *(left for folder in _own_folders() if (left := group_left(folder)) is not None)])
+    return min([host_bytes("MemAvailable"), *(left for _, left in _groups())])
 
 
-def group_left(folder: Path) -> int | None:
-    """Return what is left below the limit of a control group; None where it has none.
+def all_bytes() -> int:
+    """Return the memory that processes of ours may have in all: the host's, or the least limit of a control group."""
+    return min([host_bytes("MemTotal"), *(limit for limit, _ in _groups())])
+
+
+def host_bytes(name: str) -> int:
+    """Return an account of /proc/meminfo; 0 where there is none of this name."""
+    match = re.search(rf"^{name}:\s*(\d+) kB", text_of(MEMORY_INFO), re.MULTILINE)
+    return int(match[1]) * 1024 if match else 0
+
+
+def _groups() -> Iterator[tuple[int, int]]:
+    """Yield the limit of each memory group that has one, and what is left below it."""
+    return filter(None, map(_limit_and_left, own_groups("memory")))
+
+
+def _limit_and_left(folder: Path) -> tuple[int, int] | None:
+    """Return what `_groups` yields of one group.
 
     Files that nobody has touched lately count as left: the kernel drops them before it refuses memory.
     """
     for limit_name, usage_name, cache_name in FILES:
-        limit, usage = _text(folder / limit_name), _text(folder / usage_name)
+        limit, usage = text_of(folder / limit_name), text_of(folder / usage_name)
         if limit.isdecimal() and usage.isdecimal():
-            cache = re.search(rf"^{cache_name} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
-            return max(0, int(limit) - int(usage) + (int(cache[1]) if cache else 0))
+            cache = re.search(rf"^{cache_name} (\d+)$", text_of(folder / "memory.stat"), re.MULTILINE)
+            return int(limit), max(0, int(limit) - int(usage) + (int(cache[1]) if cache else 0))
     return None
 
 
-def _own_folders() -> Iterator[Path]:
-    """List the folders of our memory groups up to the root; a container shows its own group as that root."""
-    for line in _text(OWN_GROUPS).splitlines():
+def own_groups(controller: str) -> Iterator[Path]:
+    """Yield the folders of our control groups, from our own up to the root; a container shows its own as that root."""
+    for line in text_of(OWN_GROUPS).splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0":
             root = GROUPS if (GROUPS / "cgroup.controllers").exists() else GROUPS / "unified"
-        elif "memory" in controllers.split(","):
-            root = GROUPS / "memory"
+        elif controller in controllers.split(","):
+            root = GROUPS / controller
         else:
             continue
         own = PurePosixPath(path.lstrip("/"))
         yield from (root / each for each in (own, *own.parents) if ".." not in each.parts)
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # not there, or not for us
-        return ""

@@ -1,8 +1,8 @@
-"""Linux calls which Python does not offer: two for a tree of processes, one that frees disk space, files in memory.
+"""Linux calls which Python does not offer: for trees of processes, the disk space of files, files in memory.
 
 `prctl(2)`: PR_SET_PDEATHSIG sends this process a signal when its parent dies; PR_SET_CHILD_SUBREAPER makes orphans
 of this process's descendants its own children, so that nothing escapes by double fork or setsid.
-`fallocate(2)`: FALLOC_FL_PUNCH_HOLE gives blocks of a file back.
+`fallocate(2)`: claims blocks of a file, or gives them back.
 `memfd_create(2)`: a Python that was built for an old C library, as conda's often are, lacks it and its constants.
 """
 
@@ -11,46 +11,39 @@ import fcntl
 import os
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
+from muster.jobs.machine import procfs
+
+LIBC: Final = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG: Final = 1
 PR_SET_CHILD_SUBREAPER: Final = 36
-FALLOC_FL_KEEP_SIZE: Final = 1
-FALLOC_FL_PUNCH_HOLE: Final = 2
+PUNCH_HOLE: Final = 1 | 2  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE
 MFD_CLOEXEC: Final = 1
 MFD_ALLOW_SEALING: Final = 2
 F_ADD_SEALS: Final = 1033
 F_SEALS_OF_SIZE: Final = 1 | 2 | 4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
-PARENT_FIELD: Final = 1  # of /proc/PID/stat, counted after the name: state, parent, ...
-THREADS_FIELD: Final = 17
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have the kernel kill this process when `parent`, which forked it, dies or has died; `number` 0 undoes it."""
-    _prctl(PR_SET_PDEATHSIG, number)
+    checked(LIBC.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl: ")
     if os.getppid() != parent:
         os._exit(128 + signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
     """Make this process the parent of its descendants' orphans."""
-    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    checked(LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl: ")
 
 
 def all_children() -> dict[int, list[int]]:
     """Return the children of every process of this machine, without zombies."""
     children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        try:
-            fields = (entry / "stat").read_bytes().rpartition(b")")[2].split()  # a name may be any bytes
-        except OSError:  # it ended while we looked
-            continue
-        # A main thread may end before the others: stat shows its zombie, the process lives on.
-        if fields[0] not in (b"Z", b"X") or int(fields[THREADS_FIELD]) > 1:
-            children.setdefault(int(fields[PARENT_FIELD]), []).append(int(entry.name))
+    for pid in procfs.pids():
+        fields = procfs.stat(pid)
+        if fields is not None and not procfs.is_dead(fields):
+            children.setdefault(int(fields[procfs.PARENT]), []).append(pid)
     return children
 
 
@@ -96,49 +89,44 @@ def kill_quietly(pid: int, number: int, *, group: bool = False) -> None:
         return
 
 
-def punch_hole(descriptor: int, offset: int, length: int) -> None:
-    """Give the disk space of a part of a file back; it reads as zero bytes, and the file keeps its size.
+def fallocate(descriptor: int, offset: int, length: int, mode: int = 0) -> None:
+    """Claim disk space for a part of a file, by the kernel's own call: the C library's writes to each block instead.
+
+    With PUNCH_HOLE give it back: the part then reads as zero bytes, and the file keeps its size.
 
     Raises:
-        OSError: the file system cannot.
+        OSError: the file system cannot, or is full.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    place = ctypes.c_int64(offset), ctypes.c_int64(length)
-    if libc.fallocate(descriptor, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, *place) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    checked(LIBC.fallocate(descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(length)))
 
 
 def memory_file(name: str, size: int | None = None) -> int:
     """Make a file without a path, in memory; return its descriptor. With a `size`, nobody can change that."""
     sealable = 0 if size is None else MFD_ALLOW_SEALING
-    libc = ctypes.CDLL(None, use_errno=True)
-    descriptor: int = libc.memfd_create(name.encode(), MFD_CLOEXEC | sealable)
-    if descriptor < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"memfd_create: {os.strerror(number)}")
+    descriptor = checked(LIBC.memfd_create(name.encode(), MFD_CLOEXEC | sealable), "memfd_create: ")
     if size is not None:
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, F_ADD_SEALS, F_SEALS_OF_SIZE)
     return descriptor
 
 
+def checked(code: int, what: str = "") -> int:
+    """Return what a call of the C library returned.
+
+    Raises:
+        OSError: it returned -1; `what` is put before the reason.
+    """
+    if code == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, what + os.strerror(number))
+    return code
+
+
 def signs_of_life(pid: int) -> tuple[bool, int]:
     """Say whether a process waits for a processor or a disk, and how often it has been scheduled (proc(5), status)."""
-    try:
-        status = (Path("/proc") / str(pid) / "status").read_bytes()
-    except OSError:  # it has gone
-        return False, 0
-    fields = dict(line.partition(b":")[::2] for line in status.splitlines())
-    switches = (b"voluntary_ctxt_switches", b"nonvoluntary_ctxt_switches")
-    return fields[b"State"].split()[0] in (b"R", b"D"), sum(int(fields[name]) for name in switches)
-
-
-def _prctl(option: int, value: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
+    fields = dict(line.partition(":")[::2] for line in procfs.text_of(f"/proc/{pid}/status").splitlines())
+    switches = ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+    return fields.get("State", "").split()[:1] in (["R"], ["D"]), sum(int(fields.get(name, 0)) for name in switches)
 
 
 def has_scheduler() -> bool:

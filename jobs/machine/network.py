@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final
 
 SIOCGIFCONF: Final = 0x8912  # all IPv4 addresses, <linux/sockios.h>
-SIOCGIFHWADDR: Final = 0x8927  # an interface's MAC address
 IFREQ_BYTES: Final = struct.calcsize("16sQQQ")  # struct ifreq: a name, and a union of at most three words
 NAME_BYTES: Final = 16
 ADDRESSES: Final = 1024
@@ -93,28 +92,6 @@ def bindable(address: str, wanted: str, addresses: Sequence[Route]) -> str:
     if address.startswith("127."):
         return address
     return next((each for each in found if each in own), "")
-
-
-def interface_of_mac(mac: str) -> str | None:
-    """Return the interface with a MAC address, written with colons, dashes or nothing between its bytes."""
-    wanted = _digits(mac)
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack(f"{IFREQ_BYTES}s", name.encode())
-            try:
-                reply = fcntl.ioctl(probe.fileno(), SIOCGIFHWADDR, request)
-            except OSError:  # it went away while we looked
-                continue
-            if reply[NAME_BYTES + 2 : NAME_BYTES + 8].hex() == wanted:
-                found.append(name)
-    # A bridge or a VLAN shares the MAC address of the card below it; the one with an address is the one to use.
-    addressed = {name for name, _ in _ipv4()}
-    return next((name for name in found if name in addressed), found[0] if found else None)
-
-
-def _digits(mac: str) -> str:
-    return "".join(each for each in mac.lower() if each in "0123456789abcdef")
 
 
 def _ipv4() -> list[Route]:

@@ -19,7 +19,6 @@ from muster.jobs.models.shapes import IMAGE_CHANNELS, KERNEL_AREA, POOL, GptShap
 IMAGE_SIDE: Final = 32
 INDEX_BYTES: Final = 8  # what a pool remembers of each maximum, and what a token is
 KERNEL_SIDE: Final = 3
-BACKWARD_OF_WEIGHTS: Final = 2  # gradients of inputs and of weights, each the work of a forward
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from typing import Any, Final, NoReturn
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.reading import Lines
 from muster.jobs.machine import linux
 from muster.jobs.node import leftovers
 from muster.jobs.node.rank_process import RankProcess
@@ -46,7 +47,7 @@ class Keeper:
     def __init__(self, agent: socket.socket) -> None:
         self.agent = agent
         self.agent_gone = False
-        self.unread = b""
+        self.lines = Lines()
         self.passed: list[int] = []
         self.attempt = 0
         self.ranks: dict[int, RankProcess] = {}
@@ -92,7 +93,6 @@ class Keeper:
             self.agent_gone = True
             self._stop(ORPHAN_GRACE_S)
             return
-        *lines, self.unread = (self.unread + data).split(b"\n")
         handlers = {
             "store": self._start_store,
             "start": self._start,
@@ -102,7 +102,7 @@ class Keeper:
             "stop_at": self._stop_at,
             "dump": self._dump,
         }
-        for line in lines:
+        for line in self.lines.of(data):
             message = json.loads(line)
             handlers[message["do"]](message)
 
@@ -177,11 +177,11 @@ class Keeper:
 
     def _hold(self, _: dict[str, Any]) -> None:
         for rank in self.ranks.values():
-            rank.page.ask_to_hold()
+            rank.page.hold = 1
 
     def _stop_at(self, message: dict[str, Any]) -> None:
         for rank in self.ranks.values():
-            rank.page.set_stop_at(message["steps"])
+            rank.page.stop_at = message["steps"]
 
     def _dump(self, _: dict[str, Any]) -> None:
         self._tell({"dumped": {rank.rank: rank.dump() for rank in self.ranks.values()}})

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.machine import linux
+from muster.jobs.machine import linux, procfs
 
 LIMIT_S: Final = 0.8  # after 2 s for the ranks; the supervisor waits 3 s beyond the grace for the word that all is gone
 LOOK_S: Final = 0.05  # a process may begin while others are being killed
@@ -73,19 +72,10 @@ def bury() -> set[int]:
 
 def state_of(pid: int) -> str:
     """Return the letter of a process's state, see proc(5): R runs, S waits, D cannot be killed, T stands still."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-    except OSError:
-        return GONE
+    fields = procfs.stat(pid)
+    return GONE if fields is None else fields[procfs.STATE].decode()
 
 
 def described(pids: Collection[int]) -> list[dict[str, Any]]:
     """Say of processes what they are: [{"pid", "state", "name"}, ...]."""
-    return [{"pid": pid, "state": state_of(pid), "name": _name_of(pid)} for pid in pids]
-
-
-def _name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
-    except OSError:
-        return "?"
+    return [{"pid": pid, "state": state_of(pid), "name": procfs.text_of(f"/proc/{pid}/comm") or "?"} for pid in pids]

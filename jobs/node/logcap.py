@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.ownership import warn_once
-from muster.jobs.machine.linux import punch_hole
+from muster.jobs.machine.linux import PUNCH_HOLE, fallocate
 
 FIRST_BYTES: Final = 64 << 20
 LAST_BYTES: Final = 192 << 20
@@ -30,7 +30,7 @@ def cap(path: Path, *, first: int = FIRST_BYTES, last: int = LAST_BYTES, step: i
             return
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            punch_hole(descriptor, first, end - first)
+            fallocate(descriptor, first, end - first, PUNCH_HOLE)
             line = f"\n[muster: {end - first:>16,} bytes of this log are left out here]\n".encode()
             os.pwrite(descriptor, line, first - len(line))
         finally:

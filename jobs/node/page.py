@@ -22,8 +22,8 @@ from muster.jobs.machine import linux
 SIZE: Final = mmap.PAGESIZE
 NEVER: Final = -1
 MOST: Final = (1 << 53) - 1  # no count of an honest rank is larger
+ANY: Final = (1 << 63) - 1
 MOST_PID: Final = 1 << 22  # the kernel's own limit
-_PHASE, _STEPS, _BEATS, _SLOWEST_US, _HELD, _HOLD, _STOP_AT, _SESSION, _DEAF, _DUMPS = range(10)
 
 
 class Phase(IntEnum):
@@ -42,8 +42,32 @@ class Phase(IntEnum):
         return self.name.lower()
 
 
+class _Field:
+    """A number at its place. One that a rank writes, which may be a program of the user's, is bounded when read."""
+
+    def __init__(self, place: int, least: int = 0, most: int = MOST) -> None:
+        self.place, self.least, self.most = place, least, most
+
+    def __get__(self, page: "Page", kind: type | None = None) -> int:
+        return max(self.least, min(page._fields[self.place], self.most))
+
+    def __set__(self, page: "Page", value: int) -> None:
+        page._fields[self.place] = value
+
+
 class Page:
     """One rank's page, seen from either side. `descriptor`: of the memfd that holds it; -1: anonymous memory."""
+
+    _phase = _Field(0)
+    steps = _Field(1)  # that are done
+    beats = _Field(2)  # grows with every progress
+    _slowest_us = _Field(3)  # of the steps of late
+    held = _Field(4, NEVER)  # steps done by a rank that waits between two of them; NEVER: it goes on
+    hold = _Field(5)  # not 0: the rank should wait before its next step until it is told after which step to stop
+    stop_at = _Field(6, NEVER, ANY)  # the number of steps after which all ranks save and end; NEVER: nobody has said
+    _session = _Field(7, NEVER)
+    deaf = _Field(8)  # not 0: the rank ignores SIGTERM, and is asked to end by SIGINT
+    dumps = _Field(9)  # not 0: SIGQUIT makes the session's process write its stacks
 
     def __init__(self, descriptor: int = -1) -> None:
         self.descriptor = descriptor
@@ -84,110 +108,49 @@ class Page:
         self._memory.close()
 
     def _clear(self) -> None:
-        for field in (_HELD, _STOP_AT):
-            self._set(field, NEVER)
+        self.held = self.stop_at = NEVER
 
     # The rank's side ------------------------------------------------------------------------------------------------
 
     def enter(self, phase: Phase) -> None:
         """Begin a phase."""
-        self._set(_PHASE, phase)
+        self._phase = phase
         self.beat()
 
     def beat(self) -> None:
         """Make progress of any kind."""
-        self._set(_BEATS, self._get(_BEATS) + 1)
+        self.beats += 1
 
     def step_done(self, steps: int, slowest_s: float) -> None:
         """End a step: `steps` are done since the job's beginning, `slowest_s` is the slowest of late."""
-        self._set(_STEPS, steps)
-        self._set(_SLOWEST_US, int(slowest_s * 1e6))
+        self.steps, self._slowest_us = steps, int(slowest_s * 1e6)
         self.beat()
-
-    def hold_at(self, steps: int) -> None:
-        """Say that this rank waits between two steps, `steps` done; `NEVER`: it goes on."""
-        self._set(_HELD, steps)
 
     def open_session(self, pid: int, *, deaf: bool = False, dumps: bool = False) -> None:
         """Say that a program uses the session, in process `pid`.
 
         `deaf`: it ignores SIGTERM, and is asked to end by SIGINT. `dumps`: SIGQUIT makes it write its stacks.
         """
-        self._set(_DEAF, int(deaf))
-        self._set(_DUMPS, int(dumps))
-        self._set(_SESSION, pid)
-
-    @property
-    def is_asked_to_hold(self) -> bool:
-        """True when the rank should wait before its next step until it is told after which step to stop."""
-        return self._get(_HOLD) != 0
-
-    @property
-    def stop_at(self) -> int:
-        """The number of steps after which all ranks save and end; `NEVER`: nobody has said."""
-        return self._get(_STOP_AT)
+        self.deaf, self.dumps, self._session = int(deaf), int(dumps), pid
 
     # The keeper's side ----------------------------------------------------------------------------------------------
-
-    def ask_to_hold(self) -> None:
-        """Ask the rank to wait before its next step."""
-        self._set(_HOLD, 1)
-
-    def set_stop_at(self, steps: int) -> None:
-        """Tell the rank after how many steps to save and end."""
-        self._set(_STOP_AT, steps)
 
     @property
     def phase(self) -> Phase:
         """What the rank is busy with."""
         with suppress(ValueError):  # a program may have written anything
-            return Phase(self._get(_PHASE))
+            return Phase(self._phase)
         return Phase.START
 
     @property
     def session(self) -> int:
         """The process of a program that has opened a session; 0: none has."""
-        pid = self._get(_SESSION)
-        return pid if 0 < pid <= MOST_PID else 0
-
-    @property
-    def is_deaf(self) -> bool:
-        """True when the rank ignores SIGTERM."""
-        return self._get(_DEAF) != 0
-
-    @property
-    def dumps(self) -> bool:
-        """True when SIGQUIT makes the session's process write its stacks."""
-        return self._get(_DUMPS) != 0
-
-    @property
-    def steps(self) -> int:
-        """Steps that are done."""
-        return self._count(_STEPS)
-
-    @property
-    def beats(self) -> int:
-        """A number that grows with every progress."""
-        return self._get(_BEATS)
+        return self._session if 0 < self._session <= MOST_PID else 0
 
     @property
     def slowest_s(self) -> float:
         """The slowest step of late, in seconds."""
-        return self._count(_SLOWEST_US) / 1e6
-
-    @property
-    def held(self) -> int:
-        """Steps done by a rank that waits; `NEVER` while it does not."""
-        return max(NEVER, min(self._get(_HELD), MOST))
-
-    def _count(self, field: int) -> int:
-        return max(0, min(self._get(field), MOST))
-
-    def _get(self, field: int) -> int:
-        return self._fields[field]
-
-    def _set(self, field: int, value: int) -> None:
-        self._fields[field] = value
+        return self._slowest_us / 1e6
 
 
 own = Page()  # of this process; a keeper puts the shared one in its place, in the child it has forked for a rank

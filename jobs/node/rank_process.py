@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final, NoReturn
 
-from muster.jobs.basics.reading import parse_json
+from muster.jobs.basics.reading import Lines, parse_json
 from muster.jobs.machine import linux
 from muster.jobs.node import leftovers, page, rank_start
 from muster.jobs.node.page import Page, Phase
@@ -32,14 +32,14 @@ class RankProcess:
         self.page = Page() if self.ours else Page.inheritable()
         self.sent = 0  # the last signal we sent it
         self.failure: dict[str, Any] = {}
-        self._unread = b""
+        self._lines = Lines(LONGEST)
         self.pipe, self._writer = os.pipe()
         os.set_blocking(self.pipe, False)
 
     @property
     def asks(self) -> signal.Signals:
         """The signal that asks it to end."""
-        return signal.SIGINT if self.deaf or self.page.is_deaf else signal.SIGTERM
+        return signal.SIGINT if self.deaf or self.page.deaf else signal.SIGTERM
 
     @property
     def has_session(self) -> bool:
@@ -80,9 +80,7 @@ class RankProcess:
             return []
         if not data:
             return None
-        *lines, unread = (self._unread + data).split(b"\n")
-        self._unread = unread[:LONGEST]
-        reports = [report for line in lines if (report := _report(line)) is not None]
+        reports = [report for line in self._lines.of(data) if (report := _report(line)) is not None]
         self.failure = next((each for each in reversed(reports) if each["report"] == "failed"), self.failure)
         return [each for each in reports if each["report"] != "failed"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from muster.jobs.basics.files import folder_error, make_folder
+from muster.jobs.basics.places import At, Each
 from muster.jobs.runfolder.profiledir import PROFILE, ProfileDir
 
 OF_START: Final = re.compile(r"placement\.json|(node|metrics|memory)-\d+(\.stop)?\.\w+")
@@ -17,6 +18,23 @@ class AttemptDir:
     """The paths of one attempt."""
 
     path: Path
+
+    placement = At("placement.json")  # which rank runs where, and each value's origin
+    # the checkpoint that this attempt began from: {"checkpoint": its folder's name or null, "step": n}
+    resume = At("resume.json")
+    commands = At("commands")  # folder of the exact argv per node
+    command = Each("commands/node-{:02d}.json")  # the exact command of one node's agent and its ranks
+    node = Each("node-{:02d}.json")  # what one node's agent started: pids, cores, host
+    # why and until when the programs of one node are asked to end: {"reason", "message", "deadline"}
+    stop = Each("node-{:02d}.stop.json")
+    setup = Each("node-{:02d}.setup")  # output of the job's setup lines on one node
+    out = Each("rank-{:05d}.out")  # standard output of a rank
+    err = Each("rank-{:05d}.err")  # standard error of a rank
+    metrics = Each("metrics-{:05d}.jsonl")  # a rank's own steps: local loss and times
+    memory = Each("memory-{:05d}.jsonl")  # the memory of a rank around its first steps, by purpose
+    timeline = At("timeline.jsonl")  # what every rank of a pipeline did in some steps (`jobs/train/timeline.py`)
+    # what has been measured: a record a line (`collectives_bench/records.py`, `jobs/timing/records.py`)
+    bench = At("bench.jsonl")
 
     def make(self) -> None:
         """Make the folder, the token of the attempt, and the commands' in it, which only the user may read.
@@ -46,62 +64,10 @@ class AttemptDir:
         except OSError as error:
             raise folder_error(self.path, error) from error
 
-    @property
-    def placement(self) -> Path:
-        """Which rank runs where, and each value's origin."""
-        return self.path / "placement.json"
-
-    @property
-    def resume(self) -> Path:
-        """The checkpoint that this attempt began from: {"checkpoint": its folder's name or null, "step": n}."""
-        return self.path / "resume.json"
-
-    @property
-    def commands(self) -> Path:
-        """Folder of the exact argv per node."""
-        return self.path / "commands"
-
-    def command(self, node_rank: int) -> Path:
-        """The exact command of one node's agent and its ranks."""
-        return self.commands / f"node-{node_rank:02d}.json"
-
-    def node(self, node_rank: int) -> Path:
-        """What one node's agent started: pids, cores, host."""
-        return self.path / f"node-{node_rank:02d}.json"
-
-    def stop(self, node_rank: int) -> Path:
-        """Why and until when the programs of one node are asked to end: {"reason", "message", "deadline"}."""
-        return self.path / f"node-{node_rank:02d}.stop.json"
-
-    def setup(self, node_rank: int) -> Path:
-        """Output of the job's setup lines on one node."""
-        return self.path / f"node-{node_rank:02d}.setup"
-
-    def out(self, rank: int) -> Path:
-        """Standard output of a rank."""
-        return self.path / f"rank-{rank:05d}.out"
-
-    def err(self, rank: int) -> Path:
-        """Standard error of a rank."""
-        return self.path / f"rank-{rank:05d}.err"
-
-    def metrics(self, rank: int) -> Path:
-        """A rank's own steps: local loss and times."""
-        return self.path / f"metrics-{rank:05d}.jsonl"
-
-    def memory(self, rank: int) -> Path:
-        """The memory of a rank around its first steps, by purpose."""
-        return self.path / f"memory-{rank:05d}.jsonl"
-
     def memory_ranks(self) -> list[int]:
         """List the ranks that have said what their memory was for, lowest first."""
         names = (entry.stem.removeprefix("memory-") for entry in self.path.glob("memory-*.jsonl"))
         return sorted(int(name) for name in names if name.isdecimal())
-
-    @property
-    def timeline(self) -> Path:
-        """What every rank of a pipeline did in some steps (`jobs/train/timeline.py`)."""
-        return self.path / "timeline.jsonl"
 
     def profile(self, rank: int) -> ProfileDir:
         """Return the paths of a rank's profile, made or not."""
@@ -111,8 +77,3 @@ class AttemptDir:
         """List the ranks whose profiles are there, lowest first."""
         names = (entry.parent.name.removeprefix(PROFILE) for entry in self.path.glob(f"{PROFILE}*/profile.json"))
         return sorted(int(name) for name in names if name.isdecimal())
-
-    @property
-    def bench(self) -> Path:
-        """What has been measured: a record a line (`collectives_bench/records.py`, `jobs/timing/records.py`)."""
-        return self.path / "bench.jsonl"

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from muster.jobs.basics.places import At, Each
+
 
 @dataclass(frozen=True)
 class CheckpointDir:
@@ -10,28 +12,15 @@ class CheckpointDir:
 
     path: Path
 
+    shard = Each("shard-{:05d}.safetensors")  # the tensors that one writer saves
+    ok = Each("shard-{:05d}.ok")  # what one writer has written: its shard's size, sha256 and contents
+    manifest = At("MANIFEST.json")  # the commit: a checkpoint without it does not exist
+    verified = At("VERIFIED.json")  # says that everything was read again after the commit and was right
+
     @property
     def name(self) -> str:
         """The folder's name: steps and attempt."""
         return self.path.name
-
-    def shard(self, writer: int) -> Path:
-        """The tensors that one writer saves."""
-        return self.path / f"shard-{writer:05d}.safetensors"
-
-    def ok(self, writer: int) -> Path:
-        """What one writer has written: its shard's size, sha256 and contents."""
-        return self.path / f"shard-{writer:05d}.ok"
-
-    @property
-    def manifest(self) -> Path:
-        """The commit: a checkpoint without it does not exist."""
-        return self.path / "MANIFEST.json"
-
-    @property
-    def verified(self) -> Path:
-        """Says that everything was read again after the commit and was right."""
-        return self.path / "VERIFIED.json"
 
     @property
     def bad(self) -> Path:

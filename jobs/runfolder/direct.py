@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics import exits
@@ -14,9 +13,9 @@ from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import append_line, write_json
 from muster.jobs.hosts.placement import NodePlacement, Placement
 from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.machine import procfs
 from muster.jobs.runfolder.rundir import RunDir
 
-START_TICKS_FIELD: Final = 19  # of /proc/PID/stat, counted after the name
 FAILED: Final = 1
 
 
@@ -50,7 +49,7 @@ class Beginning:
             "transport": "direct",
             "host": self.hosts[0],
             "pid": os.getpid(),
-            "pid_start": pid_start(),
+            "pid_start": procfs.start_ticks(os.getpid()),
             **submitted,
         }
         append_line(self.run.events, {"time": began, "event": "submitted", **facts})
@@ -100,12 +99,6 @@ def write_end(run: RunDir, attempt: int, began: float, code: int, message: str) 
 def event(run: RunDir, name: str, values: Mapping[str, Any]) -> None:
     """Append one event."""
     append_line(run.events, {"time": time.time(), "event": name, **values})
-
-
-def pid_start() -> int:
-    """Return when this process began, in clock ticks after boot: with the pid it names one process for good."""
-    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    return int(after_name[START_TICKS_FIELD])
 
 
 def ending_of(error: BaseException) -> tuple[int, str]:

@@ -10,18 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-PROFILE: Final = "profile-"
+from muster.jobs.basics.places import At
 
-# What a node that does not share the run folder sends home, the record last. A snapshot of memory, which may be large,
-# stays where it is.
-FOR_HOME: Final = (
-    "trace.json.gz",
-    "flame.svg",
-    "flame-cuda.svg",
-    "operators.txt",
-    "operators.csv",
-    "profile.json",
-)
+PROFILE: Final = "profile-"
 
 
 @dataclass(frozen=True)
@@ -30,47 +21,16 @@ class ProfileDir:
 
     path: Path
 
+    record = At("profile.json")  # what came of it: what `muster profile` shows. Written last: where it is, all is
+    trace = At("trace.json.gz")  # the steps as they went, for Perfetto
+    raw_trace = At("trace.tmp.json")  # the profiler's own trace, until ours is written
+    operators = At("operators.txt")  # the table of operators, to read
+    operators_csv = At("operators.csv")  # the table of operators, to compute with
+    flame = At("flame.svg")  # flame graph of the host's time
+    cuda_flame = At("flame-cuda.svg")  # flame graph of the device's time
+    cuda_memory = At("cuda-memory.pickle")  # snapshot of the CUDA allocator, for pytorch.org/memory_viz
+
     @property
     def for_home(self) -> list[Path]:
-        """The files that come home from a node with a folder of its own."""
-        return [self.path / name for name in FOR_HOME]
-
-    @property
-    def record(self) -> Path:
-        """What came of it: what `muster profile` shows. Written last: where it is, all is."""
-        return self.path / "profile.json"
-
-    @property
-    def trace(self) -> Path:
-        """The steps as they went, for Perfetto."""
-        return self.path / "trace.json.gz"
-
-    @property
-    def raw_trace(self) -> Path:
-        """The profiler's own trace, until ours is written."""
-        return self.path / "trace.tmp.json"
-
-    @property
-    def operators(self) -> Path:
-        """The table of operators, to read."""
-        return self.path / "operators.txt"
-
-    @property
-    def operators_csv(self) -> Path:
-        """The table of operators, to compute with."""
-        return self.path / "operators.csv"
-
-    @property
-    def flame(self) -> Path:
-        """Flame graph of the host's time."""
-        return self.path / "flame.svg"
-
-    @property
-    def cuda_flame(self) -> Path:
-        """Flame graph of the device's time."""
-        return self.path / "flame-cuda.svg"
-
-    @property
-    def cuda_memory(self) -> Path:
-        """Snapshot of the CUDA allocator, for pytorch.org/memory_viz."""
-        return self.path / "cuda-memory.pickle"
+        """The files that come home from a node with a folder of its own, the record last; a snapshot may be large."""
+        return [self.trace, self.flame, self.cuda_flame, self.operators, self.operators_csv, self.record]

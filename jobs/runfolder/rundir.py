@@ -47,6 +47,7 @@ from typing import Final
 from muster.jobs.basics.errors import NotFoundError, RunFolderError, UsageError
 from muster.jobs.basics.files import folder_error, write_json
 from muster.jobs.basics.ownership import check_folder, check_parents, made_by_us, warn_once
+from muster.jobs.basics.places import At, Each
 from muster.jobs.basics.reading import UntrustedError
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.attemptdir import AttemptDir as AttemptDir
@@ -64,55 +65,46 @@ class RunDir:
 
     path: Path
 
+    job = At("job.yaml")  # the job file as given, with overrides applied
+    job_before = Each("job-before-{:03d}.yaml")  # the job file before `muster resume` changed it for an attempt
+    site = At("site.yaml")  # the site file as used
+    attempts = At("attempts.jsonl")  # one line per attempt: its verdict
+    events = At("events.jsonl")  # one line per event of the supervisor
+    metrics = At("metrics.jsonl")  # one line per step: loss over the global batch and rank 0's times
+    stop = At("stop.json")  # a request to stop, written by `muster stop`, read by the supervisor
+    # a request to save now. Rank 0 looks for it at every log point, and removes it when a save begins
+    save = At("save.json")
+    # how the run is started: transport, hosts, interpreter; what `launch.supervise` reads
+    submission = At("submission.json")
+    # the supervisor's sign of life, renewed every few seconds, for those who see the folder but not its host
+    lease = At("lease.json")
+    claims = At("claims")  # the folder of who has resumed the run: the newest claim holds, until it is given back
+    reserve = At(".reserve")  # room on the disk that the supervisor holds for the verdict: a disk may be full by then
+    token = At("token")  # what agents that dial show to be let in; only the user may read it
+    supervisor_log = At("supervisor.log")  # what a supervisor without a terminal says
+    code = At("code")  # the code as it was submitted: later edits do not reach a run that waits in a queue
+    sbatch = At("sbatch.sh")  # the batch script as it was given to Slurm
+    slurm = At("slurm.json")  # what Slurm answered: its number for the job
+    # the folder of submitit's own files: what it submitted, what its tasks printed and returned
+    submitit = At("submitit")
+    # where submitit's first task tells the others how to reach the supervisor; only the user may read it
+    rendezvous = At("rendezvous.json")
+    # a file that one node writes and the others read, to see whether this is one folder or several
+    nonce = Each(".nonce-{}")
+    verify = At("verify.json")  # the comparison that `muster verify` made
+    files = At("files")  # the folder for a program's own files, the same in all attempts: MUSTER_FILES
+    checkpoints = At("checkpoints")  # the folder of all checkpoints
+
     @property
     def run_id(self) -> str:
         """The folder's name, unique among runs."""
         return self.path.name
-
-    @property
-    def job(self) -> Path:
-        """The job file as given, with overrides applied."""
-        return self.path / "job.yaml"
 
     def command(self, words: str, *, named: bool = True) -> str:
         """Spell a `muster` command for this run, or for all of its folder, to be pasted where this process started."""
         root = self.path.parent
         where = [] if root == runs_root(None) else ["--runs", str(root)]
         return shlex.join(["muster", *words.split(), *[self.run_id] * named, *where])
-
-    def job_before(self, attempt: int) -> Path:
-        """The job file before `muster resume` changed it for an attempt."""
-        return self.path / f"job-before-{attempt:03d}.yaml"
-
-    @property
-    def site(self) -> Path:
-        """The site file as used."""
-        return self.path / "site.yaml"
-
-    @property
-    def attempts(self) -> Path:
-        """One line per attempt: its verdict."""
-        return self.path / "attempts.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """One line per event of the supervisor."""
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per step: loss over the global batch and rank 0's times."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def stop(self) -> Path:
-        """A request to stop, written by `muster stop`, read by the supervisor."""
-        return self.path / "stop.json"
-
-    @property
-    def save(self) -> Path:
-        """A request to save now. Rank 0 looks for it at every log point, and removes it when a save begins."""
-        return self.path / "save.json"
 
     def ask_to_save(self, by: str) -> None:
         """Ask for a save now.
@@ -121,75 +113,6 @@ class RunDir:
             RunFolderError, StorageError: the folder cannot be written.
         """
         write_json(self.save, {"time": time.time(), "by": by})
-
-    @property
-    def submission(self) -> Path:
-        """How the run is started: transport, hosts, interpreter; what `launch.supervise` reads."""
-        return self.path / "submission.json"
-
-    @property
-    def lease(self) -> Path:
-        """The supervisor's sign of life, renewed every few seconds, for those who see the folder but not its host."""
-        return self.path / "lease.json"
-
-    @property
-    def claims(self) -> Path:
-        """The folder of who has resumed the run: the newest claim holds, until it is given back."""
-        return self.path / "claims"
-
-    @property
-    def reserve(self) -> Path:
-        """Room on the disk that the supervisor holds for the verdict: a disk may be full by then."""
-        return self.path / ".reserve"
-
-    @property
-    def token(self) -> Path:
-        """What agents that dial show to be let in; only the user may read it."""
-        return self.path / "token"
-
-    @property
-    def supervisor_log(self) -> Path:
-        """What a supervisor without a terminal says."""
-        return self.path / "supervisor.log"
-
-    @property
-    def code(self) -> Path:
-        """The code as it was submitted: later edits do not reach a run that waits in a queue."""
-        return self.path / "code"
-
-    @property
-    def sbatch(self) -> Path:
-        """The batch script as it was given to Slurm."""
-        return self.path / "sbatch.sh"
-
-    @property
-    def slurm(self) -> Path:
-        """What Slurm answered: its number for the job."""
-        return self.path / "slurm.json"
-
-    @property
-    def submitit(self) -> Path:
-        """The folder of submitit's own files: what it submitted, what its tasks printed and returned."""
-        return self.path / "submitit"
-
-    @property
-    def rendezvous(self) -> Path:
-        """Where submitit's first task tells the others how to reach the supervisor; only the user may read it."""
-        return self.path / "rendezvous.json"
-
-    def nonce(self, name: str) -> Path:
-        """A file that one node writes and the others read, to see whether this is one folder or several."""
-        return self.path / f".nonce-{name}"
-
-    @property
-    def verify(self) -> Path:
-        """The comparison that `muster verify` made."""
-        return self.path / "verify.json"
-
-    @property
-    def files(self) -> Path:
-        """The folder for a program's own files, the same in all attempts: MUSTER_FILES."""
-        return self.path / "files"
 
     def make_files(self) -> None:
         """Make that folder, open to whom the run folder is open.
@@ -201,11 +124,6 @@ class RunDir:
             self.files.mkdir(mode=self.path.stat().st_mode & 0o777, exist_ok=True)
         except OSError as error:
             raise folder_error(self.files, error) from error
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of all checkpoints."""
-        return self.path / "checkpoints"
 
     def checkpoint(self, step: int, attempt: int) -> CheckpointDir:
         """Return the paths of the checkpoint that an attempt makes after `step` steps, made or not."""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.reading import Lines
 from muster.jobs.checkpoint.writer import Order
 from muster.jobs.machine import linux
 
@@ -36,7 +37,7 @@ class WriterProcess:
                 [*argv, "--parent", str(os.getpid())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
         self._socket.setblocking(False)
-        self._unread = b""
+        self._lines = Lines()
 
     def order(self, order: Order, memory: int) -> None:
         """Hand over an order, with the descriptor of the memory that it speaks of.
@@ -78,8 +79,7 @@ class WriterProcess:
                 data = b""
             if not data:
                 raise WriterGone
-            *lines, self._unread = (self._unread + data).split(b"\n")
-            yield from map(json.loads, lines)
+            yield from map(json.loads, self._lines.of(data))
 
     def end(self) -> None:
         """End it, whatever it does; one that waits for a disk ends when the disk answers, and nobody waits for it."""

@@ -34,11 +34,11 @@ class Pace:
 
         Waiting has no deadline of its own: the keeper that asked is this rank's parent, and takes it along.
         """
-        if self.page.is_asked_to_hold and self.page.stop_at == NEVER:
-            self.page.hold_at(done)
+        if self.page.hold and self.page.stop_at == NEVER:
+            self.page.held = done
             while self.page.stop_at == NEVER:
                 time.sleep(HELD_POLL_S)
-            self.page.hold_at(NEVER)
+            self.page.held = NEVER
         self._began_s = time.monotonic()
         return NEVER != self.page.stop_at <= done
 

@@ -175,8 +175,8 @@ class Loop:
         if asked and self.ranks.rank == 0:
             self.start.run.ask_to_save("SIGUSR1")
         stop = self.asked.exit_code if self.asked.stop is not None else 0
-        if self._by_hand and page.own.is_asked_to_hold:
-            page.own.hold_at(self.done - 1)  # the agent then lets all ranks stop after this step, where all are
+        if self._by_hand and page.own.hold:
+            page.own.held = self.done - 1  # the agent then lets all ranks stop after this step, where all are
             stop = exits.REQUEUE
         rows = self.log.note()
         notes = self.ranks.exchange([float(stop), float(self._choose_next()), *rows, *self.saving.note(self.done)])

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.errors import JobFileError
 from muster.jobs.basics.files import expanded
+from muster.jobs.basics.words import nearest
 from muster.jobs.spec import mistakes, python, yamlfile
 from muster.jobs.spec.job import CommandSettings, Job, JobKind
 from muster.jobs.spec.overrides import apply_override
@@ -109,7 +110,7 @@ def _unread(document: Document, job: Job, kinds: Sequence[JobKind]) -> tuple[dic
 
 def job_keys(kinds: Sequence[JobKind]) -> list[str]:
     """List the keys that may stand at the top of a job file."""
-    return [key for key in mistakes.field_names(Job) if key not in DERIVED] + [kind.key for kind in kinds]
+    return [key for key in Job.model_fields if key not in DERIVED] + [kind.key for kind in kinds]
 
 
 def _build(document: Document, raw: dict[str, Any], kinds: Sequence[JobKind]) -> Job | None:
@@ -188,13 +189,11 @@ def _value(document: Document, path: KeyPath) -> Any:
 
 def _examples_hint(path: Path) -> str:
     """Name the file that was probably meant: beside the missing one, or among the examples."""
-    import difflib
-
     beside = [*path.parent.glob("*.yaml"), *path.parent.glob("*.yml")]
     examples = sorted(EXAMPLES.glob("*.yaml"))
     stems = {candidate.stem: candidate for candidate in (*examples, *beside)}
-    if near := difflib.get_close_matches(path.stem, stems, n=1):
-        return f"; did you mean {_short(stems[near[0]])}?"
+    if near := nearest(path.stem, stems):
+        return f"; did you mean {_short(stems[near])}?"
     return f"; an example to start from: {_short(examples[0])}" if examples else ""
 
 

@@ -16,7 +16,8 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from muster.jobs.spec.yamlfile import Document, KeyPath, nearest, show, spell
+from muster.jobs.basics.words import did_you_mean
+from muster.jobs.spec.yamlfile import Document, KeyPath, show, spell
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -81,11 +82,6 @@ def check(
     return None
 
 
-def field_names(model: type[BaseModel]) -> list[str]:
-    """List the keys that a section may hold."""
-    return list(model.model_fields)
-
-
 def section_model(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel] | None:
     """Return the model of the section at `path` below `model`, or None when no section stands there."""
     current = model
@@ -139,7 +135,7 @@ def _unknown_within(path: KeyPath, model: type[BaseModel], prefix: KeyPath, abov
             return misplaced(f"{spell(path[:length])}:")
     if key in above:
         return misplaced("the top of the file")
-    return unknown_key(key, field_names(owner) if owner else [])
+    return unknown_key(key, list(owner.model_fields) if owner else [])
 
 
 def misplaced(place: str) -> str:
@@ -149,7 +145,7 @@ def misplaced(place: str) -> str:
 
 def unknown_key(key: str, valid: Sequence[str]) -> str:
     """Say that a key is unknown, with the nearest valid one, or all of them when none is near."""
-    near = nearest(key, valid)
+    near = did_you_mean(key, valid)
     return f"unknown key{near}" if near else f"unknown key; valid here: {', '.join(valid) or 'none'}"
 
 
@@ -215,7 +211,7 @@ def _advice(group: list[ErrorDetails], found: Any, override: tuple[str, str] | N
         return "; YAML 1.2 has only true and false"
     if isinstance(found, str):
         literals = [name for error in group for name in re.findall(r"'([^']*)'", str(error.get("ctx", {})))]
-        return nearest(found, literals)
+        return did_you_mean(found, literals)
     return ""
 
 

@@ -6,7 +6,6 @@ A `Document` gathers every mistake that is found in it, here or by its callers, 
 one line each: `FILE:LINE: KEY.PATH: what was found; what was wanted`.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -293,16 +292,3 @@ class _Builder:
 
     def _place(self, node: yaml.Node) -> Place:
         return Place(self.document.name, node.start_mark.line + 1, node.start_mark.column + 1)
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the nearest valid name, whatever its capitals, or nothing."""
-    import difflib
-
-    if "," in name:
-        return ""  # several names at once: to propose one of them would be a guess
-    plain, by_plain = name.lower(), {each.lower(): each for each in valid}
-    near = difflib.get_close_matches(plain, by_plain, n=3, cutoff=0.6)
-    # Two letters swapped are the commonest slip, and difflib counts them as two: modle is model, not mode.
-    near.sort(key=lambda candidate: sorted(candidate) != sorted(plain))
-    return f"; did you mean {by_plain[near[0]]!r}?" if near else ""

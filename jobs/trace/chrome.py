@@ -15,7 +15,7 @@ from muster.jobs.basics.files import write_bytes
 from muster.jobs.basics.reading import open_file, parse_json, read_rest
 from muster.jobs.trace.events import MARK, PROFILER_STEP, Step
 from muster.jobs.trace.nesting import Nested
-from muster.jobs.trace.operators import step_at
+from muster.jobs.trace.operators import launched_in_steps
 
 HOST_LANE: Final = 1  # numbers of threads; those of real ones are process ids, and nobody's is so small
 DEVICE_LANE: Final = 2
@@ -85,9 +85,8 @@ def _device_lane(process: object, nested: Nested) -> Iterator[dict[str, Any]]:
     """Yield one range for each stretch of kernels that one phase launched, in the order in which they ended."""
     yield from _named(process, DEVICE_LANE, "phases, on the device")
     begun: list[tuple[str, float, float]] = []
-    for event, launch in sorted(nested.launched(), key=lambda pair: pair[0].start_us):
-        step = None if launch is None else step_at(nested.trace.steps, launch.event.start_us)
-        phase = None if launch is None or step is None else step.phase_at(launch.event.start_us)
+    for event, launch, step in sorted(launched_in_steps(nested), key=lambda found: found[0].start_us):
+        phase = step.phase_at(launch.event.start_us)
         if phase is None:
             continue
         if begun and begun[-1][0] == phase:

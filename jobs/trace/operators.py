@@ -6,7 +6,7 @@
 Only what ran, or was launched, within a recorded step counts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from muster.jobs.trace.events import Event, Step, Trace
@@ -100,23 +100,26 @@ def phases_of(trace: Trace) -> dict[str, float]:
 
 def device_phases_of(nested: Nested) -> dict[str, float]:
     """Return the device's busy seconds by the phase that launched it; streams side by side count both."""
-    rows = []
-    for event, launch in nested.launched():
-        step = None if launch is None else step_at(nested.trace.steps, launch.event.start_us)
-        if launch is not None and step is not None:
-            rows.append((step.phase_at(launch.event.start_us) or OTHER, event.duration_us))
-    return _by_phase(rows)
+    found = launched_in_steps(nested)
+    return _by_phase(
+        (step.phase_at(launch.event.start_us) or OTHER, event.duration_us) for event, launch, step in found
+    )
 
 
 def device_spans_of(nested: Nested) -> dict[int, float]:
     """Return, by step, the seconds from its first begin to its last end on the device; empty without one."""
     spans: dict[int, tuple[float, float]] = {}
-    for event, launch in nested.launched():
-        step = None if launch is None else step_at(nested.trace.steps, launch.event.start_us)
-        if step is not None:
-            start_us, end_us = spans.get(step.number, (event.start_us, event.end_us))
-            spans[step.number] = (min(start_us, event.start_us), max(end_us, event.end_us))
+    for event, _, step in launched_in_steps(nested):
+        start_us, end_us = spans.get(step.number, (event.start_us, event.end_us))
+        spans[step.number] = (min(start_us, event.start_us), max(end_us, event.end_us))
     return {number: (end_us - start_us) / 1e6 for number, (start_us, end_us) in spans.items()}
+
+
+def launched_in_steps(nested: Nested) -> Iterator[tuple[Event, Node, Step]]:
+    """Yield what ran on the device and was launched within a step, with its launch."""
+    for event, launch in nested.launched():
+        if launch is not None and (step := step_at(nested.trace.steps, launch.event.start_us)) is not None:
+            yield event, launch, step
 
 
 def step_at(steps: Iterable[Step], time_us: float) -> Step | None:

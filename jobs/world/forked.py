@@ -24,6 +24,7 @@ from typing import Any, Final, Literal, NoReturn
 
 import torch
 
+from muster.jobs.basics.reading import Lines
 from muster.jobs.machine import linux
 from muster.jobs.node.leftovers import state_of
 from muster.jobs.node.page import Page
@@ -69,7 +70,7 @@ class Forked:
         self.page = Page()
         self.error: dict[str, Any] | None = None
         self.is_done = False
-        self._unread = b""
+        self._lines = Lines()
         self._words = linux.memory_file("last-words")
         self._pipe, writing = os.pipe()
         for stream in (sys.stdout, sys.stderr):
@@ -87,8 +88,7 @@ class Forked:
         data = os.read(self._pipe, CHUNK)
         if not data:
             return None
-        *lines, self._unread = (self._unread + data).split(b"\n")
-        messages = [json.loads(line) for line in lines]
+        messages = [json.loads(line) for line in self._lines.of(data)]
         for message in messages:
             self.note(message)
             self.error = message.get("raised", self.error)

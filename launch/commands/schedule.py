@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.words import nearest
 from muster.launch.common.options import add_json
 
 if TYPE_CHECKING:
@@ -264,7 +265,5 @@ def _seconds(flag: str, whole: str, word: str) -> float:
 
 
 def _near(name: str, names: list[str]) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"wanted one of {', '.join(names)}"
+    near = nearest(name, names)
+    return f"did you mean {near!r}?" if near else f"wanted one of {', '.join(names)}"

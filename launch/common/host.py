@@ -2,14 +2,12 @@
 
 import os
 
-START_TICKS_FIELD = 19  # of /proc/PID/stat, counted after the name
+from muster.jobs.machine.procfs import start_ticks
 
 
 def identity() -> dict[str, object]:
     """Say which process on which host this is."""
-    with open("/proc/self/stat", encoding="ascii", errors="replace") as file:  # noqa: PTH123
-        fields = file.read().rpartition(")")[2].split()
-    return {"host": os.uname().nodename, "pid": os.getpid(), "pid_start": int(fields[START_TICKS_FIELD])}
+    return {"host": os.uname().nodename, "pid": os.getpid(), "pid_start": start_ticks("self")}
 
 
 def visible_gpus() -> list[str]:

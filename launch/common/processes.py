@@ -16,18 +16,10 @@ from pathlib import Path
 from typing import Final
 
 from muster.jobs.hosts import ranks
+from muster.jobs.machine import procfs
+from muster.jobs.machine.procfs import start_ticks as start_ticks
 
 POLL_S: Final = 0.02
-
-
-def start_ticks(pid: int) -> int | None:
-    """Return when a process began, in clock ticks after boot; None when it is gone or a zombie."""
-    fields = _stat(pid)
-    if fields is None:
-        return None
-    state, threads, started = fields[0], int(fields[17]), int(fields[19])
-    # A main thread may end before the others: stat shows its zombie, the process lives on.
-    return None if state in ("Z", "X") and threads <= 1 else started
 
 
 def is_same(pid: int, ticks: int) -> bool:
@@ -55,10 +47,7 @@ def started_for(run_id: str) -> dict[int, int]:
 
 def command_line(pid: int) -> str:
     """Return what a process was started with, shortened for a message; `?` when it is gone."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ").strip()
-    except OSError:
-        words = ""
+    words = procfs.text_of(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
     return (words[:117] + "..." if len(words) > 120 else words) or "?"
 
 
@@ -120,18 +109,6 @@ def _wait_gone(alive: dict[int, int], wait_s: float) -> dict[int, int]:
         time.sleep(min(POLL_S, remaining_s))
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat from `state` (field 3) on.
-
-    The name before them is the program's to choose and may hold spaces and parentheses, so count from the last `)`.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except OSError:
-        return None
-    return text[text.rindex(b")") + 2 :].decode("ascii").split()
-
-
 def _own_pids() -> list[int]:
     user = os.getuid()
     pids = []
@@ -159,6 +136,6 @@ def with_ancestors(pid: int) -> set[int]:
     family: set[int] = set()
     while pid > 0 and pid not in family:
         family.add(pid)
-        fields = _stat(pid)
-        pid = int(fields[1]) if fields is not None else 0
+        fields = procfs.stat(pid)
+        pid = int(fields[procfs.PARENT]) if fields is not None else 0
     return family

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from muster.jobs.basics.boot import CODE_ROOT
-from muster.jobs.machine import network
+from muster.jobs.machine import free, network, procfs
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import gitfacts
 from muster.launch.common.fingerprint import fingerprint
@@ -33,9 +33,6 @@ from muster.launch.wire.records import Facts
 DEADLINE_S: Final = 4.0
 REACH_S: Final = 3.0
 MIB: Final = 1 << 20
-NO_LIMIT: Final = 1 << 60  # version 1 of control groups writes a number near 2^63
-CPU_GROUPS: Final = Path("/sys/fs/cgroup")
-OWN_GROUPS: Final = Path("/proc/self/cgroup")
 
 Probe = Callable[[], Any]
 EVERYTHING: Final = Inspect()
@@ -94,22 +91,13 @@ def run_probes(probes: Mapping[str, Probe], deadline_s: float) -> Facts:
 
 def machine() -> str:
     """Return what two names of one machine have in common, and two machines have not."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {socket.gethostname()}"  # nodes of a box, or containers, share the kernel
+    return f"{procfs.boot_id()} {socket.gethostname()}"  # nodes of a box, or containers, share the kernel
 
 
-def torch_version() -> str | None:
-    """Return torch's version without importing it; None where there is none."""
+def version(package: str) -> str | None:
+    """Return a package's version without importing it; None where it is not installed, as our code may not be."""
     try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def muster_version() -> str | None:
-    """Return the version that is installed; None where our code is run from its folder alone."""
-    try:
-        return metadata.version("muster")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
@@ -128,8 +116,9 @@ def commit() -> str | None:
 def cores() -> int:
     """Return how many cores this process may use: its affinity, or the quota of its control group if that is less."""
     available = len(os.sched_getaffinity(0))
-    for group in control_groups("cpu"):
-        words = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+    for group in free.own_groups("cpu"):
+        files = ("cpu.max", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+        words = " ".join(procfs.text_of(group / name) for name in files).split()
         quota, period = words if len(words) == 2 else ("max", "1")
         if quota.isdecimal():
             available = min(available, max(1, round(int(quota) / int(period))))
@@ -138,15 +127,7 @@ def cores() -> int:
 
 def memory() -> dict[str, int]:
     """Return the memory of this node in MiB, in all and free for us, as far as its control group lets us have it."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines}
-    total, available = kib["MemTotal"] << 10, kib["MemAvailable"] << 10
-    for group in control_groups("memory"):
-        limit = _words(group / "memory.max") or _words(group / "memory.limit_in_bytes")
-        used = _words(group / "memory.current") or _words(group / "memory.usage_in_bytes")
-        if limit and used and limit[0].isdecimal() and int(limit[0]) < NO_LIMIT:
-            total, available = min(total, int(limit[0])), min(available, max(0, int(limit[0]) - int(used[0])))
-    return {"total_mib": total // MIB, "available_mib": available // MIB}
+    return {"total_mib": free.all_bytes() // MIB, "available_mib": free.free_bytes() // MIB}
 
 
 def gpus() -> list[str]:
@@ -164,18 +145,6 @@ def limits() -> dict[str, int]:
     """Return the limit on open files; -1 stands for none."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {"open_files": soft, "open_files_hard": hard}
-
-
-def control_groups(controller: str) -> list[Path]:
-    """List the folders of this process's control group and of those above it, of either version."""
-    found = []
-    for line in OWN_GROUPS.read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "" or controller in controllers.split(","):
-            top = CPU_GROUPS if controllers == "" else CPU_GROUPS / controller
-            group = top / path.lstrip("/")
-            found += [each for each in (group, *group.parents) if each.is_relative_to(top)]
-    return found
 
 
 # What it reaches -----------------------------------------------------------------------------------------------------
@@ -239,13 +208,6 @@ def _free(folder: Path) -> dict[str, int]:
     return {"free_mib": status.f_bavail * status.f_frsize // MIB}
 
 
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
-
-
 STANDING: Final[Mapping[str, Probe]] = {
     "host": socket.gethostname,
     "machine": machine,
@@ -254,8 +216,8 @@ STANDING: Final[Mapping[str, Probe]] = {
     "root": lambda: str(CODE_ROOT),
     "code": fingerprint,
     "commit": commit,
-    "torch": torch_version,
-    "muster": muster_version,
+    "torch": partial(version, "torch"),
+    "muster": partial(version, "muster"),
     "cores": cores,
     "memory": memory,
     "gpus": gpus,

@@ -292,7 +292,7 @@ def serve(node: int, carrier: int, keeper: int | None, lease_s: float, alone: st
 
     code, is_alone = asyncio.run(work())
     if is_alone and alone:
-        from muster.slurm.orphan import end_orphan
+        from muster.slurm.client import end_orphan
 
         print(f"muster agent of node {node}: {end_orphan(os.environ, requeue=alone == 'requeue')}", file=sys.stderr)
     return code

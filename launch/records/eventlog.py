@@ -13,6 +13,7 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.processes import start_ticks
 from muster.launch.plan.plan import Context
 from muster.launch.records.advice import next_step
+from muster.launch.records.event_texts import lines_of
 from muster.launch.records.verdict import Verdict
 
 RESERVE_BYTES: Final = 1 << 16
@@ -29,6 +30,7 @@ class EventLog:
         self.run = run
         self._events = RowLog(run.events, patient=False, say=say or print)
         self._attempts = RowLog(run.attempts, patient=say is not None, say=say or print)
+        self._say = say or print
         self._may_be_full = say is not None
 
     def event(self, event: str, /, **fields: Any) -> None:
@@ -39,6 +41,12 @@ class EventLog:
         """
         self._events.append([{"time": time.time(), "event": event, **fields}])
         self._events.patient = self._may_be_full  # the very first row must be written: nothing has begun yet
+
+    def tell(self, event: str, /, **fields: Any) -> None:
+        """Append one event, and say it as whoever follows the run reads it; errors as `event`."""
+        self.event(event, **fields)
+        for line in lines_of({"event": event, **fields}):
+            self._say(line)
 
     def submitted(self, context: Context, transport: str) -> None:
         """Say what was asked for, and which process supervises it."""
@@ -66,12 +74,12 @@ class EventLog:
         ended = time.time() if over is None else over
         row = {"attempt": attempt, "started": began, "ended": ended, **verdict.record(), **more, "next_step": advice}
         self._attempts.append([row])
-        self.event("attempt_ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
+        self.event("attempt_ended", attempt=attempt, **_said(verdict))
         return advice
 
     def run_ended(self, attempt: int, verdict: Verdict) -> None:
         """Write the run's last row, if need be into the room that was reserved for it."""
-        self.event("ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
+        self.event("ended", attempt=attempt, **_said(verdict))
         if self._may_be_full:
             self.run.reserve.unlink(missing_ok=True)
             self._attempts.give_out()
@@ -84,5 +92,5 @@ class EventLog:
         return advice
 
 
-def _class(verdict: Verdict) -> dict[str, str]:
-    return {"class": verdict.name}
+def _said(verdict: Verdict) -> dict[str, Any]:
+    return {"code": verdict.code, "class": verdict.name, "message": verdict.message}

@@ -105,6 +105,11 @@ def read_rows(run: RunDir) -> Rows:
     return rows
 
 
+def supervisors(run: RunDir) -> int:
+    """Count the supervisors that have taken over a run so far."""
+    return sum(row.get("event") == "submitted" for row in typed_lines(run.events))
+
+
 def had_session(run: RunDir) -> bool:
     """Return whether a program of the run has ever opened a session."""
     return any(row.get("event") == "session" for row in typed_lines(run.events))

@@ -24,9 +24,8 @@ from muster.launch.scheduler.allocations import EVENT, MAX_FRUITLESS, allocation
 from muster.launch.scheduler.slurm_output import BatchOutput
 from muster.launch.scheduler.slurm_run import close, settings_of
 from muster.slurm.allocation import inside_allocation, read_allocation
-from muster.slurm.client import LIST_S, Client
+from muster.slurm.client import LIST_S, RUNNING, Client
 from muster.slurm.notice import Notice, notice_of
-from muster.slurm.requeue import RUNNING, queue_again, state_of
 from muster.slurm.states import Outcome
 
 
@@ -88,7 +87,8 @@ class OwnJob:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's own, as soon as it has agreed
         why = f"{self.run.submission.name} says slurm.requeue: false"
         if self.may:
-            state, complaint = state_of(self.job, self.environ), self.output.complaint()
+            client, complaint = Client(self.environ), self.output.complaint()
+            state = client.word(self.job)
             if self.run.stop.exists():  # too late for the supervisor, which was stopping already
                 return self._stopped("stopped by muster stop")
             if state != RUNNING and complaint is not None and complaint.again:
@@ -96,12 +96,12 @@ class OwnJob:
             if state != RUNNING and complaint is not None and complaint.code == exits.STOPPED:
                 return self._stopped(complaint.message)
             EventLog(self.run).event("requeueing", job=self.job)
-            answer = queue_again(self.job, self.environ)
-            if answer.done:
+            # It ends this job: Slurm signals all of it as soon as it has agreed.
+            if not (refused := client.refused("scontrol", "requeue", self.job)):
                 onward = ", and goes on from its checkpoint" * self.saves
                 print(f"muster: Slurm job {self.job} is queued again{onward}", file=sys.stderr)
                 return exits.REQUEUE
-            why = f"scontrol requeue {self.job}: {answer.said}"
+            why = f"scontrol requeue {self.job}: {refused}"
         self._warn(
             f"{why}; it ends with code {exits.REQUEUE}, which a site's RequeueExit={exits.REQUEUE} answers; without "
             f"that, go on with: {self.run.command('resume')}"

@@ -52,7 +52,7 @@ def follow(run: RunDir, console: Console, asked: list[str] | None = None) -> int
     return number(ended.get("code")) or 0
 
 
-def cancel(run: RunDir, *, grace_s: float, now: bool, by: str = "muster stop") -> None:
+def cancel(run: RunDir, *, grace_s: float, now: bool) -> None:
     """Stop a run in Slurm, waiting or running, and return when it has its last row.
 
     Raises:
@@ -64,11 +64,11 @@ def cancel(run: RunDir, *, grace_s: float, now: bool, by: str = "muster stop") -
     follower.read_events()
     if follower.is_over():
         return
-    follower.stop(by, grace_s, now=now)
+    follower.stop("muster stop", grace_s, now=now)
     ended = follower.until_ended(deadline_s=grace_s + BEYOND_GRACE_S + KILL_WAIT_S)
     follower.client.cancel(follower.job.job_id)  # whatever is left of the job; and it is not queued again
     if number(ended.get("code")) == exits.REQUEUE:  # it was being ended for another reason when we asked
-        close(run, stopped(by, "it was to be queued again"), anew=True)
+        close(run, stopped("muster stop", "it was to be queued again"), anew=True)
     forget(run)
 
 

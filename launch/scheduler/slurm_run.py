@@ -25,10 +25,9 @@ from muster.launch.records.runrows import number, read_ending, read_rows, real
 from muster.launch.records.slurm_job import SlurmJob, kept_environment, last_row, this_process
 from muster.launch.records.verdict import Verdict
 from muster.launch.supervision.console import Console
-from muster.slurm.allocation import clean_environment
 from muster.slurm.client import Client, SubmissionRefusedError, Submitted
 from muster.slurm.refusals import refusal
-from muster.slurm.script import options_of, overriding_variables, sbatch_text
+from muster.slurm.script import job_environment, options_of, sbatch_text
 from muster.slurm.states import Outcome
 
 TRANSPORT: Final = "slurm"
@@ -69,10 +68,8 @@ def submit(submission: Submission) -> Submitted:
     base = {**os.environ, **submission.route.hosts.environment}
     client = Client(base)
     options = options_of(name=run.run_id, folder=run.path, nodes=nodes, settings=settings)
-    dropped = overriding_variables(options)
-    environment = {name: value for name, value in clean_environment(base).items() if name not in dropped}
     try:
-        submitted = client.submit(run.sbatch, name=run.run_id, environment=environment)
+        submitted = client.submit(run.sbatch, name=run.run_id, environment=job_environment(options, base))
     except SubmissionRefusedError as error:
         refused = refusal(str(error), settings, nodes, partitions=client.partitions())
         close(run, Outcome(refused.exit_code, str(refused)))

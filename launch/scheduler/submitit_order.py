@@ -12,7 +12,7 @@ from muster.jobs.spec.slurm import SlurmSettings, seconds_of, split_option
 from muster.launch.plan.spares import crew_size
 from muster.launch.plan.submission import Submission
 from muster.launch.scheduler.slurm_run import cores_of, settings_of
-from muster.launch.transports.submitit import agent_argv
+from muster.launch.transports.base import agent_argv
 from muster.slurm.submitit_job import DRAIN_S, END_S, Task
 
 YEAR_MINUTES: Final = 525_600

@@ -26,15 +26,15 @@ from muster.jobs.spec.slurm import merged
 from muster.launch.plan.spares import crew_size
 from muster.launch.plan.submission import Submission
 from muster.launch.records.eventlog import EventLog
+from muster.launch.records.runrows import supervisors
 from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
 from muster.launch.scheduler.slurm_run import close
-from muster.launch.scheduler.submitit_follow import NewestOutputs, begun, ended_early, failure, follow_local
+from muster.launch.scheduler.submitit_follow import NewestOutputs, ended_early, failure, follow_local
 from muster.launch.scheduler.submitit_order import order, task_of
 from muster.launch.supervision.console import Console
-from muster.slurm.allocation import clean_environment
 from muster.slurm.client import Client
 from muster.slurm.refusals import refusal
-from muster.slurm.script import options_of, overriding_variables
+from muster.slurm.script import job_environment, options_of
 from muster.slurm.states import Outcome
 
 TRANSPORT: Final = "submitit"
@@ -73,9 +73,9 @@ def submit(submission: Submission) -> None:
     if executor == "slurm":
         submit_array([submission], name=run.run_id)
         return
-    before, controller = begun(run), start_local(submission)
+    before, controller = supervisors(run), start_local(submission)
     deadline = time.monotonic() + BEGIN_S
-    while begun(run) == before:
+    while supervisors(run) == before:
         if controller.poll() is not None:
             raise ended_early(run)
         if time.monotonic() > deadline:
@@ -221,11 +221,6 @@ def _environment(submission: Submission) -> dict[str, str]:
     base = {**os.environ, **submission.route.hosts.environment}
     run, job = submission.context.run, submission.context.job
     settings = merged(submission.context.site.slurm, job.slurm)
-    dropped = overriding_variables(
-        options_of(name=run.run_id, folder=run.path, nodes=crew_size(job), settings=settings)
-    )
-    return {
-        name: value
-        for name, value in clean_environment(base).items()
-        if name not in dropped and not name.startswith("SUBMITIT_")
-    }
+    options = options_of(name=run.run_id, folder=run.path, nodes=crew_size(job), settings=settings)
+    kept = job_environment(options, base)
+    return {name: value for name, value in kept.items() if not name.startswith("SUBMITIT_")}

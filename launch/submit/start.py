@@ -14,10 +14,11 @@ from typing import Final
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError
-from muster.jobs.basics.files import open_log, read_lines, write_secret
+from muster.jobs.basics.files import open_log, write_secret
 from muster.jobs.runfolder.rundir import RunDir, make_run
 from muster.launch.plan.plan import preload, shared_environment
 from muster.launch.plan.submission import Submission
+from muster.launch.records.runrows import supervisors
 from muster.launch.records.verdict import Verdict
 from muster.launch.scheduler.requeue import OwnJob
 from muster.launch.submit.prepare import Prepared, this_machine
@@ -109,7 +110,7 @@ def detach(run: RunDir, python: str, code: str | None) -> None:
         MusterError: it ended at once; its own words.
         StartTimeoutError: it did not take over in time.
     """
-    before = _supervisors(run)
+    before = supervisors(run)
     with os.fdopen(open_log(run.supervisor_log), "ab") as log:
         supervisor = subprocess.Popen(
             [*module_argv(python, "muster.launch.supervise", code), str(run.path)],
@@ -121,7 +122,7 @@ def detach(run: RunDir, python: str, code: str | None) -> None:
         )
     deadline = time.monotonic() + DETACH_S
     while time.monotonic() < deadline:
-        if _supervisors(run) > before:
+        if supervisors(run) > before:
             return
         if (code_ := supervisor.poll()) is not None:
             said = run.supervisor_log.read_text(errors="replace").strip().removeprefix("muster: ")
@@ -131,8 +132,3 @@ def detach(run: RunDir, python: str, code: str | None) -> None:
         time.sleep(POLL_S)
     os.killpg(supervisor.pid, signal.SIGTERM)
     raise StartTimeoutError(f"the supervisor did not begin within {DETACH_S:g} s; see {run.supervisor_log}")
-
-
-def _supervisors(run: RunDir) -> int:
-    """Count the supervisors that have taken over a run so far."""
-    return sum(row.get("event") == "submitted" for row in read_lines(run.events))

@@ -371,13 +371,13 @@ class Attempt:
             self.story.session_opened()
         if (hang := self.hangs.look(now, self.started_at)) is None:
             return
-        self.log.event("hang", attempt=self.number, seconds=hang.seconds, phase=hang.phase)
+        tell = self.log.event if hang.phase == OUTPUT else self.log.tell  # what stops it for its silence says so
+        tell("hang", attempt=self.number, seconds=hang.seconds, phase=hang.phase)
         if hang.phase == OUTPUT:
             what = f"no rank has written anything for {hang.seconds:.0f} s"
             stop = Stop(exits.TIMEOUT, f"{what} (hang_s: {hang.limit_s:g})")
             self.stop_all(stop, what, self.job.grace_s)
             return
-        self.console.say(f"no rank has made progress for {hang.seconds:.0f} s; asking each where it is")
         self._tell_all(wire.Dump(self.number))
 
     def _end_hang(self, now: float) -> None:

@@ -31,31 +31,16 @@ from muster.launch.supervision.console import Console
 from muster.launch.supervision.crew import Node
 from muster.launch.supervision.master import own_address
 from muster.launch.supervision.roster import Roster
+from muster.launch.wire import messages as wire
 from muster.launch.wire.codec import ProtocolError
-from muster.launch.wire.messages import (
-    Beat,
-    Exited,
-    File,
-    FromAgent,
-    Held,
-    Hello,
-    Log,
-    Prepare,
-    Prepared,
-    Reach,
-    Reached,
-    Report,
-    Started,
-    ToAgent,
-)
 
 LOOPBACK: Final = "127.0.0.1"
 WAITING_S: Final = 3.0  # between two lines that say who has not answered
 SKEW_WARN_S: Final = 2.0
 SKEW_BAD_S: Final = 60.0
-OF_RANKS: Final = (Started, Report, Exited, Log, Held, File)
+OF_RANKS: Final = (wire.Started, wire.Report, wire.Exited, wire.Log, wire.Held, wire.File)
 
-Send = Callable[[int, ToAgent], None]
+Send = Callable[[int, wire.ToAgent], None]
 
 
 class Startup:
@@ -94,7 +79,7 @@ class Startup:
         for number, node in enumerate(self.roster.nodes):
             node.heard = time.monotonic()
             if node.channel is not None:  # its clock is to be known before it is judged
-                self.send(number, Beat(time.time()))
+                self.send(number, wire.Beat(time.time()))
         failed = {
             number: node.failure or UnreachableError(f"{self.roster.hosts[number]}: its agent has gone")
             for number, node in enumerate(self.roster.nodes)
@@ -105,7 +90,7 @@ class Startup:
         self.send(0, prepare_message(self.context, self.roster.nodes[0].hello))
         return None
 
-    def check_begun(self, message: FromAgent) -> None:
+    def check_begun(self, message: wire.FromAgent) -> None:
         """Refuse what is about ranks before any has been started.
 
         Raises:
@@ -114,11 +99,11 @@ class Startup:
         if isinstance(message, OF_RANKS) and not self.begun:
             raise ProtocolError("no rank has been started")
 
-    def step(self, number: int, message: Prepared | Reached) -> Stop | None:
+    def step(self, number: int, message: wire.Prepared | wire.Reached) -> Stop | None:
         """Go on with what a node answers; errors as `prepared` and `reached`."""
-        return self.prepared(number, message) if isinstance(message, Prepared) else self.reached(number, message)
+        return self.prepared(number, message) if isinstance(message, wire.Prepared) else self.reached(number, message)
 
-    def prepared(self, number: int, message: Prepared) -> Stop | None:
+    def prepared(self, number: int, message: wire.Prepared) -> Stop | None:
         """Have every node reach the port that node 0 has bound.
 
         Raises:
@@ -142,10 +127,10 @@ class Startup:
             self.send(each, reach)
         return None
 
-    def reach(self) -> Reach:
+    def reach(self) -> wire.Reach:
         """Return the order to try the way to the master, and leave in the run folder what proves that it is seen."""
         write_text(self.context.run.nonce("supervisor"), self.nonce)
-        return Reach(
+        return wire.Reach(
             attempt=self.context.attempt,
             address=self.context.placement.master_addr,
             port=self.port,
@@ -166,7 +151,7 @@ class Startup:
         address = own_address(host, hello.address if hello is not None else "", addresses, self.context.iface)
         self.context = replace(self.context, placement=placement.meeting_at(address))
 
-    def reached(self, number: int, message: Reached) -> Stop | None:
+    def reached(self, number: int, message: wire.Reached) -> Stop | None:
         """Go on when the last node has tried.
 
         Raises:
@@ -233,8 +218,7 @@ class Startup:
 
     def warn(self, text: str) -> None:
         """Say a warning, and keep it for `muster status`."""
-        self.log.event("warning", text=text)
-        self.console.say(f"muster: warning: {text}")
+        self.log.tell("warning", text=text)
 
     def _start(self) -> Stop | None:
         """Plan, write the plans down, and start the ranks."""
@@ -272,16 +256,16 @@ class Startup:
             self.console.say(f"attempt {self.context.attempt}: {ranks} on {names}")
 
 
-def prepare_message(context: Context, hello: Hello | None) -> Prepare:
+def prepare_message(context: Context, hello: wire.Hello | None) -> wire.Prepare:
     """Return the order to bind the store's port: on loopback, or at the address by which the nodes reach node 0."""
     placement = context.placement
     if placement.one_host:  # ranks of one machine meet on loopback: nobody outside need see the store
-        return Prepare(context.attempt, LOOPBACK)
+        return wire.Prepare(context.attempt, LOOPBACK)
     greeted = hello.address if hello is not None else ""
-    return Prepare(context.attempt, placement.master_addr or greeted, context.iface or "")
+    return wire.Prepare(context.attempt, placement.master_addr or greeted, context.iface or "")
 
 
-def machine_of(hello: Hello, reached: Reached | None) -> Machine:
+def machine_of(hello: wire.Hello, reached: wire.Reached | None) -> Machine:
     """Return what a node has, as its agent said."""
     return Machine(
         host=hello.host,
@@ -294,5 +278,5 @@ def machine_of(hello: Hello, reached: Reached | None) -> Machine:
     )
 
 
-def _apart(reached: Reached | None) -> bool:
+def _apart(reached: wire.Reached | None) -> bool:
     return reached is not None and reached.storage == "apart"

@@ -72,9 +72,8 @@ class Story:
             self.times["replay_s"] = round(report["seconds"], 3)
         elif what == "saved":
             self.saved_step = report["step"]
-        elif what == "missed":
-            self.console.say(f"muster: warning: rank {rank}: {report['message']}")
-        self.log.event(what, attempt=self.number, rank=rank, **{k: v for k, v in report.items() if k != "report"})
+        tell = self.log.tell if what == "missed" else self.log.event
+        tell(what, attempt=self.number, rank=rank, **{k: v for k, v in report.items() if k != "report"})
 
     def failed(self, ending: Ending) -> None:
         """Note the first failure."""

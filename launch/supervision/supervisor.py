@@ -94,8 +94,7 @@ class Supervisor:
             await self._farewell()
         if self.succession.begun and self.context.entry is None and self.job.checkpoint and not self.succession.saves:
             text = "checkpoint: had no effect, because the program opened no session (muster.session())"
-            self.log.event("warning", text=text)
-            self.console.say(f"muster: warning: {text}")
+            self.log.tell("warning", text=text)
         self.log.run_ended(self.context.attempt, verdict)
         self.lease.give_up()
         advice = last_advice(verdict, self.attempt.story if self.attempt is not None else None)
@@ -145,8 +144,7 @@ class Supervisor:
             return verdict
         if chosen := self.context.options.get("resume"):
             named = {"checkpoint": chosen["checkpoint"], "step": chosen["step"]}
-            self.log.event("resuming", attempt=self.context.attempt, **named)
-            self.console.say(f"going on from {chosen['checkpoint']}")
+            self.log.tell("resuming", attempt=self.context.attempt, **named)
         return None
 
     def _new_attempt(self) -> None:
@@ -324,8 +322,7 @@ class Supervisor:
         late_s = self.crew.tick(now)
         if late_s > SILENT_S / 2 and self.context.remote:
             text = f"the supervisor itself stood still for {late_s:.0f} s; nodes wait {LEASE_S:g} s for it"
-            self.log.event("warning", text=text)
-            self.console.say(f"muster: warning: {text}")
+            self.log.tell("warning", text=text)
         for lost in self.crew.silent(now):
             silent_s = now - self.crew.nodes[lost].heard
             self._lost(lost, f"its agent was silent for {silent_s:.0f} s", silent_s)

@@ -29,10 +29,10 @@ from muster.launch.submit.prepare import Prepared
 from muster.launch.submit.start import check_torch, supervise, write_run
 from muster.launch.supervision.console import Console
 from muster.launch.sweeps.sweep import Point
-from muster.slurm.allocation import clean_environment, inside_allocation
+from muster.slurm.allocation import inside_allocation
 from muster.slurm.client import Client, SubmissionRefusedError
 from muster.slurm.refusals import refusal
-from muster.slurm.script import Array, options_of, overriding_variables, sbatch_text
+from muster.slurm.script import Array, job_environment, options_of, sbatch_text
 from muster.slurm.states import Outcome
 
 Say = Callable[[str], None]
@@ -153,8 +153,7 @@ def submit_array(members: Sequence[Submission], *, name: str, folder: Path, limi
     for each in members:
         EventLog(each.context.run).submitted(each.context, TRANSPORT)
     base = {**os.environ, **hosts.environment}
-    dropped = overriding_variables(options_of(array=array, **shape))  # type: ignore[arg-type]
-    environment = {key: value for key, value in clean_environment(base).items() if key not in dropped}
+    environment = job_environment(options_of(array=array, **shape), base)  # type: ignore[arg-type]
     client = Client(base)
     try:
         submitted = client.submit(script, name=name, environment=environment)

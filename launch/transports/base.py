@@ -3,10 +3,16 @@
 from collections.abc import Collection
 from typing import Final, Protocol
 
+from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError
 from muster.launch.wire.channel import Channel
 
 LEASE_S: Final = 8.0  # that agents on other machines wait for a sign of the supervisor; their keeper needs 1 s more
+
+
+def agent_argv(python: str, code: str | None, *words: str) -> list[str]:
+    """Return the argv of an agent on another machine, with the code there; `words` follow."""
+    return [*module_argv(python, "muster.launch.agent", code), "--lease-s", str(LEASE_S), *words]
 
 
 class Gate(Protocol):

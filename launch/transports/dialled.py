@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-from muster.jobs.basics.errors import MusterError, UnreachableError
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.machine import network
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.transports.base import Gate
 from muster.launch.transports.child import FAREWELL_S, Child
-from muster.launch.transports.watched import Watched
+from muster.launch.transports.watched import Watched, watch_own
 from muster.launch.wire.keys import SECRET
 from muster.launch.wire.listener import Listener
 
@@ -127,7 +127,7 @@ class Dialled:
 
     async def _start_own(self, gate: Gate) -> None:
         child = Child(self.own_agent, piped=True, own_stderr=False)
-        self._started.add(0, child, gate, partial(self._watch_own, child))
+        self._started.add(0, child, gate, partial(watch_own, 0, child))
         gate.connected(await child.channel(0))
 
     def _start_by(self, starter: Starter, place: int, argv: list[str], gate: Gate) -> None:
@@ -135,10 +135,6 @@ class Dialled:
         environment = {**own, **starter.environment, SECRET: self._listener.secret}
         child = Child(argv, piped=False, env=environment)
         self._started.add(place, child, gate, partial(self._watch, starter, child, place))
-
-    async def _watch_own(self, child: Child, gate: Gate) -> None:
-        code = await asyncio.shield(child.ended)
-        gate.failed(0, UnreachableError(f"node 0: its agent ended with code {code} before it had said a word"))
 
     async def _watch(self, starter: Starter, child: Child, place: int, gate: Gate) -> None:
         """Tell what the starter says of single nodes as it says it, and at its end that nobody else will come."""

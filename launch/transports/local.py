@@ -12,11 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from muster.jobs.basics.boot import module_argv
-from muster.jobs.basics.errors import UnreachableError
 from muster.launch.node.keeper_link import start_warm
 from muster.launch.transports.base import Gate
 from muster.launch.transports.child import FAREWELL_S, Child
-from muster.launch.transports.watched import Watched
+from muster.launch.transports.watched import Watched, watch_own
 
 
 class Local:
@@ -61,12 +60,8 @@ class Local:
         argv = self.commands()[node]
         argv += ["--keeper-fd", str(keeper[0])] if keeper else []
         agent = Child(argv, piped=True, pass_fds=keeper, own_stderr=False)
-        self._agents.add(node, agent, gate, partial(self._watch, node, agent))
+        self._agents.add(node, agent, gate, partial(watch_own, node, agent))
         gate.connected(await agent.channel(node))
-
-    async def _watch(self, node: int, agent: Child, gate: Gate) -> None:
-        code = await asyncio.shield(agent.ended)
-        gate.failed(node, UnreachableError(f"node {node}: its agent ended with code {code} before it had said a word"))
 
     async def close(self, lost: Collection[int]) -> None:
         """Wait until every agent has ended; kill one that does not, and the lost at once."""

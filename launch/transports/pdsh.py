@@ -4,15 +4,14 @@ import shlex
 import shutil
 from collections.abc import Sequence
 
-from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError, RefusedError
 from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host, Login
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.site import SshSettings
-from muster.launch.transports.base import LEASE_S
+from muster.launch.transports.base import agent_argv
 from muster.launch.transports.dialled import Dialled, Starter
-from muster.launch.transports.ssh_command import base_options, explain
+from muster.launch.transports.ssh_command import base_options, explain, last_said
 
 
 def pdsh_transport(
@@ -35,8 +34,7 @@ def pdsh_transport(
 
     def command(connect: str, node: str) -> str:
         # pdsh replaces %n, the position in -w, everywhere; every other % is doubled.
-        agent = [*module_argv(python, "muster.launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
-        agent += ["--secret-file", str(run.token), "--node"]
+        agent = agent_argv(python, code, "--connect", connect, "--secret-file", str(run.token), "--node")
         return shlex.join(["exec", *agent]).replace("%", "%%") + f" {node}"
 
     def argv(connect: str) -> list[str]:
@@ -48,10 +46,9 @@ def pdsh_transport(
         return ["pdsh", "-R", "ssh", "-w", targets[slot], command(connect, str(slot))]
 
     def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
-        host = by_name.get(name)
-        return (
-            explain(host, code, errors, ssh) if host else RefusedError(f"pdsh ended with code {code}: {_last(errors)}")
-        )
+        if host := by_name.get(name):
+            return explain(host, code, errors, ssh)
+        return RefusedError(f"pdsh ended with code {code}: {last_said(errors)}")
 
     by_name = {pdsh_name(target): host for target, host in zip(targets, nodes, strict=True)}
     numbers = {name: number for number, name in enumerate(by_name)}
@@ -82,7 +79,3 @@ def target_of(host: Host, user: str | None) -> str:
 def pdsh_name(target: str) -> str:
     """Return what pdsh calls a host before the lines that it passes on."""
     return target.rpartition("@")[2]
-
-
-def _last(errors: Sequence[str]) -> str:
-    return next((line for line in reversed(errors) if line.strip()), "it said nothing")

@@ -5,13 +5,12 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
-from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError, RefusedError, UnreachableError
 from muster.jobs.hosts.placement import Host
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.transports.base import LEASE_S
+from muster.launch.transports.base import agent_argv
 from muster.launch.transports.dialled import Dialled, Starter
-from muster.launch.transports.ssh_command import explain
+from muster.launch.transports.ssh_command import explain, last_said
 from muster.slurm.allocation import read_allocation
 from muster.slurm.complaints import complaint
 from muster.slurm.steps import srun_argv, step_environment
@@ -36,7 +35,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
     allocation = read_allocation(os.environ)
 
     def step(connect: str, hosts: Sequence[str], node: str) -> list[str]:
-        agent = [*module_argv(python, "muster.launch.agent", code), "--lease-s", str(LEASE_S), "--connect", connect]
+        agent = agent_argv(python, code, "--connect", connect)
         agent += ["--alone", alone] if alone else []
         return srun_argv(
             nodes=len(hosts),
@@ -52,8 +51,7 @@ def srun_transport(nodes: Sequence[str], *, run: RunDir, python: str, code: str 
             return RefusedError(f"{name}: {python} cannot be run there: {why}; correct interpreter in the site file")
         if name:
             return explain(Host(name, ""), code, errors)
-        last = next((line for line in reversed(errors) if line.strip()), "it said nothing")
-        return UnreachableError(f"srun ended with code {code} before all agents had come: {last}")
+        return UnreachableError(f"srun ended with code {code} before all agents had come: {last_said(errors)}")
 
     return Dialled(
         "slurm",

@@ -5,11 +5,10 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Final
 
-from muster.jobs.basics.boot import module_argv
 from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host
 from muster.jobs.spec.site import SshSettings
-from muster.launch.transports.base import LEASE_S, Gate
+from muster.launch.transports.base import Gate, agent_argv
 from muster.launch.transports.child import FAREWELL_S, Child
 from muster.launch.transports.ssh_command import explain, ssh_argv
 from muster.launch.transports.watched import Watched
@@ -38,8 +37,8 @@ class Ssh:
 
     def commands(self) -> list[list[str]]:
         """Return every ssh's argv."""
-        agent = [*module_argv(self.python, "muster.launch.agent", self.code), "--lease-s", str(LEASE_S), "--node"]
-        return [ssh_argv(host, self.hosts, self.ssh, [*agent, str(node)]) for node, host in enumerate(self.nodes)]
+        agents = [agent_argv(self.python, self.code, "--node", str(node)) for node, _ in enumerate(self.nodes)]
+        return [ssh_argv(host, self.hosts, self.ssh, argv) for host, argv in zip(self.nodes, agents, strict=True)]
 
     async def start(self, gate: Gate) -> None:
         """Start all, so many at once that none waits for a slow one's key exchange."""

@@ -19,7 +19,6 @@ NO_SETTINGS: Final = SshSettings()
 SSH_FAILED: Final = 255  # ssh's own failures, and a remote shell that was killed
 NOT_FOUND: Final = 127
 NOT_EXECUTABLE: Final = 126
-CANNOT_OPEN: Final = 2  # python: can't open file
 
 
 @dataclass(frozen=True)
@@ -140,10 +139,15 @@ def explain(host: Host, code: int, errors: Sequence[str], ssh: SshSettings = NO_
         if found := re.search(row.said, text):
             what = found.groupdict().get("what") or ""
             return row.error(f"{who}: " + row.means.format(target=target, what=what, where=where))
-    last = next((line for line in reversed(errors) if line.strip()), "it said nothing")
+    last = last_said(errors)
     if code == SSH_FAILED:
         return UnreachableError(f"{who}: ssh failed: {last}; try: ssh {target} true")
     return UnreachableError(f"{host.name}: the agent ended with code {code}: {last}")
+
+
+def last_said(errors: Sequence[str]) -> str:
+    """Return the last line that a program wrote to its standard error, for a message."""
+    return next((line for line in reversed(errors) if line.strip()), "it said nothing")
 
 
 def _blamed_hop(text: str, jump: str | None) -> str | None:

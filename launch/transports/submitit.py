@@ -7,21 +7,16 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import RefusedError, UnreachableError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.transports.base import LEASE_S, Gate
+from muster.launch.transports.base import Gate, agent_argv
 from muster.launch.transports.child import Child
 from muster.launch.transports.dialled import READING_S, Dialled, Starter
+from muster.launch.transports.ssh_command import last_said
 from muster.launch.wire.keys import SECRET
 from muster.slurm.submitit_job import WAIT_S, publish
 
 LOOPBACK: Final = "127.0.0.1"
-
-
-def agent_argv(python: str, code: str | None) -> list[str]:
-    """Return an agent's argv, but for its node and where it dials."""
-    return [*module_argv(python, "muster.launch.agent", code), "--lease-s", str(LEASE_S)]
 
 
 class Submitit(Dialled):
@@ -71,5 +66,4 @@ class Submitit(Dialled):
         reading = asyncio.create_task(child.read_errors())
         code = await asyncio.shield(child.ended)
         await asyncio.wait([reading], timeout=READING_S)
-        last = next((line for line in reversed(child.errors) if line.strip()), "it said nothing")
-        gate.failed(0, UnreachableError(f"node 0: its agent ended with code {code}: {last}"))
+        gate.failed(0, UnreachableError(f"node 0: its agent ended with code {code}: {last_said(child.errors)}"))

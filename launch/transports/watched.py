@@ -5,7 +5,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from muster.jobs.basics.errors import MusterError
+from muster.jobs.basics.errors import MusterError, UnreachableError
 from muster.launch.transports.base import Gate
 from muster.launch.transports.child import Child
 from muster.launch.wire.channel import Channel
@@ -44,16 +44,17 @@ class Entry:
     watch: asyncio.Task[None]
 
 
+async def watch_own(node: int, agent: Child, gate: Gate) -> None:
+    """Tell of the end of an agent of this machine; what it wrote to standard error has been seen."""
+    code = await asyncio.shield(agent.ended)
+    gate.failed(node, UnreachableError(f"node {node}: its agent ended with code {code} before it had said a word"))
+
+
 class Watched:
     """Child processes by node."""
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
-
-    @property
-    def children(self) -> list[Child]:
-        """Every process that is still kept."""
-        return [entry.child for entry in self._entries]
 
     def add(self, node: int, child: Child, gate: Gate, watch: Callable[[Gate], Coroutine[Any, Any, None]]) -> None:
         """Keep a process, and have it watched; what the watch tells goes to the gate."""

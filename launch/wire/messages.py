@@ -5,7 +5,7 @@ units. All messages but Hello are about one attempt; times are unix seconds by t
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from muster.launch.wire.codec import Bound, table
 from muster.launch.wire.records import (
@@ -202,14 +202,11 @@ class Ready:
     pid: Pid
 
 
-FROM_AGENT: Final = table(
-    *(Hello, Heartbeat, Inspected, Prepared, Reached, Started, Report, Exited, Held, Stacks, Swept, Log, File),
-    *(Terminated, Broken, Ready),
-)
 FromAgent = (
     Hello | Heartbeat | Inspected | Prepared | Reached | Started | Report | Exited | Held | Stacks | Swept | Log | File
     | Terminated | Broken | Ready
 )  # fmt: skip
+FROM_AGENT: Final = table(*get_args(FromAgent))
 
 
 # To the agent --------------------------------------------------------------------------------------------------------
@@ -314,5 +311,5 @@ class Bye:
     code: ExitCode
 
 
-TO_AGENT: Final = table(Beat, Inspect, Prepare, Reach, Start, Hold, StopAt, Dump, StopRanks, Bye)
 ToAgent = Beat | Inspect | Prepare | Reach | Start | Hold | StopAt | Dump | StopRanks | Bye
+TO_AGENT: Final = table(*get_args(ToAgent))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from muster.cloudlab.manifest import Manifest, ManifestNode, read_manifest, survey_manifest
+from muster.cloudlab.manifest import Manifest, ManifestNode, survey_manifest
 from muster.jobs.basics.errors import JobFileError, MusterError, UsageError
 from muster.jobs.hosts.placement import Host, Login
 
@@ -93,10 +93,6 @@ def test_a_member_who_joined_later_is_tried_and_named() -> None:
     assert found.warnings == ("barbara has no login on vm-0, vm-1 in the manifest; it is tried all the same",)
 
 
-def test_reading_gives_the_hosts_alone() -> None:
-    assert read_manifest(FOLDER / "two_lans.xml", lan="fast-lan") == survey("two_lans").hosts
-
-
 # --- small manifests, made for one question each ---------------------------------------------------------------------
 
 
@@ -122,7 +118,7 @@ def small(folder: Path, *parts: str, kind: str = "manifest") -> Path:
 
 
 def test_a_single_node_needs_no_lan(tmp_path: Path) -> None:
-    assert read_manifest(small(tmp_path, node("solo"))) == [
+    assert survey_manifest(small(tmp_path, node("solo"))).hosts == [
         Host("solo", "", None, Login("solo.example.net", "ada", 22))
     ]
 
@@ -230,14 +226,14 @@ def test_what_is_no_manifest_is_refused_in_one_line(tmp_path: Path, text: str, p
     path = tmp_path / "m.xml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(JobFileError) as caught:
-        read_manifest(path)
+        survey_manifest(path)
     assert str(caught.value).startswith(f"{path}:{problem}")
     assert "\n" not in str(caught.value)
 
 
 def test_a_manifest_that_is_not_there_says_where_to_find_one(tmp_path: Path) -> None:
     with pytest.raises(JobFileError, match="no such file; wanted a manifest; take the Manifest tab"):
-        read_manifest(tmp_path / "m.xml")
+        survey_manifest(tmp_path / "m.xml")
 
 
 def test_a_user_who_is_none_is_refused() -> None:
@@ -252,6 +248,6 @@ def test_any_cut_through_a_manifest_is_read_or_refused_in_our_words(tmp_path: Pa
     for end in range(0, len(text), 97):
         path.write_text(text[:end] + text[end + 61 :], encoding="utf-8")
         try:
-            read_manifest(path, user="ada")
+            survey_manifest(path, user="ada")
         except MusterError as error:
             assert str(error).startswith(str(path))  # noqa: PT017

@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from muster.cloudlab.manifest import read_manifest
+from muster.cloudlab.manifest import survey_manifest
 from muster.cloudlab.rspec import BOOT, MAX_NODES, RspecSpec, rate, rspec_text
 from muster.jobs.basics.errors import UsageError
 from muster.jobs.hosts.placement import Host, Login
@@ -103,7 +103,7 @@ def test_what_is_asked_for_comes_back_from_the_manifest(tmp_path: Path) -> None:
         text = re.sub(rf'(client_id="{name}".*?<services>)', rf"\1{login}", text, count=1, flags=re.DOTALL)
     path = tmp_path / "m.xml"
     path.write_text(text, encoding="utf-8")
-    assert read_manifest(path) == [
+    assert survey_manifest(path).hosts == [
         Host(f"node{k}", f"10.10.1.{k + 1}", None, Login(f"node{k}.example.net", "ada", 22)) for k in range(3)
     ]
 

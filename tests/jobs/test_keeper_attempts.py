@@ -30,9 +30,9 @@ import sys, time
 from muster.jobs.node import page
 page.own.step_done(3, 0.001)
 print("ready")
-while not page.own.is_asked_to_hold:
+while not page.own.hold:
     time.sleep(0.001)
-page.own.hold_at(page.own.steps)
+page.own.held = page.own.steps
 while page.own.stop_at < 0:
     time.sleep(0.001)
 print("stop at", page.own.stop_at)

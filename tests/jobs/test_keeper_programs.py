@@ -27,14 +27,14 @@ page.step_done(3, 0.5)
 reporter.first_step(3)
 print("ready", flush=True)
 try:
-    while not page.is_asked_to_hold:
+    while not page.hold:
         time.sleep(0.001)
 except KeyboardInterrupt:
     sys.exit(9)
 if "ends" in sys.argv:
     page.enter(Phase.END)
     time.sleep(1000)
-page.hold_at(page.steps)
+page.held = page.steps
 while page.stop_at < 0:
     time.sleep(0.001)
 sys.exit(75)

@@ -87,7 +87,7 @@ def test_a_file_system_that_cannot_is_told_of_once(
     def cannot(*_: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(logcap, "punch_hole", cannot)
+    monkeypatch.setattr(logcap, "fallocate", cannot)
     monkeypatch.setattr(ownership, "_warned", set())
     write(log, 0, 8 * 1024)
     logcap.cap(log, **PARTS)

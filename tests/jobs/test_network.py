@@ -53,11 +53,6 @@ def test_a_network_is_chosen_by_interface_or_by_cidr(wanted: str, chosen: tuple[
     assert network.choose([list(pair) for pair in OTHERS], wanted) == chosen  # as it comes out of JSON
 
 
-@pytest.mark.parametrize("mac", ["", "02:00:00:00:00", "zz:zz", "00:11:22:33:44:55:66:77", "fe:dc:ba:98:76:54"])
-def test_a_mac_address_that_nobody_has_is_on_no_interface(mac: str) -> None:
-    assert network.interface_of_mac(mac) is None
-
-
 @pytest.fixture
 def node() -> Iterator[str]:
     """A network namespace with two cards, one of them with two addresses, and a bridge over a third."""
@@ -134,10 +129,3 @@ def test_on_a_node_with_several_networks_each_peer_has_its_interface(node: str) 
         None,
         ["eth1", "fd00:1::3"],
     ]
-
-
-@pytest.mark.cluster
-def test_an_interface_is_found_by_its_mac_address_however_it_is_written(node: str) -> None:
-    for mac in ("02:00:00:00:01:02", "02-00-00-00-01-02", "020000000102", "02:00:00:00:01:02".upper()):
-        assert inside(node, f"network.interface_of_mac({mac!r})") == "eth2"
-    assert inside(node, "network.interface_of_mac('02:00:00:00:01:03')") == "br0"  # the one with the address

@@ -34,7 +34,7 @@ def in_child(work) -> None:
 
 def test_a_new_page_says_that_nothing_has_happened_and_asks_for_nothing(shared: Page) -> None:
     assert (shared.phase, shared.steps, shared.beats, shared.slowest_s, shared.held) == (Phase.START, 0, 0, 0.0, NEVER)
-    assert (shared.is_asked_to_hold, shared.stop_at) == (False, NEVER)
+    assert (shared.hold, shared.stop_at) == (False, NEVER)
 
 
 def test_what_a_child_writes_is_read_by_its_parent(shared: Page) -> None:
@@ -42,18 +42,18 @@ def test_what_a_child_writes_is_read_by_its_parent(shared: Page) -> None:
         shared.enter(Phase.RUN)
         shared.step_done(41, 0.25)
         shared.beat()
-        shared.hold_at(41)
+        shared.held = 41
 
     in_child(rank)
     assert (shared.phase, shared.steps, shared.beats, shared.slowest_s, shared.held) == (Phase.RUN, 41, 3, 0.25, 41)
 
 
 def test_what_a_parent_asks_is_read_by_its_child(shared: Page) -> None:
-    shared.ask_to_hold()
-    shared.set_stop_at(7)
+    shared.hold = 1
+    shared.stop_at = 7
 
     def rank() -> None:
-        assert shared.is_asked_to_hold
+        assert shared.hold
         assert shared.stop_at == 7
 
     in_child(rank)
@@ -69,17 +69,17 @@ def test_every_progress_changes_the_beats(shared: Page) -> None:
 
 
 def test_waiting_is_no_progress(shared: Page) -> None:
-    shared.hold_at(3)
+    shared.held = 3
     assert shared.beats == 0
 
 
 def test_a_page_that_one_side_closes_stays_with_the_other(shared: Page) -> None:
-    in_child(lambda: (shared.set_stop_at(9), shared.close()))
+    in_child(lambda: (setattr(shared, "stop_at", 9), shared.close()))
     assert shared.stop_at == 9
 
 
 def test_a_process_without_a_keeper_has_a_page_that_asks_for_nothing() -> None:
-    assert (page.own.is_asked_to_hold, page.own.stop_at) == (False, NEVER)
+    assert (page.own.hold, page.own.stop_at) == (False, NEVER)
 
 
 def test_nobody_sees_half_of_a_number(shared: Page) -> None:
@@ -90,8 +90,8 @@ def test_nobody_sees_half_of_a_number(shared: Page) -> None:
     if pid == 0:
         os.write(writing, b".")
         while True:
-            shared.set_stop_at(values[0])
-            shared.set_stop_at(values[1])
+            shared.stop_at = values[0]
+            shared.stop_at = values[1]
     try:
         os.read(reading, 1)
         seen = {shared.stop_at for _ in range(300_000)}
@@ -117,7 +117,7 @@ from muster.jobs.node.page import Page, Phase
 page = Page.attach(ranks.inherited(os.environ, ranks.PAGE))
 page.open_session(os.getpid(), deaf=True)
 page.enter(Phase.RUN)
-print(page.is_asked_to_hold, page.stop_at, os.get_inheritable(page.descriptor))
+print(page.hold, page.stop_at, os.get_inheritable(page.descriptor))
 """
 
 
@@ -129,14 +129,14 @@ def inheritable() -> Iterator[Page]:
 
 
 def test_a_program_attaches_the_page_that_it_has_inherited(inheritable: Page) -> None:
-    inheritable.ask_to_hold()
-    inheritable.set_stop_at(7)
+    inheritable.hold = 1
+    inheritable.stop_at = 7
     environ = {**os.environ, ranks.PAGE: ranks.descriptor_text(inheritable.descriptor)}
     assert inheritable.session == 0
     argv = [sys.executable, "-c", ATTACHES]
     program = subprocess.Popen(argv, env=environ, pass_fds=[inheritable.descriptor], stdout=subprocess.PIPE, text=True)
-    assert program.communicate()[0] == "True 7 False\n"
-    assert (inheritable.session, inheritable.is_deaf, inheritable.dumps) == (program.pid, True, False)
+    assert program.communicate()[0] == "1 7 False\n"
+    assert (inheritable.session, inheritable.deaf, inheritable.dumps) == (program.pid, True, False)
     assert inheritable.phase == Phase.RUN
 
 

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import JobFileError
+from muster.jobs.basics.words import did_you_mean
 from muster.jobs.spec import yamlfile
 from muster.jobs.spec.yamlfile import Place
 
@@ -129,12 +130,12 @@ def test_aliases_cannot_multiply_without_end() -> None:
 
 
 def test_swapped_letters_are_the_nearest_name() -> None:
-    assert yamlfile.nearest("modle", ["mode", "model"]) == "; did you mean 'model'?"
-    assert yamlfile.nearest("zzz", ["mode", "model"]) == ""
+    assert did_you_mean("modle", ["mode", "model"]) == "; did you mean 'model'?"
+    assert did_you_mean("zzz", ["mode", "model"]) == ""
 
 
 def test_a_name_in_other_capitals_is_the_nearest_one() -> None:
-    assert yamlfile.nearest("1F1B", ["gpipe", "1f1b"]) == "; did you mean '1f1b'?"
+    assert did_you_mean("1F1B", ["gpipe", "1f1b"]) == "; did you mean '1f1b'?"
 
 
 def test_a_pair_of_escapes_as_json_writes_it_is_one_character_and_half_of_one_is_a_mistake() -> None:

@@ -300,7 +300,7 @@ def test_one_that_would_wait_for_a_lost_node_is_ended(tmp_path: Path) -> None:
         await transport.close([0])
         with pytest.raises(asyncio.QueueEmpty):
             gate.channels.get_nowait()
-        assert transport._started.children[0].ended.done()
+        assert transport._started._entries[0].child.ended.done()
 
     run(test)
 

@@ -66,14 +66,14 @@ def test_from_hostfile_prints_ours_which_reads_back_the_same(hosts: Hosts, tmp_p
 
 @pytest.mark.parametrize("name", ["raw_pcs", "vms", "nfs", "two_lans"])
 def test_from_manifest_prints_a_hosts_file_with_the_same_hosts(hosts: Hosts, tmp_path: Path, name: str) -> None:
-    from muster.cloudlab.manifest import read_manifest
+    from muster.cloudlab.manifest import survey_manifest
 
     path = MANIFESTS / f"{name}.xml"
     code, out, _ = hosts("from-manifest", str(path), "--user", "ada")
     assert code == 0
     file = tmp_path / "hosts"
     file.write_text(out, encoding="utf-8")
-    assert read_hostfile(file) == read_manifest(path, user="ada")
+    assert read_hostfile(file) == survey_manifest(path, user="ada").hosts
 
 
 def test_from_manifest_says_which_lan_and_what_is_left_out(hosts: Hosts) -> None:

@@ -52,9 +52,9 @@ from muster.jobs.node import page
 page.own.enter(page.Phase.RUN)
 page.own.step_done(5, 0.25)
 print("ready")
-while not page.own.is_asked_to_hold:
+while not page.own.hold:
     time.sleep(0.001)
-page.own.hold_at(5)
+page.own.held = 5
 while page.own.stop_at < 0:
     time.sleep(0.001)
 print("stop at", page.own.stop_at)

@@ -3,7 +3,8 @@
 import pytest
 
 from muster.jobs.basics.errors import RefusedError
-from muster.slurm.allocation import clean_environment, inside_allocation, inside_task, read_allocation, step_node
+from muster.jobs.hosts.launchers import in_step
+from muster.slurm.allocation import clean_environment, inside_allocation, read_allocation
 
 # A batch script on two nodes of a real cluster, `env | grep SLURM`.
 BATCH = {
@@ -31,22 +32,15 @@ TASK = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURM_PROCID": "1",
 
 def test_a_batch_script_is_in_an_allocation_and_is_no_task() -> None:
     assert inside_allocation(BATCH)
-    assert not inside_task(BATCH)
+    assert not in_step(BATCH)
     allocation = read_allocation(BATCH)
     assert (allocation.job_id, allocation.nodes, allocation.cpus) == ("24", ("sd0", "sd1"), (2, 2))
     assert (allocation.end_time, allocation.restarts, allocation.requeue_id) == (None, 0, "24")
 
 
-def test_a_node_index_counts_only_inside_a_task() -> None:
-    """In the batch script SLURM_NODEID is there too, and is 0 whatever the node."""
-    assert step_node(TASK) == 1
-    with pytest.raises(RefusedError, match="SLURM_NODEID counts only in a process that srun started"):
-        step_node(BATCH)
-
-
 @pytest.mark.parametrize("step", ["4294967291", "4294967290", "batch", ""])
 def test_slurms_own_steps_are_no_tasks(step: str) -> None:
-    assert not inside_task({**TASK, "SLURM_STEP_ID": step})
+    assert not in_step({**TASK, "SLURM_STEP_ID": step})
 
 
 def test_unequal_nodes_and_what_newer_versions_tell() -> None:

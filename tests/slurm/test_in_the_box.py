@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.basics.errors import RefusedError, UnreachableError
+from muster.jobs.hosts.launchers import in_step
 from muster.jobs.spec.slurm import SlurmSettings
-from muster.slurm.allocation import inside_allocation, inside_task, read_allocation, step_node
+from muster.slurm.allocation import inside_allocation, read_allocation
 from muster.slurm.client import Client, SubmissionRefusedError
 from muster.slurm.refusals import refusal
 from muster.slurm.script import sbatch_text
@@ -107,13 +108,13 @@ def test_an_allocation_is_read_in_the_batch_script_and_a_node_in_its_step(queue:
     assert queue.over(job_id).exit_code == 0, queue.output(job_id)
     batch, *tasks = (json.loads((queue.folder / name).read_text()) for name in ("batch0", "task0", "task1"))
     assert inside_allocation(batch)
-    assert not inside_task(batch)
+    assert not in_step(batch)
     assert (read_allocation(batch).job_id, len(read_allocation(batch).nodes)) == (job_id, 2)
     assert read_allocation(batch).cpus == (2, 2)
-    assert sorted(step_node(task) for task in tasks) == [0, 1]
-    assert [read_allocation(batch).nodes[step_node(task)] for task in tasks] == [
-        task["SLURMD_NODENAME"] for task in tasks
-    ]
+    assert all(map(in_step, tasks))
+    numbers = [int(task["SLURM_NODEID"]) for task in tasks]
+    assert sorted(numbers) == [0, 1]
+    assert [read_allocation(batch).nodes[number] for number in numbers] == [task["SLURMD_NODENAME"] for task in tasks]
 
 
 def test_a_job_waits_then_is_cancelled(queue: Queue) -> None:

@@ -26,7 +26,7 @@ def number_of(name: str) -> int | None:
 
 def leftovers(name: str, number: int | None) -> list[str]:
     """List everything that is still there of a box, whatever its files say; its number where one was ever chosen."""
-    found = [str(BoxPaths.of(name).folder)] if BoxPaths.of(name).folder.exists() else []
+    found = [str(BoxPaths.of(name).path)] if BoxPaths.of(name).path.exists() else []
     if NETNS.is_dir():
         found += [f"namespace {path.name}" for path in NETNS.iterdir() if netns_pattern(name).fullmatch(path.name)]
     if number:

@@ -61,11 +61,11 @@ def save(step: int, reporter: Reporter) -> None:
 
 def stops(page: Page, done: int) -> bool:
     """As jobs/saving/pace.py."""
-    if page.is_asked_to_hold and page.stop_at == NEVER:
-        page.hold_at(done)
+    if page.hold and page.stop_at == NEVER:
+        page.held = done
         while page.stop_at == NEVER:
             time.sleep(POLL_S)
-        page.hold_at(NEVER)
+        page.held = NEVER
     return NEVER != page.stop_at <= done
 
 

@@ -45,7 +45,7 @@ def attempt(
     VGG_SHAPES["vgg-tiny"] = TINY_VGG
     page.own = Page()
     if stop_at is not None:
-        page.own.set_stop_at(stop_at)
+        page.own.stop_at = stop_at
     train = TrainSettings.model_validate(settings)
     make_deterministic(train)
     job = Job.model_validate({"kind": "train", "settings": train, "checkpoint": checkpoint or AT_THE_END})

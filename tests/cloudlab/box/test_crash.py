@@ -41,7 +41,7 @@ def namespaces(name: str) -> int:
 # moments of `muster box up --nodes 4 --slurm`, by what can be seen of it
 MOMENTS: dict[str, Callable[[str], bool]] = {
     "started": lambda name: True,
-    "folder": lambda name: BoxPaths.of(name).folder.exists(),
+    "folder": lambda name: BoxPaths.of(name).path.exists(),
     "state": lambda name: BoxPaths.of(name).state.exists(),
     "keys": lambda name: count(BoxPaths.of(name).nodes, "*/host_key") > 0,
     "first namespace": lambda name: namespaces(name) > 0,

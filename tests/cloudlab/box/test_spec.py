@@ -95,7 +95,6 @@ def test_a_slow_pair_is_slow_from_both_sides_until_it_is_not(one: str, other: st
     rates = Rates(10**9).with_pair(one, other, rate)
     assert (rates.slow_peers(one), rates.slow_peers(other)) == ({other: rate}, {one: rate})
     assert rates.with_pair(other, one, None) == Rates(10**9)
-    assert rates.with_every(5) == Rates(5)
 
 
 @given(NODES, RATES)
@@ -103,7 +102,7 @@ def test_a_slow_node_has_a_rate_of_its_own_until_it_has_not(node: str, rate: int
     rates = Rates(10**9).with_node(node, rate)
     assert (rates.of(node), rates.of("head")) == (rate, 10**9)
     assert rates.with_pair("node0", "node1", 7).of(node) == rate
-    assert rates.with_node(node, None) == rates.with_every(10**9) == Rates(10**9)
+    assert rates.with_node(node, None) == Rates(10**9)
 
 
 def test_clocks() -> None:

@@ -46,7 +46,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def written(spec: BoxSpec, **more: object) -> BoxState:
     """Write the state of a box that was never made."""
     made = BoxState(spec, Rates(spec.rate), **{"boot": boot_id(), "complete": True, **more})  # type: ignore[arg-type]
-    BoxPaths.of(spec.name).folder.mkdir(parents=True, exist_ok=True)
+    BoxPaths.of(spec.name).path.mkdir(parents=True, exist_ok=True)
     write_state(made)
     return made
 
@@ -54,7 +54,7 @@ def written(spec: BoxSpec, **more: object) -> BoxState:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(SPECS, RATES, st.booleans())
 def test_a_state_reads_back_as_it_was_written(spec: BoxSpec, rates: Rates, complete: bool) -> None:
-    BoxPaths.of(spec.name).folder.mkdir(parents=True, exist_ok=True)
+    BoxPaths.of(spec.name).path.mkdir(parents=True, exist_ok=True)
     made = BoxState(spec, rates, "boot", complete, ("/data",), "/lib/faketime", {"ip": "/sbin/ip"})
     write_state(made)
     assert read_state(spec.name) == made
@@ -69,7 +69,7 @@ def test_a_box_whose_making_ended_before_the_first_write_has_no_state(root: Path
 
 def test_a_state_that_cannot_be_understood_is_refused_with_its_path(root: Path) -> None:
     (root / "box-odd").mkdir(parents=True)
-    for text in ("{", "[]", json.dumps({"version": 2})):
+    for text in ("{", "[]", json.dumps({"version": 1}), json.dumps({"version": 2})):
         (root / "box-odd" / "state.json").write_text(text)
         with pytest.raises(
             RefusedError, match=r"box-odd/state.json: cannot be understood .*; remove it, then: muster box down"

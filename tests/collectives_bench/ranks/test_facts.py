@@ -7,6 +7,7 @@ import pytest
 
 from muster.collectives_bench.ranks import facts
 from muster.jobs.hosts.ranks import RankEnv
+from muster.jobs.machine import free
 from muster.jobs.machine import hardware as machine
 
 ENV = RankEnv(3, 4, 1, 2, 1, 2, "127.0.0.1", 29500)
@@ -66,7 +67,8 @@ def test_a_master_nobody_knows_leaves_the_interface_empty():
 
 
 def test_nothing_is_guessed_where_files_are_missing(tmp_path, monkeypatch):
-    for module, names in ((machine, ("CPU_INFO", "NVIDIA")), (facts, ("MEMORY_INFO", "CONGESTION", "GOVERNORS"))):
+    files = {machine: ("CPU_INFO", "NVIDIA"), free: ("MEMORY_INFO",), facts: ("CONGESTION", "GOVERNORS")}
+    for module, names in files.items():
         for name in names:
             monkeypatch.setattr(module, name, tmp_path / "missing")
     found = facts.host_facts(ENV, {})

@@ -41,14 +41,14 @@ def test_steps_and_the_slowest_of_late_stand_on_the_page(own: Page, monkeypatch:
 
 
 def test_a_rank_that_is_asked_to_hold_waits_for_the_step_to_stop_at_and_goes_on_to_it(own: Page) -> None:
-    own.ask_to_hold()
+    own.hold = 1
     pace, answers = Pace(), []
     rank = threading.Thread(target=lambda: answers.append(pace.stops(7)))
     rank.start()
     deadline = time.monotonic() + 10.0
     while own.held != 7:
         assert time.monotonic() < deadline
-    own.set_stop_at(9)
+    own.stop_at = 9
     rank.join(10.0)
     assert answers == [False]
     assert own.held == NEVER

@@ -41,7 +41,7 @@ def record(
     trainer = build_trainer(job, open_data(job), world)
     page.own = page.Page()  # the one that the ranks' parent has is shared with all of them
     if stop_at is not None:
-        page.own.set_stop_at(stop_at)
+        page.own.stop_at = stop_at
     if long:
         lengthen(trainer.engine.module)
     profiling = recorder_of(RunDir(Path(folder)), trainer, first) if job.profile.on else NOT_PROFILING

@@ -110,7 +110,7 @@ def drain(world: World, folder: str, settings: dict) -> list:
         deadline = time.monotonic() + 30.0
         while own.steps < 5 and time.monotonic() < deadline:
             pass
-        own.ask_to_hold()
+        own.hold = 1
         Path(folder, f"held-{world.rank}").touch()
         while len(list(Path(folder).glob("held-*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -121,7 +121,7 @@ def drain(world: World, folder: str, settings: dict) -> list:
                 with suppress(FileExistsError):
                     agreed.hardlink_to(made)
             time.sleep(0.001)
-        own.set_stop_at(int(agreed.read_text()))
+        own.stop_at = int(agreed.read_text())
 
     keeper = threading.Thread(target=keep)
     keeper.start()
@@ -151,7 +151,7 @@ def test_without_checkpoints_a_drained_rank_says_that_it_was_stopped(on_ranks, t
 def stopped_without_saving(world: World, folder: str, settings: dict) -> list:
     """Stop after two steps of a job that saves nothing."""
     page.own = Page()
-    page.own.set_stop_at(2)
+    page.own.stop_at = 2
     job = Job.model_validate({"kind": "train", "settings": TrainSettings.model_validate(settings)})
     code = train_in(Start(RunDir(Path(folder)), 0), job, world, Reporter({}))
     return [code, RunDir(Path(folder)).checkpoints.exists()]

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.boot import module_argv
+from muster.jobs.machine import free
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common.fingerprint import fingerprint
 from muster.launch.node import nodefacts
-from muster.launch.node.nodefacts import control_groups, facts, run_probes
+from muster.launch.node.nodefacts import facts, run_probes
 from muster.launch.wire.codec import decode, encode
 from muster.launch.wire.messages import FROM_AGENT, Inspect, Inspected
 
@@ -54,7 +55,7 @@ def test_without_torch_the_version_is_none(monkeypatch: pytest.MonkeyPatch) -> N
         raise nodefacts.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(nodefacts.metadata, "version", missing)
-    assert (nodefacts.torch_version(), nodefacts.muster_version()) == (None, None)
+    assert nodefacts.version("torch") is None
 
 
 def test_the_same_facts_come_from_the_command_line() -> None:
@@ -141,8 +142,9 @@ def test_control_groups_limit_cores_and_memory(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
     (tmp_path / "own").write_text(groups)
-    monkeypatch.setattr(nodefacts, "CPU_GROUPS", tmp_path)
-    monkeypatch.setattr(nodefacts, "OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "cgroup.controllers").touch()
+    monkeypatch.setattr(free, "GROUPS", tmp_path)
+    monkeypatch.setattr(free, "OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert nodefacts.cores() == (cores or 8)
     memory = nodefacts.memory()
@@ -150,10 +152,6 @@ def test_control_groups_limit_cores_and_memory(
         assert memory["total_mib"] > 1024
     else:
         assert (memory["total_mib"], memory["available_mib"]) == total
-
-
-def test_the_groups_of_a_process_are_its_own_and_those_above() -> None:
-    assert all(str(group).startswith("/sys/fs/cgroup") for group in control_groups("memory"))
 
 
 # What it reaches ------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ def test_where_scontrol_is_missing_the_user_hears_it(
     own = own_job(submission, {**IN_JOB, "PATH": str(tmp_path / "empty")})
     assert own is not None
     assert own.end(75) == 75
-    assert "scontrol requeue 12: scontrol is not here" in capsys.readouterr().err
+    assert "scontrol requeue 12: slurm: scontrol is not on PATH here" in capsys.readouterr().err
 
 
 def test_a_run_that_may_not_be_queued_again_is_not(

@@ -45,8 +45,10 @@ class Start:
         context = Context(job, Site(), placement, self.run, "/srv/job", "/opt/python", None, remote=remote, **keys)
         self.roster = Roster(placement, [Node(each) for each in placement.nodes], meets=False)
         self.sent: list[tuple[int, wire.ToAgent]] = []
+        console = Console()
+        log = EventLog(self.run, console.say)
         self.startup = Startup(
-            context, self.roster, EventLog(self.run), Console(), lambda node, message: self.sent.append((node, message))
+            context, self.roster, log, console, lambda node, message: self.sent.append((node, message))
         )
 
     def hello(self, node: int, **fields: Any) -> Stop | None:

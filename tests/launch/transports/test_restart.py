@@ -139,7 +139,7 @@ def test_an_ssh_that_waits_for_a_host_in_vain_is_ended_first(tmp_path: Path, mon
     async def test() -> None:
         gate = Gate()
         await made.start(gate)
-        before = made._started.children[0]
+        before = made._started._entries[0].child
         await made.restart(0, gate)
         assert before.ended.done()
         assert gate.failures == []
