@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Final
 
@@ -19,45 +18,46 @@ from muster.jobs.runfolder.rundir import RunDir
 FAILED: Final = 1
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """What rank 0 knows of an attempt before its ranks do anything; `checkpoint` and `step` are what it begins from."""
+def begin(
+    run: RunDir,
+    env: RankEnv,
+    hosts: Sequence[str],
+    began: float,
+    came_from: Mapping[str, Any] | None = None,
+    **submitted: Any,
+) -> int:
+    """Make the next attempt of a run, write its first events, and return its number.
 
-    run: RunDir
-    attempt: int
-    env: RankEnv
-    hosts: Sequence[str]  # of every rank
-    checkpoint: str | None = None
-    step: int = 0
+    `hosts` are those of every rank, `came_from` the checkpoint that it begins from: its name, and `step`. The run began
+    at `began` (unix seconds).
 
-    def write(self, began: float, **submitted: Any) -> None:
-        """Make the attempt's folder and write its first events; the run began at `began` (unix seconds).
-
-        Raises:
-            RunFolderError, StorageError: the folder cannot be written.
-        """
-        folder = self.run.attempt(self.attempt)
-        folder.make()
-        placement = placement_of(self.env, self.hosts)
-        write_json(folder.placement, placement.to_json())
-        came_from = {"checkpoint": self.checkpoint, "step": self.step}
-        write_json(folder.resume, came_from)
-        facts = {
-            "run_id": self.run.run_id,
-            "nodes": len(placement.nodes),
-            "world_size": self.env.world_size,
-            "transport": "direct",
-            "host": self.hosts[0],
-            "pid": os.getpid(),
-            "pid_start": procfs.start_ticks(os.getpid()),
-            **submitted,
-        }
-        append_line(self.run.events, {"time": began, "event": "submitted", **facts})
-        env = self.env
-        where = {"world_size": env.world_size, "master_addr": env.master_addr, "master_port": env.master_port}
-        event(self.run, "attempt", {"attempt": self.attempt, **where})
-        if self.checkpoint is not None:
-            event(self.run, "resuming", {"attempt": self.attempt, **came_from})
+    Raises:
+        RunFolderError, StorageError: the folder cannot be written.
+    """
+    attempt = max(run.attempt_numbers(), default=-1) + 1
+    folder = run.attempt(attempt)
+    folder.make()
+    placement = placement_of(env, hosts)
+    write_json(folder.placement, placement.to_json())
+    source = {name: (came_from or {}).get(name, other) for name, other in (("checkpoint", None), ("step", 0))}
+    write_json(folder.resume, source)
+    facts = {
+        "run_id": run.run_id,
+        "nodes": len(placement.nodes),
+        "world_size": env.world_size,
+        "transport": "direct",
+        "host": hosts[0],
+        "pid": os.getpid(),
+        "pid_start": procfs.start_ticks(os.getpid()),
+        **submitted,
+    }
+    append_line(run.events, {"time": began, "event": "submitted", **facts})
+    where = {"world_size": env.world_size, "master_addr": env.master_addr, "master_port": env.master_port}
+    event(run, "attempt", {"attempt": attempt, **where})
+    if came_from is not None:
+        event(run, "resuming", {"attempt": attempt, **source})
+    print(f"run {run.path}", flush=True)
+    return attempt
 
 
 def placement_of(env: RankEnv, hosts: Sequence[str]) -> Placement:

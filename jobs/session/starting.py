@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import read_lines, write_secret
-from muster.jobs.runfolder.direct import Beginning
+from muster.jobs.runfolder.direct import begin
 from muster.jobs.runfolder.rundir import RunDir, find_run, list_runs, new_run, runs_root
 from muster.jobs.saving.resume import Resume, newest
 from muster.jobs.session.place import TORCHRUN, Place
@@ -68,18 +68,16 @@ def start(place: Place, ranks: Alone, runs: str | None, began: float) -> Start:
 
 def _begin(place: Place, hosts: list[str], runs: str | None, began: float) -> Mapping[str, Any]:
     """Begin an attempt on rank 0."""
-    run, attempt, resume = place.run, place.attempt, None
-    if run is not None:  # of an agent that does not watch this process: torchrun, say, is between them
-        return {"run": str(run.path), "attempt": attempt, "resume": _record(newest(run))}
+    if place.run is not None:  # of an agent that does not watch this process: torchrun, say, is between them
+        return {"run": str(place.run.path), "attempt": place.attempt, "resume": _record(newest(place.run))}
     root = runs_root(runs)
-    run = earlier_run(place, root)
+    run, resume = earlier_run(place, root), None
     if run is None:
-        run, attempt = new_run(root, place.name), 0
+        run = new_run(root, place.name)
         command = [sys.executable, *sys.orig_argv[1:]]
         write_secret(run.job, json.dumps({"name": place.name, "command": command}) + "\n")  # JSON is YAML, too
     else:
-        resume, attempt = newest(run), max(run.attempt_numbers(), default=-1) + 1
-    checkpoint, step = (resume.checkpoint, resume.step) if resume else (None, 0)
+        resume = newest(run)
     facts = {
         "name": place.name,
         "kind": "command",
@@ -87,9 +85,12 @@ def _begin(place: Place, hosts: list[str], runs: str | None, began: float) -> Ma
         "continue_with": resume_line(run),
         LAUNCH: launch_of(place),
     }
-    Beginning(run, attempt, place.env, hosts, checkpoint, step).write(began, **facts)
-    print(f"run {run.path}", flush=True)
-    return {"run": str(run.path), "attempt": attempt, "resume": _record(resume)}
+    came_from = _record(resume)
+    return {
+        "run": str(run.path),
+        "attempt": begin(run, place.env, hosts, began, came_from, **facts),
+        "resume": came_from,
+    }
 
 
 def host_names(ranks: Alone) -> list[str]:

@@ -18,7 +18,7 @@ from muster.jobs.basics.errors import MusterError, NoCheckpointError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.basics.reading import parse_json
 from muster.jobs.hosts.ranks import RankEnv
-from muster.jobs.runfolder.direct import Beginning
+from muster.jobs.runfolder.direct import begin
 from muster.jobs.runfolder.rundir import RunDir, find_run, new_run, runs_root
 from muster.jobs.saving.resume import Resume, newest
 from muster.jobs.spec.load import LoadedJob
@@ -65,30 +65,13 @@ def begin_attempt(loaded: LoadedJob, env: RankEnv, hosts: list[str], args: argpa
     """
     root = runs_root(args.runs)
     if args.resume is None:
-        run, attempt, resume = new_run(root, loaded.job.name), 0, None
+        run, resume = new_run(root, loaded.job.name), None
         write_secret(run.job, loaded.text)
     else:
         run = find_run(root, args.resume, unique=True)
-        resume = choose(run)
-        attempt = max(run.attempt_numbers(), default=-1) + 1
-    checkpoint, step = (resume.checkpoint, resume.step) if resume else (None, 0)
+        if (resume := newest(run)) is None:
+            raise NoCheckpointError(f"{run.path}: no usable checkpoint; leave --resume out to begin anew")
+    job, came_from = loaded.job, None if resume is None else asdict(resume)
     # The run began with this process, not when its ranks had met.
-    job = loaded.job
-    Beginning(run, attempt, env, hosts, checkpoint, step).write(
-        args.began, name=job.name, kind=job.kind, grace_s=job.grace_s
-    )
-    print(f"run {run.path}", flush=True)
-    return Start(run, attempt, resume)
-
-
-def choose(run: RunDir) -> Resume:
-    """Choose the checkpoint to go on from.
-
-    Raises:
-        NoCheckpointError: there is none that is good.
-        StorageError: the run folder cannot be read.
-    """
-    chosen = newest(run)
-    if chosen is None:
-        raise NoCheckpointError(f"{run.path}: no usable checkpoint; leave --resume out to begin anew")
-    return chosen
+    facts = {"name": job.name, "kind": job.kind, "grace_s": job.grace_s}
+    return Start(run, begin(run, env, hosts, args.began, came_from, **facts), resume)
