@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from muster.jobs.basics.errors import RefusedError
-from muster.jobs.basics.words import unknown
 from muster.jobs.spec.job import MAX_STRING_BYTES, CommandSettings, Job
 from muster.jobs.spec.modes import Parallel
 from muster.jobs.spec.train import TrainSettings
@@ -322,11 +321,6 @@ def test_each_optimizer_takes_its_own_settings() -> None:
     assert OptimizerSettings(name="adamw", betas=[0.9, 0.99]).betas == [0.9, 0.99]
     assert OptimizerSettings(momentum=0.9, nesterov=True).momentum == 0.9
     assert DataSettings(text="x").name is None
-
-
-def test_an_unknown_name_gets_its_nearest_and_all_valid_ones() -> None:
-    assert unknown("mode", "dpp", ("ddp", "single")) == "unknown mode 'dpp'; did you mean 'ddp'? (valid: ddp, single)"
-    assert unknown("mode", "zzz", ("ddp",)) == "unknown mode 'zzz' (valid: ddp)"
 
 
 @pytest.mark.parametrize(

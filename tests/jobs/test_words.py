@@ -13,7 +13,16 @@ def test_a_noun_that_hisses_gets_es() -> None:
     assert counts == ("2 processes", "4 micro-batches", "2 epochs")
 
 
-def test_a_name_in_other_capitals_is_found() -> None:
-    assert (
-        unknown("mode", "1F1B", ("gpipe", "1f1b")) == "unknown mode '1F1B'; did you mean '1f1b'? (valid: gpipe, 1f1b)"
-    )
+@pytest.mark.parametrize(
+    ("name", "valid", "near"),
+    [
+        ("modle", ("mode", "model"), "model"),  # two letters swapped
+        ("1F1B", ("gpipe", "1f1b"), "1f1b"),
+        ("dpp", ("ddp", "single"), "ddp"),
+        ("zzz", ("mode", "model"), ""),
+        ("ddp,single", ("ddp", "single"), ""),  # to propose one of several would be a guess
+    ],
+)
+def test_the_nearest_name_is_proposed(name: str, valid: tuple[str, ...], near: str) -> None:
+    hint = f"; did you mean {near!r}?" if near else ""
+    assert unknown("mode", name, valid) == f"unknown mode {name!r}{hint} (valid: {', '.join(valid)})"
