@@ -7,9 +7,8 @@ from statistics import median
 from typing import Final
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.collectives_bench.cost.curves import Curve, Piece, Points
+from muster.collectives_bench.cost.curves import LEAST_SIZES, Curve, Line, line_of
 from muster.collectives_bench.cost.heldout import Samples, errors_of, intervals, medians, residuals, sizes_left_out
-from muster.collectives_bench.cost.pieces import LEAST_SIZES, Fitted, choose
 from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
 from muster.collectives_bench.records import Result
@@ -105,22 +104,16 @@ def launches_of(row: Row) -> list[float]:
 
 def curves_of(found: Sequence[Series], seed: int) -> list[Known]:
     """Fit a curve to each series."""
-    points = [medians(each.samples) for each in found]
-    fitted = [choose(each) for each in points]
-    spreads = [residuals(each.samples, best, seed) for each, best in zip(found, fitted, strict=True)]
-    wide = intervals(spreads)
-    return [_known(*each) for each in zip(found, fitted, points, wide, strict=True)]
+    wide = intervals([residuals(each.samples, seed) for each in found])
+    return [_known(*each) for each in zip(found, wide, strict=True)]
 
 
-def _known(series: Series, best: Fitted, measured: Points, wide: float) -> Known:
-    left_out = sizes_left_out(measured)
+def _known(series: Series, wide: float) -> Known:
+    measured = medians(series.samples)
+    line, left_out = line_of(measured), sizes_left_out(measured)
     curve = Curve(
         **vars(series.key),
-        kind=best.kind,
-        pieces=[
-            Piece(alpha_s=_short(each.alpha_s), beta_s=_short(each.beta_s), upto_bytes=each.upto_bytes)
-            for each in best.pieces
-        ],
+        line=Line(alpha_s=_short(line.alpha_s), beta_s=_short(line.beta_s)),
         points=[(size, _short(took)) for size, took in measured],
         low=_short(1 / wide),
         high=_short(wide),

@@ -1,7 +1,7 @@
 """How wrong the model is on what it has not seen: sizes left out one at a time, and whole worlds. Pure but for numpy.
 
-A size is left out of the whole procedure, the choice of the candidate included. The first and the last size of a curve
-are not: without them the others would have to be extrapolated, which a profile says of itself when it does it.
+The first and the last size of a curve are not left out: without them the others would have to be extrapolated, which a
+profile says of itself when it does it.
 """
 
 import math
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from muster.collectives_bench.cost.curves import Errors, Points
-from muster.collectives_bench.cost.pieces import CANDIDATES, Fitted, choose
+from muster.collectives_bench.cost.curves import Errors, Points, fitted
 
 Pair = tuple[float, float]  # predicted, measured: seconds
 Samples = tuple[tuple[int, tuple[float, ...]], ...]  # bytes, a median of each launch in seconds; by size
@@ -37,13 +36,17 @@ def errors_of(pairs: Sequence[Pair]) -> Errors | None:
     )
 
 
-def sizes_left_out(points: Points) -> list[Pair]:
-    """Predict every size but the first and the last from the others, the choice of the candidate included."""
-    found = []
-    for place in range(1, len(points) - 1):
-        size, took = points[place]
-        found.append((choose(points[:place] + points[place + 1 :]).seconds(size), took))
-    return found
+def mean_error(pairs: Sequence[Pair]) -> float:
+    """Return the mean of |predicted - measured| / measured."""
+    return sum(abs(predicted / measured - 1) for predicted, measured in pairs) / len(pairs) if pairs else 0.0
+
+
+def sizes_left_out(points: Points, measured: Points = ()) -> list[Pair]:
+    """Predict every size but the first and the last from the others; `measured` are other times of the same sizes."""
+    return [
+        (fitted(points[:place] + points[place + 1 :]).seconds(size), took)
+        for place, (size, took) in list(enumerate(measured or points))[1:-1]
+    ]
 
 
 def medians(samples: Samples) -> Points:
@@ -51,23 +54,19 @@ def medians(samples: Samples) -> Points:
     return tuple((size, median(launches)) for size, launches in samples)
 
 
-def residuals(samples: Samples, fitted: Fitted, seed: int) -> list[float]:
+def residuals(samples: Samples, seed: int) -> list[float]:
     """Draw log(measured / predicted): launches drawn again, each size predicted from the others and compared.
 
     Held-out sizes give the model's error, drawn launches the noise of both sides (Efron's bootstrap, 1979). Where no
     size can be left out, it is the noise alone.
     """
-    draw = random.Random(seed)
-    candidate, found = CANDIDATES[fitted.kind], []
+    draw, found = random.Random(seed), []
     for _ in range(DRAWS):
         fitting, fresh = _drawn(samples, draw), _drawn(samples, draw)
         if len(samples) < 4:
             found += [math.log(b / a) for (_, a), (_, b) in zip(fitting, fresh, strict=True)]
-            continue
-        for place in range(1, len(samples) - 1):
-            size, took = fresh[place]
-            predicted = candidate(fitting[:place] + fitting[place + 1 :]).seconds(size)
-            found.append(math.log(took / predicted))
+        else:
+            found += [math.log(took / predicted) for predicted, took in sizes_left_out(fitting, fresh)]
     return found
 
 

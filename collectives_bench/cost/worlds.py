@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.cost.curves import Curve, Points
-from muster.collectives_bench.cost.heldout import Pair, errors_of, quantiles
-from muster.collectives_bench.cost.pieces import mean_error
+from muster.collectives_bench.cost.heldout import Pair, errors_of, mean_error, quantiles
 from muster.collectives_bench.cost.predicting import unusual
 from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.second import UNSURE, Constants

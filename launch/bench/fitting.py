@@ -19,7 +19,6 @@ COLUMNS: Final = (
     "world",
     "type",
     "sizes>",
-    "model",
     "alpha>",
     "beta>",
     "mean>",
@@ -62,7 +61,7 @@ def record(profile: "Profile") -> dict[str, object]:
     return {
         "name": profile.name,
         "made_of": profile.made_of,
-        "curves": [each.model_dump(mode="json", exclude={"points", "pieces"}) for each in profile.curves],
+        "curves": [each.model_dump(mode="json", exclude={"points", "line"}) for each in profile.curves],
         "constants": [each.model_dump(mode="json") for each in profile.constants],
         "held_out_sizes": profile.held_out_sizes and profile.held_out_sizes.model_dump(),
         "held_out_worlds": profile.held_out_worlds and profile.held_out_worlds.model_dump(),
@@ -76,7 +75,7 @@ def render(profile: "Profile") -> str:
     lines = [f"# {profile.made_of}"] if profile.made_of else []
     lines += [
         "# mean, max, in 10 %: error at sizes left out one at a time, the first and the last never; 90 %: the share of",
-        "# the time that predictions are good to; alpha and beta are of the last piece: time = alpha + S * beta",
+        "# the time that predictions are good to; alpha and beta are of the line that its points lie around",
         screen.table(COLUMNS, [_cells(each) for each in profile.curves if not each.back_to_back]),
     ]
     behind = sum(each.back_to_back for each in profile.curves)
@@ -104,16 +103,15 @@ def text(errors: "Errors | None") -> str:
 def _cells(curve: "Curve") -> tuple[str, ...]:
     from muster.collectives_bench.cost.curves import time_text
 
-    piece, errors = curve.pieces[-1], curve.held_out
+    line, errors = curve.line, curve.held_out
     name = curve.operation + ("" if curve.call == "sync" else f" {curve.call}")
     world = f"{curve.nodes}x{curve.ranks // curve.nodes} {curve.backend}"
-    rate = f"{1e-9 / piece.beta_s:.3g} GB/s" if piece.beta_s > 0 else "-"
+    rate = f"{1e-9 / line.beta_s:.3g} GB/s" if line.beta_s > 0 else "-"
     shares = ("-", "-", "-")
     if errors is not None:
         shares = (f"{errors.mean:.1%}", f"{errors.largest:.1%}", f"{errors.within_10:.0%}")
-    model = curve.kind if curve.kind != "pieces" else f"{len(curve.pieces)} pieces"
     sizes = str(len(curve.points))
-    return (name, world, curve.dtype, sizes, model, time_text(piece.alpha_s), rate, *shares, f"{curve.high - 1:.0%}")
+    return (name, world, curve.dtype, sizes, time_text(line.alpha_s), rate, *shares, f"{curve.high - 1:.0%}")
 
 
 def _constants(constants: "Constants") -> str:
