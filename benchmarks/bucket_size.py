@@ -24,7 +24,7 @@ from typing import Any
 
 from rank_processes import in_nodes, on_loopback
 
-from muster.collectives_bench.cost import buckets, curves
+from muster.collectives_bench.cost import buckets, curves, heldout
 from muster.collectives_bench.cost.buckets import MB, Lanes
 
 TOTAL, PARTS = 64 * MB, 64
@@ -132,7 +132,7 @@ def launch(args: argparse.Namespace) -> Any:
 
 def fitted(singles: dict[str, list[float]]) -> curves.Fitted:
     """Fit a curve through the medians, as `muster bench fit` does."""
-    return curves.fitted(tuple(sorted((int(size), statistics.median(times)) for size, times in singles.items())))
+    return heldout.fitted(tuple(sorted((int(size), statistics.median(times)) for size, times in singles.items())))
 
 
 def compare(found: dict[str, Any], fit: curves.Fitted, backward: str, how: str) -> dict[str, Any]:
@@ -204,7 +204,7 @@ def main() -> int:
     for row in rows:
         show(row)
     reached = [verdict(rows, how, kind) for how in REACH for kind in ("sleep", "work")]
-    curves = [{"line": fit.line.model_dump()} for fit in fits]
+    curves = [{"line": fit.line.model_dump(), "is_line": not fit.points} for fit in fits]
     print(
         json.dumps({"benchmark": "bucket size", "box": args.box, "rows": rows, "fits": curves, "reached": all(reached)})
     )

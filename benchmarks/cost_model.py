@@ -7,7 +7,7 @@
     gpu        NCCL, 2, 3 and 4 GPUs, if there are; 1 MB - 1 GB       as in the box
     FILE...    results of muster bench, measured before               as in the box; --reach loopback
 
-The first and the last size are never left out. A world
+A size is left out of the whole procedure, the choice of the model included; the first and the last size stay. A world
 is left out of the curves, of the constants and of the choice of their form; of fewer than three worlds none can be, and
 what is to be reached there is "not measured". Published predictors of collectives are 5 - 20 % off (ASTRA-sim 9.7 to
 20.6, NCCL's own line up to 2.5 times at middle sizes). The share of held-out sizes inside the 90 % interval is printed.
@@ -160,6 +160,7 @@ def report(result: Result, where: str, reach: str) -> int:
         "largest_world": plain(largest),
         "operations": {name: plain(errors_of(pairs)) for name, pairs in by_operation.items()},
         "coverage_90": inside,
+        "kinds": {kind: sum(each.curve.kind == kind for each in known) for kind in {each.curve.kind for each in known}},
         "reached": False if failed else None if None in reached.values() else True,
         "not_measured": [text for text, is_reached in reached.items() if is_reached is None],
         "cores": os.cpu_count(),

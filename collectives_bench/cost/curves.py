@@ -1,12 +1,13 @@
-"""The time of one operation in one world by its size: points around a line. Pure.
+"""The time of one operation in one world by its size: a line, or points around it. Pure.
 
     line      alpha + S beta: least squares of relative errors, alpha and beta >= 0, with Huber's weights
     points    the line, times how far the measured points lie from it; straight in log size between them, made monotone
 
 *Relative* errors: with absolute ones the largest size owns the fit. Huber's weights (1964), iterated: one bad size must
 not bend the rest. NCCL's `tuning.cc` corrects its own line by a table of sizes, for protocols switch; hence points.
-Lines alone, pieces of lines and smoothed points were tried: none is nearer to sizes that are left out. Without numpy,
-so that `muster predict` starts quickly. A curve holds what was measured; its points are drawn again from that.
+Which one a curve is, the smallest mean error of sizes left out one at a time decides (`heldout.py`): where times
+scatter, a line. Pieces of lines and smoothed points were tried: they bring nothing nearer. There is no numpy here, so
+that `muster predict` starts quickly. A curve holds what was measured; its points are drawn again from that.
 """
 
 import math
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -23,6 +24,7 @@ from typing_extensions import Self
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.spec.strict import Strict
 
+Kind = Literal["line", "points"]
 Points = tuple[tuple[int, float], ...]  # bytes, seconds; by size, sizes differ
 
 FAR: Final = 4.0  # beyond this many times the largest measured size, a prediction is a guess
@@ -31,6 +33,7 @@ LEAST_SIZES: Final = 3  # two make a line, and the third says how far it is off
 HUBER: Final = 1.345  # 95 % efficient for normal errors
 ITERATIONS: Final = 12
 SETTLED: Final = 1e-3  # change of a weight
+WORDS: Final[dict[Kind, str]] = {"line": "on a line through all sizes", "points": "drawn so as not to fall with size"}
 FLOOR: Final = 0.01  # relative error below which fits are equally good: no measurement is better
 
 
@@ -58,7 +61,7 @@ class Line(Strict):
 
 @dataclass(frozen=True)
 class Fitted:
-    """Points around a line, which never fall with size."""
+    """A line, or points around it, which never fall with size; without points it is the line itself."""
 
     line: Line
     points: Points
@@ -66,6 +69,8 @@ class Fitted:
     def seconds(self, nbytes: float) -> float:
         """Return the line's time, times how far points lie from it: straight in log size between them, else as far."""
         points, line = self.points, self.line
+        if not points:
+            return line.seconds(nbytes)
         place = bisect_left(points, (nbytes, 0.0))
         if place in (0, len(points)):
             size, took = points[0] if place == 0 else points[-1]
@@ -88,6 +93,7 @@ class Curve(Strict):
     place: str
     call: str = "sync"
     back_to_back: bool = False  # one call behind the other, without a barrier between
+    kind: Kind
     line: Line
     points: list[tuple[int, float]] = Field(min_length=1)  # bytes, seconds at the sizes that were measured; by size
     low: float = 1.0
@@ -123,7 +129,7 @@ class Curve(Strict):
 
     @cached_property
     def _fitted(self) -> Fitted:
-        return Fitted(self.line, monotone(self.points))
+        return drawn(self.kind, self.line, self.points)
 
     def how(self, nbytes: float) -> str:
         """Say what the prediction rests on.
@@ -137,7 +143,7 @@ class Curve(Strict):
             measured = self.points[place][1]
             if abs(self.seconds(nbytes) / measured - 1) <= SAME:
                 return "measured at this size"
-            return f"drawn so as not to fall with size; measured here {time_text(measured)}"
+            return f"{WORDS[self.kind]}; measured here {time_text(measured)}"
         if place == 0:
             return f"below {size_text(sizes[0])}, the smallest measured"
         if place == len(sizes):
@@ -145,9 +151,9 @@ class Curve(Strict):
         return f"between {size_text(sizes[place - 1])} and {size_text(sizes[place])}"
 
 
-def fitted(points: Points) -> Fitted:
-    """Fit a line to points, and draw them around it."""
-    return Fitted(line_of(points), monotone(points))
+def drawn(kind: Kind, line: Line, points: Sequence[tuple[int, float]]) -> Fitted:
+    """Return a line, or points around it."""
+    return Fitted(line, monotone(points) if kind == "points" else ())
 
 
 def line_of(points: Points) -> Line:

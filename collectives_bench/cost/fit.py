@@ -7,8 +7,16 @@ from statistics import median
 from typing import Final
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.collectives_bench.cost.curves import LEAST_SIZES, Curve, Line, line_of
-from muster.collectives_bench.cost.heldout import Samples, errors_of, intervals, medians, residuals, sizes_left_out
+from muster.collectives_bench.cost.curves import LEAST_SIZES, Curve, Kind, Line, line_of
+from muster.collectives_bench.cost.heldout import (
+    Samples,
+    choose,
+    errors_of,
+    intervals,
+    medians,
+    residuals,
+    sizes_left_out,
+)
 from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
 from muster.collectives_bench.records import Result
@@ -104,15 +112,17 @@ def launches_of(row: Row) -> list[float]:
 
 def curves_of(found: Sequence[Series], seed: int) -> list[Known]:
     """Fit a curve to each series."""
-    wide = intervals([residuals(each.samples, seed) for each in found])
-    return [_known(*each) for each in zip(found, wide, strict=True)]
+    kinds = [choose(medians(each.samples)) for each in found]
+    wide = intervals([residuals(each.samples, kind, seed) for each, kind in zip(found, kinds, strict=True)])
+    return [_known(*each) for each in zip(found, kinds, wide, strict=True)]
 
 
-def _known(series: Series, wide: float) -> Known:
+def _known(series: Series, kind: Kind, wide: float) -> Known:
     measured = medians(series.samples)
     line, left_out = line_of(measured), sizes_left_out(measured)
     curve = Curve(
         **vars(series.key),
+        kind=kind,
         line=Line(alpha_s=_short(line.alpha_s), beta_s=_short(line.beta_s)),
         points=[(size, _short(took)) for size, took in measured],
         low=_short(1 / wide),

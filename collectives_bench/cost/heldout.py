@@ -1,7 +1,7 @@
 """How wrong the model is on what it has not seen: sizes left out one at a time, and whole worlds. Pure but for numpy.
 
-The first and the last size of a curve are not left out: without them the others would have to be extrapolated, which a
-profile says of itself when it does it.
+A size is left out of the choice between line and points, too. The first and the last size of a curve are not left out:
+without them the others would have to be extrapolated, which a profile says of itself when it does it.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from muster.collectives_bench.cost.curves import Errors, Points, fitted
+from muster.collectives_bench.cost.curves import LEAST_SIZES, Errors, Fitted, Kind, Points, drawn, line_of
 
 Pair = tuple[float, float]  # predicted, measured: seconds
 Samples = tuple[tuple[int, tuple[float, ...]], ...]  # bytes, a median of each launch in seconds; by size
@@ -19,6 +19,8 @@ DRAWS: Final = 24  # of the launches, with replacement
 COVERAGE: Final = 0.90
 SHRINK: Final = 4.0  # sizes' worth of belief that a curve is as uncertain as all of them
 LEAST_SPREAD: Final = 0.01
+SIMPLER: Final = 1.02  # points must be better than the line by more than this
+ROUNDING: Final = 1e-9  # of errors of times that lie on a line exactly
 
 
 def errors_of(pairs: Sequence[Pair]) -> Errors | None:
@@ -41,10 +43,23 @@ def mean_error(pairs: Sequence[Pair]) -> float:
     return sum(abs(predicted / measured - 1) for predicted, measured in pairs) / len(pairs) if pairs else 0.0
 
 
-def sizes_left_out(points: Points, measured: Points = ()) -> list[Pair]:
+def fitted(points: Points, kind: Kind | None = None) -> Fitted:
+    """Fit a line to points, or points around it; without a kind the one that predicts left-out sizes better."""
+    return drawn(kind or choose(points), line_of(points), points)
+
+
+def choose(points: Points) -> Kind:
+    """Say what predicts left-out sizes better; the line where that makes no difference."""
+    if len(points) < LEAST_SIZES:
+        return "line"
+    line, around = (mean_error(sizes_left_out(points, kind)) for kind in ("line", "points"))
+    return "points" if around * SIMPLER + ROUNDING < line else "line"
+
+
+def sizes_left_out(points: Points, kind: Kind | None = None, measured: Points = ()) -> list[Pair]:
     """Predict every size but the first and the last from the others; `measured` are other times of the same sizes."""
     return [
-        (fitted(points[:place] + points[place + 1 :]).seconds(size), took)
+        (fitted(points[:place] + points[place + 1 :], kind).seconds(size), took)
         for place, (size, took) in list(enumerate(measured or points))[1:-1]
     ]
 
@@ -54,7 +69,7 @@ def medians(samples: Samples) -> Points:
     return tuple((size, median(launches)) for size, launches in samples)
 
 
-def residuals(samples: Samples, seed: int) -> list[float]:
+def residuals(samples: Samples, kind: Kind, seed: int) -> list[float]:
     """Draw log(measured / predicted): launches drawn again, each size predicted from the others and compared.
 
     Held-out sizes give the model's error, drawn launches the noise of both sides (Efron's bootstrap, 1979). Where no
@@ -66,7 +81,7 @@ def residuals(samples: Samples, seed: int) -> list[float]:
         if len(samples) < 4:
             found += [math.log(b / a) for (_, a), (_, b) in zip(fitting, fresh, strict=True)]
         else:
-            found += [math.log(took / predicted) for predicted, took in sizes_left_out(fitting, fresh)]
+            found += [math.log(took / predicted) for predicted, took in sizes_left_out(fitting, kind, fresh)]
     return found
 
 

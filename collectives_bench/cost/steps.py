@@ -11,14 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from muster.collectives_bench.cost.exposed import EXPOSED, Compute, Network, Times
+from muster.collectives_bench.cost.exposed import EXPOSED, NO_COMPUTE, Compute, Network, Times
 from muster.collectives_bench.cost.load import Load
 from muster.collectives_bench.cost.memory import Memory, memory_of
 from muster.collectives_bench.cost.modes import Way, cut
 from muster.jobs.basics.errors import RefusedError
 
 USABLE: Final = 0.9  # of the memory: the rest is for what is not counted
-NO_COMPUTE: Final = Compute(0.0, 0.0)
 
 
 @dataclass(frozen=True)

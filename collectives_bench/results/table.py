@@ -14,9 +14,8 @@ from datetime import datetime, timezone
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.records import Cell, Header, HostFacts, World
-from muster.collectives_bench.settings import itemsize
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.basics.words import counted
 
@@ -46,7 +45,7 @@ def spread(row: "Row") -> float | None:
 
 
 def _count(row: "Row") -> str:
-    return str(row.nbytes // itemsize(row.cell.dtype)) if row.nbytes else "-"
+    return str(row.nbytes // DTYPES[row.cell.dtype]) if row.nbytes else "-"
 
 
 def _launches(row: "Row") -> str:

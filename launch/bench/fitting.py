@@ -1,4 +1,4 @@
-"""`muster bench fit`: from results to a profile, and how wrong it is on what it had not seen."""
+"""`muster bench fit R... -o profile.json`: from results to a profile, and how wrong it is on what it had not seen."""
 
 import argparse
 import json
@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import RunFolderError, StorageError
-from muster.launch.bench import results
+from muster.launch.bench import choices, results
+from muster.launch.bench.showing import add_results
+from muster.launch.common.options import add_json
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.curves import Curve, Errors
@@ -19,6 +21,7 @@ COLUMNS: Final = (
     "world",
     "type",
     "sizes>",
+    "model",
     "alpha>",
     "beta>",
     "mean>",
@@ -26,6 +29,15 @@ COLUMNS: Final = (
     "in 10 %>",
     "90 %>",
 )
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_results(parser)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.json", required=True, help="the profile that muster predict reads"
+    )
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from muster.collectives_bench.cost.fit import fit
 
+    choices.check_output("--output", args.output, (".json",))
     profile = fit(results.read(args.results, args.runs), name=Path(args.output).stem)
     write(profile, Path(args.output))
     print(json.dumps(record(profile), indent=1) if args.json else render(profile))
@@ -75,7 +88,7 @@ def render(profile: "Profile") -> str:
     lines = [f"# {profile.made_of}"] if profile.made_of else []
     lines += [
         "# mean, max, in 10 %: error at sizes left out one at a time, the first and the last never; 90 %: the share of",
-        "# the time that predictions are good to; alpha and beta are of the line that its points lie around",
+        "# the time that predictions are good to; alpha and beta are of the line: time = alpha + S * beta",
         screen.table(COLUMNS, [_cells(each) for each in profile.curves if not each.back_to_back]),
     ]
     behind = sum(each.back_to_back for each in profile.curves)
@@ -111,7 +124,17 @@ def _cells(curve: "Curve") -> tuple[str, ...]:
     if errors is not None:
         shares = (f"{errors.mean:.1%}", f"{errors.largest:.1%}", f"{errors.within_10:.0%}")
     sizes = str(len(curve.points))
-    return (name, world, curve.dtype, sizes, time_text(line.alpha_s), rate, *shares, f"{curve.high - 1:.0%}")
+    return (
+        name,
+        world,
+        curve.dtype,
+        sizes,
+        curve.kind,
+        time_text(line.alpha_s),
+        rate,
+        *shares,
+        f"{curve.high - 1:.0%}",
+    )
 
 
 def _constants(constants: "Constants") -> str:

@@ -6,7 +6,6 @@ from muster.collectives_bench.records import Block, Cell, Header, Pair
 from muster.collectives_bench.results.table import cell_text, number, way_of, world_text
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.basics.words import counted
-from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.bench.progress import Progress, Record
 
 if TYPE_CHECKING:
@@ -16,23 +15,16 @@ STATE_STYLE: Final = {"ok": "", "wrong": "bold red", "failed": "red", "timeout":
 COLUMN: Final = 11  # characters of a size's column
 
 
-class CollectivesView:
+class CollectivesView(Progress):
     """A run of a `bench:` job (`watching.View`)."""
-
-    def __init__(self, run: RunDir) -> None:
-        self.progress = Progress(run)
-
-    def poll(self) -> list[Record]:
-        """Take in what came since the last call, and return it."""
-        return self.progress.poll()
 
     def line_of(self, record: Record) -> str | None:
         """Return the plain line that a record is worth."""
-        return line_of(record, self.progress)
+        return line_of(record, self)
 
     def table(self, width: int) -> "Group | None":
         """Return the medians so far."""
-        return table(self.progress, width) if self.progress.header is not None else None
+        return table(self, width) if self.header is not None else None
 
 
 def line_of(record: Record, progress: Progress) -> str | None:

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
@@ -14,7 +15,7 @@ from muster.jobs.timing.settings import ALL, NAMES, Pass, TimingSettings
 from muster.jobs.timing.table import report_lines, verdict
 from muster.launch.bench import choices
 from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
-from muster.launch.bench.report import naming, say
+from muster.launch.bench.report import save
 from muster.launch.common.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
 
 if TYPE_CHECKING:
@@ -135,13 +136,8 @@ def deliver(run: "RunDir", args: argparse.Namespace) -> int:
     timings = read_timings([run.path])
     try:
         if args.out is not None:
-            with naming("--out"):
-                path = Path(args.out)
-                write_timings(timings, path)
-                say(f"wrote {path}")
-                if any(timing.rows for timing in timings.timings):
-                    write_csv(timings, path.with_suffix(".csv"))
-                    say(f"wrote {path.with_suffix('.csv')}")
+            of_csv = partial(write_csv, timings) if any(timing.rows for timing in timings.timings) else None
+            save(Path(args.out), partial(write_timings, timings), of_csv)
     finally:
         code = show(timings, as_json=args.json)
     return code

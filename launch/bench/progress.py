@@ -2,15 +2,13 @@
 
 import statistics
 
-from pydantic import ValidationError
-
 from muster.collectives_bench.plan import cells_of, order_of
-from muster.collectives_bench.records import Block, Cell, End, Header, Pair
-from muster.collectives_bench.results.files import RECORDS
+from muster.collectives_bench.records import Block, Cell, Header, Pair
+from muster.collectives_bench.results.files import FORMAT
 from muster.collectives_bench.settings import BenchSettings
-from muster.jobs.basics.reading import parse_json
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.bench.watching import NewestLines
+from muster.jobs.timing.recorded import End
+from muster.launch.bench.watching import NewestRecords
 
 Record = Header | Block | Pair | End
 
@@ -20,7 +18,7 @@ class Progress:
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
-        self._lines = NewestLines(run)
+        self._records = NewestRecords(run, FORMAT)
         self._forget()
 
     def _forget(self) -> None:
@@ -36,10 +34,9 @@ class Progress:
 
     def poll(self) -> list[Record]:
         """Take in what came since the last call, and return it; a new attempt begins anew."""
-        is_new, lines = self._lines.poll()
+        is_new, records = self._records.poll()
         if is_new:
             self._forget()
-        records = [record for line in lines if (record := parse(line)) is not None]
         for record in records:
             self._take(record)
         return records
@@ -100,12 +97,3 @@ class Progress:
     def state(self, cell: Cell) -> str:
         """Return ok, the state of its last block that was not, or nothing before its first one."""
         return self._states.get(cell, "")
-
-
-def parse(line: bytes) -> Record | None:
-    """Read one line; None for one that is no record of ours (of a newer Muster, or torn)."""
-    try:
-        kind = RECORDS[parse_json(line)["record"]]
-        return kind.model_validate_json(line)
-    except (ValueError, KeyError, TypeError, ValidationError):
-        return None

@@ -15,7 +15,7 @@ WITHIN: Final = {
         "say of every row of two results whether it is better, worse or the same",
     ),
     "plot": ("muster.launch.bench.plotting", "draw results into a PNG, SVG or PDF"),
-    "fit": ("muster.launch.bench.fit", "fit the cost model to results, and save it as the profile of a cluster"),
+    "fit": ("muster.launch.bench.fitting", "fit the cost model to results, and save it as the profile of a cluster"),
 }
 EPILOG: Final = f"""\
 muster bench {" | ".join(WITHIN)} have options of their own: muster bench compare --help.

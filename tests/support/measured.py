@@ -10,7 +10,6 @@ from muster.collectives_bench.plan import cells_of, order_of
 from muster.collectives_bench.records import (
     Block,
     Cell,
-    End,
     Header,
     HostFacts,
     Load,
@@ -22,6 +21,7 @@ from muster.collectives_bench.records import (
 )
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.files import append_lines
+from muster.jobs.timing.recorded import End
 
 
 def settings(**values: Any) -> BenchSettings:

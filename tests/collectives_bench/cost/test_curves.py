@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from muster.collectives_bench.cost.curves import Fitted, Line, Points, fitted, line_of, monotone
+from muster.collectives_bench.cost.curves import Fitted, Kind, Line, Points, line_of, monotone
+from muster.collectives_bench.cost.heldout import choose, fitted
 
 SIZES = tuple(2**power for power in range(12, 28, 2))
 
@@ -48,17 +49,21 @@ def test_a_doubled_cost_per_byte_from_some_size_on_is_followed() -> None:
     assert fitted(bent).seconds(3 * 2**22) == pytest.approx(1e-4 + 3 * 2**22 * 2.5e-9, rel=0.02)
 
 
-def test_between_points_on_a_line_lies_the_line() -> None:
-    exact = points(5e-4, 7e-10)
-    assert fitted(exact).seconds(3 * 2**20) == pytest.approx(5e-4 + 7e-10 * 3 * 2**20)
+def test_a_straight_line_is_chosen_where_it_is_one_and_points_where_sizes_wander() -> None:
+    assert choose(points(5e-4, 7e-10)) == "line"
+    wandering = tuple(
+        (size, took * (1 + 0.5 * math.sin(place / 2))) for place, (size, took) in enumerate(points(1e-4, 1e-9))
+    )
+    assert choose(wandering) == "points"
 
 
 @given(
     st.lists(st.floats(1e-6, 10.0), min_size=2, max_size=10),
+    st.sampled_from(["line", "points"]),
     st.lists(st.integers(1, 2**30), min_size=2, max_size=8),
 )
-def test_more_bytes_never_take_less_time(times: list[float], asked: list[int]) -> None:
-    drawn = fitted(tuple(zip(SIZES, times, strict=False)))
+def test_more_bytes_never_take_less_time(times: list[float], kind: Kind, asked: list[int]) -> None:
+    drawn = fitted(tuple(zip(SIZES, times, strict=False)), kind)
     found = [drawn.seconds(size) for size in sorted(asked)]
     assert all(after >= before * (1 - 1e-9) for before, after in itertools.pairwise(found))
     assert all(each > 0 for each in found)

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from muster.collectives_bench.cost.curves import fitted
 from muster.collectives_bench.cost.fit import curves_of, fit, launches_of, series_of
-from muster.collectives_bench.cost.heldout import medians
+from muster.collectives_bench.cost.heldout import fitted, medians
 from muster.collectives_bench.cost.profile import load, save
 from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
 from muster.collectives_bench.records import HostFacts, Load, Result

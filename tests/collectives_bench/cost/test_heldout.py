@@ -5,10 +5,11 @@ import random
 
 import pytest
 
-from muster.collectives_bench.cost.curves import fitted
 from muster.collectives_bench.cost.heldout import (
     Samples,
+    choose,
     errors_of,
+    fitted,
     intervals,
     medians,
     quantiles,
@@ -42,7 +43,7 @@ def test_ends_are_not_left_out() -> None:
 def test_nine_of_ten_new_measurements_lie_inside_the_interval(noise: float) -> None:
     """A new cluster's worth: what was fitted on five launches, against the median of five others."""
     curves = [series(noise, seed) for seed in range(16)]
-    wide = intervals([residuals(each, 0) for each in curves])
+    wide = intervals([residuals(each, choose(medians(each)), 0) for each in curves])
     inside = [
         1 / factor <= took / fitted(medians(curve)).seconds(size) <= factor
         for seed, (curve, factor) in enumerate(zip(curves, wide, strict=True))
@@ -53,18 +54,18 @@ def test_nine_of_ten_new_measurements_lie_inside_the_interval(noise: float) -> N
 
 def test_the_noisier_curve_has_the_wider_interval() -> None:
     curves = [series(0.02, 1), series(0.02, 2), series(0.2, 3)]
-    wide = intervals([residuals(each, 0) for each in curves])
+    wide = intervals([residuals(each, choose(medians(each)), 0) for each in curves])
     assert math.log(wide[2]) > 2 * math.log(max(wide[:2]))
 
 
 def test_draws_repeat_with_the_seed() -> None:
     measured = series(0.1, 5)
-    assert residuals(measured, 3) == residuals(measured, 3) != residuals(measured, 4)
+    assert residuals(measured, "line", 3) == residuals(measured, "line", 3) != residuals(measured, "line", 4)
 
 
 def test_too_few_sizes_leave_the_noise_of_launches_alone() -> None:
     barrier = ((0, (1.0, 1.1, 0.9)),)
-    found = residuals(barrier, 0)
+    found = residuals(barrier, "line", 0)
     assert max(map(abs, found)) <= math.log(1.1 / 0.9) + 1e-9
     assert intervals([[]]) == [1.0]
 

@@ -23,6 +23,7 @@ def curve(operation: str = "all_reduce", *, ranks: int = 2, nodes: int = 1, **mo
         "device": "cpu",
         "dtype": "fp32",
         "place": "in",
+        "kind": "points",
         "line": Line(alpha_s=1e-3, beta_s=1e-9),
         "points": [(MB, 2e-3), (4 * MB, 5e-3), (16 * MB, 18e-3)],
         "low": 0.9,
@@ -39,6 +40,13 @@ def test_a_size_that_was_measured_is_its_time_and_says_so() -> None:
     found = profile(curve()).predict("all_reduce", 4 * MB, ranks=2)
     assert (found.seconds, found.how, found.warnings) == (5e-3, "measured at this size", ())
     assert (found.low_s, found.high_s) == (pytest.approx(4.5e-3), pytest.approx(6e-3))
+
+
+def test_a_line_that_passes_a_measured_time_says_so_and_what_was_measured() -> None:
+    away = [(MB, 2e-3), (4 * MB, 20e-3), (16 * MB, 18e-3)]
+    found = profile(curve(kind="line", points=away)).predict("all_reduce", 4 * MB, ranks=2)
+    assert found.how == "on a line through all sizes; measured here 20 ms"
+    assert found.seconds < 0.9 * 20e-3
 
 
 def test_points_that_fall_with_size_are_pooled_and_the_prediction_says_so() -> None:
