@@ -21,7 +21,7 @@ from typing import Final, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from muster.collectives_bench.sizes import size_text
+from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.spec.strict import Strict
 
 Kind = Literal["line", "points"]
@@ -81,8 +81,8 @@ class Fitted:
         return float(min(max(line.seconds(nbytes) * ratio, below_s), above_s))
 
 
-class Curve(Strict):
-    """One operation in one world; 90 % of what is measured should lie within `seconds * low` and `seconds * high`."""
+class Key(Strict):
+    """What a curve is of: one operation in one world."""
 
     operation: str
     nodes: int
@@ -93,6 +93,11 @@ class Curve(Strict):
     place: str
     call: str = "sync"
     back_to_back: bool = False  # one call behind the other, without a barrier between
+
+
+class Curve(Key):
+    """The times of one key; 90 % of what is measured should lie within `seconds * low` and `seconds * high`."""
+
     kind: Kind
     line: Line
     points: list[tuple[int, float]] = Field(min_length=1)  # bytes, seconds at the sizes that were measured; by size
@@ -200,9 +205,6 @@ def monotone(points: Sequence[tuple[int, float]]) -> Points:
     return tuple((size, math.exp(mean) if sizes[1:] else own[size]) for mean, sizes in pools for size in sizes)
 
 
-def time_text(time_s: float) -> str:
-    """Write a time with the unit that suits it."""
-    for unit, width in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if time_s >= width:
-            return f"{time_s / width:.4g} {unit}"
-    return f"{time_s * 1e6:.3g} us"
+def short(number: float) -> float:
+    """Round to as many figures as a file needs."""
+    return float(f"{number:.5g}")

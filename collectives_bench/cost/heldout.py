@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from muster.collectives_bench.cost.curves import LEAST_SIZES, Errors, Fitted, Kind, Points, drawn, line_of
+from muster.collectives_bench.cost.curves import LEAST_SIZES, Errors, Fitted, Kind, Points, drawn, line_of, short
 
 Pair = tuple[float, float]  # predicted, measured: seconds
 Samples = tuple[tuple[int, tuple[float, ...]], ...]  # bytes, a median of each launch in seconds; by size
@@ -30,11 +30,11 @@ def errors_of(pairs: Sequence[Pair]) -> Errors | None:
         return None
     return Errors(
         points=len(found),
-        mean=_short(sum(found) / len(found)),
-        median=_short(median(found)),
-        largest=_short(found[-1]),
-        within_10=_short(sum(error <= 0.1 for error in found) / len(found)),
-        within_20=_short(sum(error <= 0.2 for error in found) / len(found)),
+        mean=short(sum(found) / len(found)),
+        median=short(median(found)),
+        largest=short(found[-1]),
+        within_10=short(sum(error <= 0.1 for error in found) / len(found)),
+        within_20=short(sum(error <= 0.2 for error in found) / len(found)),
     )
 
 
@@ -118,8 +118,4 @@ def quantiles(pairs: Sequence[Pair]) -> tuple[float, float]:
     ratios = sorted(measured / predicted for predicted, measured in pairs)
     cut = (1 - COVERAGE) / 2 * (len(ratios) - 1)
     low, high = ratios[math.floor(cut)], ratios[math.ceil(len(ratios) - 1 - cut)]
-    return _short(min(low, 1.0)), _short(max(high, 1.0))
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.4g}")
+    return short(min(low, 1.0)), short(max(high, 1.0))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.collectives_bench.cost.curves import Curve, Points
+from muster.collectives_bench.cost.curves import Curve, Points, short
 from muster.collectives_bench.cost.heldout import Pair, errors_of, mean_error, quantiles
 from muster.collectives_bench.cost.predicting import unusual
 from muster.collectives_bench.cost.profile import Profile
@@ -132,7 +132,7 @@ class Shared:
         values: dict[str, Any] = {}
         if points:
             found = fit_constants(points, backend=first.backend, cores=self.cores, form=FORMS[form])
-            values = {name: _short(value) for name, value in found.items()}
+            values = {name: short(value) for name, value in found.items()}
         return Constants(
             backend=first.backend,
             device=first.device,
@@ -149,7 +149,3 @@ class Shared:
     def _hosts(self, curve: Curve) -> int:
         worlds = (world for world in self.hosts if (world.ranks, world.nodes) == (curve.ranks, curve.nodes))
         return min((self.hosts[world] for world in worlds), default=curve.nodes)
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.5g}")

@@ -104,11 +104,6 @@ class Comparison:
         return f"{self.verdict}: of {len(self.rows)} common rows {counts}{more}"
 
 
-def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Verdict]:
-    """Return a verdict for every row that both have, in the order of `after`; errors as `comparison`."""
-    return comparison(before, after).rows
-
-
 def comparison(before: Sequence[Row], after: Sequence[Row]) -> Comparison:
     """Compare all rows that both have, and all of them together.
 

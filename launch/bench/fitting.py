@@ -114,7 +114,7 @@ def text(errors: "Errors | None") -> str:
 
 
 def _cells(curve: "Curve") -> tuple[str, ...]:
-    from muster.collectives_bench.cost.curves import time_text
+    from muster.collectives_bench.sizes import time_text
 
     line, errors = curve.line, curve.held_out
     name = curve.operation + ("" if curve.call == "sync" else f" {curve.call}")
@@ -138,7 +138,7 @@ def _cells(curve: "Curve") -> tuple[str, ...]:
 
 
 def _constants(constants: "Constants") -> str:
-    from muster.collectives_bench.cost.curves import time_text
+    from muster.collectives_bench.sizes import time_text
 
     where = "between nodes" if constants.network else "on one node"
     parts = [f"{time_text(constants.alpha_s)} a step"] if constants.alpha_s > 0 else []

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Final
 
 from muster.collectives_bench.records import Block, Cell, Header, Pair
-from muster.collectives_bench.results.table import cell_text, number, way_of, world_text
-from muster.collectives_bench.sizes import size_text
+from muster.collectives_bench.results.table import cell_text, way_of, world_text
+from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.basics.words import counted
 from muster.launch.bench.progress import Progress, Record
 
@@ -97,19 +97,11 @@ def _entry(progress: Progress, cell: Cell | None, current: Cell | None) -> str:
     if cell is None:
         return ""
     state, median_us = progress.state(cell), progress.median_us(cell)
-    text = time_text(median_us) if median_us is not None else state if state != "ok" else ""
+    text = time_text(median_us / 1e6, 3) if median_us is not None else state if state != "ok" else ""
     style = STATE_STYLE.get(state, "yellow")
     if cell == current:
         text, style = text or "…", "reverse"
     return f"[{style}]{text}[/{style}]" if style and text else text
-
-
-def time_text(microseconds: float) -> str:
-    """Write a time with its unit: 35.1 us, 2.40 ms, 1.20 s."""
-    for unit, factor in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= factor:
-            return f"{number(microseconds / factor)} {unit}"
-    return f"{number(microseconds)} us"
 
 
 def _way(cell: Cell) -> str:

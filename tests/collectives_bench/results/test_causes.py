@@ -6,7 +6,7 @@ import pytest
 
 from muster.collectives_bench.records import Block, Header, HostFacts, Result
 from muster.collectives_bench.results.causes import findings
-from muster.collectives_bench.results.finding import Finding
+from muster.collectives_bench.results.symptoms import Finding
 from support.bench_records import a_block, a_cell, a_header, a_host, a_world
 
 NODES = a_world(2, nodes=2)
