@@ -84,21 +84,6 @@ def ring_all_reduce(size: float, n: int, k: int) -> Cost:
     return ring_reduce_scatter(size, n, k) + ring_all_gather(size, n, k)
 
 
-def gloo_reduce_scatter(size: float, n: int, k: int) -> Cost:
-    """An all_reduce of a copy of the input, then a copy of one chunk: what torch does with gloo."""
-    return ring_all_reduce(size, n, k) + _copying(size + size / n, n / k)
-
-
-def gloo_all_gather(size: float, n: int, k: int) -> Cost:
-    """A ring into a temporary, then a copy of all of it."""
-    return ring_all_gather(size, n, k) + _copying(size, n / k)
-
-
-def gloo_gather(size: float, n: int, k: int) -> Cost:
-    """Everybody to the root, into a temporary, then a copy of all of it."""
-    return direct(size, n, k) + _copying(size, 1)
-
-
 def gloo_reduce(size: float, n: int, k: int) -> Cost:
     """A ring reduce-scatter that goes on for all segments, then everybody's chunk to the root."""
     whole = Cost(n, size, 2 * size, n * n / k, size * n / k)
@@ -137,11 +122,6 @@ def chain_broadcast(size: float, n: int, k: int) -> Cost:
     return Cost(n - 1, size, min(n - 1, 2) * size, (n - 1) / k, (n - 1) / k * size)
 
 
-def chain_reduce(size: float, n: int, k: int) -> Cost:
-    """(n - 1) alpha + S (beta + gamma)."""
-    return chain_broadcast(size, n, k) + _reducing(size, n / k)
-
-
 def direct(size: float, n: int, k: int) -> Cost:
     """(n - 1) alpha + (n - 1) / n S beta: every other rank and the root exchange a chunk, through the root's link."""
     near = n // k  # ranks on the root's host: their chunks pass no link where there is one
@@ -156,31 +136,6 @@ def pairwise(size: float, n: int, k: int) -> Cost:
     return Cost(n - 1, link, 2 * (n - 1) / n * size, (n - 1) * near, near * (n - 1) / n * size)
 
 
-def exchange_reduce_scatter(size: float, n: int, k: int) -> Cost:
-    """A pairwise exchange, then (n - 1) sums of a chunk in the order of ranks."""
-    return pairwise(size, n, k) + _reducing((n - 1) / n * size, n / k)
-
-
-def gather_scatter(size: float, n: int, k: int) -> Cost:
-    """2 (n - 1) (alpha + S beta) + (n - 1) S gamma: all whole buffers to the root, and the mean back."""
-    return direct(n * size, n, k) + direct(n * size, n, k) + _reducing((n - 1) * size, 1)
-
-
-def shift(size: float, n: int, k: int) -> Cost:
-    """Alpha + S beta: every rank sends to the next, all at once."""
-    return Cost(1, size, 2 * size, n / k, size * n / k)
-
-
-def message(size: float, n: int, k: int) -> Cost:
-    """Alpha + S beta: one message."""
-    return Cost(1, size, size, 1, size if k == 1 else size / 2)
-
-
-def dissemination(size: float, n: int, k: int) -> Cost:
-    """ceil(log2 n) alpha: in round i every rank tells the rank 2^i further on."""
-    return Cost(rounds(n), host_messages=rounds(n) * n / k)
-
-
 # What each operation is without a library's peculiarities; libraries differ in the rows below.
 TEXTBOOK: Final[dict[str, Algorithm]] = {
     "all_reduce": ring_all_reduce,
@@ -191,26 +146,36 @@ TEXTBOOK: Final[dict[str, Algorithm]] = {
     "gather": direct,
     "scatter": direct,
     "all_to_all": pairwise,
-    "send_recv": shift,
-    "ping_pong": message,
-    "barrier": dissemination,
+    # Alpha + S beta: every rank sends to the next, all at once; or one message.
+    "send_recv": lambda size, n, k: Cost(1, size, 2 * size, n / k, size * n / k),
+    "ping_pong": lambda size, n, k: Cost(1, size, size, 1, size if k == 1 else size / 2),
+    # ceil(log2 n) alpha: in round i every rank tells the rank 2^i further on.
+    "barrier": lambda size, n, k: Cost(rounds(n), host_messages=rounds(n) * n / k),
     "ring_all_reduce": ring_all_reduce,
     "ring_reduce_scatter": ring_reduce_scatter,
     "ring_all_gather": ring_all_gather,
     "tree_broadcast": tree_broadcast,
     "tree_reduce": tree_reduce,
-    "exchange_reduce_scatter": exchange_reduce_scatter,
-    "gather_scatter": gather_scatter,
+    # A pairwise exchange, then (n - 1) sums of a chunk in the order of ranks.
+    "exchange_reduce_scatter": lambda size, n, k: pairwise(size, n, k) + _reducing((n - 1) / n * size, n / k),
+    # 2 (n - 1) (alpha + S beta) + (n - 1) S gamma: all whole buffers to the root, and the mean back.
+    "gather_scatter": lambda size, n, k: direct(n * size, n, k) + direct(n * size, n, k) + _reducing((n - 1) * size, 1),
 }
 LIBRARIES: Final[dict[str, dict[str, Algorithm]]] = {
     "gloo": {
-        "all_gather": gloo_all_gather,
-        "reduce_scatter": gloo_reduce_scatter,
+        # A ring into a temporary, then a copy of all of it.
+        "all_gather": lambda size, n, k: ring_all_gather(size, n, k) + _copying(size, n / k),
+        # An all_reduce of a copy of the input, then a copy of one chunk: what torch does.
+        "reduce_scatter": lambda size, n, k: ring_all_reduce(size, n, k) + _copying(size + size / n, n / k),
         "broadcast": gloo_broadcast,
         "reduce": gloo_reduce,
-        "gather": gloo_gather,
+        # Everybody to the root, into a temporary, then a copy of all of it.
+        "gather": lambda size, n, k: direct(size, n, k) + _copying(size, 1),
     },
-    "nccl": {"broadcast": chain_broadcast, "reduce": chain_reduce},
+    "nccl": {
+        "broadcast": chain_broadcast,
+        "reduce": lambda size, n, k: chain_broadcast(size, n, k) + _reducing(size, n / k),
+    },
     "": {},
 }
 
