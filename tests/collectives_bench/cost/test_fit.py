@@ -8,7 +8,7 @@ import pytest
 from muster.collectives_bench.cost.fit import curves_of, fit, launches_of, series_of
 from muster.collectives_bench.cost.heldout import fitted, medians
 from muster.collectives_bench.cost.profile import load, save
-from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
+from muster.collectives_bench.cost.worlds import cores_of, hosts_of
 from muster.collectives_bench.records import HostFacts, Load, Result
 from muster.collectives_bench.results.rows import rows_of
 from muster.jobs.basics.errors import RefusedError
@@ -150,30 +150,11 @@ def test_the_profile_says_what_it_was_made_of_and_how_wrong_it_is() -> None:
     assert all(curve.held_out is not None for curve in known.curves if curve.operation != "barrier")
 
 
-def test_the_form_of_the_model_is_chosen_by_worlds_left_out_where_there_are_three() -> None:
-    def best(result: Result) -> str:
-        known = curves_of(series_of(rows_of(result)), 0)
-        return Shared(known, hosts_of(result.headers), cores_of(result.headers)).best_form(known)
-
-    assert best(drawn(OnLinks, OPERATIONS)) == "links"  # a rank on each host
-    assert best(drawn(OnOneHost, OPERATIONS)) != "links"
-    assert best(drawn(OnOneHost, OPERATIONS, worlds=(2, 3))) == "links, and a host that slows in a crowd"
-
-
-def test_a_left_out_world_has_no_part_in_the_choice_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = drawn(OnOneHost, OPERATIONS[:3])
-    shared = Shared(curves_of(series_of(rows_of(result)), 0), hosts_of(result.headers), cores_of(result.headers))
-    [group] = shared.groups()
-    chosen_by: list[set[int]] = []
-    best = Shared.best_form
-
-    def seen(self: Shared, given: list[Known], *more: int) -> str:
-        chosen_by.append({each.curve.ranks for each in given})
-        return best(self, given, *more)
-
-    monkeypatch.setattr(Shared, "best_form", seen)
-    assert list(shared.worlds_left_out(group)) == [(2, 1), (3, 1), (4, 1)]
-    assert chosen_by == [{3, 4}, {2, 4}, {2, 3}]
+def test_a_rank_alone_on_its_host_shares_nothing_with_others() -> None:
+    [alone] = fit(drawn(OnLinks, OPERATIONS)).constants
+    [shared] = fit(drawn(OnOneHost, OPERATIONS)).constants
+    assert (alone.overhead_s, alone.host_s, alone.crowding) == (0.0, 0.0, 0.0)
+    assert shared.host_s > 0.0
 
 
 def test_a_fitted_curve_predicts_the_same_after_it_was_drawn_again_from_what_was_measured(tmp_path: Path) -> None:
