@@ -8,7 +8,7 @@ once, and a gather begins while the scatter before it is still on its way.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from muster.collectives_bench.cost.buckets import (
     OWN_ALONE,
@@ -24,8 +24,10 @@ from muster.collectives_bench.cost.buckets import (
 )
 from muster.collectives_bench.cost.load import Load
 from muster.collectives_bench.cost.modes import WAYS, Schedule, cut, messages
-from muster.collectives_bench.cost.predicting import Prediction
 from muster.jobs.basics.errors import RefusedError
+
+if TYPE_CHECKING:
+    from muster.collectives_bench.cost.profile import Profile
 
 COPY_BYTES_S: Final = (
     4e9  # a rank's own passes over gradients: measured 3.75 GB/s of four ranks on two cores, 8.6 alone
@@ -36,23 +38,6 @@ ALL_GATHERS: Final = ("all_gather", "ring_all_gather")
 BLOCK_ALL_REDUCES: Final = 4  # of a transformer block: after attention and MLP, forward and backward
 
 Bound = Literal["low_s", "seconds", "high_s"]
-
-
-class Network(Protocol):
-    """What predicts exchanges: `collectives_bench.cost.profile.Profile`."""
-
-    def predict(
-        self,
-        operation: str,
-        nbytes: float,
-        *,
-        ranks: int,
-        nodes: int = 1,
-        backend: str | None = None,
-        back_to_back: bool = False,
-    ) -> Prediction:
-        """Return the time of an operation on `nbytes` bytes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +55,7 @@ NO_COMPUTE: Final = Compute(0.0, 0.0)
 class Times:
     """Times of exchanges in a world, at one end or the middle of their intervals."""
 
-    def __init__(self, network: Network, load: Load, nodes: int, bound: Bound) -> None:
+    def __init__(self, network: "Profile", load: Load, nodes: int, bound: Bound) -> None:
         self.load = load
 
         @cache
