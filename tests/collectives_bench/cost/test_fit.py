@@ -12,7 +12,8 @@ from muster.collectives_bench.cost.worlds import cores_of, hosts_of
 from muster.collectives_bench.records import HostFacts, Load, Result
 from muster.collectives_bench.results.rows import rows_of
 from muster.jobs.basics.errors import RefusedError
-from support.costs import OnLinks, OnOneHost, block, drawn, header, world_of
+from support.bench_records import a_world
+from support.costs import OnLinks, OnOneHost, block, drawn, header
 
 pytestmark = pytest.mark.slow
 
@@ -28,13 +29,13 @@ def recorded() -> Result:
         block(
             row["operation"],
             int(row["bytes"]),
-            world_of(int(row["ranks"]), nodes=int(row["ranks"])),
+            a_world(int(row["ranks"]), nodes=int(row["ranks"])),
             float(row["p50_us"]),
             launch=int(row["launch"]),
         )
         for row in csv.DictReader(lines)
     ]
-    return Result(headers=[header(world_of(ranks, nodes=ranks)) for ranks in (2, 3, 4)], blocks=blocks)
+    return Result(headers=[header(a_world(ranks, nodes=ranks)) for ranks in (2, 3, 4)], blocks=blocks)
 
 
 @pytest.mark.parametrize("truth", [OnOneHost, OnLinks], ids=["one host", "links"])
@@ -83,7 +84,7 @@ def test_the_same_result_gives_the_same_profile() -> None:
 
 
 def test_launches_while_others_used_the_cores_are_left_out_where_enough_remain() -> None:
-    world = world_of(2)
+    world = a_world(2)
     blocks = [
         block("all_reduce", MB, world, us, launch=launch).model_copy(update={"load": Load(foreign=foreign, steal=0.0)})
         for launch, (us, foreign) in enumerate([(100, 0.0), (110, 0.02), (120, 0.05), (900, 0.6), (800, 0.5)])
@@ -95,7 +96,7 @@ def test_launches_while_others_used_the_cores_are_left_out_where_enough_remain()
 def test_bad_rows_and_lonely_ranks_are_left_out() -> None:
     good = drawn(OnOneHost, ("all_reduce",), worlds=(2,))
     bad = [each.model_copy(update={"state": "failed", "reason": "x", "latency": None}) for each in good.blocks[:3]]
-    alone = [block("all_reduce", MB, world_of(1), 5.0)]
+    alone = [block("all_reduce", MB, a_world(1), 5.0)]
     found = series_of(rows_of(Result(blocks=[*good.blocks[3:], *bad, *alone])))
     assert [(each.key.ranks, len(each.samples)) for each in found] == [(2, 6)]
 
@@ -112,7 +113,7 @@ def test_back_to_back_times_get_a_curve_of_their_own() -> None:
 
 
 def test_pretend_nodes_are_known_by_their_hosts_name_and_share_its_cores() -> None:
-    world = world_of(4, nodes=4)
+    world = a_world(4, nodes=4)
     pretend = header(world).model_copy(
         update={"hosts": [HostFacts(node=node, host="laptop", cores=2, ranks=1) for node in range(4)]}
     )
@@ -121,7 +122,7 @@ def test_pretend_nodes_are_known_by_their_hosts_name_and_share_its_cores() -> No
     assert cores_of([pretend]) == 2
     result = drawn(OnLinks, ("all_reduce", "broadcast"), worlds=(2, 4))
     headers = [
-        pretend.model_copy(update={"world": world_of(ranks, nodes=ranks), "hosts": pretend.hosts[:ranks]})
+        pretend.model_copy(update={"world": a_world(ranks, nodes=ranks), "hosts": pretend.hosts[:ranks]})
         for ranks in (2, 4)
     ]
     assert [each.one_host for each in fit(result.model_copy(update={"headers": headers})).constants] == [True]

@@ -52,7 +52,7 @@ def sized(*sizes: int, **more: Any) -> list[Block]:
 SMALL = a_cell(asked_bytes=512 * 2**10)
 FOUR = a_world(4, nodes=2)
 ETH0 = {"interface": "eth0", "speed_mbit": 1000}
-GPUS: dict[str, Any] = {"backend": "nccl", "device": "cuda"}
+GPUS: dict[str, Any] = {"backend": "nccl"}
 PROTOCOLS = [{"NCCL_PROTO": proto, "NCCL_SOCKET_IFNAME": f"eth{node}"} for node, proto in enumerate(("LL", "Simple"))]
 NOWHERE = ("lo", "docker0", "br-1a2b3c", "veth12ab")
 
