@@ -186,7 +186,7 @@ def _entry(progress: CollectivesView, cell: Cell | None, current: Cell | None) -
     if cell is None:
         return ""
     state, median_us = progress.state(cell), progress.median_us(cell)
-    text = time_text(median_us / 1e6, 3) if median_us is not None else state if state != "ok" else ""
+    text = time_text(median_us / 1e6) if median_us is not None else state if state != "ok" else ""
     style = STATE_STYLE.get(state, "yellow")
     if cell == current:
         text, style = text or "…", "reverse"
