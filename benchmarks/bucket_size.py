@@ -24,7 +24,7 @@ from typing import Any
 
 from rank_processes import in_nodes, on_loopback
 
-from muster.collectives_bench.cost import buckets, pieces
+from muster.collectives_bench.cost import buckets, curves, heldout
 from muster.collectives_bench.cost.buckets import MB, Lanes
 
 TOTAL, PARTS = 64 * MB, 64
@@ -130,12 +130,12 @@ def launch(args: argparse.Namespace) -> Any:
         return in_nodes(box, __file__, [*arguments, "--box", args.box], LIMIT_S)
 
 
-def fitted(singles: dict[str, list[float]]) -> pieces.Fitted:
+def fitted(singles: dict[str, list[float]]) -> curves.Fitted:
     """Fit a curve through the medians, as `muster bench fit` does."""
-    return pieces.choose(tuple(sorted((int(size), statistics.median(times)) for size, times in singles.items())))
+    return heldout.fitted(tuple(sorted((int(size), statistics.median(times)) for size, times in singles.items())))
 
 
-def compare(found: dict[str, Any], fit: pieces.Fitted, backward: str, how: str) -> dict[str, Any]:
+def compare(found: dict[str, Any], fit: curves.Fitted, backward: str, how: str) -> dict[str, Any]:
     """Predict the sweep and choose; return the choice with its regret."""
     gradients = buckets.uniform(TOTAL, PARTS, found["alone"][backward])
     points = buckets.curve(
@@ -204,7 +204,7 @@ def main() -> int:
     for row in rows:
         show(row)
     reached = [verdict(rows, how, kind) for how in REACH for kind in ("sleep", "work")]
-    curves = [{"kind": fit.kind, "pieces": [each.model_dump() for each in fit.pieces]} for fit in fits]
+    curves = [{"line": fit.line.model_dump(), "is_line": not fit.points} for fit in fits]
     print(
         json.dumps({"benchmark": "bucket size", "box": args.box, "rows": rows, "fits": curves, "reached": all(reached)})
     )

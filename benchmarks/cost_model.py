@@ -8,7 +8,7 @@
     FILE...    results of muster bench, measured before               as in the box; --reach loopback
 
 A size is left out of the whole procedure, the choice of the model included; the first and the last size stay. A world
-is left out of the curves, of the constants and of the choice of their form; of fewer than three worlds none can be, and
+is left out of the curves and of the constants; of fewer than three worlds none can be, and
 what is to be reached there is "not measured". Published predictors of collectives are 5 - 20 % off (ASTRA-sim 9.7 to
 20.6, NCCL's own line up to 2.5 times at middle sizes). The share of held-out sizes inside the 90 % interval is printed.
 What counts as measured is the median of launch medians; of launches in which others took less than 10 % of the cores,

@@ -99,7 +99,7 @@ def measure(name: str, size: int, control: Any, device: Any) -> dict[str, Any]:
     for repeat in range(REPEATS):  # bare, ours, ours, bare, bare, ...: what drifts meets both
         for ours in (True, False) if repeat % 2 == 0 else (False, True):
             if ours:
-                loop_us.append(sampler.back_to_back(call.run, single_us)[0])
+                loop_us.append(sampler.back_to_back(call.run, single_us))
             else:
                 bare_us.append(bare_loop(bare, calls, voices))
     return {

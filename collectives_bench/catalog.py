@@ -15,8 +15,9 @@ compare: algbw = S / t, busbw = algbw * bus_factor(n), GB/s is 1e9 bytes a secon
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, Literal
 
 ALIGNMENT_BYTES: Final = 16  # nccl-tests rounds every rank's chunk down to it; the row names the size that was used
 
@@ -41,163 +42,60 @@ class Operation:
     has_size: bool = True
 
 
-def _one(n: int) -> float:
-    return 1.0
+Costs = tuple[OfWorld, OfWorld, OfWorld]  # bus factor, wire, buffers
+_ALL: Final[Costs] = (lambda n: 2 * (n - 1) / n, lambda n: 2.0 * (n - 1), lambda n: 1.0)
+_CHUNKS: Final[Costs] = (lambda n: (n - 1) / n, lambda n: n - 1.0, lambda n: 1 + 1 / n)
+_ROOTED: Final[Costs] = (lambda n: 1.0, lambda n: n - 1.0, lambda n: 1.0)
+_ROOTED_CHUNKS: Final[Costs] = (lambda n: (n - 1) / n, lambda n: (n - 1) / n, lambda n: 1 + 1 / n)
+_EXCHANGED: Final[Costs] = (lambda n: (n - 1) / n, lambda n: n - 1.0, lambda n: 2.0)
+_SHIFTED: Final[Costs] = (lambda n: 1.0, float, lambda n: 2.0)
+_TWO_WAYS: Final[Costs] = (lambda n: 1.0, lambda n: 2.0, lambda n: 2.0)
+_NOTHING: Final[Costs] = (lambda n: 0.0,) * 3
 
+_chunked = partial(Operation, chunked=True, places=("out",))
+_both_places = partial(Operation, chunked=True, places=("out", "in"))
+_messages = partial(Operation, places=("out",), least_ranks=2)
 
-def _share(n: int) -> float:
-    return (n - 1) / n
-
-
-def _ring(n: int) -> float:
-    return 2 * (n - 1) / n
-
-
-def _others(n: int) -> float:
-    return n - 1.0
-
-
-def _both_ways(n: int) -> float:
-    return 2.0 * (n - 1)
-
-
-def _all(n: int) -> float:
-    return float(n)
-
-
-def _and_chunk(n: int) -> float:
-    return 1 + 1 / n
-
-
-def _two(n: int) -> float:
-    return 2.0
-
-
-def _nothing(n: int) -> float:
-    return 0.0
-
-
-OPERATIONS: Final[dict[str, Operation]] = {
+LIBRARY: Final[dict[str, Operation]] = {
     each.name: each
     for each in (
-        Operation("all_reduce", "every rank gets the sum of all", _ring, _both_ways, _one, reduces=True),
-        Operation(
-            "all_gather",
-            "every rank gets every rank's chunk",
-            _share,
-            _others,
-            _and_chunk,
-            chunked=True,
-            places=("out", "in"),
-        ),
-        Operation(
-            "reduce_scatter",
-            "every rank gets its chunk of the sum",
-            _share,
-            _others,
-            _and_chunk,
-            chunked=True,
-            reduces=True,
-            places=("out", "in"),
-        ),
-        Operation("broadcast", "every rank gets rank 0's buffer", _one, _others, _one),
-        Operation("reduce", "rank 0 gets the sum of all", _one, _others, _one, reduces=True),
-        Operation(
-            "gather", "rank 0 gets every rank's chunk", _share, _share, _and_chunk, chunked=True, places=("out",)
-        ),
-        Operation(
-            "scatter",
-            "every rank gets its chunk of rank 0's",
-            _share,
-            _share,
-            _and_chunk,
-            chunked=True,
-            places=("out",),
-        ),
-        Operation(
-            "all_to_all",
-            "every rank sends every rank another chunk",
-            _share,
-            _others,
-            _two,
-            chunked=True,
-            places=("out",),
-        ),
-        Operation(
-            "send_recv",
-            "a ring: every rank sends to the next, all at once",
-            _one,
-            _all,
-            _two,
-            places=("out",),
-            least_ranks=2,
-        ),
-        Operation(
-            "ping_pong",
-            "ranks 0 and 1 send one message to and fro; the time is one way",
-            _one,
-            _two,
-            _two,
-            places=("out",),
-            least_ranks=2,
-        ),
-        Operation("barrier", "nobody leaves before all have come", _nothing, _nothing, _nothing, has_size=False),
-        # What a learner would write, so that the library's own can be seen to be faster, or not.
-        Operation("ring_all_reduce", "all_reduce as a ring of sends", _ring, _both_ways, _one, reduces=True, ours=True),
-        Operation(
-            "ring_reduce_scatter",
-            "reduce_scatter as a ring of sends",
-            _share,
-            _others,
-            _and_chunk,
-            chunked=True,
-            reduces=True,
-            places=("out",),
-            ours=True,
-        ),
-        Operation(
-            "ring_all_gather",
-            "all_gather as a ring of sends",
-            _share,
-            _others,
-            _and_chunk,
-            chunked=True,
-            places=("out",),
-            ours=True,
-        ),
-        Operation("tree_broadcast", "broadcast in ceil(log2 n) rounds of sends", _one, _others, _one, ours=True),
-        Operation(
-            "tree_reduce",
-            "reduce in ceil(log2 n) rounds of sends",
-            _one,
-            _others,
-            _one,
-            reduces=True,
-            ours=True,
-        ),
-        Operation(
-            "exchange_reduce_scatter",
-            "reduce_scatter as all-to-all and a sum in rank order",
-            _share,
-            _others,
-            _and_chunk,
-            chunked=True,
-            reduces=True,
-            places=("out",),
-            ours=True,
-        ),
-        Operation(
-            "gather_scatter",
-            "the mean by way of rank 0, as gradients are averaged first in a course",
-            _ring,
-            _both_ways,
-            _all,
-            reduces=True,
-            ours=True,
-        ),
+        Operation("all_reduce", "every rank gets the sum of all", *_ALL, reduces=True),
+        _both_places("all_gather", "every rank gets every rank's chunk", *_CHUNKS),
+        _both_places("reduce_scatter", "every rank gets its chunk of the sum", *_CHUNKS, reduces=True),
+        Operation("broadcast", "every rank gets rank 0's buffer", *_ROOTED),
+        Operation("reduce", "rank 0 gets the sum of all", *_ROOTED, reduces=True),
+        _chunked("gather", "rank 0 gets every rank's chunk", *_ROOTED_CHUNKS),
+        _chunked("scatter", "every rank gets its chunk of rank 0's", *_ROOTED_CHUNKS),
+        _chunked("all_to_all", "every rank sends every rank another chunk", *_EXCHANGED),
+        _messages("send_recv", "a ring: every rank sends to the next, all at once", *_SHIFTED),
+        _messages("ping_pong", "ranks 0 and 1 send one message to and fro; the time is one way", *_TWO_WAYS),
+        Operation("barrier", "nobody leaves before all have come", *_NOTHING, has_size=False),
     )
 }
 
+
+def _ours(name: str, twin: str, phrase: str, **more: Any) -> Operation:
+    """Return a building block of ours: what the library's operation is, in its default place."""
+    twins = LIBRARY[twin]
+    return replace(twins, name=name, phrase=phrase, places=twins.places[:1], ours=True, **more)
+
+
+# What a learner would write, so that the library's own can be seen to be faster, or not.
+OWN: Final = (
+    _ours("ring_all_reduce", "all_reduce", "all_reduce as a ring of sends"),
+    _ours("ring_reduce_scatter", "reduce_scatter", "reduce_scatter as a ring of sends"),
+    _ours("ring_all_gather", "all_gather", "all_gather as a ring of sends"),
+    _ours("tree_broadcast", "broadcast", "broadcast in ceil(log2 n) rounds of sends"),
+    _ours("tree_reduce", "reduce", "reduce in ceil(log2 n) rounds of sends"),
+    _ours("exchange_reduce_scatter", "reduce_scatter", "reduce_scatter as all-to-all and a sum in rank order"),
+    _ours(
+        "gather_scatter",
+        "all_reduce",
+        "the mean by way of rank 0, as gradients are averaged first in a course",
+        buffers=float,
+    ),
+)
+OPERATIONS: Final[dict[str, Operation]] = {**LIBRARY, **{each.name: each for each in OWN}}
 DTYPES: Final[dict[str, int]] = {"fp32": 4, "bf16": 2, "fp16": 2, "int32": 4}  # bytes an element
 
 

@@ -4,8 +4,7 @@
 was counted is not the best that is possible.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Final
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
@@ -44,11 +43,6 @@ def deviation(operation: str, wire: Wire, *, within: float = 0.01) -> str:
     return f"{text}; {wire.known_bytes / wire.best_bytes:.2f} x was expected of it"
 
 
-def _as_all_reduce(nbytes: int, ranks: int, itemsize: int) -> float:
-    """A reduce_scatter is a clone, an all_reduce of all of it, and a copy of one's own chunk (ProcessGroupGloo.cpp)."""
-    return OPERATIONS["all_reduce"].wire(ranks) * nbytes
-
-
 def _reduce(nbytes: int, ranks: int, itemsize: int) -> float:
     """A ring in which every rank sends all of its segments but the last two, then a gather of chunks (gloo/reduce.cc).
 
@@ -77,6 +71,8 @@ def _clipped(offset: int, length: int, total: int) -> int:
     return max(0, min(length, total - offset))
 
 
-GLOO: Final[Mapping[str, Callable[[int, int, int], float]]] = MappingProxyType(
-    {"reduce_scatter": _as_all_reduce, "reduce": _reduce}
-)
+GLOO: Final[dict[str, Callable[[int, int, int], float]]] = {
+    # A clone, an all_reduce of all of it, and a copy of one's own chunk (ProcessGroupGloo.cpp).
+    "reduce_scatter": lambda nbytes, ranks, itemsize: OPERATIONS["all_reduce"].wire(ranks) * nbytes,
+    "reduce": _reduce,
+}

@@ -10,13 +10,19 @@ cell in one launch.
 The time of a call is that of the slowest rank. Times are in microseconds, sizes in bytes.
 """
 
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from typing_extensions import Self
 
-from muster.jobs.spec.strict import Strict, UnixTime
+from muster.collectives_bench.catalog import DTYPES, OPERATIONS
+from muster.jobs.basics.words import unknown
+from muster.jobs.spec.strict import NonNegative, Strict, UnixTime
 
 VERSION: Final = 1
+
+Count = Annotated[int, Field(ge=1, le=100_000)]
+Microseconds = Annotated[float, Field(ge=0.0)]
 
 State = Literal["ok", "wrong", "failed", "timeout", "refused", "unsupported"]
 
@@ -24,9 +30,9 @@ State = Literal["ok", "wrong", "failed", "timeout", "refused", "unsupported"]
 class World(Strict):
     """The ranks that took part, and what they spoke through."""
 
-    nodes: int
-    ranks_per_node: int
-    ranks: int
+    nodes: Count
+    ranks_per_node: Count
+    ranks: Count
     backend: Literal["gloo", "nccl"]
     device: Literal["cpu", "cuda"]
 
@@ -44,8 +50,8 @@ class Cell(Strict):
 class Timing(Strict):
     """The distribution of one launch's samples; `low_us` and `high_us` are a 95 % interval of the median."""
 
-    n: int
-    min_us: float
+    n: Annotated[int, Field(ge=1, le=10**9)]
+    min_us: Microseconds
     p50_us: float
     p95_us: float
     p99_us: float
@@ -54,10 +60,11 @@ class Timing(Strict):
     low_us: float
     high_us: float
 
-    @property
-    def half_width(self) -> float:
-        """Half the interval, as a share of the median."""
-        return (self.high_us - self.low_us) / 2 / self.p50_us if self.p50_us > 0 else 0.0
+    @model_validator(mode="after")
+    def _is_ordered(self) -> Self:
+        if not self.min_us <= self.p50_us <= self.max_us:
+            raise ValueError(f"times that cannot be: min {self.min_us}, p50 {self.p50_us}, max {self.max_us}")
+        return self
 
 
 class Memory(Strict):
@@ -93,7 +100,7 @@ class Block(Strict):
     launch: int
     world: World
     cell: Cell
-    nbytes: int  # S as used
+    nbytes: NonNegative  # S as used
     state: State
     reason: str = ""
     rank: int | None = None  # the culprit, where one is known
@@ -104,11 +111,18 @@ class Block(Strict):
     host_us: float | None = None  # CUDA: until the call returned to Python
     wrong: int | None = None  # elements
     lateness: list[float] | None = None  # each rank's median share of the slowest rank's time
-    samples_us: list[float] = Field(default_factory=list)
+    samples_us: list[Microseconds] = Field(default_factory=list)
     memory: Memory | None = None
     wire: Wire | None = None
     load: Load | None = None
     time: UnixTime  # unix seconds, at the end of the block
+
+    @model_validator(mode="after")
+    def _is_of_ours(self) -> Self:
+        for what, name, valid in (("operation", self.cell.operation, OPERATIONS), ("dtype", self.cell.dtype, DTYPES)):
+            if name not in valid:
+                raise ValueError(unknown(what, name, tuple(valid)))
+        return self
 
 
 class Pair(Strict):
@@ -160,14 +174,6 @@ class Header(Strict):
     torch: str
     nccl: str = ""
     init_s: float | None = None  # the slowest rank's init_process_group, first launch
-    time: UnixTime
-
-
-class End(Strict):
-    """The last line of a job that measured all it was to measure."""
-
-    record: Literal["end"] = "end"
-    seconds: float
     time: UnixTime
 
 

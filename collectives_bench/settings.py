@@ -5,7 +5,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from muster.collectives_bench.catalog import DTYPES, OPERATIONS
+from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.sizes import parse_sizes
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.words import unknown
@@ -120,8 +120,3 @@ class BenchSettings(Strict):
         for name in self.operations():
             if ALL not in self.operation and world_size < (least := OPERATIONS[name].least_ranks):
                 raise RefusedError(f"bench.operation: {name} needs {least} ranks, this job has {world_size}; set nodes")
-
-
-def itemsize(dtype: str) -> int:
-    """Return the bytes of an element."""
-    return DTYPES[dtype]

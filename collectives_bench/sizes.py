@@ -1,4 +1,4 @@
-"""Sizes as people write them: 512K, 36.9MB, 20e9, ranges 512K:1G, lists by name. K, M, G are 2^10, 2^20, 2^30 bytes."""
+"""Sizes as people write them: 512K, 36.9MB, 20e9, ranges 512K:1G, lists by name; K, M, G are 2^10, 2^20, 2^30 bytes."""
 
 import re
 from typing import Final
@@ -79,3 +79,9 @@ def size_text(nbytes: float) -> str:
         if nbytes >= width:
             return f"{nbytes / width:.4g} {unit}"
     return f"{nbytes:.4g} B"
+
+
+def time_text(time_s: float, figures: int = 4) -> str:
+    """Write a time shortly, with the unit that suits it: 35.1 us, 2.4 ms, 1.2 s."""
+    unit, width = next(((unit, width) for unit, width in (("s", 1.0), ("ms", 1e-3)) if time_s >= width), ("us", 1e-6))
+    return f"{time_s / width:.{figures}g} {unit}"

@@ -6,20 +6,13 @@
 
 A bucket goes out when its last gradient is ready and fewer than c collectives are under way:
 start_i = max(ready_i, end_{i - c}). gloo's process group has c = 2 threads, NCCL one stream. Collectives under way
-together share the link: in the box two at once took 0.97 to 1.01 of one after the other from 2 MB on. Their latencies
-may overlap (`latency_s`; there 0.7 to 0.9 for 256 KB), but where ranks share cores the latency is work: on loopback it
-does not. `share=False` gives every one the link for itself.
+together share the link: in the box two at once took 0.97 to 1.01 of one after the other from 2 MB on.
 
-Small buckets pay the latency often, large ones wait long for their last gradient. Closed forms, as checks:
-
-    all is ready at once      s / (w n) + n o        n buckets of s bytes in all, o seconds each, w bytes a second:
-                              the last one's transfer and all the latencies; n* = sqrt(s / (w o)), bucket sqrt(s w o)
-    communication-bound       M sqrt(alpha / T_b)    T_b the backward, over which M bytes become ready evenly
+Small buckets pay the latency often, large ones wait long for their last gradient.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Final
 
 from muster.jobs.basics.errors import UsageError
@@ -38,20 +31,13 @@ GLOO_HOST_S: Final = (
 NCCL_STREAMS: Final = 1
 NCCL_HOST_S: Final = 20e-6
 
+ROUNDING: Final = 1e-12  # seconds
 TimeOf = Callable[[int], float]  # bytes of a collective -> seconds, with the link to itself
 
 
 @dataclass(frozen=True)
-class Gradient:
-    """Bytes that become ready at a time of the backward."""
-
-    nbytes: int
-    ready_s: float
-
-
-@dataclass(frozen=True)
 class Bucket:
-    """Gradients that are sent together, and when the last of them is ready."""
+    """Bytes that become ready at a time of the backward: a gradient, or several that are sent together."""
 
     nbytes: int
     ready_s: float
@@ -59,11 +45,9 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Lanes:
-    """How collectives pass: so many at once, each with a part that is its own, the rest shared or not."""
+    """How collectives pass: so many at once, which share the link."""
 
     concurrent: int = NCCL_STREAMS
-    latency_s: float = 0.0
-    share: bool = True
     host_s: float = 0.0  # what starting a collective takes from the backward
 
     @classmethod
@@ -109,30 +93,30 @@ class Choice:
         return self.margin > self.error
 
 
-def gradients_of(model: Anatomy, itemsize: int, backward_s: float) -> list[Gradient]:
+def gradients_of(model: Anatomy, itemsize: int, backward_s: float) -> list[Bucket]:
     """Return a model's gradients in the order in which they become ready."""
-    return [Gradient(tensor.elements * itemsize, share * backward_s) for tensor, share in model.ready()]
+    return [Bucket(tensor.elements * itemsize, share * backward_s) for tensor, share in model.ready()]
 
 
-def registered(model: Anatomy, itemsize: int, backward_s: float) -> list[Gradient]:
+def registered(model: Anatomy, itemsize: int, backward_s: float) -> list[Bucket]:
     """Return a model's gradients in the reverse order of registration, in which our own wrappers send them."""
     ready = {tensor.name: share * backward_s for tensor, share in model.ready()}
-    return [Gradient(tensor.elements * itemsize, ready[tensor.name]) for tensor in reversed(model.tensors)]
+    return [Bucket(tensor.elements * itemsize, ready[tensor.name]) for tensor in reversed(model.tensors)]
 
 
-def uniform(total_bytes: int, pieces: int, backward_s: float) -> list[Gradient]:
+def uniform(total_bytes: int, pieces: int, backward_s: float) -> list[Bucket]:
     """Return equal gradients that become ready evenly, the last one at the end of the backward."""
     each, rest = divmod(total_bytes, pieces)
-    return [Gradient(each + (i < rest), backward_s * (i + 1) / pieces) for i in range(pieces)]
+    return [Bucket(each + (i < rest), backward_s * (i + 1) / pieces) for i in range(pieces)]
 
 
-def at_most(gradients: Sequence[Gradient], cap: int) -> list[Bucket]:
+def at_most(gradients: Sequence[Bucket], cap: int) -> list[Bucket]:
     """Fill buckets up to `cap` bytes in ready order; a gradient that is larger has one for itself."""
     return _launched(gradients, _dealt(gradients, cap, cap, None))
 
 
 def as_ours(
-    gradients: Sequence[Gradient], cap: int | None, *, first: int = OWN_FIRST, alone: int | None = OWN_ALONE
+    gradients: Sequence[Bucket], cap: int | None, *, first: int = OWN_FIRST, alone: int | None = OWN_ALONE
 ) -> list[Bucket]:
     """Fill buckets as mode bucketed does: none holds more than `cap` bytes; without a cap one holds all.
 
@@ -147,7 +131,7 @@ def as_ours(
     return _launched(gradients, dealt)
 
 
-def _dealt(gradients: Sequence[Gradient], cap: int, first: int, alone: int | None) -> list[list[int]]:
+def _dealt(gradients: Sequence[Bucket], cap: int, first: int, alone: int | None) -> list[list[int]]:
     """Deal gradients, by their places, to buckets; those of `alone` bytes get one each, and the open one goes on."""
     closed, open_, filled = list[list[int]](), list[int](), 0
     for place, each in enumerate(gradients):
@@ -162,7 +146,7 @@ def _dealt(gradients: Sequence[Gradient], cap: int, first: int, alone: int | Non
     return [*closed, open_] if open_ else closed
 
 
-def _launched(gradients: Sequence[Gradient], dealt: Sequence[Sequence[int]]) -> list[Bucket]:
+def _launched(gradients: Sequence[Bucket], dealt: Sequence[Sequence[int]]) -> list[Bucket]:
     """Put buckets in the order of their last gradients; one waits for all of its own, and for those before it."""
     buckets, ready_s = list[Bucket](), 0.0
     for places in sorted(dealt, key=lambda places: places[-1]):
@@ -171,7 +155,7 @@ def _launched(gradients: Sequence[Gradient], dealt: Sequence[Sequence[int]]) -> 
     return buckets
 
 
-def as_torch(gradients: Iterable[Gradient], cap: int = TORCH_BUCKET, first: int = TORCH_FIRST) -> list[Bucket]:
+def as_torch(gradients: Iterable[Bucket], cap: int = TORCH_BUCKET, first: int = TORCH_FIRST) -> list[Bucket]:
     """Fill buckets as DistributedDataParallel does from its second step on: each until it has reached its cap."""
     buckets: list[Bucket] = []
     size, ready_s = 0, 0.0
@@ -186,37 +170,29 @@ def as_torch(gradients: Iterable[Gradient], cap: int = TORCH_BUCKET, first: int 
 def finish_s(buckets: Sequence[Bucket], time_of: TimeOf, lanes: Lanes) -> float:
     """Return when the last bucket has been sent, counted from the beginning of the backward.
 
-    Between events every collective under way gets an equal part of the link, its latency excepted. Each one that is
-    started delays the backward, and with it all that become ready later.
+    Between events every collective under way gets an equal part of the link. Each one that is started delays the
+    backward, and with it all that become ready later.
     """
     waiting = [Bucket(each.nbytes, each.ready_s + n * lanes.host_s) for n, each in enumerate(buckets, start=1)]
-    now, running = 0.0, list[list[float]]()  # of each that is under way [latency, transfer] that is left
+    now, running = 0.0, list[float]()  # seconds of the link that each under way still needs
     while waiting or running:
         while waiting and len(running) < lanes.concurrent and waiting[0].ready_s <= now:
-            whole = time_of(waiting.pop(0).nbytes)
-            latency = min(lanes.latency_s, whole)
-            running.append([latency, whole - latency])
-        sending = sum(1 for left in running if left[0] <= 0.0) if lanes.share else 1
-        until = [left[0] if left[0] > 0.0 else left[1] * sending for left in running]
+            running.append(time_of(waiting.pop(0).nbytes))
+        until = [left * len(running) for left in running]
         if waiting and len(running) < lanes.concurrent:
             until.append(waiting[0].ready_s - now)
         step = max(min(until), 0.0)
-        for left in running:
-            if left[0] > 0.0:
-                left[0] = left[0] - step if left[0] - step > 1e-12 else 0.0
-            else:
-                left[1] = left[1] - step / sending if left[1] - step / sending > 1e-12 else 0.0
-        running = [left for left in running if left[0] > 0.0 or left[1] > 0.0]
+        running = [left - step / len(running) for left in running if left - step / len(running) > ROUNDING]
         now += step
     return now
 
 
 def curve(
-    gradients: Sequence[Gradient],
+    gradients: Sequence[Bucket],
     time_of: TimeOf,
     lanes: Lanes,
     sizes: Sequence[int] = SWEEP,
-    fill: Callable[[Sequence[Gradient], int], list[Bucket]] = as_ours,
+    fill: Callable[[Sequence[Bucket], int], list[Bucket]] = as_ours,
 ) -> list[Point]:
     """Predict the step of each bucket size, from the beginning of the backward.
 
@@ -242,23 +218,3 @@ def choose(points: Sequence[Point], error: float) -> Choice:
     ranked = sorted(distinct.values(), key=lambda each: each.step_s)
     torch = next((point for point in points if point.bucket_bytes == TORCH_BUCKET), None)
     return Choice(ranked[0], ranked[1] if len(ranked) > 1 else None, torch, error)
-
-
-def overhead_s(total_bytes: float, rate: float, latency_s: float, buckets: float) -> float:
-    """Return s / (w n) + n o: the last bucket's transfer and every bucket's latency."""
-    return total_bytes / (rate * buckets) + buckets * latency_s
-
-
-def best_count(total_bytes: float, rate: float, latency_s: float) -> float:
-    """Return n* = sqrt(s / (w o))."""
-    return sqrt(total_bytes / (rate * latency_s))
-
-
-def best_bytes(total_bytes: float, rate: float, latency_s: float) -> float:
-    """Return sqrt(s w o), the size of each of n* buckets."""
-    return sqrt(total_bytes * rate * latency_s)
-
-
-def communication_bound_bytes(total_bytes: float, latency_s: float, backward_s: float) -> float:
-    """Return M sqrt(alpha / T_b): the first bucket's wait against all the latencies."""
-    return total_bytes * sqrt(latency_s / backward_s)

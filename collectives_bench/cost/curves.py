@@ -1,34 +1,40 @@
-"""The time of one operation in one world by its size: a line, pieces of lines, or points around a line. Pure.
+"""The time of one operation in one world by its size: a line, or points around it. Pure.
 
-`collectives_bench/cost/pieces.py` fits them; here they are only read, without numpy, so that `muster predict` starts
-quickly. A curve holds what was measured; points around a line are drawn again from that.
+    line      alpha + S beta: least squares of relative errors, alpha and beta >= 0, with Huber's weights
+    points    the line, times how far the measured points lie from it; straight in log size between them, made monotone
+
+*Relative* errors: with absolute ones the largest size owns the fit. Huber's weights (1964), iterated: one bad size must
+not bend the rest. NCCL's `tuning.cc` corrects its own line by a table of sizes, for protocols switch; hence points.
+Which one a curve is, the smallest mean error of sizes left out one at a time decides (`heldout.py`): where times
+scatter, a line. Pieces of lines and smoothed points were tried: they bring nothing nearer. There is no numpy here, so
+that `muster predict` starts quickly. A curve holds what was measured; its points are drawn again from that.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Final, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from muster.collectives_bench.sizes import size_text
+from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.spec.strict import Strict
 
-Kind = Literal["line", "pieces", "points", "smooth"]
+Kind = Literal["line", "points"]
 Points = tuple[tuple[int, float], ...]  # bytes, seconds; by size, sizes differ
 
 FAR: Final = 4.0  # beyond this many times the largest measured size, a prediction is a guess
-REACH: Final = 1.0  # doublings of size within which a neighbour counts (standard deviation)
-DRAWN: Final = 0.3  # the line's weight against a point's own, 1
 SAME: Final = 0.005  # what a curve may be off a measured time and still be called it: less than times repeat to
-WORDS: Final[dict[Kind, str]] = {
-    "line": "on a line through all sizes",
-    "pieces": "on lines through several sizes",
-    "points": "drawn so as not to fall with size",
-    "smooth": "smoothed over its neighbours",
-}
+LEAST_SIZES: Final = 3  # two make a line, and the third says how far it is off
+HUBER: Final = 1.345  # 95 % efficient for normal errors
+ITERATIONS: Final = 12
+SETTLED: Final = 1e-3  # change of a weight
+WORDS: Final[dict[Kind, str]] = {"line": "on a line through all sizes", "points": "drawn so as not to fall with size"}
+FLOOR: Final = 0.01  # relative error below which fits are equally good: no measurement is better
 
 
 class Errors(Strict):
@@ -42,20 +48,41 @@ class Errors(Strict):
     within_20: float
 
 
-class Piece(Strict):
-    """`alpha_s + S * beta_s` for S up to `upto_bytes`; None: without end."""
+class Line(Strict):
+    """`alpha_s + S * beta_s`."""
 
     alpha_s: float
     beta_s: float
-    upto_bytes: float | None = None
 
     def seconds(self, nbytes: float) -> float:
         """Return the time of a size."""
         return self.alpha_s + nbytes * self.beta_s
 
 
-class Curve(Strict):
-    """One operation in one world; 90 % of what is measured should lie within `seconds * low` and `seconds * high`."""
+@dataclass(frozen=True)
+class Fitted:
+    """A line, or points around it, which never fall with size; without points it is the line itself."""
+
+    line: Line
+    points: Points
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the line's time, times how far points lie from it: straight in log size between them, else as far."""
+        points, line = self.points, self.line
+        if not points:
+            return line.seconds(nbytes)
+        place = bisect_left(points, (nbytes, 0.0))
+        if place in (0, len(points)):
+            size, took = points[0] if place == 0 else points[-1]
+            return took * line.seconds(nbytes) / line.seconds(size)
+        (below, below_s), (above, above_s) = points[place - 1], points[place]
+        share = math.log(nbytes / below) / math.log(above / below)
+        ratio = (below_s / line.seconds(below)) ** (1 - share) * (above_s / line.seconds(above)) ** share
+        return float(min(max(line.seconds(nbytes) * ratio, below_s), above_s))
+
+
+class Key(Strict):
+    """What a curve is of: one operation in one world."""
 
     operation: str
     nodes: int
@@ -66,8 +93,13 @@ class Curve(Strict):
     place: str
     call: str = "sync"
     back_to_back: bool = False  # one call behind the other, without a barrier between
+
+
+class Curve(Key):
+    """The times of one key; 90 % of what is measured should lie within `seconds * low` and `seconds * high`."""
+
     kind: Kind
-    pieces: list[Piece] = Field(min_length=1)
+    line: Line
     points: list[tuple[int, float]] = Field(min_length=1)  # bytes, seconds at the sizes that were measured; by size
     low: float = 1.0
     high: float = 1.0
@@ -98,11 +130,11 @@ class Curve(Strict):
 
     def seconds(self, nbytes: float) -> float:
         """Return the predicted time of S bytes."""
-        return seconds_at(self.kind, self.pieces, self._drawn, nbytes)
+        return self._fitted.seconds(nbytes)
 
     @cached_property
-    def _drawn(self) -> Points:
-        return drawn(self.kind, tuple(self.points), self.pieces[0])
+    def _fitted(self) -> Fitted:
+        return drawn(self.kind, self.line, self.points)
 
     def how(self, nbytes: float) -> str:
         """Say what the prediction rests on.
@@ -124,38 +156,43 @@ class Curve(Strict):
         return f"between {size_text(sizes[place - 1])} and {size_text(sizes[place])}"
 
 
-def seconds_at(kind: Kind, pieces: Sequence[Piece], points: Sequence[tuple[float, float]], nbytes: float) -> float:
-    """Return the time of S bytes; never less than that of fewer bytes."""
-    if kind in ("points", "smooth"):
-        return around(points, pieces[0], nbytes)
-    found = 0.0
-    for piece in pieces:
-        if piece.upto_bytes is None or nbytes <= piece.upto_bytes:
-            return max(found, piece.seconds(nbytes))
-        found = max(found, piece.seconds(piece.upto_bytes))
-    return found
+def drawn(kind: Kind, line: Line, points: Sequence[tuple[int, float]]) -> Fitted:
+    """Return a line, or points around it."""
+    return Fitted(line, monotone(points) if kind == "points" else ())
 
 
-def around(points: Sequence[tuple[float, float]], line: Piece, nbytes: float) -> float:
-    """Return the line's time, times how far points lie from it: straight in log size between them, as far outside."""
-    place = bisect_left(points, (nbytes, 0.0))
-    if place in (0, len(points)):
-        size, took = points[0] if place == 0 else points[-1]
-        return took * line.seconds(nbytes) / line.seconds(size)
-    (below, below_s), (above, above_s) = points[place - 1], points[place]
-    share = math.log(nbytes / below) / math.log(above / below)
-    ratio = (below_s / line.seconds(below)) ** (1 - share) * (above_s / line.seconds(above)) ** share
-    return float(min(max(line.seconds(nbytes) * ratio, below_s), above_s))
+def line_of(points: Points) -> Line:
+    """Fit alpha and beta: least squares of relative errors, weighted again and again by Huber's weights."""
+    rows = [(1 / took, size / took) for size, took in points]
+    weights = [1.0] * len(rows)
+    alpha, beta = _solve(rows, weights)
+    for _ in range(ITERATIONS):
+        errors = [abs(alpha * one + beta * size - 1) for one, size in rows]
+        limit = HUBER * max(1.4826 * median(errors), FLOOR)
+        fresh = [1.0 if error <= limit else limit / error for error in errors]
+        if all(abs(new - old) < SETTLED for new, old in zip(fresh, weights, strict=True)):
+            break
+        weights = fresh
+        alpha, beta = _solve(rows, weights)
+    return Line(alpha_s=alpha, beta_s=beta)
 
 
-def drawn(kind: Kind, points: Points, piece: Piece) -> Points:
-    """Return the points that a curve of a kind goes through, from those that were measured."""
-    if kind == "smooth":
-        points = smoothed(points, piece)
-    return monotone(points) if kind in ("points", "smooth") else points
+def _solve(rows: Sequence[tuple[float, float]], weights: Sequence[float]) -> tuple[float, float]:
+    """Minimise sum w (alpha / t + beta S / t - 1)^2 for alpha, beta >= 0."""
+    aa = ab = bb = a = b = 0.0
+    for (one, size), weight in zip(rows, weights, strict=True):
+        aa, ab, bb = aa + weight * one * one, ab + weight * one * size, bb + weight * size * size
+        a, b = a + weight * one, b + weight * size
+    determinant = aa * bb - ab * ab
+    if bb == 0 or determinant <= 1e-12 * aa * bb:  # one size: all of it is alpha
+        return a / aa, 0.0
+    alpha, beta = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if alpha < 0:
+        return 0.0, b / bb
+    return (a / aa, 0.0) if beta < 0 else (alpha, beta)
 
 
-def monotone(points: Points) -> Points:
+def monotone(points: Sequence[tuple[int, float]]) -> Points:
     """Make times never fall with size: pool neighbours that do, in log time (Ayer and others, 1955)."""
     pools: list[tuple[float, list[int]]] = []  # mean of log time, sizes
     for size, took in points:
@@ -168,21 +205,6 @@ def monotone(points: Points) -> Points:
     return tuple((size, math.exp(mean) if sizes[1:] else own[size]) for mean, sizes in pools for size in sizes)
 
 
-def smoothed(points: Points, piece: Piece) -> Points:
-    """Draw points towards the line and their neighbours: a kernel estimate of log(time / line) over log2 S."""
-    logs = [math.log2(size) for size, _ in points]
-    away = [math.log(took / piece.seconds(size)) for size, took in points]
-    found = []
-    for (size, _), here in zip(points, logs, strict=True):
-        weights = [math.exp(-(((here - there) / REACH) ** 2) / 2) for there in logs]
-        mean = sum(w * z for w, z in zip(weights, away, strict=True)) / (sum(weights) + DRAWN)
-        found.append((size, piece.seconds(size) * math.exp(mean)))
-    return tuple(found)
-
-
-def time_text(time_s: float) -> str:
-    """Write a time with the unit that suits it."""
-    for unit, width in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if time_s >= width:
-            return f"{time_s / width:.4g} {unit}"
-    return f"{time_s * 1e6:.3g} us"
+def short(number: float) -> float:
+    """Round to as many figures as a file needs."""
+    return float(f"{number:.5g}")

@@ -8,13 +8,12 @@ once, and a gather begins while the scatter before it is still on its way.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Final, Literal, Protocol
+from typing import TYPE_CHECKING, Final, Literal
 
 from muster.collectives_bench.cost.buckets import (
     OWN_ALONE,
     TORCH_BUCKET,
     Bucket,
-    Gradient,
     Lanes,
     as_ours,
     as_torch,
@@ -27,6 +26,9 @@ from muster.collectives_bench.cost.load import Load
 from muster.collectives_bench.cost.modes import WAYS, Schedule, cut, messages
 from muster.jobs.basics.errors import RefusedError
 
+if TYPE_CHECKING:
+    from muster.collectives_bench.cost.profile import Profile
+
 COPY_BYTES_S: Final = (
     4e9  # a rank's own passes over gradients: measured 3.75 GB/s of four ranks on two cores, 8.6 alone
 )
@@ -36,34 +38,6 @@ ALL_GATHERS: Final = ("all_gather", "ring_all_gather")
 BLOCK_ALL_REDUCES: Final = 4  # of a transformer block: after attention and MLP, forward and backward
 
 Bound = Literal["low_s", "seconds", "high_s"]
-
-
-class Answer(Protocol):
-    """A predicted time and its interval."""
-
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def low_s(self) -> float: ...
-    @property
-    def high_s(self) -> float: ...
-
-
-class Network(Protocol):
-    """What predicts exchanges: `collectives_bench.cost.profile.Profile`."""
-
-    def predict(
-        self,
-        operation: str,
-        nbytes: float,
-        *,
-        ranks: int,
-        nodes: int = 1,
-        backend: str | None = None,
-        back_to_back: bool = False,
-    ) -> Answer:
-        """Return the time of an operation on `nbytes` bytes."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +55,7 @@ NO_COMPUTE: Final = Compute(0.0, 0.0)
 class Times:
     """Times of exchanges in a world, at one end or the middle of their intervals."""
 
-    def __init__(self, network: Network, load: Load, nodes: int, bound: Bound) -> None:
+    def __init__(self, network: "Profile", load: Load, nodes: int, bound: Bound) -> None:
         self.load = load
 
         @cache
@@ -124,24 +98,20 @@ class Times:
 Exposed = Callable[[Load, Compute, Times], float]
 
 
-def _gradients(load: Load, compute: Compute) -> list[Gradient]:
+def _gradients(load: Load, compute: Compute) -> list[Bucket]:
     return gradients_of(load.model, load.recipe.gradient, compute.backward_s)
 
 
-def _sent(load: Load, compute: Compute) -> list[Gradient]:
+def _sent(load: Load, compute: Compute) -> list[Bucket]:
     """Return gradients as our own wrappers send them: in the reverse order of registration, in the type asked for."""
     return registered(load.model, load.sent or load.recipe.gradient, compute.backward_s)
 
 
-def _pass_s(load: Load, gradients: Sequence[Gradient], passes: float) -> float:
+def _pass_s(load: Load, gradients: Sequence[Bucket], passes: float) -> float:
     """Return the seconds of reading or writing all gradients so many times; a GPU takes next to none."""
     if load.backend == "nccl" or load.ranks == 1:
         return 0.0
     return passes * sum(each.nbytes for each in gradients) / COPY_BYTES_S
-
-
-def _nothing(load: Load, compute: Compute, times: Times) -> float:
-    return 0.0
 
 
 def _gather_scatter(load: Load, compute: Compute, times: Times) -> float:
@@ -173,7 +143,7 @@ def _after_backward(end_s: float, compute: Compute) -> float:
     return max(end_s - compute.backward_s, 0.0)
 
 
-def own_buckets(load: Load) -> Callable[[Sequence[Gradient], int | None], list[Bucket]]:
+def own_buckets(load: Load) -> Callable[[Sequence[Bucket], int | None], list[Bucket]]:
     """Return how our own wrappers deal gradients to buckets there: on GPUs none goes by itself for its size."""
     return partial(as_ours, alone=None if load.backend == "nccl" else OWN_ALONE)
 
@@ -184,14 +154,6 @@ def _during(load: Load, compute: Compute, times: Times, cap: int | None) -> floa
     made = own_buckets(load)(gradients, cap)
     sent = [Bucket(load.sent_bytes(each.nbytes), each.ready_s) for each in made]
     return _after_backward(times.reduced(sent), compute)
-
-
-def _overlap(load: Load, compute: Compute, times: Times) -> float:
-    return _during(load, compute, times, cap=0)
-
-
-def _bucketed(load: Load, compute: Compute, times: Times) -> float:
-    return _during(load, compute, times, load.bucket_bytes)
 
 
 def _ddp(load: Load, compute: Compute, times: Times) -> float:
@@ -205,14 +167,6 @@ def _zero12(load: Load, compute: Compute, times: Times) -> float:
     share = load.recipe.parameter / load.recipe.gradient
     gathers = sum(times.best(ALL_GATHERS, round(bucket.nbytes * share)) for bucket in buckets)
     return _after_backward(end_s, compute) + gathers
-
-
-def _zero3(load: Load, compute: Compute, times: Times) -> float:
-    return _sharded(load, compute, times, ALL_GATHERS, REDUCE_SCATTERS)
-
-
-def _fsdp(load: Load, compute: Compute, times: Times) -> float:
-    return _sharded(load, compute, times, ALL_GATHERS[:1], REDUCE_SCATTERS[:1])
 
 
 def _sharded(
@@ -273,22 +227,18 @@ def _tensor(load: Load, compute: Compute, times: Times) -> float:
     return BLOCK_ALL_REDUCES * load.model.blocks * times.of("all_reduce", nbytes)
 
 
-def _pipes() -> dict[str, Exposed]:
-    return {name: _pipe(way.schedule) for name, way in WAYS.items() if way.schedule is not None}
-
-
 EXPOSED: Final[dict[str, Exposed]] = {
-    "single": _nothing,
+    "single": lambda load, compute, times: 0.0,
     "gather_scatter": _gather_scatter,
     "allreduce": _allreduce,
     "flat": _flat,
-    "overlap": _overlap,
-    "bucketed": _bucketed,
+    "overlap": lambda load, compute, times: _during(load, compute, times, 0),
+    "bucketed": lambda load, compute, times: _during(load, compute, times, load.bucket_bytes),
     "ddp": _ddp,
     "zero1": _zero12,
     "zero2": _zero12,
-    "zero3": _zero3,
-    "fsdp": _fsdp,
-    **_pipes(),
+    "zero3": lambda load, compute, times: _sharded(load, compute, times, ALL_GATHERS, REDUCE_SCATTERS),
+    "fsdp": lambda load, compute, times: _sharded(load, compute, times, ALL_GATHERS[:1], REDUCE_SCATTERS[:1]),
+    **{name: _pipe(way.schedule) for name, way in WAYS.items() if way.schedule is not None},
     "tensor": _tensor,
 }

@@ -2,14 +2,21 @@
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.collectives_bench.cost.curves import Curve, Piece, Points
-from muster.collectives_bench.cost.heldout import Samples, errors_of, intervals, medians, residuals, sizes_left_out
-from muster.collectives_bench.cost.pieces import LEAST_SIZES, Fitted, choose
+from muster.collectives_bench.cost.curves import LEAST_SIZES, Curve, Key, Kind, Line, line_of, short
+from muster.collectives_bench.cost.heldout import (
+    Samples,
+    choose,
+    errors_of,
+    intervals,
+    medians,
+    residuals,
+    sizes_left_out,
+)
 from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
 from muster.collectives_bench.records import Result
@@ -18,21 +25,6 @@ from muster.jobs.basics.errors import RefusedError
 
 QUIET: Final = 0.10  # share of the cores that others took: launches below it are used alone where there are enough
 LEAST_QUIET: Final = 3  # launches
-
-
-@dataclass(frozen=True)
-class Key:
-    """What a curve is of."""
-
-    operation: str
-    nodes: int
-    ranks: int
-    backend: str
-    device: str
-    dtype: str
-    place: str
-    call: str
-    back_to_back: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,12 +75,11 @@ def series_of(rows: Iterable[Row]) -> list[Series]:
         if row.state != "ok" or not row.p50_us or row.world.ranks < 2:
             continue
         world, cell = row.world, row.cell
-        key = Key(
-            cell.operation, world.nodes, world.ranks, world.backend, world.device, cell.dtype, cell.place, cell.call
-        )
+        of_world = world.model_dump(exclude={"ranks_per_node"})
+        key = Key(operation=cell.operation, dtype=cell.dtype, place=cell.place, call=cell.call, **of_world)
         found.setdefault(key, {}).setdefault(row.nbytes, []).extend(launches_of(row))
         if row.throughput_us:
-            behind = replace(key, back_to_back=True)
+            behind = key.model_copy(update={"back_to_back": True})
             found.setdefault(behind, {}).setdefault(row.nbytes, []).append(row.throughput_us / 1e6)
     return [Series(key, tuple(sorted((s, tuple(t)) for s, t in sizes.items()))) for key, sizes in found.items()]
 
@@ -105,25 +96,21 @@ def launches_of(row: Row) -> list[float]:
 
 def curves_of(found: Sequence[Series], seed: int) -> list[Known]:
     """Fit a curve to each series."""
-    points = [medians(each.samples) for each in found]
-    fitted = [choose(each) for each in points]
-    spreads = [residuals(each.samples, best, seed) for each, best in zip(found, fitted, strict=True)]
-    wide = intervals(spreads)
-    return [_known(*each) for each in zip(found, fitted, points, wide, strict=True)]
+    kinds = [choose(medians(each.samples)) for each in found]
+    wide = intervals([residuals(each.samples, kind, seed) for each, kind in zip(found, kinds, strict=True)])
+    return [_known(*each) for each in zip(found, kinds, wide, strict=True)]
 
 
-def _known(series: Series, best: Fitted, measured: Points, wide: float) -> Known:
-    left_out = sizes_left_out(measured)
+def _known(series: Series, kind: Kind, wide: float) -> Known:
+    measured = medians(series.samples)
+    line, left_out = line_of(measured), sizes_left_out(measured)
     curve = Curve(
-        **vars(series.key),
-        kind=best.kind,
-        pieces=[
-            Piece(alpha_s=_short(each.alpha_s), beta_s=_short(each.beta_s), upto_bytes=each.upto_bytes)
-            for each in best.pieces
-        ],
-        points=[(size, _short(took)) for size, took in measured],
-        low=_short(1 / wide),
-        high=_short(wide),
+        **series.key.model_dump(),
+        kind=kind,
+        line=Line(alpha_s=short(line.alpha_s), beta_s=short(line.beta_s)),
+        points=[(size, short(took)) for size, took in measured],
+        low=short(1 / wide),
+        high=short(wide),
         held_out=None if series.key.back_to_back else errors_of(left_out),
     )
     return Known(curve, measured, left_out)
@@ -136,7 +123,3 @@ def _made_of(result: Result) -> str:
     torch = sorted({header.torch for header in result.headers})
     parts = [", ".join(names), f"on {', '.join(hosts)}" if hosts else "", day, f"torch {', '.join(torch)}"]
     return "; ".join(part for part in parts if part and part != "torch ")
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.5g}")

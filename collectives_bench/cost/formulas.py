@@ -12,10 +12,10 @@ counts of `Cost`, which hold for all clusters. n ranks lie on k nodes, n / k on 
 leaves and enters every node once, so its slowest link carries what one rank sends.
 
 Sources: Hockney, "The communication challenge for MPP" (1994): alpha + bytes * beta. Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH" (2005): trees, recursive doubling, Rabenseifner's
-reduction, pairwise exchange. Patarasuk and Yuan, "Bandwidth optimal all-reduce" (2009): 2 (n - 1) / n * S a rank is the
-least, and the ring reaches it. NCCL's `tuning.cc` for rings and double binary trees. gloo's `allreduce.cc`, `reduce.cc`
-and `broadcast.cc`, and torch's `ProcessGroupGloo.cpp`, for what each of gloo's operations really does.
+"Optimization of collective communication operations in MPICH" (2005): trees, pairwise exchange. Patarasuk and Yuan,
+"Bandwidth optimal all-reduce" (2009): 2 (n - 1) / n * S a rank is the least, and the ring has it. NCCL's `tuning.cc`
+for rings. gloo's `allreduce.cc`, `reduce.cc` and `broadcast.cc`, and torch's `ProcessGroupGloo.cpp`, for what each of
+gloo's operations really does.
 """
 
 from collections.abc import Callable
@@ -84,41 +84,6 @@ def ring_all_reduce(size: float, n: int, k: int) -> Cost:
     return ring_reduce_scatter(size, n, k) + ring_all_gather(size, n, k)
 
 
-def recursive_doubling(size: float, n: int, k: int) -> Cost:
-    """ceil(log2 n) (alpha + S beta + S gamma)."""
-    times, share = rounds(n), n / k
-    moved = Cost(times, times * size, 2 * times * size, times * share, times * share * size)
-    return moved + _reducing(times * size, share)
-
-
-def rabenseifner(size: float, n: int, k: int) -> Cost:
-    """2 ceil(log2 n) alpha + 2 (n - 1) / n S beta + (n - 1) / n S gamma."""
-    sent, times = 2 * (n - 1) / n * size, 2 * rounds(n)
-    moved = Cost(times, sent, 2 * sent, times * n / k, sent * n / k)
-    return moved + _reducing((n - 1) / n * size, n / k)
-
-
-def tree_all_reduce(size: float, n: int, k: int) -> Cost:
-    """2 ((n / k - 1) + log2 k) alpha + 2 S beta: NCCL's double binary tree over nodes, a chain in each."""
-    times = 2 * (n // k - 1 + rounds(k))
-    return Cost(times, 2 * size, 4 * size, times, 2 * size * (n - 1) / k) + _reducing(size, n / k)
-
-
-def gloo_reduce_scatter(size: float, n: int, k: int) -> Cost:
-    """An all_reduce of a copy of the input, then a copy of one chunk: what torch does with gloo."""
-    return ring_all_reduce(size, n, k) + _copying(size + size / n, n / k)
-
-
-def gloo_all_gather(size: float, n: int, k: int) -> Cost:
-    """A ring into a temporary, then a copy of all of it."""
-    return ring_all_gather(size, n, k) + _copying(size, n / k)
-
-
-def gloo_gather(size: float, n: int, k: int) -> Cost:
-    """Everybody to the root, into a temporary, then a copy of all of it."""
-    return direct(size, n, k) + _copying(size, 1)
-
-
 def gloo_reduce(size: float, n: int, k: int) -> Cost:
     """A ring reduce-scatter that goes on for all segments, then everybody's chunk to the root."""
     whole = Cost(n, size, 2 * size, n * n / k, size * n / k)
@@ -152,19 +117,9 @@ def tree_reduce(size: float, n: int, k: int) -> Cost:
     return tree_broadcast(size, n, k) + summed
 
 
-def one_by_one(size: float, n: int, k: int) -> Cost:
-    """(n - 1) (alpha + S beta): the root sends all of it to one after another."""
-    return Cost(n - 1, (n - 1) * size, (n - 1) * size, n - 1, (n - 1) * size * (1.0 if k == 1 else 0.5))
-
-
 def chain_broadcast(size: float, n: int, k: int) -> Cost:
     """(n - 1) alpha + S beta: through a ring in so many slices that the way of the first one does not count (NCCL)."""
     return Cost(n - 1, size, min(n - 1, 2) * size, (n - 1) / k, (n - 1) / k * size)
-
-
-def chain_reduce(size: float, n: int, k: int) -> Cost:
-    """(n - 1) alpha + S (beta + gamma)."""
-    return chain_broadcast(size, n, k) + _reducing(size, n / k)
 
 
 def direct(size: float, n: int, k: int) -> Cost:
@@ -181,60 +136,6 @@ def pairwise(size: float, n: int, k: int) -> Cost:
     return Cost(n - 1, link, 2 * (n - 1) / n * size, (n - 1) * near, near * (n - 1) / n * size)
 
 
-def exchange_reduce_scatter(size: float, n: int, k: int) -> Cost:
-    """A pairwise exchange, then (n - 1) sums of a chunk in the order of ranks."""
-    return pairwise(size, n, k) + _reducing((n - 1) / n * size, n / k)
-
-
-def gather_scatter(size: float, n: int, k: int) -> Cost:
-    """2 (n - 1) (alpha + S beta) + (n - 1) S gamma: all whole buffers to the root, and the mean back."""
-    return direct(n * size, n, k) + direct(n * size, n, k) + _reducing((n - 1) * size, 1)
-
-
-def shift(size: float, n: int, k: int) -> Cost:
-    """Alpha + S beta: every rank sends to the next, all at once."""
-    return Cost(1, size, 2 * size, n / k, size * n / k)
-
-
-def message(size: float, n: int, k: int) -> Cost:
-    """Alpha + S beta: one message."""
-    return Cost(1, size, size, 1, size if k == 1 else size / 2)
-
-
-def dissemination(size: float, n: int, k: int) -> Cost:
-    """ceil(log2 n) alpha: in round i every rank tells the rank 2^i further on."""
-    return Cost(rounds(n), host_messages=rounds(n) * n / k)
-
-
-ALGORITHMS: Final[dict[str, Algorithm]] = {
-    each.__name__: each
-    for each in (
-        ring_all_gather,
-        ring_reduce_scatter,
-        ring_all_reduce,
-        recursive_doubling,
-        rabenseifner,
-        tree_all_reduce,
-        gloo_reduce_scatter,
-        gloo_all_gather,
-        gloo_gather,
-        gloo_reduce,
-        tree_broadcast,
-        gloo_broadcast,
-        tree_reduce,
-        one_by_one,
-        chain_broadcast,
-        chain_reduce,
-        direct,
-        pairwise,
-        exchange_reduce_scatter,
-        gather_scatter,
-        shift,
-        message,
-        dissemination,
-    )
-}
-
 # What each operation is without a library's peculiarities; libraries differ in the rows below.
 TEXTBOOK: Final[dict[str, Algorithm]] = {
     "all_reduce": ring_all_reduce,
@@ -245,26 +146,36 @@ TEXTBOOK: Final[dict[str, Algorithm]] = {
     "gather": direct,
     "scatter": direct,
     "all_to_all": pairwise,
-    "send_recv": shift,
-    "ping_pong": message,
-    "barrier": dissemination,
+    # Alpha + S beta: every rank sends to the next, all at once; or one message.
+    "send_recv": lambda size, n, k: Cost(1, size, 2 * size, n / k, size * n / k),
+    "ping_pong": lambda size, n, k: Cost(1, size, size, 1, size if k == 1 else size / 2),
+    # ceil(log2 n) alpha: in round i every rank tells the rank 2^i further on.
+    "barrier": lambda size, n, k: Cost(rounds(n), host_messages=rounds(n) * n / k),
     "ring_all_reduce": ring_all_reduce,
     "ring_reduce_scatter": ring_reduce_scatter,
     "ring_all_gather": ring_all_gather,
     "tree_broadcast": tree_broadcast,
     "tree_reduce": tree_reduce,
-    "exchange_reduce_scatter": exchange_reduce_scatter,
-    "gather_scatter": gather_scatter,
+    # A pairwise exchange, then (n - 1) sums of a chunk in the order of ranks.
+    "exchange_reduce_scatter": lambda size, n, k: pairwise(size, n, k) + _reducing((n - 1) / n * size, n / k),
+    # 2 (n - 1) (alpha + S beta) + (n - 1) S gamma: all whole buffers to the root, and the mean back.
+    "gather_scatter": lambda size, n, k: direct(n * size, n, k) + direct(n * size, n, k) + _reducing((n - 1) * size, 1),
 }
 LIBRARIES: Final[dict[str, dict[str, Algorithm]]] = {
     "gloo": {
-        "all_gather": gloo_all_gather,
-        "reduce_scatter": gloo_reduce_scatter,
+        # A ring into a temporary, then a copy of all of it.
+        "all_gather": lambda size, n, k: ring_all_gather(size, n, k) + _copying(size, n / k),
+        # An all_reduce of a copy of the input, then a copy of one chunk: what torch does.
+        "reduce_scatter": lambda size, n, k: ring_all_reduce(size, n, k) + _copying(size + size / n, n / k),
         "broadcast": gloo_broadcast,
         "reduce": gloo_reduce,
-        "gather": gloo_gather,
+        # Everybody to the root, into a temporary, then a copy of all of it.
+        "gather": lambda size, n, k: direct(size, n, k) + _copying(size, 1),
     },
-    "nccl": {"broadcast": chain_broadcast, "reduce": chain_reduce},
+    "nccl": {
+        "broadcast": chain_broadcast,
+        "reduce": lambda size, n, k: chain_broadcast(size, n, k) + _reducing(size, n / k),
+    },
     "": {},
 }
 

@@ -1,7 +1,7 @@
 """How wrong the model is on what it has not seen: sizes left out one at a time, and whole worlds. Pure but for numpy.
 
-A size is left out of the whole procedure, the choice of the candidate included. The first and the last size of a curve
-are not: without them the others would have to be extrapolated, which a profile says of itself when it does it.
+A size is left out of the choice between line and points, too. The first and the last size of a curve are not left out:
+without them the others would have to be extrapolated, which a profile says of itself when it does it.
 """
 
 import math
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Final
 
-from muster.collectives_bench.cost.curves import Errors, Points
-from muster.collectives_bench.cost.pieces import CANDIDATES, Fitted, choose
+from muster.collectives_bench.cost.curves import LEAST_SIZES, Errors, Fitted, Kind, Points, drawn, line_of, short
 
 Pair = tuple[float, float]  # predicted, measured: seconds
 Samples = tuple[tuple[int, tuple[float, ...]], ...]  # bytes, a median of each launch in seconds; by size
@@ -20,6 +19,8 @@ DRAWS: Final = 24  # of the launches, with replacement
 COVERAGE: Final = 0.90
 SHRINK: Final = 4.0  # sizes' worth of belief that a curve is as uncertain as all of them
 LEAST_SPREAD: Final = 0.01
+SIMPLER: Final = 1.02  # points must be better than the line by more than this
+ROUNDING: Final = 1e-9  # of errors of times that lie on a line exactly
 
 
 def errors_of(pairs: Sequence[Pair]) -> Errors | None:
@@ -29,21 +30,38 @@ def errors_of(pairs: Sequence[Pair]) -> Errors | None:
         return None
     return Errors(
         points=len(found),
-        mean=_short(sum(found) / len(found)),
-        median=_short(median(found)),
-        largest=_short(found[-1]),
-        within_10=_short(sum(error <= 0.1 for error in found) / len(found)),
-        within_20=_short(sum(error <= 0.2 for error in found) / len(found)),
+        mean=short(sum(found) / len(found)),
+        median=short(median(found)),
+        largest=short(found[-1]),
+        within_10=short(sum(error <= 0.1 for error in found) / len(found)),
+        within_20=short(sum(error <= 0.2 for error in found) / len(found)),
     )
 
 
-def sizes_left_out(points: Points) -> list[Pair]:
-    """Predict every size but the first and the last from the others, the choice of the candidate included."""
-    found = []
-    for place in range(1, len(points) - 1):
-        size, took = points[place]
-        found.append((choose(points[:place] + points[place + 1 :]).seconds(size), took))
-    return found
+def mean_error(pairs: Sequence[Pair]) -> float:
+    """Return the mean of |predicted - measured| / measured."""
+    return sum(abs(predicted / measured - 1) for predicted, measured in pairs) / len(pairs) if pairs else 0.0
+
+
+def fitted(points: Points, kind: Kind | None = None) -> Fitted:
+    """Fit a line to points, or points around it; without a kind the one that predicts left-out sizes better."""
+    return drawn(kind or choose(points), line_of(points), points)
+
+
+def choose(points: Points) -> Kind:
+    """Say what predicts left-out sizes better; the line where that makes no difference."""
+    if len(points) < LEAST_SIZES:
+        return "line"
+    line, around = (mean_error(sizes_left_out(points, kind)) for kind in ("line", "points"))
+    return "points" if around * SIMPLER + ROUNDING < line else "line"
+
+
+def sizes_left_out(points: Points, kind: Kind | None = None, measured: Points = ()) -> list[Pair]:
+    """Predict every size but the first and the last from the others; `measured` are other times of the same sizes."""
+    return [
+        (fitted(points[:place] + points[place + 1 :], kind).seconds(size), took)
+        for place, (size, took) in list(enumerate(measured or points))[1:-1]
+    ]
 
 
 def medians(samples: Samples) -> Points:
@@ -51,23 +69,19 @@ def medians(samples: Samples) -> Points:
     return tuple((size, median(launches)) for size, launches in samples)
 
 
-def residuals(samples: Samples, fitted: Fitted, seed: int) -> list[float]:
+def residuals(samples: Samples, kind: Kind, seed: int) -> list[float]:
     """Draw log(measured / predicted): launches drawn again, each size predicted from the others and compared.
 
     Held-out sizes give the model's error, drawn launches the noise of both sides (Efron's bootstrap, 1979). Where no
     size can be left out, it is the noise alone.
     """
-    draw = random.Random(seed)
-    candidate, found = CANDIDATES[fitted.kind], []
+    draw, found = random.Random(seed), []
     for _ in range(DRAWS):
         fitting, fresh = _drawn(samples, draw), _drawn(samples, draw)
         if len(samples) < 4:
             found += [math.log(b / a) for (_, a), (_, b) in zip(fitting, fresh, strict=True)]
-            continue
-        for place in range(1, len(samples) - 1):
-            size, took = fresh[place]
-            predicted = candidate(fitting[:place] + fitting[place + 1 :]).seconds(size)
-            found.append(math.log(took / predicted))
+        else:
+            found += [math.log(took / predicted) for predicted, took in sizes_left_out(fitting, kind, fresh)]
     return found
 
 
@@ -104,8 +118,4 @@ def quantiles(pairs: Sequence[Pair]) -> tuple[float, float]:
     ratios = sorted(measured / predicted for predicted, measured in pairs)
     cut = (1 - COVERAGE) / 2 * (len(ratios) - 1)
     low, high = ratios[math.floor(cut)], ratios[math.ceil(len(ratios) - 1 - cut)]
-    return _short(min(low, 1.0)), _short(max(high, 1.0))
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.4g}")
+    return short(min(low, 1.0)), short(max(high, 1.0))

@@ -50,9 +50,6 @@ class Recipe:
         return cls(sizes.weight, sizes.weight, states * sizes.state + sizes.master, sizes.master)
 
 
-MIXED_ADAM: Final = Recipe(2, 2, 12, 4)
-
-
 @dataclass(frozen=True)
 class Split:
     """How a job's ranks are split, where in more ways than one: the degrees, and what data-parallel ranks do.

@@ -10,7 +10,7 @@
 
 Mixed-precision Adam has 2 + 2 + 12 bytes a parameter (Rajbhandari et al. 2020): 16 P becomes 4 P + 12 P / N with
 ZeRO-1, 2 P + 14 P / N with 2, 16 P / N with 3; our zero3 keeps no 16-bit shard beside its master, 14 P / N. DeepSpeed's
-own estimator counts fp32 gradients too and says 18 where this says 16: `collectives_bench/cost/known.py`.
+own estimator counts fp32 gradients too and says 18 where this says 16.
 
 Not counted: the interpreter with torch (300 MB on a CPU), what the allocator keeps free, NCCL's channels, a
 convolution's scratch memory: oneDNN makes the gradient of a weight in an order of its own, and copies it.

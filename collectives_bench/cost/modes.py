@@ -81,45 +81,16 @@ class Stage:
         return sum(part.flops + part.backward_flops for part in self.parts)
 
 
-def _all_but_one(p: int, m: int, v: int) -> float:
-    return (p - 1) / p
-
-
-def _ramps(p: int, m: int, v: int) -> float:
-    return (p - 1) / (m + p - 1)
-
-
-def _short_ramps(p: int, m: int, v: int) -> float:
-    return (p - 1) / (v * m + p - 1)
-
-
-def _filled_ramps(p: int, m: int, v: int) -> float:
-    return (p - 1) / (3 * m + p - 1)
-
-
-def _none(p: int, m: int, v: int) -> float:
-    return 0.0
-
-
-def _one(i: int, p: int, m: int, v: int) -> float:
-    return 1.0
-
-
-def _all(i: int, p: int, m: int, v: int) -> float:
-    return float(m)
-
-
-def _warm_up(i: int, p: int, m: int, v: int) -> float:
-    return float(min(p - i, m))
-
-
-def _chunk_warm_up(i: int, p: int, m: int, v: int) -> float:
-    return min(2 * (p - i - 1) + (v - 1) * p + 1, v * m) / v
-
-
-def _as_first_stage(i: int, p: int, m: int, v: int) -> float:
-    return float(min(p, m))
-
+_GPIPE: Final = Schedule(lambda p, m, v: (p - 1) / (m + p - 1), lambda i, p, m, v: float(m))
+_1F1B: Final = Schedule(_GPIPE.idle, lambda i, p, m, v: float(min(p - i, m)))
+_INTERLEAVED: Final = Schedule(
+    lambda p, m, v: (p - 1) / (v * m + p - 1),
+    lambda i, p, m, v: min(2 * (p - i - 1) + (v - 1) * p + 1, v * m) / v,
+    chunks=2,
+)
+_MODEL: Final = Schedule(lambda p, m, v: (p - 1) / p, lambda i, p, m, v: 1.0, splits_batch=False)
+_ZB1P: Final = Schedule(lambda p, m, v: (p - 1) / (3 * m + p - 1), lambda i, p, m, v: float(min(p, m)))
+_ZBV: Final = Schedule(lambda p, m, v: 0.0, _ZB1P.held, chunks=2, turns_back=True)
 
 WAYS: Final[dict[str, Way]] = {
     way.name: way
@@ -135,22 +106,12 @@ WAYS: Final[dict[str, Way]] = {
         Way("zero2", "data", "and gradients", zero=2),
         Way("zero3", "data", "and parameters, gathered unit by unit", zero=3),
         Way("fsdp", "data", "PyTorch's fully_shard on every layer", zero=3),
-        Way(
-            "model",
-            "pipe",
-            "layers on ranks, one after another",
-            schedule=Schedule(_all_but_one, _one, splits_batch=False),
-        ),
-        Way("gpipe", "pipe", "all forwards, then all backwards", schedule=Schedule(_ramps, _all)),
-        Way("1f1b", "pipe", "forwards and backwards in turn", schedule=Schedule(_ramps, _warm_up)),
-        Way("interleaved", "pipe", "1f1b over two chunks a rank", schedule=Schedule(_short_ramps, _chunk_warm_up, 2)),
-        Way("zb1p", "pipe", "weights' gradients fill the ramps", schedule=Schedule(_filled_ramps, _as_first_stage)),
-        Way(
-            "zbv",
-            "pipe",
-            "chunks down and up the ranks, no idle time",
-            schedule=Schedule(_none, _as_first_stage, 2, True),
-        ),
+        Way("model", "pipe", "layers on ranks, one after another", schedule=_MODEL),
+        Way("gpipe", "pipe", "all forwards, then all backwards", schedule=_GPIPE),
+        Way("1f1b", "pipe", "forwards and backwards in turn", schedule=_1F1B),
+        Way("interleaved", "pipe", "1f1b over two chunks a rank", schedule=_INTERLEAVED),
+        Way("zb1p", "pipe", "weights' gradients fill the ramps", schedule=_ZB1P),
+        Way("zbv", "pipe", "chunks down and up the ranks, no idle time", schedule=_ZBV),
         Way("tensor", "tensor", "every matrix cut over the ranks"),
     )
 }

@@ -38,21 +38,6 @@ def hidden(load: Load, operation: str) -> float:
     return HIDDEN.get(load.backend, {}).get(operation, 0.0)
 
 
-def _of_gather_scatter(load: Load) -> float:
-    """Count rank 0: the stacked gradient, what it gathers, the mean, and the result."""
-    return max(load.gradient_sizes) * (3 + load.ranks * (1 + hidden(load, "gather")))
-
-
-def _of_allreduce(load: Load) -> float:
-    """Count the largest gradient's share, and its copy in another type."""
-    return (hidden(load, "all_reduce") + _message(load)) * max(load.gradient_sizes)
-
-
-def _of_flat(load: Load) -> float:
-    """Count the flat tensor that gradients are copied to when all are there."""
-    return sum(load.gradient_sizes) * (1 + _message(load) + hidden(load, "all_reduce"))
-
-
 def _of_overlap(load: Load) -> float:
     """Count a gradient on its way into the view that it becomes, and two under way."""
     whole, largest = sum(load.gradient_sizes), max(load.gradient_sizes)
@@ -76,11 +61,6 @@ def _copied(load: Load, together: int) -> float:
     return max((size for size in load.gradient_sizes if size < OWN_ALONE), default=0)
 
 
-def _of_torch(load: Load) -> float:
-    """Count two buckets under way; gradients are views of them."""
-    return 2 * hidden(load, "all_reduce") * min(TORCH_BUCKET, sum(load.gradient_sizes))
-
-
 def _message(load: Load) -> float:
     """Return the copy of gradients in the type that they are sent as, in bytes for a byte of them."""
     return 0.0 if load.sent in (None, load.recipe.gradient) else load.sent / load.recipe.gradient
@@ -95,11 +75,6 @@ def _bucket(load: Load) -> int:
 def _ring(load: Load, nbytes: float) -> float:
     """Return what a ring of ours holds of a message; NCCL works in what it is given."""
     return 0.0 if load.backend == "nccl" else COLUMNS * min(nbytes / load.ranks, COLUMN_BYTES)
-
-
-def _of_zero1(load: Load) -> float:
-    """Count the gradient that is copied into its bucket, buckets as they are sent, and what the ring holds of one."""
-    return _copied(load, 0) + sum(load.gradient_sizes) * _message(load) + _ring(load, _bucket(load))
 
 
 def _of_zero2(load: Load) -> float:
@@ -152,13 +127,18 @@ def _of_fsdp(load: Load) -> float:
 
 PASSED: Final[dict[str, Callable[[Load], float]]] = {
     "single": lambda load: 0.0,
-    "gather_scatter": _of_gather_scatter,
-    "allreduce": _of_allreduce,
-    "flat": _of_flat,
+    # Rank 0: the stacked gradient, what it gathers, the mean, and the result.
+    "gather_scatter": lambda load: max(load.gradient_sizes) * (3 + load.ranks * (1 + hidden(load, "gather"))),
+    # The largest gradient's share, and its copy in another type.
+    "allreduce": lambda load: (hidden(load, "all_reduce") + _message(load)) * max(load.gradient_sizes),
+    # The flat tensor that gradients are copied to when all are there.
+    "flat": lambda load: sum(load.gradient_sizes) * (1 + _message(load) + hidden(load, "all_reduce")),
     "overlap": _of_overlap,
     "bucketed": _of_buckets,
-    "ddp": _of_torch,
-    "zero1": _of_zero1,
+    # Two buckets under way; gradients are views of them.
+    "ddp": lambda load: 2 * hidden(load, "all_reduce") * min(TORCH_BUCKET, sum(load.gradient_sizes)),
+    # The gradient that is copied into its bucket, buckets as they are sent, and what the ring holds of one.
+    "zero1": lambda load: _copied(load, 0) + sum(load.gradient_sizes) * _message(load) + _ring(load, _bucket(load)),
     "zero2": _of_zero2,
     "zero3": _of_zero3,
     "fsdp": _of_fsdp,

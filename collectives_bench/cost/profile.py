@@ -1,6 +1,6 @@
 """The profile of a cluster: a small JSON file that says what its exchanges cost, and predicts from it. Pure.
 
-    {"muster_profile": 1, "name": ..., "curves": [...], "constants": [...]}
+    {"muster_profile": 2, "name": ..., "curves": [...], "constants": [...]}
 
 A prediction says how it was made: from the curve of that operation and world; from the curve of another world, carried
 over by the formulas; or by the formulas alone.
@@ -32,13 +32,13 @@ from muster.jobs.spec.strict import Strict
 
 __all__ = ["Prediction", "Profile", "link", "load", "save"]
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 class Profile(Strict):
     """What the exchanges of a cluster cost."""
 
-    muster_profile: Literal[1] = VERSION
+    muster_profile: Literal[2] = VERSION
     name: str
     made_of: str = ""  # the runs, the machine and the day, as text
     curves: list[Curve] = Field(default_factory=list)
@@ -216,10 +216,10 @@ def load(path: Path) -> Profile:
     except ValueError as error:
         raise JobFileError(f"{path}: is not JSON; make a profile with muster bench fit") from error
     version = record.get("muster_profile") if isinstance(record, dict) else None
-    if isinstance(version, int) and version > VERSION:
+    if isinstance(version, int) and version != VERSION:
         raise JobFileError(
             f"{path}: is a profile of version {version}, this Muster reads version {VERSION}; "
-            "fit it again, or use a newer Muster"
+            "fit it again, or use the Muster that made it"
         )
     if version != VERSION:
         raise JobFileError(f"{path}: is no profile of Muster; make one with muster bench fit RESULT -o profile.json")

@@ -17,12 +17,6 @@ Array = NDArray[np.float64]
 
 NAMES: Final = ("base_s", "alpha_s", "beta_s", "gamma_s", "delta_s", "overhead_s", "host_s", "crowding", "rank_s")
 LINKS: Final = ("base_s", "alpha_s", "beta_s", "rank_s", "gamma_s", "delta_s")
-# What a model may consist of; which one it is, worlds left out decide. The first is taken where there are too few.
-FORMS: Final = {
-    "links, and a host that slows in a crowd": NAMES,
-    "links and a host": (*LINKS, "overhead_s", "host_s"),
-    "links": LINKS,
-}
 FIRST_CROWDING: Final = 0.1
 ITERATIONS: Final = 80
 HUBER: Final = 1.345

@@ -9,16 +9,18 @@ take from one another, and from a collective that runs beside their backward, is
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from muster.collectives_bench.cost.exposed import EXPOSED, Compute, Network, Times
+from muster.collectives_bench.cost.exposed import EXPOSED, NO_COMPUTE, Compute, Times
 from muster.collectives_bench.cost.load import Load
 from muster.collectives_bench.cost.memory import Memory, memory_of
 from muster.collectives_bench.cost.modes import Way, cut
 from muster.jobs.basics.errors import RefusedError
 
+if TYPE_CHECKING:
+    from muster.collectives_bench.cost.profile import Profile
+
 USABLE: Final = 0.9  # of the memory: the rest is for what is not counted
-NO_COMPUTE: Final = Compute(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Ranking:
         return not self.best.step.overlaps(self.runner_up.step)
 
 
-def predict(ways: Sequence[Way], load: Load, compute: Compute | None, network: Network, nodes: int) -> Iterator[Row]:
+def predict(ways: Sequence[Way], load: Load, compute: Compute | None, network: "Profile", nodes: int) -> Iterator[Row]:
     """Predict modes, each by itself.
 
     Raises:

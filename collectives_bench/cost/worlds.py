@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.collectives_bench.cost.curves import Curve, Points
+from muster.collectives_bench.cost.curves import Curve, Points, short
 from muster.collectives_bench.cost.heldout import Pair, errors_of, quantiles
-from muster.collectives_bench.cost.pieces import mean_error
 from muster.collectives_bench.cost.predicting import unusual
 from muster.collectives_bench.cost.profile import Profile
 from muster.collectives_bench.cost.second import UNSURE, Constants
-from muster.collectives_bench.cost.shared import FORMS, Point, fit_constants
+from muster.collectives_bench.cost.shared import LINKS, NAMES, Point, fit_constants
 from muster.collectives_bench.records import Header, World
 
 LEAST_WORLDS: Final = 3  # so that one can be left out, and the way from one world to another still be seen
-LEAST_INSIDE: Final = 2  # to choose a form by, where a third was left out already
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Shared:
             left_out = [pair for world in self.worlds_left_out(group).values() for pair in world]
             low, high = quantiles(left_out) if left_out else UNSURE
             tried = {"low": low, "high": high, "held_out": errors_of(left_out)}
-            found.append(self.constants(group, self.best_form(group)).model_copy(update=tried))
+            found.append(self.constants(group).model_copy(update=tried))
             pairs += left_out
         return found, pairs
 
@@ -79,38 +77,20 @@ class Shared:
             groups.setdefault((curve.backend, curve.device, curve.dtype, curve.nodes > 1), []).append(each)
         return list(groups.values())
 
-    def best_form(self, group: Sequence[Known], least: int = LEAST_WORLDS) -> str:
-        """Return the form of model that predicts left-out worlds best; the first where there are too few worlds."""
-        forms, worlds = self.forms(group), {each.world for each in group}
-        if len(forms) == 1 or len(worlds) < least:
-            return forms[0]
-        return min(forms, key=lambda form: mean_error(self._tried(group, form)))
-
-    def _tried(self, group: Sequence[Known], form: str) -> list[Pair]:
-        worlds = sorted({each.world for each in group})
-        return [pair for world in worlds for pair in self.world_left_out(group, world, form)]
-
     def worlds_left_out(self, group: Sequence[Known]) -> dict[tuple[int, int], list[Pair]]:
-        """Predict each world from the others, by which the form of model is chosen too; none of too few worlds."""
+        """Predict each world from the others; none of too few worlds."""
         worlds = sorted({each.world for each in group})
-        if len(worlds) < LEAST_WORLDS:
-            return {}
-        found = {}
-        for world in worlds:
-            others = [each for each in group if each.world != world]
-            found[world] = self.world_left_out(group, world, self.best_form(others, LEAST_INSIDE))
-        return found
+        return {} if len(worlds) < LEAST_WORLDS else {world: self.world_left_out(group, world) for world in worlds}
 
-    def forms(self, group: Sequence[Known]) -> list[str]:
-        """Return the forms that make sense: GPUs have links of their own, a rank alone on its host shares nothing."""
-        first = group[0].curve
+    def names(self, group: Sequence[Known]) -> Sequence[str]:
+        """Name the constants that make sense: GPUs have links of their own, a rank alone on its host shares nothing."""
         alone = all(each.curve.ranks == self._hosts(each.curve) for each in group)
-        return [list(FORMS)[-1]] if first.backend == "nccl" or alone else list(FORMS)
+        return LINKS if group[0].curve.backend == "nccl" or alone else NAMES
 
-    def world_left_out(self, group: Sequence[Known], world: tuple[int, int], form: str) -> list[Pair]:
+    def world_left_out(self, group: Sequence[Known], world: tuple[int, int]) -> list[Pair]:
         """Predict every point of a world from the others; operations that those lack are left out."""
         others = [each for each in group if each.world != world]
-        rest = Profile(name="", curves=[each.curve for each in others], constants=[self.constants(others, form)])
+        rest = Profile(name="", curves=[each.curve for each in others], constants=[self.constants(others)])
         return [
             (rest.predict(each.curve.operation, size, ranks=world[0], nodes=world[1]).seconds, took)
             for each in group
@@ -118,7 +98,7 @@ class Shared:
             for size, took in each.measured
         ]
 
-    def constants(self, group: Sequence[Known], form: str) -> Constants:
+    def constants(self, group: Sequence[Known]) -> Constants:
         """Fit the constants of one kind of world."""
         curves = [each.curve for each in group]
         sized = [each for each in curves if OPERATIONS[each.operation].has_size]
@@ -132,8 +112,8 @@ class Shared:
         ]
         values: dict[str, Any] = {}
         if points:
-            found = fit_constants(points, backend=first.backend, cores=self.cores, form=FORMS[form])
-            values = {name: _short(value) for name, value in found.items()}
+            found = fit_constants(points, backend=first.backend, cores=self.cores, form=self.names(group))
+            values = {name: short(value) for name, value in found.items()}
         return Constants(
             backend=first.backend,
             device=first.device,
@@ -150,7 +130,3 @@ class Shared:
     def _hosts(self, curve: Curve) -> int:
         worlds = (world for world in self.hosts if (world.ranks, world.nodes) == (curve.ranks, curve.nodes))
         return min((self.hosts[world] for world in worlds), default=curve.nodes)
-
-
-def _short(number: float) -> float:
-    return float(f"{number:.5g}")

@@ -5,8 +5,8 @@
     call.run()                   one call; CUDA: put on the current stream
     call.wrong()                 elements of this rank that are not what they should be
 
-The classes here are the shapes that operations come in, with what each leaves where; `operations.py` and
-`building_blocks.py` add what is called. In place, a sum grows with every call: check after a fill and one call.
+The classes here are the shapes that operations come in, with what each leaves where; `operations.py` adds what is
+called. In place, a sum grows with every call: check after a fill and one call.
 """
 
 from abc import ABC, abstractmethod
@@ -93,9 +93,9 @@ class Call(ABC):
     def refill(self) -> None:
         """Write the data of this number."""
 
-    @abstractmethod
     def start(self, later: bool) -> Any:
-        """Call the operation; `later` with async_op, returning what to wait for."""
+        """Call the operation (`operations.py` says how); `later` with async_op, returning what to wait for."""
+        raise NotImplementedError
 
     @abstractmethod
     def wrong(self) -> int:

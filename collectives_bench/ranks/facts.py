@@ -10,11 +10,9 @@ import platform
 import re
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
-
-import torch
 
 from muster.collectives_bench.records import HostFacts
 from muster.jobs.hosts.ranks import RankEnv
@@ -37,13 +35,8 @@ INTERFACE_VARIABLES: Final = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET
 TOLD: Final = re.compile(r"(NCCL|GLOO|OMP|TORCH|MALLOC)_\w+")
 
 
-def host_facts(
-    env: RankEnv, environ: Mapping[str, str], *, backend: str = "gloo", gpus: Iterable[str] | None = None
-) -> HostFacts:
-    """Describe the host of this rank; reads files only, so that a process that has yet to fork may ask.
-
-    `gpus` are names as torch gives them; without them the driver is asked.
-    """
+def host_facts(env: RankEnv, environ: Mapping[str, str], *, backend: str = "gloo") -> HostFacts:
+    """Describe the host of this rank; reads files only, so that a process that has yet to fork may ask."""
     interface = interface_of(env, environ, backend)
     return HostFacts(
         node=env.node_rank,
@@ -58,7 +51,7 @@ def host_facts(
         mtu=mtu(interface),
         congestion_control=text_of(CONGESTION),
         governor=_governor(),
-        gpus=list(driver_gpus() if gpus is None else gpus),
+        gpus=driver_gpus(),
         environment={name: environ[name] for name in sorted(environ) if TOLD.fullmatch(name)},
     )
 
@@ -81,11 +74,6 @@ def _first_named(words: str) -> str:
         return word[1:]
     names = [name for _, name in socket.if_nameindex()]
     return word if word in names else next((name for name in sorted(names) if word and name.startswith(word)), word)
-
-
-def cuda_gpus() -> list[str]:
-    """Name the GPUs that torch sees; only in a process that forks no more, for it wakes CUDA."""
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def mtu(interface: str) -> int | None:

@@ -6,21 +6,15 @@ What becomes of it is an `Ending`, which conductors exchange as JSON.
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from muster.jobs.world.forked import Forked, How, Work
+from muster.jobs.world.forked import Ended, Forked, Work
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How one rank's player ended, as its conductor saw it; what each word of `how` says stands with `Ended`."""
+class Ending(Ended):
+    """How one rank's player ended, as its conductor saw it."""
 
-    rank: int
-    how: How
-    time: float  # unix seconds
+    rank: int = 0
     cell: int | None = None  # it was at
-    beats: int = 0
-    message: str = ""
-    lost: bool = False  # what it met was that another rank had gone
-    stopped: bool = False  # silent, and stopped by a signal
     pair: tuple[int, int] | None = None  # of nodes, which it measured last
 
     @property

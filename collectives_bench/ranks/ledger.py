@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.ranks.company import Company
-from muster.collectives_bench.records import Block, Cell, End, Header, Pair, State
+from muster.collectives_bench.records import Block, Cell, Header, Pair, State
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.rowlog import RowLog
+from muster.jobs.timing.recorded import End
 
 BAD: Final[tuple[State, ...]] = ("wrong", "failed", "timeout")
 

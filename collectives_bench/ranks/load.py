@@ -10,9 +10,8 @@ included. All ranks tell their readings at the end of a block; one of them keeps
 import os
 import resource
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from muster.collectives_bench.records import Load
 
@@ -24,21 +23,13 @@ STEAL: Final = 7
 ALL: Final = range(8)
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """What one rank sees of its host since boot, in seconds of processor time, and its own part."""
 
     own_s: float
     busy_s: float
     steal_s: float
     all_s: float
-
-    def values(self) -> list[float]:
-        """List the numbers, to be sent as such."""
-        return list(astuple(self))
-
-
-FIELDS: Final = 4
 
 
 def read() -> Reading:

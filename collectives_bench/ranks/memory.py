@@ -5,8 +5,7 @@ and give it back. `hidden_bytes` measures that on one rank, `expected_hidden` kn
 what all ranks of a host will need against what is free there. Sizes are bytes; S is the catalog's.
 """
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -28,25 +27,9 @@ REASON_BYTES: Final = 512
 Share = Callable[[int, int], float]  # (S, ranks) -> bytes
 
 
-def _whole(nbytes: int, ranks: int) -> float:
-    return nbytes
-
-
-def _chunk(nbytes: int, ranks: int) -> float:
-    return nbytes / ranks
-
-
 def _two_segments(nbytes: int, ranks: int) -> float:
     """Two segments of a chunk, one on its way while the other is summed (gloo/allreduce.cc, gloo/reduce.cc)."""
     return 2 * min(nbytes / (2 * ranks), SEGMENT)
-
-
-def _whole_and_segments(nbytes: int, ranks: int) -> float:
-    return nbytes + _two_segments(nbytes, ranks)
-
-
-def _of_all(nbytes: int, ranks: int) -> float:
-    return nbytes * ranks
 
 
 def _columns(nbytes: int, ranks: int) -> float:
@@ -56,24 +39,27 @@ def _columns(nbytes: int, ranks: int) -> float:
 
 # What gloo (torch 2.13) takes inside a call, on every rank, and our own building blocks with it: as the sources say
 # and as was measured. What is not named takes nothing worth counting.
-HIDDEN: Final[Mapping[str, Share]] = MappingProxyType(
-    {
-        "all_reduce": _two_segments,
-        "reduce": _two_segments,
-        "all_gather": _whole,  # gathered into a flat copy first
-        "reduce_scatter": _whole_and_segments,  # a clone that is all-reduced
-        "ring_all_reduce": _columns,
-        "ring_reduce_scatter": _columns,
-        "tree_reduce": _columns,
-        "exchange_reduce_scatter": _columns,
-    }
-)
+HIDDEN: Final[dict[str, Share]] = {
+    "all_reduce": _two_segments,
+    "reduce": _two_segments,
+    "all_gather": lambda nbytes, ranks: nbytes,  # gathered into a flat copy first
+    "reduce_scatter": lambda nbytes, ranks: nbytes + _two_segments(nbytes, ranks),  # a clone that is all-reduced
+    "ring_all_reduce": _columns,
+    "ring_reduce_scatter": _columns,
+    "tree_reduce": _columns,
+    "exchange_reduce_scatter": _columns,
+}
 # The root gathers into a flat copy.
-HIDDEN_AT_ROOT: Final[Mapping[str, Share]] = MappingProxyType({"gather": _whole, "gather_scatter": _of_all})
+HIDDEN_AT_ROOT: Final[dict[str, Share]] = {
+    "gather": lambda nbytes, ranks: nbytes,
+    "gather_scatter": lambda nbytes, ranks: nbytes * ranks,
+}
 # What the others of a rooted operation allocate: less than the root, of which the catalog tells.
-BUFFERS_OF_OTHERS: Final[Mapping[str, Share]] = MappingProxyType(
-    {"gather": _chunk, "scatter": _chunk, "gather_scatter": _whole}
-)
+BUFFERS_OF_OTHERS: Final[dict[str, Share]] = {
+    "gather": lambda nbytes, ranks: nbytes / ranks,
+    "scatter": lambda nbytes, ranks: nbytes / ranks,
+    "gather_scatter": lambda nbytes, ranks: nbytes,
+}
 
 
 def hidden_bytes(run: Callable[[], None], nbytes: int, device: torch.device) -> int | None:
@@ -113,17 +99,13 @@ def needed_bytes(cell: Cell, nbytes: int, ranks: int, *, backend: str = "gloo", 
     return buffers_bytes(cell, nbytes, ranks, root=root) + hidden + RANK_SLACK
 
 
-def refusal(cell: Cell, nbytes: int, *, ranks: tuple[int, int], memory_share: float, gpu: str = "") -> str | None:
-    """Say why a cell would not fit into this host's memory, or into this rank's GPU; None where it fits.
+def refusal(cell: Cell, nbytes: int, *, ranks: tuple[int, int], memory_share: float) -> str | None:
+    """Say why a cell would not fit into this host's memory; None where it fits.
 
-    `ranks` is how many there are, and how many of them share this host; `gpu` is "", or the backend that sends tensors
-    of the GPU. Reads what is free now: the buffers of the last cell must be gone on all ranks of the host.
+    `ranks` is how many there are, and how many of them share this host. Reads what is free now: the buffers of the last
+    cell must be gone on all ranks of the host.
     """
     world, here = ranks
-    if gpu:
-        reason = gpu_refusal(cell, nbytes, ranks=world, memory_share=memory_share)
-        if reason is not None or gpu == "nccl":
-            return reason
     # Tensors of a GPU that gloo sends are copied to the host first, so they need there what others would.
     other = needed_bytes(cell, nbytes, world, root=False)
     root = needed_bytes(cell, nbytes, world, root=True)

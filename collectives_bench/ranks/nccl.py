@@ -38,10 +38,6 @@ class StreamClock:
         torch.cuda.synchronize(device)
         self.cycles = self._cycles_of_busy_wait()
 
-    def once(self, run: Run) -> float:
-        """Time one call, in microseconds."""
-        return self.loop(run, 1)
-
     def loop(self, run: Run, calls: int) -> float:
         """Time calls that are queued back to back; return the microseconds of one."""
         begin, end = self._events()

@@ -1,5 +1,6 @@
-"""Every operation of `catalog.py`, ready to be called: the library's own here, ours in `building_blocks.py`."""
+"""Every operation of `catalog.py`, ready to be called."""
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -8,24 +9,23 @@ from torch import Tensor
 
 from muster.collectives_bench.catalog import DTYPES as ITEMSIZES
 from muster.collectives_bench.catalog import OPERATIONS
-from muster.collectives_bench.ranks import building_blocks
 from muster.collectives_bench.ranks.calls import (
     ROOT,
+    Call,
     Exchanged,
     FromPeer,
     FromRoot,
     Gathered,
     GatheredAtRoot,
+    Overwritten,
     ReduceScattered,
     Scattered,
     Setup,
     Summed,
     SummedAtRoot,
 )
-from muster.collectives_bench.ranks.calls import (
-    Call as Call,
-)
 from muster.collectives_bench.records import Cell
+from muster.ddp import primitives
 from muster.ddp.primitives import begin, wait
 
 PLACES: Final = {"in": "over", "out": "beside"}
@@ -33,62 +33,6 @@ PLACES: Final = {"in": "over", "out": "beside"}
 # torch 2.13 renamed them and warns of the old names; torch 2.11 has only those.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-
-
-class AllReduce(Summed):
-    """all_reduce."""
-
-    def start(self, later: bool) -> Any:
-        return dist.all_reduce(self.buffer, group=self.group, async_op=later)
-
-
-class AllGather(Gathered):
-    """all_gather into one tensor."""
-
-    def start(self, later: bool) -> Any:
-        return _all_gather(self.output, self.input, group=self.group, async_op=later)
-
-
-class ReduceScatter(ReduceScattered):
-    """reduce_scatter of one tensor."""
-
-    def start(self, later: bool) -> Any:
-        return _reduce_scatter(self.output, self.input, group=self.group, async_op=later)
-
-
-class Broadcast(FromRoot):
-    """broadcast."""
-
-    def start(self, later: bool) -> Any:
-        return dist.broadcast(self.buffer, group_src=ROOT, group=self.group, async_op=later)
-
-
-class Reduce(SummedAtRoot):
-    """reduce."""
-
-    def start(self, later: bool) -> Any:
-        return dist.reduce(self.buffer, group_dst=ROOT, group=self.group, async_op=later)
-
-
-class Gather(GatheredAtRoot):
-    """gather."""
-
-    def start(self, later: bool) -> Any:
-        return dist.gather(self.input, self.places or None, group_dst=ROOT, group=self.group, async_op=later)
-
-
-class Scatter(Scattered):
-    """scatter."""
-
-    def start(self, later: bool) -> Any:
-        return dist.scatter(self.output, self.pieces, group_src=ROOT, group=self.group, async_op=later)
-
-
-class AllToAll(Exchanged):
-    """all_to_all of one tensor."""
-
-    def start(self, later: bool) -> Any:
-        return dist.all_to_all_single(self.output, self.input, group=self.group, async_op=later)
 
 
 class SendRecv(FromPeer):
@@ -143,25 +87,72 @@ class Barrier(Call):
         return 0
 
 
+class GatherScatter(Overwritten):
+    """The mean by way of the root, which gathers, adds in the order of ranks, divides, and scatters."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.others = [setup.buffer(setup.count) for _ in range(setup.ranks - 1)] if setup.rank == ROOT else []
+
+    def buffers(self) -> list[Tensor]:
+        return [self.buffer, *self.others]
+
+    def start(self, later: bool) -> None:
+        if self.ranks == 1:
+            return
+        is_root = self.rank == ROOT
+        dist.gather(self.buffer, [self.buffer, *self.others] if is_root else None, group_dst=ROOT, group=self.group)
+        for other in self.others:
+            self.buffer += other
+        if is_root:
+            self.buffer /= self.ranks
+        mine = self.others[0] if is_root else self.buffer  # the root has its mean already
+        dist.scatter(mine, [self.buffer] * self.ranks if is_root else None, group_src=ROOT, group=self.group)
+
+    def wrong(self) -> int:
+        return self.pattern.wrong_sum(self.buffer, self.number, mean=True)
+
+
+def _of(shape: type[Call], start: Callable[[Any, bool], Any]) -> type[Call]:
+    """Return the calls of a shape that begin so; what `start` returns is waited for, if it is anything."""
+    return type(shape.__name__, (shape,), {"start": start})
+
+
 CALLS: Final[dict[str, type[Call]]] = {
-    "all_reduce": AllReduce,
-    "all_gather": AllGather,
-    "reduce_scatter": ReduceScatter,
-    "broadcast": Broadcast,
-    "reduce": Reduce,
-    "gather": Gather,
-    "scatter": Scatter,
-    "all_to_all": AllToAll,
+    "all_reduce": _of(Summed, lambda c, later: dist.all_reduce(c.buffer, group=c.group, async_op=later)),
+    "all_gather": _of(Gathered, lambda c, later: _all_gather(c.output, c.input, group=c.group, async_op=later)),
+    "reduce_scatter": _of(
+        ReduceScattered, lambda c, later: _reduce_scatter(c.output, c.input, group=c.group, async_op=later)
+    ),
+    "broadcast": _of(
+        FromRoot, lambda c, later: dist.broadcast(c.buffer, group_src=ROOT, group=c.group, async_op=later)
+    ),
+    "reduce": _of(SummedAtRoot, lambda c, later: dist.reduce(c.buffer, group_dst=ROOT, group=c.group, async_op=later)),
+    "gather": _of(
+        GatheredAtRoot,
+        lambda c, later: dist.gather(c.input, c.places or None, group_dst=ROOT, group=c.group, async_op=later),
+    ),
+    "scatter": _of(
+        Scattered, lambda c, later: dist.scatter(c.output, c.pieces, group_src=ROOT, group=c.group, async_op=later)
+    ),
+    "all_to_all": _of(
+        Exchanged, lambda c, later: dist.all_to_all_single(c.output, c.input, group=c.group, async_op=later)
+    ),
     "send_recv": SendRecv,
     "ping_pong": PingPong,
     "barrier": Barrier,
-    "ring_all_reduce": building_blocks.RingAllReduce,
-    "ring_reduce_scatter": building_blocks.RingReduceScatter,
-    "ring_all_gather": building_blocks.RingAllGather,
-    "tree_broadcast": building_blocks.TreeBroadcast,
-    "tree_reduce": building_blocks.TreeReduce,
-    "exchange_reduce_scatter": building_blocks.ExchangeReduceScatter,
-    "gather_scatter": building_blocks.GatherScatter,
+    # Ours, so that a learner sees why the library's are faster, or are not.
+    "ring_all_reduce": _of(Summed, lambda c, _: primitives.ring_all_reduce(c.buffer, c.group)),
+    "ring_reduce_scatter": _of(
+        ReduceScattered, lambda c, _: primitives.ring_reduce_scatter(c.parts_of_input, c.output, c.group)
+    ),
+    "ring_all_gather": _of(Gathered, lambda c, _: primitives.ring_all_gather(c.input, c.places, c.group)),
+    "tree_broadcast": _of(FromRoot, lambda c, _: primitives.tree_broadcast(c.buffer, ROOT, c.group)),
+    "tree_reduce": _of(SummedAtRoot, lambda c, _: primitives.tree_reduce(c.buffer, ROOT, c.group)),
+    "exchange_reduce_scatter": _of(
+        ReduceScattered, lambda c, _: primitives.ordered_reduce_scatter(c.parts_of_input, c.output, c.group)
+    ),
+    "gather_scatter": GatherScatter,
 }
 MESSAGES: Final = frozenset({"send_recv", "ping_pong"} | {name for name, each in OPERATIONS.items() if each.ours})
 COLLECTIVE: Final = "gather_scatter"  # the one of ours that the library's gather and scatter do

@@ -108,7 +108,7 @@ class Stage:
 
     def read_load(self) -> Any:
         """Tell each other what the hosts do; return the load since a while ago, None at the first reading."""
-        told = self.voices.gather(load.read().values())
+        told = self.voices.gather(load.read())
         return self.history.add(time.perf_counter(), [load.Reading(*each) for each in told])
 
     def play(self, cell: Cell) -> Block:
@@ -140,7 +140,7 @@ class Stage:
         warm_up_calls = sampler.warm_up(call.run, first_us)
         samples = sampler.latency(call.run)
         samples_us = [round(each / parts, DIGITS) for each in samples.slowest]
-        back_to_back_us, _ = sampler.back_to_back(call.run, stats.median(samples.slowest))
+        back_to_back_us = sampler.back_to_back(call.run, stats.median(samples.slowest))
         host_us = sampler.host(call.run)
         counted = self._count_the_wire(cell, nbytes, call)
         call.fill()

@@ -43,9 +43,6 @@ class Clock(Protocol):
 
     pause_s: float
 
-    def once(self, run: Run) -> float:
-        """Time one call after a barrier."""
-
     def loop(self, run: Run, calls: int) -> float:
         """Time calls back to back after a barrier; return the time of one."""
 
@@ -88,10 +85,6 @@ class HostClock:
     def __init__(self, voices: Voices, device: torch.device) -> None:
         self.voices = voices
         self.device = device
-
-    def once(self, run: Run) -> float:
-        """Time one call after a barrier, in microseconds."""
-        return self.loop(run, 1)
 
     def loop(self, run: Run, calls: int) -> float:
         """Time calls back to back after a barrier; return the microseconds of one."""
@@ -170,7 +163,7 @@ class Sampler:
         slowest: list[float] = []
         count = settings.least_samples
         while count > 0:
-            mine = [self.clock.once(run) for _ in range(count)]
+            mine = [self.clock.loop(run, 1) for _ in range(count)]
             gathered = self.voices.gather([*mine, time.perf_counter() - self._began])
             spent_s = max(each.pop() for each in gathered)  # everybody must come to the same end
             for known, new in zip(by_rank, gathered, strict=True):
@@ -184,11 +177,11 @@ class Sampler:
             count = min(count, settings.most_samples - len(slowest))
         return Samples(slowest, by_rank)
 
-    def back_to_back(self, run: Run, each_us: float) -> tuple[float, int]:
-        """Return the time of a call in a loop without pauses, in microseconds, and how many calls were made."""
+    def back_to_back(self, run: Run, each_us: float) -> float:
+        """Return the time of a call in a loop without pauses, in microseconds."""
         budget_us = (1 - LATENCY_SHARE) * self.settings.block_s * US
         calls = max(LEAST_BACK_TO_BACK, min(MOST_BACK_TO_BACK, int(budget_us / max(each_us, 1.0))))
-        return self._slowest(self.clock.loop(run, calls)), calls
+        return self._slowest(self.clock.loop(run, calls))
 
     def host(self, run: Run) -> float | None:
         """Return the time until a call returns to Python on the slowest rank, in microseconds; None: the call's own."""
@@ -196,7 +189,7 @@ class Sampler:
         return None if mine is None else self._slowest(mine)
 
     def _one(self, run: Run) -> float:
-        return self._in_time(self._slowest(self.clock.once(run)))
+        return self._in_time(self._slowest(self.clock.loop(run, 1)))
 
     def _in_time(self, slowest_us: float) -> float:
         if slowest_us > self.settings.timeout_s * US:

@@ -26,7 +26,7 @@ PROTOCOLS: Final = Path("/proc/self/net/snmp")
 TIMESTAMPS: Final = Path("/proc/sys/net/ipv4/tcp_timestamps")
 LOOPBACK: Final = "lo"
 SENT_BYTES, SENT_PACKETS = 8, 9  # of a line of /proc/net/dev, after the name
-ETHERNET, IP, IP6, TCP, STAMP = 14, 20, 40, 20, 12  # bytes of headers; the loopback has an Ethernet header too
+ETHERNET, IP, TCP, STAMP = 14, 20, 20, 12  # bytes of headers; the loopback has an Ethernet header too
 
 WINDOW_BYTES: Final = 8 * 2**20  # a window moves that much at least, so that a stray packet is nothing
 MOST_CALLS: Final = 64
@@ -43,9 +43,9 @@ class WireCounter:
     piece is counted with a header of its own.
     """
 
-    def __init__(self, interfaces: Iterable[str], *, ipv6: bool = False) -> None:
+    def __init__(self, interfaces: Iterable[str]) -> None:
         self.interfaces = sorted(set(interfaces))
-        self.header_bytes = header_bytes(ipv6=ipv6)
+        self.header_bytes = header_bytes()
         cards = [found for each in self.interfaces if each != LOOPBACK and (found := mtu(each))]
         self._segment = min(cards) - (self.header_bytes - ETHERNET) if cards else 0
         self._begin = (0, 0, 0)
@@ -84,13 +84,13 @@ def interfaces_of(interface: str, *, alone: bool) -> list[str]:
     return [LOOPBACK] if alone or not interface else sorted({LOOPBACK, interface})
 
 
-def header_bytes(*, ipv6: bool = False) -> int:
+def header_bytes() -> int:
     """Return the headers of a TCP segment in bytes: 66 on IPv4, with the time stamps that Linux sends by default."""
     try:
         stamped = TIMESTAMPS.read_text(encoding="ascii").strip() != "0"
     except OSError:
         stamped = True
-    return ETHERNET + (IP6 if ipv6 else IP) + TCP + (STAMP if stamped else 0)
+    return ETHERNET + IP + TCP + (STAMP if stamped else 0)
 
 
 def audit(

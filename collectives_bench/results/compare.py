@@ -104,11 +104,6 @@ class Comparison:
         return f"{self.verdict}: of {len(self.rows)} common rows {counts}{more}"
 
 
-def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Verdict]:
-    """Return a verdict for every row that both have, in the order of `after`; errors as `comparison`."""
-    return comparison(before, after).rows
-
-
 def comparison(before: Sequence[Row], after: Sequence[Row]) -> Comparison:
     """Compare all rows that both have, and all of them together.
 
@@ -133,17 +128,14 @@ def comparison(before: Sequence[Row], after: Sequence[Row]) -> Comparison:
     judged = _judge(list(sides.values()), drift, alpha)
     for i, verdict in zip(sides, judged, strict=True):
         found[i] = _of_row(verdict, *common[i])
+    of_before, of_after = ({(row.world, row.cell) for row in rows if row.is_measured} for rows in (before, after))
     return Comparison(
         rows=[verdict for verdict in found if verdict is not None],
         together=of_all,
         only_before=len(before) - len(common),
         only_after=len(after) - len(common),
-        vanished=len({key for key, row in earlier.items() if row.is_measured} - _measured(after)),
+        vanished=len(of_before - of_after),
     )
-
-
-def _measured(rows: Sequence[Row]) -> set[tuple[World, Cell]]:
-    return {(row.world, row.cell) for row in rows if row.is_measured}
 
 
 def _unfit(before: Row, after: Row) -> Verdict | None:

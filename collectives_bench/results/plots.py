@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from muster.collectives_bench.catalog import OPERATIONS
 from muster.collectives_bench.results.table import world_text
-from muster.collectives_bench.sizes import size_text
+from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.basics.files import write_bytes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _draw(panel: Any, rows: "Sequence[Row]", ways: Sequence[str], what: str) -> 
     panel.set_xscale("log", base=2)
     panel.set_yscale("log")
     panel.grid(True, which="major", alpha=0.3)
-    panel.yaxis.set_major_formatter(FuncFormatter(_seconds if what == "time" else _plain))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda us, _: time_text(us / 1e6) if what == "time" else _plain(us)))
 
 
 def _point(row: "Row", what: str) -> tuple[int, float, float, float] | None:
@@ -123,16 +123,8 @@ def _name_values(panel: Any) -> None:
     panel.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _plain(value: float, _: Any) -> str:
+def _plain(value: float) -> str:
     return f"{value:.6f}".rstrip("0").rstrip(".")
-
-
-def _seconds(value: float, _: Any) -> str:
-    """Write microseconds with the unit that fits."""
-    for unit, factor in (("s", 1e6), ("ms", 1e3)):
-        if value >= factor:
-            return f"{value / factor:.4g} {unit}"
-    return f"{value:.4g} us"
 
 
 def _name_sizes(panel: Any, sizes: Sequence[int]) -> None:

@@ -10,7 +10,7 @@ launch has its own calls' interval and the flag `one launch`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS
@@ -143,14 +143,9 @@ def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
     foreign = [block.load.foreign for block in blocks if block.load is not None]
     first_us = _middle(blocks, lambda block: block.first_us)
     late_rank = _late_rank(blocks)
-    return Row(
-        world=row.world,
-        cell=row.cell,
-        nbytes=row.nbytes,
-        state=row.state,
-        reason=row.reason,
+    return replace(
+        row,
         launches=len(blocks),
-        tried=row.tried,
         samples=sum(timing.n for timing in timings),
         p50_us=p50_us,
         low_us=low_us,
@@ -164,7 +159,6 @@ def _with_numbers(row: Row, blocks: Sequence[Block]) -> Row:
         first_us=first_us,
         throughput_us=_middle(blocks, lambda block: block.throughput_us),
         host_us=_middle(blocks, lambda block: block.host_us),
-        wrong=row.wrong,
         algbw=algbw,
         busbw=None if algbw is None else algbw * factor,
         late_rank=late_rank,

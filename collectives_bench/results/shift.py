@@ -19,29 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Protocol
 
 from muster.collectives_bench.results.stats import median
 
 EXACT = 60  # launches: beyond, the normal approximation is as good (within 1 % of the level at 0.001)
-
-
-class Shift(Protocol):
-    """What every test can be asked."""
-
-    @property
-    def estimate(self) -> float:
-        """The most plausible shift."""
-
-    @property
-    def least_p(self) -> float:
-        """The smallest p-value that these many launches can give."""
-
-    def p_value(self, at: float = 0.0) -> float:
-        """The probability, if the shift were `at`, of data at least as far from it."""
-
-    def interval(self, alpha: float) -> tuple[float, float]:
-        """Shifts that the data do not contradict at this level; infinite where there are too few launches."""
 
 
 @dataclass(frozen=True)
@@ -53,18 +34,22 @@ class Ranks:
 
     @property
     def estimate(self) -> float:
+        """The most plausible shift."""
         return median(self.values)
 
     @property
     def least_p(self) -> float:
+        """The smallest p-value that these many launches can give."""
         return min(1.0, 2 * _at_most(0, self.sizes))
 
     def p_value(self, at: float = 0.0) -> float:
+        """Return the probability, if the shift were `at`, of data at least as far from it."""
         below, above = bisect_left(self.values, at), len(self.values) - bisect_right(self.values, at)
         ties = len(self.values) - below - above
         return min(1.0, 2 * _at_most(min(below, above) + ties // 2, self.sizes))
 
     def interval(self, alpha: float) -> tuple[float, float]:
+        """Return shifts that the data do not contradict at this level; infinite where there are too few launches."""
         place = -1  # the most values outside at either end
         while place + 1 < len(self.values) // 2 and 2 * _at_most(place + 1, self.sizes) <= alpha:
             place += 1
@@ -79,10 +64,6 @@ class Mean:
     error: float
     freedom: int
 
-    @property
-    def least_p(self) -> float:
-        return 0.0
-
     def p_value(self, at: float = 0.0) -> float:
         if self.error == 0:
             return 1.0 if self.estimate == at else 0.0
@@ -91,6 +72,9 @@ class Mean:
     def interval(self, alpha: float) -> tuple[float, float]:
         half = self.error * student_quantile(alpha, self.freedom)
         return self.estimate - half, self.estimate + half
+
+
+Shift = Ranks | Mean
 
 
 def paired_ranks(differences: Sequence[float]) -> Ranks:

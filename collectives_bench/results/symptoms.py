@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from muster.collectives_bench.records import Block, Cell, Header, Result, World
-from muster.collectives_bench.results.finding import Finding
 from muster.collectives_bench.results.rows import FOREIGN_LIMIT, STEAL_LIMIT, SYMMETRIC, Row
 from muster.collectives_bench.results.stats import median, quantile
 from muster.collectives_bench.sizes import size_text
@@ -15,6 +15,28 @@ SMALL_BYTES: Final = 2**20
 LOADED: Final = 0.30  # foreign load that has been seen to cost a median of 1.24x
 FIRST_CALL_SHARE: Final = 3.0  # times the median: from here on a first call is worth a line
 LEAST_LATE_ROWS: Final = 2
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found, on what evidence, what it costs, and what to do.
+
+    `factor` is how many times as long calls take for it, `seconds` what it costs once. `measured`: in this result;
+    otherwise the cost was seen elsewhere, as `cost` says.
+    """
+
+    what: str
+    evidence: str
+    cost: str
+    advice: str
+    factor: float | None = None
+    seconds: float | None = None
+    measured: bool = False
+
+    @property
+    def text(self) -> str:
+        """All of it in one line."""
+        return f"{self.what} ({self.evidence}): {self.cost}; {self.advice}"
 
 
 def log_mean(ratios: Sequence[float]) -> float:

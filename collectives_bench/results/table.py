@@ -9,16 +9,15 @@ The time is the median over launches of each launch's median; +- is half of its 
 confidence the footer says; b2b is the time of a call among calls back to back. GB/s is 1e9 bytes a second.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Final
 
-from muster.collectives_bench.catalog import OPERATIONS
+from muster.collectives_bench.catalog import DTYPES, OPERATIONS
 from muster.collectives_bench.records import Cell, Header, HostFacts, World
-from muster.collectives_bench.settings import itemsize
 from muster.collectives_bench.sizes import size_text
 from muster.jobs.basics.words import counted
+from muster.jobs.timing.columns import Column, cells, headings, utc
 
 if TYPE_CHECKING:
     from muster.collectives_bench.results.rows import Row
@@ -46,7 +45,7 @@ def spread(row: "Row") -> float | None:
 
 
 def _count(row: "Row") -> str:
-    return str(row.nbytes // itemsize(row.cell.dtype)) if row.nbytes else "-"
+    return str(row.nbytes // DTYPES[row.cell.dtype]) if row.nbytes else "-"
 
 
 def _launches(row: "Row") -> str:
@@ -58,8 +57,6 @@ def _spread(row: "Row") -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-# name, unit, width, value; nothing is cut: a value wider than its column pushes the rest of its row
-Column = tuple[str, str, int, "Callable[[Row], str]"]
 LABELS: Final[tuple[Column, ...]] = (
     ("size", "(B)", 12, lambda row: str(row.nbytes) if row.nbytes else "-"),
     ("count", "(elements)", 12, _count),
@@ -86,8 +83,7 @@ def header(header: Header) -> list[str]:
     """Return the lines that say what was measured where: versions, world, settings, one line for each host."""
     world, settings = header.world, header.settings
     nccl = f" · nccl {header.nccl}" if header.nccl else ""
-    when = f"{datetime.fromtimestamp(header.time, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
-    lines = [f"# {header.name}: {world_text(world)} · torch {header.torch}{nccl} · {when}"]
+    lines = [f"# {header.name}: {world_text(world)} · torch {header.torch}{nccl} · {utc(header.time)}"]
     shown = []
     for name, unit in (("launches", ""), ("block_s", " s"), ("timeout_s", " s"), ("precision", ""), ("seed", "")):
         if name in settings:
@@ -111,7 +107,7 @@ def lines(rows: "Iterable[Row]") -> list[str]:
     found: list[str] = []
     for (world, operation), group in groupby(rows, key=lambda row: (row.world, row.cell.operation)):
         found += ["#", f"# {operation}: {OPERATIONS[operation].phrase} · {world_text(world)}"]
-        found += [_heading([column[0] for column in (*LABELS, *NUMBERS)], "flags"), _heading(_units(), "")]
+        found += headings((*LABELS, *NUMBERS), "flags")
         found += [_line(row) for row in group]
     return found
 
@@ -180,24 +176,13 @@ def _names(rows: "Sequence[Row]") -> str:
     return ", ".join(f"{operation} ({count} {state})" for (operation, state), count in counts.items())
 
 
-def _units() -> list[str]:
-    return [column[1] for column in (*LABELS, *NUMBERS)]
-
-
-def _heading(words: Sequence[str], last: str) -> str:
-    widths = [column[2] for column in (*LABELS, *NUMBERS)]
-    cells = [word.rjust(width) for word, width in zip(words, widths, strict=True)]
-    return f"#{''.join(cells)[1:]}  {last}".rstrip()
-
-
 def _line(row: "Row") -> str:
-    start = "".join(f" {value(row)}".rjust(width) for _, _, width, value in LABELS)
+    start = cells(LABELS, row)
     flags = "  " + ", ".join(row.flags) if row.flags else ""
     if row.p50_us is None:
         return f"{start}  {row.state}{': ' if row.reason else ''}{row.reason}{flags}"
-    numbers = "".join(f" {value(row)}".rjust(width) for _, _, width, value in NUMBERS)
     state = f"  {row.state}: {row.reason}" if row.state != "ok" else ""
-    return f"{start}{numbers}{flags}{state}"
+    return f"{start}{cells(NUMBERS, row)}{flags}{state}"
 
 
 def _host(host: HostFacts) -> str:

@@ -116,14 +116,6 @@ class Dtypes(Strict):
     layers: list[LayerTypes]
 
 
-class End(Strict):
-    """The last line of a job that measured all it was to measure."""
-
-    record: Literal["end"] = "end"
-    seconds: float
-    time: UnixTime
-
-
 class Timing(Strict):
     """All of one run."""
 

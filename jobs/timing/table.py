@@ -6,12 +6,12 @@
 """
 
 import re
-from collections.abc import Callable, Sequence
-from datetime import datetime, timezone
+from collections.abc import Sequence
 from typing import Final
 
 from muster.jobs.basics.words import counted
 from muster.jobs.models.shapes import GPT_SHAPES
+from muster.jobs.timing.columns import Column, cells, headings, utc
 from muster.jobs.timing.records import Dtypes, Header, Peak, State, Timed, Timing, Timings
 from muster.jobs.timing.settings import TimingSettings
 
@@ -26,8 +26,6 @@ STATE_WORDS: Final[dict[State, str]] = {
 }
 MOST_WARM_UPS: Final = 4  # that a row shows
 
-# name, unit, width, value; a value wider than its column pushes the rest of its row
-Column = tuple[str, str, int, Callable[[Timed], str]]
 LABELS: Final[tuple[Column, ...]] = (
     ("model", "", 11, lambda row: row.model),
     ("pass", "", 9, lambda row: row.pass_name),
@@ -64,12 +62,11 @@ def report_lines(timings: Timings) -> list[str]:
 def heading(header: Header) -> list[str]:
     """Return the lines that say what was timed where."""
     machine, settings = header.machine, header.settings
-    when = f"{datetime.fromtimestamp(header.time, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"
     place = [f"host {machine.host}", *([machine.gpu] if header.device == "cuda" else [])]
     place += [machine.cpu, f"{counted(machine.threads, 'thread')} on {counted(machine.cores, 'core')}"]
     place.append(f"{machine.memory_bytes / 2**30:.0f} GB")
     return [
-        f"# {header.name}: models alone on {header.device} · torch {header.torch} · {when}",
+        f"# {header.name}: models alone on {header.device} · torch {header.torch} · {utc(header.time)}",
         f"# {', '.join(place)}",
         f"# {'; '.join(_asked(settings))}",
     ]
@@ -89,12 +86,7 @@ def _asked(settings: TimingSettings) -> list[str]:
 
 def table(rows: Sequence[Timed]) -> list[str]:
     """Return names, units and one line for each row."""
-    columns = (*LABELS, *NUMBERS)
-    return [
-        _heading([column[0] for column in columns], "warm-up"),
-        _heading([column[1] for column in columns], "(ms)"),
-        *(_line(row) for row in rows),
-    ]
+    return [*headings((*LABELS, *NUMBERS), "warm-up", "(ms)"), *map(_line, rows)]
 
 
 def row_text(row: Timed) -> str:
@@ -135,21 +127,14 @@ def milliseconds(seconds: float | None) -> str:
     return number(None if seconds is None else seconds * 1e3)
 
 
-def _heading(words: Sequence[str], last: str) -> str:
-    widths = [column[2] for column in (*LABELS, *NUMBERS)]
-    cells = [f" {word}".rjust(width) for word, width in zip(words, widths, strict=True)]
-    return f"#{''.join(cells)[1:]}  {last}".rstrip()
-
-
 def _line(row: Timed) -> str:
-    start = "".join(f" {value(row)}".rjust(width) for _, _, width, value in LABELS)
+    start = cells(LABELS, row)
     reason = f"{STATE_WORDS[row.state]}: {row.reason}" if row.state != "ok" else ""
     if row.summary is None:
         return f"{start}  {reason}"
-    numbers = "".join(f" {value(row)}".rjust(width) for _, _, width, value in NUMBERS)
     warm_up = " ".join(milliseconds(each) for each in row.warm_up_s[:MOST_WARM_UPS]) or "-"
     more = f" … {len(row.warm_up_s)} in all" if len(row.warm_up_s) > MOST_WARM_UPS else ""
-    return f"{start}{numbers}  {warm_up}{more}{f'  {reason}' if reason else ''}"
+    return f"{start}{cells(NUMBERS, row)}  {warm_up}{more}{f'  {reason}' if reason else ''}"
 
 
 def _footer(timing: Timing) -> list[str]:

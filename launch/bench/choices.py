@@ -10,9 +10,11 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from muster.jobs.basics.errors import UsageError
-from muster.jobs.spec import mistakes
+from muster.jobs.spec import mistakes, yamlfile
 from muster.jobs.spec.yamlfile import Document, KeyPath, Place
+from muster.launch.common.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
 
+LONGEST_NAME: Final = 64
 PLOTS: Final = (".png", ".svg", ".pdf")
 
 
@@ -71,6 +73,18 @@ def add(group: argparse._ActionsContainer, choices: Sequence[Choice], switches: 
         group.add_argument(switch.flag, dest=switch.field, action="store_const", const=switch.value, help=switch.help)
 
 
+def add_measuring(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add where results of a measurement go, and what `muster run` takes; return the group of the results."""
+    results = parser.add_argument_group("results")
+    results.add_argument("--out", metavar="FILE.json", help="write all records there, and the rows beside it as .csv")
+    add_json(parser)
+    add_overrides(parser)
+    add_site_and_name(parser)
+    add_runs(parser)
+    add_transport(parser)
+    return results
+
+
 def changes(
     args: argparse.Namespace, model: type[BaseModel], choices: Sequence[Choice], switches: Sequence[Switch]
 ) -> dict[str, Any]:
@@ -103,6 +117,11 @@ def changes(
     if wrong:
         raise UsageError("\n".join(wrong))
     return found
+
+
+def job_text(words: Sequence[str], **sections: Any) -> str:
+    """Return the job file that a command line without one stands for, named by some words."""
+    return yamlfile.dump({"name": "-".join(words)[:LONGEST_NAME].rstrip("-._"), **sections})
 
 
 def check_output(flag: str, given: str | None, suffixes: tuple[str, ...]) -> None:

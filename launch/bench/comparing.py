@@ -111,9 +111,9 @@ def _name(verdict: "Verdict", *, of_world: bool) -> str:
 
 
 def _cells(verdict: "Verdict") -> tuple[str | None, ...]:
-    from muster.launch.bench.live import time_text
+    from muster.collectives_bench.sizes import time_text
 
-    times = (None if value is None else time_text(value) for value in (verdict.before_us, verdict.after_us))
+    times = (None if value is None else time_text(value / 1e6) for value in (verdict.before_us, verdict.after_us))
     ratios = (None if value is None else f"{value:.3f}" for value in (verdict.ratio, verdict.low, verdict.high))
     launches = "/".join(map(str, verdict.launches))
     return (*times, *ratios, launches, verdict.verdict, verdict.why)

@@ -1,4 +1,4 @@
-"""`muster bench fit`: from results to a profile, and how wrong it is on what it had not seen."""
+"""`muster bench fit R... -o profile.json`: from results to a profile, and how wrong it is on what it had not seen."""
 
 import argparse
 import json
@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from muster.jobs.basics.errors import RunFolderError, StorageError
-from muster.launch.bench import results
+from muster.launch.bench import choices, results
+from muster.launch.bench.showing import add_results
+from muster.launch.common.options import add_json
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.curves import Curve, Errors
@@ -29,6 +31,15 @@ COLUMNS: Final = (
 )
 
 
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_results(parser)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE.json", required=True, help="the profile that muster predict reads"
+    )
+    add_json(parser)
+
+
 def run(args: argparse.Namespace) -> int:
     """Fit, save, and print the table of fits with their held-out errors.
 
@@ -38,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from muster.collectives_bench.cost.fit import fit
 
+    choices.check_output("--output", args.output, (".json",))
     profile = fit(results.read(args.results, args.runs), name=Path(args.output).stem)
     write(profile, Path(args.output))
     print(json.dumps(record(profile), indent=1) if args.json else render(profile))
@@ -62,7 +74,7 @@ def record(profile: "Profile") -> dict[str, object]:
     return {
         "name": profile.name,
         "made_of": profile.made_of,
-        "curves": [each.model_dump(mode="json", exclude={"points", "pieces"}) for each in profile.curves],
+        "curves": [each.model_dump(mode="json", exclude={"points", "line"}) for each in profile.curves],
         "constants": [each.model_dump(mode="json") for each in profile.constants],
         "held_out_sizes": profile.held_out_sizes and profile.held_out_sizes.model_dump(),
         "held_out_worlds": profile.held_out_worlds and profile.held_out_worlds.model_dump(),
@@ -76,7 +88,7 @@ def render(profile: "Profile") -> str:
     lines = [f"# {profile.made_of}"] if profile.made_of else []
     lines += [
         "# mean, max, in 10 %: error at sizes left out one at a time, the first and the last never; 90 %: the share of",
-        "# the time that predictions are good to; alpha and beta are of the last piece: time = alpha + S * beta",
+        "# the time that predictions are good to; alpha and beta are of the line: time = alpha + S * beta",
         screen.table(COLUMNS, [_cells(each) for each in profile.curves if not each.back_to_back]),
     ]
     behind = sum(each.back_to_back for each in profile.curves)
@@ -102,22 +114,31 @@ def text(errors: "Errors | None") -> str:
 
 
 def _cells(curve: "Curve") -> tuple[str, ...]:
-    from muster.collectives_bench.cost.curves import time_text
+    from muster.collectives_bench.sizes import time_text
 
-    piece, errors = curve.pieces[-1], curve.held_out
+    line, errors = curve.line, curve.held_out
     name = curve.operation + ("" if curve.call == "sync" else f" {curve.call}")
     world = f"{curve.nodes}x{curve.ranks // curve.nodes} {curve.backend}"
-    rate = f"{1e-9 / piece.beta_s:.3g} GB/s" if piece.beta_s > 0 else "-"
+    rate = f"{1e-9 / line.beta_s:.3g} GB/s" if line.beta_s > 0 else "-"
     shares = ("-", "-", "-")
     if errors is not None:
         shares = (f"{errors.mean:.1%}", f"{errors.largest:.1%}", f"{errors.within_10:.0%}")
-    model = curve.kind if curve.kind != "pieces" else f"{len(curve.pieces)} pieces"
     sizes = str(len(curve.points))
-    return (name, world, curve.dtype, sizes, model, time_text(piece.alpha_s), rate, *shares, f"{curve.high - 1:.0%}")
+    return (
+        name,
+        world,
+        curve.dtype,
+        sizes,
+        curve.kind,
+        time_text(line.alpha_s),
+        rate,
+        *shares,
+        f"{curve.high - 1:.0%}",
+    )
 
 
 def _constants(constants: "Constants") -> str:
-    from muster.collectives_bench.cost.curves import time_text
+    from muster.collectives_bench.sizes import time_text
 
     where = "between nodes" if constants.network else "on one node"
     parts = [f"{time_text(constants.alpha_s)} a step"] if constants.alpha_s > 0 else []

@@ -1,41 +1,122 @@
 """What `muster bench` shows of collectives while ranks measure: a table of the medians so far, or plain lines."""
 
+import statistics
 from typing import TYPE_CHECKING, Final
 
+from muster.collectives_bench.plan import cells_of, order_of
 from muster.collectives_bench.records import Block, Cell, Header, Pair
-from muster.collectives_bench.results.table import cell_text, number, way_of, world_text
-from muster.collectives_bench.sizes import size_text
+from muster.collectives_bench.results.files import FORMAT
+from muster.collectives_bench.results.table import cell_text, way_of, world_text
+from muster.collectives_bench.settings import BenchSettings
+from muster.collectives_bench.sizes import size_text, time_text
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.bench.progress import Progress, Record
+from muster.jobs.timing.recorded import End
+from muster.launch.bench.watching import NewestRecords
 
 if TYPE_CHECKING:
     from rich.console import Group
 
+Record = Header | Block | Pair | End
 STATE_STYLE: Final = {"ok": "", "wrong": "bold red", "failed": "red", "timeout": "red"}
 COLUMN: Final = 11  # characters of a size's column
 
 
 class CollectivesView:
-    """A run of a `bench:` job (`watching.View`)."""
+    """A run of a `bench:` job (`watching.View`): what is done, what is under way, the medians so far."""
 
     def __init__(self, run: RunDir) -> None:
-        self.progress = Progress(run)
+        self.run = run
+        self._records = NewestRecords(run, FORMAT)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.header: Header | None = None
+        self.cells: list[Cell] = []
+        self.launches = 0
+        self.blocks: list[Block] = []
+        self.pairs: list[Pair] = []
+        self.is_over = False
+        self._states: dict[Cell, str] = {}
+        self._medians: dict[Cell, list[float]] = {}
+        self._done: dict[int, set[Cell]] = {}
 
     def poll(self) -> list[Record]:
-        """Take in what came since the last call, and return it."""
-        return self.progress.poll()
+        """Take in what came since the last call, and return it; a new attempt begins anew."""
+        is_new, records = self._records.poll()
+        if is_new:
+            self._forget()
+        for record in records:
+            self._take(record)
+        return records
+
+    def _take(self, record: Record) -> None:
+        if isinstance(record, Header):
+            settings = BenchSettings.model_validate(record.settings)
+            self.header, self.launches = record, settings.launches
+            self.cells = [] if settings.pairs else cells_of(settings, record.world.ranks)
+        elif isinstance(record, Block):
+            self.blocks.append(record)
+            self._done.setdefault(record.launch, set()).add(record.cell)
+            if record.state != "ok" or record.cell not in self._states:
+                self._states[record.cell] = record.state
+            if record.latency is not None:
+                self._medians.setdefault(record.cell, []).append(record.latency.p50_us)
+        elif isinstance(record, Pair):
+            self.pairs.append(record)
+        else:
+            self.is_over = True
+
+    @property
+    def launch(self) -> int:
+        """The launch that is under way, from 0: the newest that has said something, or the one after it."""
+        if not self.cells:
+            return max((pair.launch for pair in self.pairs), default=0)
+        newest = max(self._done, default=0)
+        whole = len(self._done.get(newest, ())) >= len(self.cells)
+        return min(newest + whole, max(self.launches - 1, 0))
+
+    @property
+    def done(self) -> int:
+        """Blocks that have ended."""
+        return sum(len(cells) for cells in self._done.values())
+
+    @property
+    def total(self) -> int:
+        """Blocks in all, or pairs."""
+        if self.header is not None and not self.cells:
+            nodes = self.header.world.nodes
+            return nodes * (nodes - 1) // 2 * self.launches
+        return len(self.cells) * self.launches
+
+    @property
+    def current(self) -> Cell | None:
+        """The cell that is being measured: the first in the launch's order that has not ended."""
+        if self.header is None or self.is_over:
+            return None
+        done = self._done.get(self.launch, set())
+        order = order_of(self.cells, self.launch, int(self.header.settings.get("seed", 0)))
+        return next((self.cells[index] for index in order if self.cells[index] not in done), None)
+
+    def median_us(self, cell: Cell) -> float | None:
+        """Return the median of the launches' medians so far."""
+        found = self._medians.get(cell)
+        return statistics.median(found) if found else None
+
+    def state(self, cell: Cell) -> str:
+        """Return ok, the state of its last block that was not, or nothing before its first one."""
+        return self._states.get(cell, "")
 
     def line_of(self, record: Record) -> str | None:
         """Return the plain line that a record is worth."""
-        return line_of(record, self.progress)
+        return line_of(record, self)
 
     def table(self, width: int) -> "Group | None":
         """Return the medians so far."""
-        return table(self.progress, width) if self.progress.header is not None else None
+        return table(self, width) if self.header is not None else None
 
 
-def line_of(record: Record, progress: Progress) -> str | None:
+def line_of(record: Record, progress: CollectivesView) -> str | None:
     """Return the plain line that a record is worth: what begins, what fails, and the end of each launch."""
     if isinstance(record, Header):
         what = counted(len(progress.cells), "cell") if progress.cells else "pairs"
@@ -48,7 +129,7 @@ def line_of(record: Record, progress: Progress) -> str | None:
     return None
 
 
-def _of_block(block: Block, progress: Progress) -> str | None:
+def _of_block(block: Block, progress: CollectivesView) -> str | None:
     if block.state != "ok":
         rank = f", rank {block.rank}" if block.rank is not None else ""
         return f"{cell_text(block.cell)}: {block.state} in launch {block.launch + 1}{rank}: {block.reason}"
@@ -60,7 +141,7 @@ def _of_block(block: Block, progress: Progress) -> str | None:
     return f"launch {block.launch + 1} of {progress.launches}: {counted(len(progress.cells), 'cell')}{ending}"
 
 
-def _of_pair(pair: Pair, progress: Progress) -> str | None:
+def _of_pair(pair: Pair, progress: CollectivesView) -> str | None:
     if pair.state != "ok":
         return f"nodes {pair.nodes[0]} and {pair.nodes[1]}: {pair.state}: {pair.reason}"
     alike = [each for each in progress.pairs if each.launch == pair.launch]
@@ -69,7 +150,7 @@ def _of_pair(pair: Pair, progress: Progress) -> str | None:
     return f"launch {pair.launch + 1} of {progress.launches}: {counted(len(alike), 'pair')}"
 
 
-def table(progress: Progress, width: int) -> "Group":
+def table(progress: CollectivesView, width: int) -> "Group":
     """Return the medians so far: one line for each operation and way, one column for each size that fits."""
     from rich import box
     from rich.console import Group
@@ -101,23 +182,15 @@ def table(progress: Progress, width: int) -> "Group":
     return Group(*lines, *([grid] if ways else []))
 
 
-def _entry(progress: Progress, cell: Cell | None, current: Cell | None) -> str:
+def _entry(progress: CollectivesView, cell: Cell | None, current: Cell | None) -> str:
     if cell is None:
         return ""
     state, median_us = progress.state(cell), progress.median_us(cell)
-    text = time_text(median_us) if median_us is not None else state if state != "ok" else ""
+    text = time_text(median_us / 1e6) if median_us is not None else state if state != "ok" else ""
     style = STATE_STYLE.get(state, "yellow")
     if cell == current:
         text, style = text or "…", "reverse"
     return f"[{style}]{text}[/{style}]" if style and text else text
-
-
-def time_text(microseconds: float) -> str:
-    """Write a time with its unit: 35.1 us, 2.40 ms, 1.20 s."""
-    for unit, factor in (("s", 1e6), ("ms", 1e3)):
-        if microseconds >= factor:
-            return f"{number(microseconds / factor)} {unit}"
-    return f"{number(microseconds)} us"
 
 
 def _way(cell: Cell) -> str:

@@ -15,6 +15,7 @@ from muster.launch.bench import choices, words
 from muster.launch.bench.live import CollectivesView
 from muster.launch.bench.report import deliver
 from muster.launch.bench.watching import BenchConsole, View, watching
+from muster.launch.common.program_words import COMMAND_LINE
 from muster.launch.scheduler.held_signals import ended_by_signal
 from muster.launch.scheduler.slurm_run import close
 from muster.launch.submit import queueing
@@ -22,7 +23,6 @@ from muster.launch.submit.prepare import Prepared, prepare, route_of, site_of
 from muster.launch.submit.start import start
 from muster.slurm.states import Outcome
 
-COMMAND_LINE: Final = "command line"  # what mistakes of a job without a file are said of
 RANKS_HERE: Final = 2  # of a job without a file on this machine, where it has not several GPUs
 NODES_AWAY: Final = 2  # of one in a queue, where no hosts are named
 

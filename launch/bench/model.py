@@ -2,27 +2,25 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.basics.words import unknown
-from muster.jobs.spec import yamlfile
 from muster.jobs.spec.train_fields import Precision
 from muster.jobs.timing.files import read_timings, write_csv, write_timings
 from muster.jobs.timing.settings import ALL, NAMES, Pass, TimingSettings
 from muster.jobs.timing.table import report_lines, verdict
 from muster.launch.bench import choices
 from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
-from muster.launch.bench.report import naming, say
-from muster.launch.common.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
+from muster.launch.bench.report import save
+from muster.launch.common.program_words import COMMAND_LINE
 
 if TYPE_CHECKING:
     from muster.jobs.runfolder.rundir import RunDir
     from muster.jobs.timing.records import Timings
 
-COMMAND_LINE: Final = "command line"  # what mistakes of a job without a file are said of
-LONGEST_NAME: Final = 64
 EPILOG: Final = """\
 What is timed is what train: would run on one rank: its model, loss, numbers and optimizer (AdamW), on a random batch.
 Each row has a process of its own. What does not fit in memory, or not in its time, is a row with the reason. The exit
@@ -78,13 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = EPILOG
     choices.add(parser.add_argument_group("what is timed"), CHOICES, SWITCHES)
-    results = parser.add_argument_group("results")
-    results.add_argument("--out", metavar="FILE.json", help="write all records there, and the rows beside it as .csv")
-    add_json(parser)
-    add_overrides(parser)
-    add_site_and_name(parser)
-    add_runs(parser)
-    add_transport(parser)
+    choices.add_measuring(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -96,7 +88,8 @@ def run(args: argparse.Namespace) -> int:
 
     check(args)
     asked = choices.changes(args, TimingSettings, CHOICES, SWITCHES)
-    args.job, args.job_text = COMMAND_LINE, job_text(asked)
+    args.job = COMMAND_LINE
+    args.job_text = choices.job_text(["model", *asked["model"]], threads_per_rank="auto", timing=asked)
     args.nodes = args.ranks_per_node = None
     prepared = prepare(args)
     if asked.get("device") == "cuda" and prepared.submission.route.is_here and not visible_gpus():
@@ -120,12 +113,6 @@ def check(args: argparse.Namespace) -> None:
     choices.check_output("--out", args.out, (".json",))
 
 
-def job_text(settings: dict[str, Any]) -> str:
-    """Return the job file that a command line stands for."""
-    name = "-".join(["model", *settings["model"]])[:LONGEST_NAME].rstrip("-._")
-    return yamlfile.dump({"name": name, "threads_per_rank": "auto", "timing": settings})
-
-
 def deliver(run: "RunDir", args: argparse.Namespace) -> int:
     """Show what a run has timed, and write `--out`; return 1 for a bad result.
 
@@ -135,13 +122,8 @@ def deliver(run: "RunDir", args: argparse.Namespace) -> int:
     timings = read_timings([run.path])
     try:
         if args.out is not None:
-            with naming("--out"):
-                path = Path(args.out)
-                write_timings(timings, path)
-                say(f"wrote {path}")
-                if any(timing.rows for timing in timings.timings):
-                    write_csv(timings, path.with_suffix(".csv"))
-                    say(f"wrote {path.with_suffix('.csv')}")
+            of_csv = partial(write_csv, timings) if any(timing.rows for timing in timings.timings) else None
+            save(Path(args.out), partial(write_timings, timings), of_csv)
     finally:
         code = show(timings, as_json=args.json)
     return code

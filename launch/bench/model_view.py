@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING
 
 from muster.jobs.basics.words import counted
 from muster.jobs.runfolder.rundir import RunDir
-from muster.jobs.timing.files import Record, gather, parse
+from muster.jobs.timing.files import FORMAT, Record, gather
 from muster.jobs.timing.records import Dtypes, Header, Timed
 from muster.jobs.timing.table import heading, row_text, table
-from muster.launch.bench.watching import NewestLines
+from muster.launch.bench.watching import NewestRecords
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -17,15 +17,14 @@ class ModelView:
     """A run of a `timing:` job (`watching.View`)."""
 
     def __init__(self, run: RunDir) -> None:
-        self._lines = NewestLines(run)
+        self._newest = NewestRecords(run, FORMAT)
         self._records: list[Record] = []
 
     def poll(self) -> list[Record]:
         """Take in what came since the last call, and return it; a new attempt begins anew."""
-        is_new, lines = self._lines.poll()
+        is_new, new = self._newest.poll()
         if is_new:
             self._records.clear()
-        new = [record for line in lines if (record := parse(line)) is not None]
         self._records += new
         return new
 

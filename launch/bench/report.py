@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ def deliver(runs: Sequence[RunDir], args: argparse.Namespace, unmeasured: Sequen
     Raises:
         RunFolderError, StorageError: a file cannot be written; the runs keep what was measured.
     """
-    from muster.collectives_bench.results.files import read_result
+    from muster.collectives_bench.results.files import read_result, write_csv, write_result
     from muster.collectives_bench.results.report import is_failed
     from muster.collectives_bench.results.rows import rows_of
 
@@ -31,8 +32,8 @@ def deliver(runs: Sequence[RunDir], args: argparse.Namespace, unmeasured: Sequen
     rows = rows_of(result)
     try:  # the file first: a reader that goes away (| head) ends us; and the report whatever becomes of the file
         if args.out is not None:
-            with naming("--out"):
-                write(result, rows, Path(args.out))
+            of_csv = partial(write_csv, rows) if rows else None
+            save(Path(args.out), partial(write_result, result), of_csv)
     finally:
         show(result, as_json=args.json, unmeasured=unmeasured)
     if args.plot is not None:
@@ -62,15 +63,13 @@ def show(result: "Result", *, as_json: bool, unmeasured: Sequence[str] = ()) -> 
     print("\n".join(report_lines(result, unmeasured)))
 
 
-def write(result: "Result", rows: "Sequence[Row]", path: Path) -> None:
-    """Write a result as JSON, and its rows beside it as CSV; errors as `deliver`."""
-    from muster.collectives_bench.results.files import write_csv, write_result
-
-    write_result(result, path)
-    say(f"wrote {path}")
-    if rows:
-        write_csv(rows, path.with_suffix(".csv"))
-        say(f"wrote {path.with_suffix('.csv')}")
+def save(path: Path, as_json: Callable[[Path], None], as_csv: Callable[[Path], None] | None) -> None:
+    """Write what `--out` asks for: a result as JSON, and its rows, if there are any, beside it; errors as `deliver`."""
+    with naming("--out"):
+        for write, file in ((as_json, path), (as_csv, path.with_suffix(".csv"))):
+            if write is not None:
+                write(file)
+                say(f"wrote {file}")
 
 
 def plot(rows: "Sequence[Row]", path: Path, *, flag: str = "--plot") -> None:

@@ -126,7 +126,6 @@ def seconds(value: float | None) -> str | None:
     """Write a time with three figures, in s, ms or us."""
     if value is None:
         return None
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if value * factor >= 1:
-            return f"{value * factor:.3g} {unit}"
-    return f"{value * 1e6:.3g} us" if value > NOTHING_S else "0"
+    from muster.collectives_bench.sizes import time_text
+
+    return time_text(value, 3) if value > NOTHING_S else "0"

@@ -192,10 +192,10 @@ def _buckets(
     args: argparse.Namespace, load: "Load", compute: "Compute | None", profile: "Profile", nodes: int
 ) -> dict[str, Any]:
     """Predict the curve over bucket sizes of data-parallel training."""
-    from muster.collectives_bench.cost import buckets, steps
-    from muster.collectives_bench.cost.exposed import Times, own_buckets
+    from muster.collectives_bench.cost import buckets
+    from muster.collectives_bench.cost.exposed import NO_COMPUTE, Times, own_buckets
 
-    known = compute or steps.NO_COMPUTE
+    known = compute or NO_COMPUTE
     times = Times(profile, load, nodes, "seconds")
     gradients = buckets.registered(load.model, load.recipe.gradient, known.backward_s)
     points = buckets.curve(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from muster.jobs.basics import exits
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.timing.recorded import Format
 from muster.launch.common import screen
 from muster.launch.common.follow import LineFollower
 from muster.launch.plan.plan import NodePlan
@@ -39,21 +40,23 @@ class View(Protocol):
         ...
 
 
-class NewestLines:
-    """The lines of the bench.jsonl of a run's newest attempt, as they come."""
+class NewestRecords:
+    """The records in the bench.jsonl of a run's newest attempt, as they come."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, of: Format[Any, Any]) -> None:
         self.run = run
+        self._format = of
         self._attempt = -1
         self._file: LineFollower | None = None
 
-    def poll(self) -> tuple[bool, list[bytes]]:
-        """Return whether an attempt has begun since the last call, and the lines that came."""
+    def poll(self) -> tuple[bool, list[Any]]:
+        """Return whether an attempt has begun since the last call, and the records that came."""
         newest = max(self.run.attempt_numbers(), default=-1)
         is_new = newest != self._attempt
         if is_new:
             self._attempt, self._file = newest, LineFollower(self.run.attempt(newest).bench)
-        return is_new, list(self._file.poll()) if self._file is not None else []
+        lines = self._file.poll() if self._file is not None else ()
+        return is_new, [record for line in lines if (record := self._format.parse(line)) is not None]
 
 
 class BenchConsole(Console):

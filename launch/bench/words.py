@@ -14,8 +14,6 @@ from muster.jobs.spec import yamlfile
 from muster.launch.bench import choices
 from muster.launch.bench.choices import Choice, Switch, number, whole, word_list
 
-LONGEST_NAME: Final = 64
-
 
 def _sizes(text: str) -> list[int]:
     return sorted({size for word in text.split(",") for size in parse_sizes(word.strip())})
@@ -106,9 +104,8 @@ def _counts(flag: str, text: str | None, *also: str) -> list[int | str | None]:
 
 def job_text(names: list[str], settings: dict[str, Any], nodes: int, ranks_per_node: int | str) -> str:
     """Return the job file that a command line without one stands for."""
-    name = "-".join(["bench", *(["pairs"] if settings.get("pairs") else names)])[:LONGEST_NAME].rstrip("-._")
-    around = {"name": name, "nodes": nodes, "ranks_per_node": ranks_per_node}
-    return yamlfile.dump({**around, "bench": {"operation": names, **settings}})
+    words = ["bench", *(["pairs"] if settings.get("pairs") else names)]
+    return choices.job_text(words, nodes=nodes, ranks_per_node=ranks_per_node, bench={"operation": names, **settings})
 
 
 def overrides(settings: dict[str, Any]) -> list[str]:

@@ -3,8 +3,8 @@
 import argparse
 from typing import Final
 
+from muster.launch.bench.choices import add_measuring
 from muster.launch.bench.words import add_choices
-from muster.launch.common.options import add_json, add_overrides, add_runs, add_site_and_name, add_transport
 
 # A first word that is one of these is a command of its own; anything else is measured.
 WITHIN: Final = {
@@ -15,7 +15,7 @@ WITHIN: Final = {
         "say of every row of two results whether it is better, worse or the same",
     ),
     "plot": ("muster.launch.bench.plotting", "draw results into a PNG, SVG or PDF"),
-    "fit": ("muster.launch.bench.fit", "fit the cost model to results, and save it as the profile of a cluster"),
+    "fit": ("muster.launch.bench.fitting", "fit the cost model to results, and save it as the profile of a cluster"),
 }
 EPILOG: Final = f"""\
 muster bench {" | ".join(WITHIN)} have options of their own: muster bench compare --help.
@@ -30,14 +30,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "what", metavar="WHAT", nargs="*", help="a job file, or operations: all_reduce,broadcast, or all, or ours"
     )
     add_choices(parser)
-    results = parser.add_argument_group("results")
-    results.add_argument("--out", metavar="FILE.json", help="write all records there, and the rows beside it as .csv")
+    results = add_measuring(parser)
     results.add_argument("--plot", metavar="FILE", help="draw busbw and time against size: .png, .svg or .pdf")
-    add_json(parser)
-    add_overrides(parser)
-    add_site_and_name(parser)
-    add_runs(parser)
-    add_transport(parser)
 
 
 def run(args: argparse.Namespace) -> int:

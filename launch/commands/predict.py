@@ -140,8 +140,7 @@ def describe(asked: Asked, prediction: "Prediction") -> dict[str, Any]:
 
 def render(records: list[dict[str, Any]]) -> str:
     """Lay predictions out as a table; what to be wary of stands below, once."""
-    from muster.collectives_bench.cost.curves import time_text
-    from muster.collectives_bench.sizes import size_text
+    from muster.collectives_bench.sizes import size_text, time_text
     from muster.launch.common import screen
 
     rows = [

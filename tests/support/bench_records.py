@@ -8,8 +8,9 @@ from muster.collectives_bench.records import Block, Cell, Header, HostFacts, Loa
 from muster.collectives_bench.results.stats import timing
 
 
-def a_world(ranks: int = 2, *, nodes: int = 1, backend: str = "gloo", device: str = "cpu") -> World:
-    """Return a world of so many ranks in all."""
+def a_world(ranks: int = 2, *, nodes: int = 1, backend: str = "gloo") -> World:
+    """Return a world of so many ranks in all, on GPUs with NCCL."""
+    device = "cuda" if backend == "nccl" else "cpu"
     return World.model_validate(
         {"nodes": nodes, "ranks_per_node": ranks // nodes, "ranks": ranks, "backend": backend, "device": device}
     )

@@ -2,11 +2,12 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from muster.collectives_bench.catalog import OPERATIONS, actual_bytes
 from muster.collectives_bench.cost.second import Constants
-from muster.collectives_bench.records import Block, Cell, Header, HostFacts, Result, Timing, World
+from muster.collectives_bench.records import Block, Header, Result, World
+from support.bench_records import a_block, a_cell, a_header, a_host, a_world
 
 SIZES = tuple(2**power for power in range(14, 27, 2))  # 16 KB to 64 MB
 OnOneHost = Constants(
@@ -29,36 +30,16 @@ OnLinks = OnOneHost.model_copy(
 )
 
 
-def world_of(ranks: int, *, nodes: int = 1, backend: str = "gloo") -> World:
-    """Return a world with as many ranks on every node."""
-    device = "cuda" if backend == "nccl" else "cpu"
-    return World.model_validate(
-        {"nodes": nodes, "ranks_per_node": ranks // nodes, "ranks": ranks, "backend": backend, "device": device}
-    )
-
-
-def timing(p50_us: float) -> Timing:
-    """Return a distribution around a median."""
-    low, high = 0.95 * p50_us, 1.05 * p50_us
-    return Timing(
-        n=20, min_us=low, p50_us=p50_us, p95_us=high, p99_us=high, max_us=high, mean_us=p50_us, low_us=low, high_us=high
-    )
-
-
-def block(operation: str, nbytes: int, world: World, us: float, *, launch: int = 0, dtype: str = "fp32") -> Block:
+def block(operation: str, nbytes: int, world: World, us: float, *, launch: int = 0) -> Block:
     """Return a good block."""
-    cell = Cell(operation=operation, dtype=dtype, asked_bytes=nbytes, place=OPERATIONS[operation].places[0])
-    return Block(
-        launch=launch, world=world, cell=cell, nbytes=nbytes, state="ok", latency=timing(us), wrong=0, time=1.8e9
-    )
+    cell = a_cell(operation, nbytes, place=OPERATIONS[operation].places[0])
+    return a_block([us], launch=launch, world=world, cell=cell, nbytes=nbytes, time=1.8e9)
 
 
-def header(world: World, *, cores: int = 2) -> Header:
+def header(world: World) -> Header:
     """Return the header of a run with a host for each node."""
-    hosts = [
-        HostFacts(node=node, host=f"node{node}", cores=cores, ranks=world.ranks_per_node) for node in range(world.nodes)
-    ]
-    return Header(name="synthetic", world=world, settings={}, hosts=hosts, torch="2.13.0", time=1.8e9)
+    hosts = [a_host(node, cores=2, ranks=world.ranks_per_node) for node in range(world.nodes)]
+    return a_header(*hosts, name="synthetic", world=world, torch="2.13.0", time=1.8e9)
 
 
 def drawn(
@@ -73,7 +54,7 @@ def drawn(
 ) -> Result:
     """Return what a cluster with these constants would have measured; `bend` is how far a size lies from its line."""
     blocks = []
-    found = [world_of(ranks, nodes=ranks if truth.network else 1) for ranks in worlds]
+    found = [a_world(ranks, nodes=ranks if truth.network else 1) for ranks in worlds]
     for world in found:
         for operation in operations:
             for asked in sizes if OPERATIONS[operation].has_size else (0,):
@@ -84,8 +65,3 @@ def drawn(
                     us = seconds * 1e6 * math.exp(draw.gauss(0.0, noise))
                     blocks.append(block(operation, nbytes, world, us, launch=launch))
     return Result(headers=[header(world) for world in found], blocks=blocks)
-
-
-def values(constants: Constants, names: Sequence[str]) -> Mapping[str, float]:
-    """Return some constants by name."""
-    return {name: getattr(constants, name) for name in names}

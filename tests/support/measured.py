@@ -10,9 +10,7 @@ from muster.collectives_bench.plan import cells_of, order_of
 from muster.collectives_bench.records import (
     Block,
     Cell,
-    End,
     Header,
-    HostFacts,
     Load,
     Pair,
     Result,
@@ -22,6 +20,8 @@ from muster.collectives_bench.records import (
 )
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.basics.files import append_lines
+from muster.jobs.timing.recorded import End
+from support.bench_records import a_host, a_world
 
 
 def settings(**values: Any) -> BenchSettings:
@@ -29,9 +29,7 @@ def settings(**values: Any) -> BenchSettings:
 
 
 def world(nodes: int = 2, ranks_per_node: int = 1, backend: str = "gloo") -> World:
-    device = "cuda" if backend == "nccl" else "cpu"
-    fields = {"nodes": nodes, "ranks_per_node": ranks_per_node, "ranks": nodes * ranks_per_node}
-    return World.model_validate({**fields, "backend": backend, "device": device})
+    return a_world(nodes * ranks_per_node, nodes=nodes, backend=backend)
 
 
 def timing(p50_us: float, n: int = 20) -> Timing:
@@ -41,21 +39,8 @@ def timing(p50_us: float, n: int = 20) -> Timing:
 
 
 def header(of: World, asked: BenchSettings, name: str = "demo") -> Header:
-    hosts = [
-        HostFacts(
-            node=node,
-            host=f"n{node}",
-            cores=2,
-            ranks=of.ranks_per_node,
-            cpu="EPYC",
-            memory_bytes=8 << 30,
-            kernel="6.1",
-            interface="eth0",
-            mtu=1500,
-            congestion_control="cubic",
-        )
-        for node in range(of.nodes)
-    ]
+    facts = {"cpu": "EPYC", "memory_bytes": 8 << 30, "kernel": "6.1", "interface": "eth0", "mtu": 1500, "cores": 2}
+    hosts = [a_host(node, host=f"n{node}", ranks=of.ranks_per_node, **facts) for node in range(of.nodes)]
     record = asked.model_dump()
     return Header(name=name, world=of, settings=record, hosts=hosts, torch="2.13.0", init_s=0.04, time=1.0)
 

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from muster.collectives_bench.catalog import DTYPES, OPERATIONS, actual_bytes
-from muster.collectives_bench.ranks.operations import Call, prepare, unsupported
+from muster.collectives_bench.ranks.calls import Call
+from muster.collectives_bench.ranks.operations import prepare, unsupported
 from muster.collectives_bench.records import Cell
 from muster.jobs.world.world import World
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from muster.jobs.basics.files import append_lines
 from muster.jobs.spec.strict import Strict
-from muster.jobs.timing.records import End, Header, Machine, Peak, Summary, Timed
+from muster.jobs.timing.recorded import End
+from muster.jobs.timing.records import Header, Machine, Peak, Summary, Timed
 from muster.jobs.timing.settings import TimingSettings
 
 MACHINE = Machine(host="n1", cpu="EPYC", cores=16, threads=16, memory_bytes=64 << 30)

@@ -23,7 +23,8 @@ from muster.jobs.machine.hardware import cpu_name
 from muster.jobs.models.anatomy import anatomy
 from muster.jobs.node.page import Page
 from muster.jobs.spec.strict import Strict
-from muster.jobs.timing.records import Dtypes, End, Header, LayerTypes, Machine, Peak, State, Summary, Timed
+from muster.jobs.timing.recorded import End
+from muster.jobs.timing.records import Dtypes, Header, LayerTypes, Machine, Peak, State, Summary, Timed
 from muster.jobs.timing.settings import Case, TimingSettings
 from muster.jobs.train.timing import memory, work
 from muster.jobs.train.timing.work import Task

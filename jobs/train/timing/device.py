@@ -1,9 +1,18 @@
-"""The clock of a device: nothing is over until the device says so."""
+"""The clock of a device: nothing is over until the device says so; and how fast it multiplies matrices."""
 
 from collections.abc import Callable
 from time import perf_counter
+from typing import Final
 
 import torch
+
+from muster.jobs.spec.train_fields import Precision
+from muster.jobs.train.numerics.numerics import ROWS
+
+CPU_SIDES: Final = (256, 512, 1024, 2048)
+CUDA_SIDE: Final = 8192
+ENOUGH_S: Final = 0.05  # for one product on a CPU: a larger one would be no faster
+TRIES: Final = 6
 
 
 def claim(device: torch.device) -> None:
@@ -24,3 +33,25 @@ def timed(work: Callable[[], object], device: torch.device) -> float:
     work()
     synchronize(device)
     return perf_counter() - began
+
+
+def product_rate(precision: Precision, device: torch.device) -> tuple[int, float]:
+    """Return the side of the matrices, and the best rate of some products in FLOP/s."""
+    row = ROWS[precision]
+    dtype = row.autocast or row.weights
+    side, seconds = CUDA_SIDE, float("inf")
+    if device.type == "cpu":
+        for side in CPU_SIDES:
+            seconds = _best(side, dtype, device, tries=2)
+            if seconds >= ENOUGH_S:
+                break
+    return side, 2 * side**3 / min(seconds, _best(side, dtype, device))
+
+
+def _best(side: int, dtype: torch.dtype, device: torch.device, *, tries: int = TRIES) -> float:
+    """Return the seconds of the fastest of some products, after one that does not count."""
+    one = torch.randn(side, side, device=device).to(dtype)
+    other = torch.randn(side, side, device=device).to(dtype)
+    out = torch.mm(one, other)
+    synchronize(device)
+    return min(timed(lambda: torch.mm(one, other, out=out), device) for _ in range(tries))

@@ -25,8 +25,7 @@ from muster.jobs.train.numerics import Numerics, numerics_of
 from muster.jobs.train.numerics.optim import gradients_of
 from muster.jobs.train.rng.keyed import SYNTHETIC, key
 from muster.jobs.train.timing import memory
-from muster.jobs.train.timing.device import claim, synchronize, timed
-from muster.jobs.train.timing.matmul import product_rate
+from muster.jobs.train.timing.device import claim, product_rate, synchronize, timed
 from muster.jobs.world.forked import Tell
 
 IMAGE_SIDE = 32

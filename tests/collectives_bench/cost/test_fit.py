@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from muster.collectives_bench.cost.fit import curves_of, fit, launches_of, series_of
-from muster.collectives_bench.cost.heldout import medians
-from muster.collectives_bench.cost.pieces import choose
+from muster.collectives_bench.cost.heldout import fitted, medians
 from muster.collectives_bench.cost.profile import load, save
-from muster.collectives_bench.cost.worlds import Known, Shared, cores_of, hosts_of
+from muster.collectives_bench.cost.worlds import cores_of, hosts_of
 from muster.collectives_bench.records import HostFacts, Load, Result
 from muster.collectives_bench.results.rows import rows_of
 from muster.jobs.basics.errors import RefusedError
-from support.costs import OnLinks, OnOneHost, block, drawn, header, world_of
+from support.bench_records import a_world
+from support.costs import OnLinks, OnOneHost, block, drawn, header
 
 pytestmark = pytest.mark.slow
 
@@ -29,13 +29,13 @@ def recorded() -> Result:
         block(
             row["operation"],
             int(row["bytes"]),
-            world_of(int(row["ranks"]), nodes=int(row["ranks"])),
+            a_world(int(row["ranks"]), nodes=int(row["ranks"])),
             float(row["p50_us"]),
             launch=int(row["launch"]),
         )
         for row in csv.DictReader(lines)
     ]
-    return Result(headers=[header(world_of(ranks, nodes=ranks)) for ranks in (2, 3, 4)], blocks=blocks)
+    return Result(headers=[header(a_world(ranks, nodes=ranks)) for ranks in (2, 3, 4)], blocks=blocks)
 
 
 @pytest.mark.parametrize("truth", [OnOneHost, OnLinks], ids=["one host", "links"])
@@ -58,7 +58,6 @@ def test_four_ranks_are_predicted_from_two_and_three() -> None:
 def test_sizes_that_lie_off_every_line_are_met_by_points() -> None:
     bent = drawn(OnOneHost, ("all_reduce",), noise=0.0, bend=lambda nbytes: 1.6 if nbytes > 8 * MB else 1.0)
     known = fit(bent)
-    assert {curve.kind for curve in known.curves} != {"line"}
     there = OnOneHost.of("all_reduce", 16 * MB, ranks=2, nodes=1)
     assert known.predict("all_reduce", 16 * MB, ranks=2).seconds == pytest.approx(1.6 * there, rel=0.02)
 
@@ -85,7 +84,7 @@ def test_the_same_result_gives_the_same_profile() -> None:
 
 
 def test_launches_while_others_used_the_cores_are_left_out_where_enough_remain() -> None:
-    world = world_of(2)
+    world = a_world(2)
     blocks = [
         block("all_reduce", MB, world, us, launch=launch).model_copy(update={"load": Load(foreign=foreign, steal=0.0)})
         for launch, (us, foreign) in enumerate([(100, 0.0), (110, 0.02), (120, 0.05), (900, 0.6), (800, 0.5)])
@@ -97,7 +96,7 @@ def test_launches_while_others_used_the_cores_are_left_out_where_enough_remain()
 def test_bad_rows_and_lonely_ranks_are_left_out() -> None:
     good = drawn(OnOneHost, ("all_reduce",), worlds=(2,))
     bad = [each.model_copy(update={"state": "failed", "reason": "x", "latency": None}) for each in good.blocks[:3]]
-    alone = [block("all_reduce", MB, world_of(1), 5.0)]
+    alone = [block("all_reduce", MB, a_world(1), 5.0)]
     found = series_of(rows_of(Result(blocks=[*good.blocks[3:], *bad, *alone])))
     assert [(each.key.ranks, len(each.samples)) for each in found] == [(2, 6)]
 
@@ -114,7 +113,7 @@ def test_back_to_back_times_get_a_curve_of_their_own() -> None:
 
 
 def test_pretend_nodes_are_known_by_their_hosts_name_and_share_its_cores() -> None:
-    world = world_of(4, nodes=4)
+    world = a_world(4, nodes=4)
     pretend = header(world).model_copy(
         update={"hosts": [HostFacts(node=node, host="laptop", cores=2, ranks=1) for node in range(4)]}
     )
@@ -123,7 +122,7 @@ def test_pretend_nodes_are_known_by_their_hosts_name_and_share_its_cores() -> No
     assert cores_of([pretend]) == 2
     result = drawn(OnLinks, ("all_reduce", "broadcast"), worlds=(2, 4))
     headers = [
-        pretend.model_copy(update={"world": world_of(ranks, nodes=ranks), "hosts": pretend.hosts[:ranks]})
+        pretend.model_copy(update={"world": a_world(ranks, nodes=ranks), "hosts": pretend.hosts[:ranks]})
         for ranks in (2, 4)
     ]
     assert [each.one_host for each in fit(result.model_copy(update={"headers": headers})).constants] == [True]
@@ -152,39 +151,19 @@ def test_the_profile_says_what_it_was_made_of_and_how_wrong_it_is() -> None:
     assert all(curve.held_out is not None for curve in known.curves if curve.operation != "barrier")
 
 
-def test_the_form_of_the_model_is_chosen_by_worlds_left_out_where_there_are_three() -> None:
-    def best(result: Result) -> str:
-        known = curves_of(series_of(rows_of(result)), 0)
-        return Shared(known, hosts_of(result.headers), cores_of(result.headers)).best_form(known)
-
-    assert best(drawn(OnLinks, OPERATIONS)) == "links"  # a rank on each host
-    assert best(drawn(OnOneHost, OPERATIONS)) != "links"
-    assert best(drawn(OnOneHost, OPERATIONS, worlds=(2, 3))) == "links, and a host that slows in a crowd"
-
-
-def test_a_left_out_world_has_no_part_in_the_choice_of_the_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = drawn(OnOneHost, OPERATIONS[:3])
-    shared = Shared(curves_of(series_of(rows_of(result)), 0), hosts_of(result.headers), cores_of(result.headers))
-    [group] = shared.groups()
-    chosen_by: list[set[int]] = []
-    best = Shared.best_form
-
-    def seen(self: Shared, given: list[Known], *more: int) -> str:
-        chosen_by.append({each.curve.ranks for each in given})
-        return best(self, given, *more)
-
-    monkeypatch.setattr(Shared, "best_form", seen)
-    assert list(shared.worlds_left_out(group)) == [(2, 1), (3, 1), (4, 1)]
-    assert chosen_by == [{3, 4}, {2, 4}, {2, 3}]
+def test_a_rank_alone_on_its_host_shares_nothing_with_others() -> None:
+    [alone] = fit(drawn(OnLinks, OPERATIONS)).constants
+    [shared] = fit(drawn(OnOneHost, OPERATIONS)).constants
+    assert (alone.overhead_s, alone.host_s, alone.crowding) == (0.0, 0.0, 0.0)
+    assert shared.host_s > 0.0
 
 
 def test_a_fitted_curve_predicts_the_same_after_it_was_drawn_again_from_what_was_measured(tmp_path: Path) -> None:
     result = drawn(OnOneHost, OPERATIONS, noise=0.2)
     known, found = fit(result), series_of(rows_of(result))
-    assert {"smooth", "points"} & {curve.kind for curve in known.curves}
     save(known, tmp_path / "p.json")
     read = load(tmp_path / "p.json")
     for before, after, series in zip(known.curves, read.curves, found, strict=True):
-        best = choose(medians(series.samples))
+        best = fitted(medians(series.samples))
         for size, _ in before.points:
             assert after.seconds(size) == before.seconds(size) == pytest.approx(best.seconds(size), rel=1e-3)

@@ -5,8 +5,7 @@ from typing import get_args
 
 import pytest
 
-from muster.collectives_bench.cost.known import deepspeed_bytes, layer_activations
-from muster.collectives_bench.cost.load import MIXED_ADAM, SIZES, Load, Recipe, Split
+from muster.collectives_bench.cost.load import SIZES, Load, Recipe, Split
 from muster.collectives_bench.cost.memory import Memory, memories_of, memory_of, states
 from muster.collectives_bench.cost.modes import WAYS
 from muster.jobs.models.anatomy import anatomy, saved_bytes
@@ -14,7 +13,7 @@ from muster.jobs.models.shapes import GPT_SHAPES, VGG_SHAPES
 from muster.jobs.spec.train_fields import Precision
 
 TEN_BILLION = 10e9
-SGD = Recipe(4, 4, 0)
+SGD, MIXED_ADAM = Recipe(4, 4, 0), Recipe(2, 2, 12, 4)
 
 
 def load(model: str = "vgg11", ranks: int = 4, **more) -> Load:
@@ -63,15 +62,6 @@ def test_all_workers_together_hold_w_p_times_2_and_k_by_s_and_640_gb_in_the_know
     assert in_all == 640e9
 
 
-def test_deepspeeds_own_estimator_counts_18_where_the_paper_has_16():
-    assert (
-        deepspeed_bytes(TEN_BILLION, zero=3, ranks=8)
-        == 18 / 16 * states(TEN_BILLION, MIXED_ADAM, zero=3, ranks=8).states
-    )
-    assert deepspeed_bytes(TEN_BILLION, zero=2, ranks=8) == 2 * TEN_BILLION + 18 * TEN_BILLION / 8
-    assert deepspeed_bytes(1e9, zero=3, ranks=1000, largest_layer=1e8) == pytest.approx(18e6 + 4e8)
-
-
 def test_recipes_of_jobs_have_two_states_for_adamw_and_one_for_momentum():
     assert Recipe.of("adamw", momentum=False) == Recipe(4, 4, 8)
     assert Recipe.of("sgd", momentum=True) == Recipe(4, 4, 4)
@@ -84,23 +74,11 @@ def test_every_precision_of_a_job_has_its_sizes():
     assert set(SIZES) == set(get_args(Precision))
 
 
-def test_activations_of_a_transformer_layer_are_korthikantis():
-    gpt3 = {"batch": 1, "tokens": 2048, "width": 12288, "heads": 96}  # 5 a s / h is 80
-    sbh = 2048 * 12288
-    assert layer_activations(**gpt3) == sbh * (34 + 80)
-    assert layer_activations(**gpt3, tensor=8) == sbh * (10 + 24 / 8 + 80 / 8)
-    assert layer_activations(**gpt3, tensor=8, sequence=True) == sbh * (34 + 80) / 8
-    assert layer_activations(**gpt3, tensor=8, sequence=True, recompute="selective") == sbh * 34 / 8
-    assert layer_activations(**gpt3, recompute="full") == 2 * sbh
-    saved = 1 - layer_activations(**gpt3, recompute="selective") / layer_activations(**gpt3)
-    assert saved == pytest.approx(0.70, abs=0.01)  # as the paper says of this model
-
-
 def test_a_block_of_ours_keeps_what_the_papers_does_without_the_square_and_dropout():
     model = anatomy(GPT_SHAPES["gpt-small"])
     block = next(parts for name, parts in model.layers() if name == "block1")
     ours = sum(part.saved * 2 + part.saved_bytes for part in block)
-    paper = layer_activations(1, 128, 768, 12, recompute="selective")
+    paper = 128 * 768 * 34  # s b h (34 + 5 a s / h) without the square (Korthikanti et al. 2022, table 2)
     assert ours == pytest.approx(paper, rel=0.1)
 
 

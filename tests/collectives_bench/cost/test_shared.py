@@ -4,7 +4,7 @@ import pytest
 
 from muster.collectives_bench.cost.formulas import cost
 from muster.collectives_bench.cost.second import Constants
-from muster.collectives_bench.cost.shared import FORMS, Point, fit_constants
+from muster.collectives_bench.cost.shared import LINKS, Point, fit_constants
 from support.costs import SIZES, OnLinks, OnOneHost
 
 OPERATIONS = (
@@ -53,7 +53,7 @@ def test_bad_points_do_not_move_the_others() -> None:
 
 
 def test_a_form_without_a_host_has_none() -> None:
-    found = fit_constants(points(OnLinks), backend="nccl", cores=8, form=FORMS["links"])
+    found = fit_constants(points(OnLinks), backend="nccl", cores=8, form=LINKS)
     assert (found["overhead_s"], found["host_s"], found["crowding"]) == (0.0, 0.0, 0.0)
 
 

@@ -14,23 +14,23 @@ TIMED_OUT = "RuntimeError: Timed out waiting 2000ms for recv operation to comple
 
 
 def done(rank):
-    return Ending(rank, "done", 9.0, 5, 90)
+    return Ending("done", 9.0, 90, rank=rank, cell=5)
 
 
 def raised(rank, message="ValueError: no", *, time=5.0, cell=1, beats=40):
-    return Ending(rank, "raised", time, cell, beats, message)
+    return Ending("raised", time, beats, message, rank=rank, cell=cell)
 
 
 def victim(rank, message=CLOSED, *, time=5.0, cell=1, beats=40):
-    return Ending(rank, "raised", time, cell, beats, message, lost=True)
+    return Ending("raised", time, beats, message, lost=True, rank=rank, cell=cell)
 
 
 def died(rank, message="was killed by SIGKILL", *, time=5.0):
-    return Ending(rank, "died", time, 1, 40, message)
+    return Ending("died", time, 40, message, rank=rank, cell=1)
 
 
 def silent(rank, *, beats=40, stopped=False, message=""):
-    return Ending(rank, "silent", 8.0, 1, beats, message, stopped=stopped)
+    return Ending("silent", 8.0, beats, message, stopped=stopped, rank=rank, cell=1)
 
 
 CASES = {

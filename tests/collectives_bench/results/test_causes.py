@@ -6,7 +6,7 @@ import pytest
 
 from muster.collectives_bench.records import Block, Header, HostFacts, Result
 from muster.collectives_bench.results.causes import findings
-from muster.collectives_bench.results.finding import Finding
+from muster.collectives_bench.results.symptoms import Finding
 from support.bench_records import a_block, a_cell, a_header, a_host, a_world
 
 NODES = a_world(2, nodes=2)
@@ -34,28 +34,162 @@ def launches(p50_us: float, *, count: int = 5, start: int = 0, **more: Any) -> l
     return [a_block([p50_us] * 7, launch=start + launch, **more) for launch in range(count)]
 
 
-def test_an_ordinary_machine_has_nothing_to_explain() -> None:
-    blocks = launches(100.0, foreign=0.01, first_us=140.0, lateness=[0.97, 1.0])
-    assert found(a_header(init_s=0.04), between(), blocks=blocks) == []
-    assert found() == []
+def over(gb_per_s: float) -> list[Block]:
+    """Return launches that move 10 MB between two nodes at a rate."""
+    return launches(10 * 2**20 / gb_per_s / 1e3, world=NODES, cell=a_cell("broadcast", 10 * 2**20))
 
 
-# Congestion control ---------------------------------------------------------------------------------------------------
+def two(*facts: dict[str, Any], **world: Any) -> Header:
+    """Return the header of a run between two nodes that differ."""
+    return a_header(*(a_host(node, **each) for node, each in enumerate(facts)), world=a_world(2, nodes=2, **world))
 
 
-def test_bbr_is_named_with_what_it_has_cost_elsewhere_and_how_to_try_another() -> None:
-    finding = only(a_header(a_host(congestion_control="bbr")))
-    assert "congestion control is bbr" in finding.what
-    assert "node0" in finding.evidence
-    assert "1.35x" in finding.cost
-    assert "seen elsewhere" in finding.cost
-    assert "congctl reno" in finding.advice
-    assert (finding.factor, finding.measured) == (1.35, False)
+def sized(*sizes: int, **more: Any) -> list[Block]:
+    """Return launches of several sizes."""
+    return [block for size in sizes for block in launches(100.0, cell=a_cell(asked_bytes=size), **more)]
 
 
-def test_congestion_control_of_ranks_on_nccl_or_alone_does_not_matter() -> None:
-    assert found(a_header(a_host(congestion_control="bbr"), world=a_world(backend="nccl", device="cuda"))) == []
-    assert found(a_header(a_host(congestion_control="bbr", ranks=1), world=a_world(1))) == []
+SMALL = a_cell(asked_bytes=512 * 2**10)
+FOUR = a_world(4, nodes=2)
+ETH0 = {"interface": "eth0", "speed_mbit": 1000}
+GPUS: dict[str, Any] = {"backend": "nccl"}
+PROTOCOLS = [{"NCCL_PROTO": proto, "NCCL_SOCKET_IFNAME": f"eth{node}"} for node, proto in enumerate(("LL", "Simple"))]
+NOWHERE = ("lo", "docker0", "br-1a2b3c", "veth12ab")
+
+# headers, blocks, what the one finding says, its factor, whether it was measured here
+NAMED: dict[str, tuple[list[Header], list[Block], list[str], float | None, bool]] = {
+    "bbr": (
+        [a_header(a_host(congestion_control="bbr"))],
+        [],
+        ["congestion control is bbr", "node0", "1.35x", "seen elsewhere", "congctl reno"],
+        1.35,
+        False,
+    ),
+    "more ranks than cores": (
+        [a_header(a_host(cores=2, ranks=4), world=a_world(4))],
+        [],
+        ["4 ranks share 2 cores (", "4.3 ms with 4 ranks on 2 cores, 0.75 ms with 2"],
+        4.3 / 0.75,
+        False,
+    ),
+    "more ranks than cores, beside a world that fits": (
+        [a_header(a_host(cores=2, ranks=ranks), world=a_world(ranks)) for ranks in (2, 4)],
+        launches(750.0, cell=SMALL) + launches(4300.0, cell=SMALL, world=a_world(4)),
+        ["all_reduce of 512 KB takes 4.3 ms, and 0.75 ms where every rank has a core"],
+        4300 / 750,
+        True,
+    ),
+    **{
+        f"interface {name}": (
+            [between(interface=name, speed_mbit=None)],
+            [],
+            [name, "94x", "GLOO_SOCKET_IFNAME"],
+            None,
+            False,
+        )
+        for name in NOWHERE
+    },
+    "a link slower than the others": (
+        [two({"interface": "eth0", "speed_mbit": 10_000}, ETH0)],
+        [],
+        ["1000 and 10000 Mbit/s", "node1"],
+        10.0,
+        False,
+    ),
+    "a link that is not used": ([between()], over(0.025), ["0.025 GB/s at best of 0.125"], 5.0, True),
+    "numbers beyond the link": ([between()], over(1.0), ["beyond the link"], None, False),
+    "an mtu that differs": (
+        [two({**ETH0, "mtu": 1500}, {**ETH0, "mtu": 9000})],
+        [],
+        ["mtu differs: 1500 and 9000"],
+        None,
+        False,
+    ),
+    "a small mtu": (
+        [between(speed_mbit=25_000)],
+        [],
+        ["mtu is 1500 on a link of 25000 Mbit/s", ": 3.6% of the link"],
+        1.036,
+        False,
+    ),
+    "cores that save power": ([a_header(a_host(governor="powersave"))], [], ["powersave"], None, False),
+    **{
+        name: ([a_header(a_host(environment={name: "1"}))], [], [f"{name}=1 is set ("], None, False)
+        for name in ("NCCL_P2P_DISABLE", "NCCL_ALGO", "NCCL_SHM_DISABLE")
+    },
+    "a variable that differs, and an interface that may": (
+        [two(*({"environment": each} for each in PROTOCOLS), **GPUS)],
+        [],
+        ["NCCL_PROTO is not the same on all hosts ("],
+        None,
+        False,
+    ),
+    "a stall at the start": (
+        [a_header(init_s=5.02)],
+        [],
+        ["took 5.0 s", "RES_OPTIONS='timeout:1 attempts:1'"],
+        None,
+        True,
+    ),
+    "foreign load, by blocks with and without it": (
+        [],
+        launches(100.0, foreign=0.01) + launches(140.0, count=2, start=5, foreign=0.5),
+        ["2 of 7 blocks, up to 50% of a host's time, on node0"],
+        1.4,
+        True,
+    ),
+    "foreign load all the time": (
+        [],
+        launches(100.0, foreign=0.5),
+        ["seen elsewhere, above 30 %: a median of 1.24x"],
+        None,
+        False,
+    ),
+    "stolen cores": ([], launches(100.0, load={"foreign": 0.0, "steal": 0.2, "host": "node0"}), ["steal"], 1.25, False),
+    "a rank that is late in most rows": (
+        [a_header(a_host(0), a_host(1), world=FOUR)],
+        sized(64, 1024, 2**20, world=FOUR, lateness=[0.8, 0.75, 1.0, 0.7]),
+        ["rank 2 is late (on node1) (", "3 of 3 rows"],
+        1.25,
+        True,
+    ),
+    "slow first calls": ([], launches(1000.0, first_us=11_000.0), ["11.0x", "0.01 s for the first call"], None, True),
+}
+ORDINARY: dict[str, tuple[list[Header], list[Block]]] = {
+    "nothing": ([], []),
+    "a machine in order": (
+        [a_header(init_s=0.04), between()],
+        launches(100.0, foreign=0.01, first_us=140.0, lateness=[0.97, 1.0]),
+    ),
+    "bbr where NCCL speaks": ([a_header(a_host(congestion_control="bbr"), world=a_world(**GPUS))], []),
+    "bbr of a rank alone": ([a_header(a_host(congestion_control="bbr", ranks=1), world=a_world(1))], []),
+    "a loopback on one machine": ([a_header(a_host(interface="lo"))], []),
+    "a loopback between pretend nodes": ([two(*[{"host": "laptop", "interface": "lo", "ranks": 1}] * 2)], []),
+    "a link that is well used": ([between()], over(0.115)),
+    "variables without effect": (
+        [a_header(a_host(environment={"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}))],
+        [],
+    ),
+    "a start in time": ([a_header(init_s=0.8)], []),
+    "a rank that is late in one row of many": (
+        [],
+        sized(64, 128, 256, 512, lateness=[0.98, 1.0]) + sized(2**20, lateness=[1.0, 0.7]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_changes_numbers_is_named_with_its_cost_and_what_to_do(name: str) -> None:
+    headers, blocks, said, factor, measured = NAMED[name]
+    finding = only(*headers, blocks=blocks)
+    assert [each for each in said if each not in finding.text] == [], finding.text
+    assert (finding.factor, finding.measured) == (factor and pytest.approx(factor, rel=0.01), measured)
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_what_is_as_it_should_be_is_not_named(name: str) -> None:
+    headers, blocks = ORDINARY[name]
+    assert found(*headers, blocks=blocks) == []
 
 
 @pytest.mark.parametrize(("names", "wanted"), [(("bbr", "cubic"), "cubic"), (("bbr", "bbr2"), "bbr")])
@@ -90,169 +224,6 @@ def test_two_runs_that_differ_by_noise_measure_no_cost() -> None:
     finding = only(*runs, blocks=blocks)
     assert (finding.measured, finding.factor) == (False, None)
     assert finding.cost.startswith("not to be told from noise here")
-
-
-def test_hosts_that_differ_in_congestion_control_are_told() -> None:
-    header = a_header(a_host(0, congestion_control="bbr"), a_host(1, congestion_control="cubic"), world=NODES)
-    finding = only(header)
-    assert "differs between hosts: bbr, cubic" in finding.what
-    assert finding.advice.endswith("=cubic")
-
-
-# Cores ----------------------------------------------------------------------------------------------------------------
-
-
-def test_more_ranks_than_cores_are_named_with_what_that_has_cost_elsewhere() -> None:
-    finding = only(a_header(a_host(cores=2, ranks=4), world=a_world(4)))
-    assert finding.what == "4 ranks share 2 cores"
-    assert "4.3 ms with 4 ranks on 2 cores, 0.75 ms with 2" in finding.cost
-    assert not finding.measured
-
-
-def test_more_ranks_than_cores_are_measured_beside_a_world_that_fits() -> None:
-    headers = [a_header(a_host(cores=2, ranks=ranks), world=a_world(ranks)) for ranks in (2, 4)]
-    small = a_cell(asked_bytes=512 * 2**10)
-    blocks = launches(750.0, cell=small) + launches(4300.0, cell=small, world=a_world(4))
-    finding = only(*headers, blocks=blocks)
-    assert finding.measured
-    assert finding.factor == pytest.approx(4300 / 750)
-    assert "all_reduce of 512 KB takes 4.3 ms, and 0.75 ms where every rank has a core" in finding.cost
-
-
-# Interfaces and packets -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("interface", ["lo", "docker0", "br-1a2b3c", "veth12ab"])
-def test_an_interface_that_leads_nowhere_is_named(interface: str) -> None:
-    finding = only(between(interface=interface, speed_mbit=None))
-    assert interface in finding.what
-    assert "94x" in finding.cost
-    assert "GLOO_SOCKET_IFNAME" in finding.advice
-
-
-def test_a_loopback_on_one_machine_is_the_right_one_also_between_pretend_nodes() -> None:
-    assert found(a_header(a_host(interface="lo"))) == []
-    pretend = [a_host(node, host="laptop", interface="lo", ranks=1) for node in (0, 1)]
-    assert found(a_header(*pretend, world=NODES)) == []
-
-
-def test_a_link_that_is_slower_than_the_others_is_named_with_its_host() -> None:
-    hosts = [a_host(node, interface="eth0", speed_mbit=speed) for node, speed in ((0, 10_000), (1, 1000))]
-    finding = only(a_header(*hosts, world=NODES))
-    assert "1000 and 10000 Mbit/s" in finding.what
-    assert "node1" in finding.evidence
-    assert finding.factor == 10.0
-
-
-def test_a_link_that_is_not_used_costs_what_was_measured_against_its_speed() -> None:
-    blocks = launches(10 * 2**20 / 0.025e3, world=NODES, cell=a_cell("broadcast", 10 * 2**20))  # 0.025 of 0.125 GB/s
-    finding = only(between(), blocks=blocks)
-    assert finding.measured
-    assert finding.factor == pytest.approx(5.0, rel=0.01)
-    assert "0.025 GB/s at best of 0.125" in finding.what
-
-
-def test_numbers_beyond_the_link_say_that_another_is_used() -> None:
-    blocks = launches(10 * 2**20 / 1e3, world=NODES, cell=a_cell("broadcast", 10 * 2**20))  # 1 GB/s
-    assert "beyond the link" in only(between(), blocks=blocks).what
-
-
-def test_a_link_that_is_well_used_is_not_named() -> None:
-    blocks = launches(10 * 2**20 / 0.115e3, world=NODES, cell=a_cell("broadcast", 10 * 2**20))
-    assert found(between(), blocks=blocks) == []
-
-
-def test_an_mtu_that_differs_and_one_that_is_small_for_its_link_are_named() -> None:
-    hosts = [a_host(node, interface="eth0", speed_mbit=1000, mtu=mtu) for node, mtu in ((0, 1500), (1, 9000))]
-    assert "mtu differs: 1500 and 9000" in only(a_header(*hosts, world=NODES)).what
-    finding = only(between(speed_mbit=25_000))
-    assert "mtu is 1500 on a link of 25000 Mbit/s" in finding.what
-    assert finding.cost.startswith("3.6% of the link")
-
-
-# The rest of what hosts say -------------------------------------------------------------------------------------------
-
-
-def test_cores_that_save_power_are_named() -> None:
-    assert "powersave" in only(a_header(a_host(governor="powersave"))).what
-
-
-@pytest.mark.parametrize("name", ["NCCL_P2P_DISABLE", "NCCL_ALGO", "NCCL_SHM_DISABLE"])
-def test_a_variable_that_changes_results_is_named(name: str) -> None:
-    assert only(a_header(a_host(environment={name: "1"}))).what == f"{name}=1 is set"
-
-
-def test_variables_without_effect_are_not_named() -> None:
-    environment = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
-    assert found(a_header(a_host(environment=environment))) == []
-
-
-def test_a_variable_that_differs_between_hosts_is_named_but_not_an_interface() -> None:
-    hosts = [
-        a_host(node, environment={"NCCL_PROTO": proto, "NCCL_SOCKET_IFNAME": f"eth{node}"})
-        for node, proto in ((0, "LL"), (1, "Simple"))
-    ]
-    finding = only(a_header(*hosts, world=a_world(2, nodes=2, backend="nccl", device="cuda")))
-    assert finding.what == "NCCL_PROTO is not the same on all hosts"
-
-
-def test_a_stall_of_five_seconds_at_the_start_is_a_name_servers() -> None:
-    finding = only(a_header(init_s=5.02))
-    assert finding.seconds == pytest.approx(5.02)
-    assert finding.measured
-    assert "RES_OPTIONS='timeout:1 attempts:1'" in finding.advice
-    assert found(a_header(init_s=0.8)) == []
-
-
-# What the numbers say -------------------------------------------------------------------------------------------------
-
-
-def test_foreign_load_is_named_with_its_cost_from_blocks_with_and_without_it() -> None:
-    blocks = launches(100.0, foreign=0.01) + launches(140.0, count=2, start=5, foreign=0.5)
-    finding = only(blocks=blocks)
-    assert finding.measured
-    assert finding.factor == pytest.approx(1.4)
-    assert "2 of 7 blocks, up to 50% of a host's time, on node0" in finding.evidence
-
-
-def test_foreign_load_all_the_time_has_a_cost_from_elsewhere() -> None:
-    finding = only(blocks=launches(100.0, foreign=0.5))
-    assert "seen elsewhere, above 30 %: a median of 1.24x" in finding.cost
-    assert not finding.measured
-
-
-def test_stolen_cores_are_named() -> None:
-    blocks = launches(100.0, load={"foreign": 0.0, "steal": 0.2, "host": "node0"})
-    finding = only(blocks=blocks)
-    assert "steal" in finding.what
-    assert finding.factor == pytest.approx(1.25)
-
-
-def test_a_rank_that_is_late_in_most_rows_is_named_with_its_host() -> None:
-    world = a_world(4, nodes=2)
-    late = [0.8, 0.75, 1.0, 0.7]
-    blocks = [
-        block
-        for size in (64, 1024, 2**20)
-        for block in launches(100.0, world=world, cell=a_cell(asked_bytes=size), lateness=late)
-    ]
-    finding = only(a_header(a_host(0), a_host(1), world=world), blocks=blocks)
-    assert finding.what == "rank 2 is late (on node1)"
-    assert finding.factor == pytest.approx(1.25)
-    assert "3 of 3 rows" in finding.evidence
-
-
-def test_a_rank_that_is_late_in_one_row_of_many_is_not_named() -> None:
-    sizes = [64 << power for power in range(4)]
-    even = [block for size in sizes for block in launches(100.0, cell=a_cell(asked_bytes=size), lateness=[0.98, 1.0])]
-    odd = launches(100.0, cell=a_cell(asked_bytes=2**20), lateness=[1.0, 0.7])
-    assert found(blocks=[*even, *odd]) == []
-
-
-def test_first_calls_that_are_slow_are_told_with_their_seconds() -> None:
-    finding = only(blocks=launches(1000.0, first_us=11_000.0))
-    assert finding.seconds == pytest.approx(0.01)
-    assert "11.0x" in finding.evidence
 
 
 def test_a_finding_is_one_line_that_says_what_is_known_and_what_to_do() -> None:

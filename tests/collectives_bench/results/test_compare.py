@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from muster.collectives_bench.records import Result
 from muster.collectives_bench.results import shift
-from muster.collectives_bench.results.compare import Comparison, compare, comparison
+from muster.collectives_bench.results.compare import Comparison, Verdict, comparison
 from muster.collectives_bench.results.rows import Row, rows_of
 from muster.collectives_bench.results.sides import drift_of, pairs_in_time
 from muster.collectives_bench.results.stats import median
@@ -53,6 +53,10 @@ def a_row(
         launch_times=tuple(times or range(len(medians_us))),
         launch_foreign=(foreign,) * len(medians_us),
     )
+
+
+def compare(before: Sequence[Row], after: Sequence[Row]) -> list[Verdict]:
+    return comparison(before, after).rows
 
 
 def abba(launches: int) -> tuple[list[int], list[int]]:

@@ -10,13 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from muster.collectives_bench.records import Block, End, Header, Result
+from muster.collectives_bench.records import Block, Header, Result
 from muster.collectives_bench.results.causes import findings
 from muster.collectives_bench.results.compare import comparison
 from muster.collectives_bench.results.files import COLUMNS, read_result, write_csv, write_result
 from muster.collectives_bench.results.rows import rows_of
 from muster.jobs.basics.errors import JobFileError, MusterError, RunFolderError, StorageError
 from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.timing.recorded import End
 from support.bench_records import a_block, a_cell, a_header, a_world
 
 BLOCKS = [a_block(launch=launch, lateness=[0.9, 1.0], foreign=0.01) for launch in range(3)]
@@ -128,10 +129,10 @@ TIMING = json.loads(BLOCKS[0].model_dump_json())["latency"]
         ({"surprise": 1}, "line 2: surprise: extra inputs"),
         ({"state": "fine"}, "line 2: state: "),
         ({"samples_us": [1.0, float("nan")]}, "line 2: "),
-        ({"latency": {**TIMING, "n": 0}}, "blocks.0: times that cannot be: n 0"),
-        ({"latency": {**TIMING, "min_us": 1e9}}, "blocks.0: times that cannot be"),
-        ({"samples_us": [-1.0]}, "blocks.0: a size or a time below 0"),
-        ({"world": {**WORLD, "ranks": 0}}, "blocks.0: a world of 0 ranks"),
+        ({"latency": {**TIMING, "n": 0}}, "line 2: latency.n: input should be greater than or equal to 1, got 0"),
+        ({"latency": {**TIMING, "min_us": 1e9}}, "line 2: latency: value error, times that cannot be"),
+        ({"samples_us": [-1.0]}, "line 2: samples_us.0: input should be greater than or equal to 0, got -1.0"),
+        ({"world": {**WORLD, "ranks": 0}}, "line 2: world.ranks: input should be greater than or equal to 1, got 0"),
         ({"cell": {**CELL, "operation": "all_redcue"}}, "unknown operation 'all_redcue'; did you mean 'all_reduce'"),
         ({"cell": {**CELL, "dtype": "fp8"}}, "unknown dtype 'fp8'"),
     ],

@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from muster.jobs.basics.errors import JobFileError, RunFolderError
-from muster.jobs.timing.files import is_timing, parse, read_timings, write_csv, write_timings
+from muster.jobs.timing.files import FORMAT, is_timing, read_timings, write_csv, write_timings
 from support import measured
 from support.timings import end, header, peak, settings, timed, without_times, write_lines
 
@@ -44,18 +44,18 @@ def test_a_torn_last_line_is_passed_over_and_the_timing_is_not_over(tmp_path):
         file.write('{"record": "timed", "model": "vg')
     (timing,) = read_timings([path]).timings
     assert (len(timing.rows), timing.is_over) == (1, False)
-    assert parse(b'{"record": "weather"}') is None
-    assert parse(b'{"record": "ti') is None
+    assert FORMAT.parse(b'{"record": "weather"}') is None
+    assert FORMAT.parse(b'{"record": "ti') is None
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"record": "timing"}\n{"record": "end", "seconds": 1.0, "time": 1.0}\n', "line 1: no timing of ours"),
+        ('{"record": "timing"}\n{"record": "end", "seconds": 1.0, "time": 1.0}\n', "line 1: name: field required"),
         ('{"record": "timing", "version": 9}\n\n', "written as version 9, this muster reads version 1"),
         ('{"record": "end", "seconds": 1.0, "time": 1.0}\n', "says nothing of what was timed"),
-        ('{"muster_timing": 1, "timings": []}', "no timing of ours, or damaged"),
-        ("hello", "no timing of ours, or damaged"),
+        ('{"muster_timing": 1, "timings": []}', "timings: list should have at least 1 item"),
+        ("hello", "not JSON"),
     ],
 )
 def test_what_is_no_timing_is_refused_with_its_place(tmp_path, text, message):

@@ -31,7 +31,7 @@ def test_a_slower_result_is_worse_row_by_row_and_fails_a_gate(files, capsys) -> 
     lines = capsys.readouterr().out.splitlines()
     assert " ".join(lines[0].split()) == "row before after time from to launches verdict why"
     shown = " ".join(lines[1].split())
-    assert shown == "all_reduce 1 MB fp32 in 1.17 ms 1.52 ms 1.300 1.300 1.300 5/5 worse slower beyond doubt"
+    assert shown == "all_reduce 1 MB fp32 in 1.172 ms 1.523 ms 1.300 1.300 1.300 5/5 worse slower beyond doubt"
     assert lines[3].startswith("barrier ")
     assert lines[-1] == "worse: of 3 common rows 3 worse"
     for fail_on, code in (("worse", 1), ("any", 1), ("better", 0)):

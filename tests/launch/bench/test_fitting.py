@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from muster.collectives_bench.cost.curves import time_text
 from muster.collectives_bench.cost.profile import load
 from muster.collectives_bench.results.files import write_result
+from muster.collectives_bench.sizes import time_text
 from muster.launch import cli
 from muster.launch.bench.fitting import text
 from support.costs import OnOneHost, drawn

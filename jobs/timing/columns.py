@@ -1,0 +1,25 @@
+"""Tables of measured rows: names and units behind `#`, fixed columns, and the time they were made at."""
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+# name, unit, width, value; nothing is cut: a value wider than its column pushes the rest of its row
+Column = tuple[str, str, int, Callable[[Any], str]]
+
+
+def headings(columns: Sequence[Column], last: str, unit: str = "") -> list[str]:
+    """Return the names of columns, and their units; `last` is what stands behind them all."""
+    rows = ([column[place] for column in columns] for place in (0, 1))
+    lines = ("".join(f" {word}".rjust(column[2]) for word, column in zip(row, columns, strict=True)) for row in rows)
+    return [f"#{line[1:]}  {end}".rstrip() for line, end in zip(lines, (last, unit), strict=True)]
+
+
+def cells(columns: Sequence[Column], row: Any) -> str:
+    """Return the values of a row, each as wide as its column."""
+    return "".join(f" {value(row)}".rjust(width) for _, _, width, value in columns)
+
+
+def utc(time: float) -> str:
+    """Write unix seconds as a date and a time of day."""
+    return f"{datetime.fromtimestamp(time, timezone.utc):%Y-%m-%d %H:%M:%S} UTC"

@@ -1,0 +1,171 @@
+"""Files of what was measured: a record a line while ranks measure, JSON for all of it, CSV for its rows.
+
+    a run folder    its newest attempt that has a bench.jsonl
+    bench.jsonl     a record a line; the last may be torn, for the run may still be writing, or have died at it
+    result.json     one object, with the format's mark and version
+
+Nothing that is read is trusted.
+"""
+
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from muster.jobs.basics.errors import JobFileError, NotFoundError, RunFolderError
+from muster.jobs.basics.files import write_text
+from muster.jobs.basics.reading import LARGEST, parse_json, read_bytes
+from muster.jobs.runfolder.rundir import RunDir
+from muster.jobs.spec.strict import Strict, UnixTime
+
+MOST_BYTES: Final = 1 << 31  # every sample stands in it; a larger file is none of ours
+
+Record = TypeVar("Record", bound=BaseModel)
+Whole = TypeVar("Whole", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class End(Strict):
+    """The last line of a job that measured all it was to measure."""
+
+    record: Literal["end"] = "end"
+    seconds: float
+    time: UnixTime
+
+
+@dataclass(frozen=True)
+class Format(Generic[Record, Whole]):
+    """The records that a command writes, by name, and what all of them are as one."""
+
+    command: str
+    mark: str  # the key of a whole result; its value is the version
+    version: int
+    header: str  # the record that says which version a file of lines has
+    records: Mapping[str, type[Record]]
+    whole: type[Whole]
+
+    def parse(self, line: bytes) -> Record | None:
+        """Read one line; None for one that is no record of ours (of a newer Muster, or torn)."""
+        try:
+            return self.records[parse_json(line)["record"]].model_validate_json(line)
+        except (ValueError, KeyError, TypeError):  # pydantic's errors are ValueErrors
+            return None
+
+    def read(self, path: Path) -> list[Record] | Whole:
+        """Read a run or a file: the records of its lines, or the whole result that it is.
+
+        Raises:
+            RunFolderError: there is no such file, or nothing measured in the folder.
+            JobFileError: it is not a result, is damaged, or was written by another version.
+        """
+        file = newest(path) if path.is_dir() else path
+        try:
+            data = read_bytes(file, MOST_BYTES, owned=False)
+        except OSError as error:
+            kind = NotFoundError if isinstance(error, FileNotFoundError) else RunFolderError
+            raise kind(f"{file}: {error.strerror}; name a run of {self.command}, or a file that it wrote") from error
+        except ValueError as error:
+            raise JobFileError(f"{error}; name a result of {self.command}") from error
+        return self._lines(file, data) if self._is_lines(data) else self._whole(file, data)
+
+    def _is_lines(self, data: bytes) -> bool:
+        """Say whether the first line is a record by itself, and not the begin of a whole result, or all of one."""
+        try:
+            first = parse_json(data.lstrip().partition(b"\n")[0])
+        except ValueError:
+            return False
+        return isinstance(first, dict) and self.mark not in first
+
+    def _whole(self, file: Path, data: bytes) -> Whole:
+        content = _json(file, data, "")
+        if not isinstance(content, dict) or self.mark not in content:
+            raise JobFileError(
+                f"{file}: not a result of {self.command} (no {self.mark} in it); name a result file or a run"
+            )
+        self._check_version(file, content[self.mark])
+        return _valid(file, self.whole, data, "")
+
+    def _lines(self, file: Path, data: bytes) -> list[Record]:
+        found = []
+        lines = data.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                found.append(self._record(file, line, f"line {number}: "))
+            except JobFileError:
+                if number == len(lines):  # no end of line after it: torn
+                    break
+                raise
+        return found
+
+    def _record(self, file: Path, line: bytes, place: str) -> Record:
+        content = _json(file, line, place)
+        name = content.get("record") if isinstance(content, dict) else None
+        if not isinstance(name, str) or name not in self.records:
+            raise JobFileError(f"{file}: {place}not a record of {self.command}; name a result of {self.command}")
+        if name == self.header:
+            self._check_version(file, content.get("version", self.version))
+        return _valid(file, self.records[name], line, place)
+
+    def _check_version(self, file: Path, version: Any) -> None:
+        if version != self.version:
+            raise JobFileError(
+                f"{file}: written as version {version!r}, this muster reads version {self.version}; use the other"
+            )
+
+
+def newest(folder: Path) -> Path:
+    """Return the file of a run's newest attempt that measured, or of an attempt's own folder.
+
+    Raises:
+        NotFoundError: there is none.
+    """
+    run = RunDir(folder)
+    files = [*(run.attempt(number).bench for number in reversed(run.attempt_numbers())), folder / "bench.jsonl"]
+    if file := next((each for each in files if each.is_file()), None):
+        return file
+    why = run.command("why")
+    raise NotFoundError(f"{folder}: nothing was measured here (no attempt has a bench.jsonl); {why} says more")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a result by rename.
+
+    Raises:
+        RunFolderError, StorageError: it cannot be written.
+    """
+    if not path.parent.is_dir():
+        raise RunFolderError(f"{path}: there is no folder {path.parent}; make it, or name another file")
+    write_text(path, text)
+
+
+def write_table(names: Iterable[str], rows: Iterable[Sequence[Any]], path: Path) -> None:
+    """Write CSV: a line of names, then a line for each row; None is empty. Errors as `write`."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerows([list(names), *rows])
+    write(path, text.getvalue())
+
+
+def _json(file: Path, data: bytes, place: str) -> Any:
+    try:
+        return parse_json(data, most=MOST_BYTES, largest=LARGEST)
+    except ValueError as error:
+        raise JobFileError(f"{file}: {place}not JSON ({error}); the file is damaged, or no result of ours") from error
+
+
+def _valid(file: Path, model: type[Model], data: bytes, place: str) -> Model:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise JobFileError(
+            f"{file}: {place}{where}: {first['msg'].lower()}, got {first['input']!r:.60}{more}; the file is damaged"
+        ) from error
