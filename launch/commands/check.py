@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from muster.launch.common.options import add_job, add_json, add_runs, add_transport
+from muster.launch.common.options import add_json, add_request, given
 
 if TYPE_CHECKING:
     from muster.launch.check.judges import Answer, Expected
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser, program=True)
-    add_runs(parser)
-    add_transport(parser)
+    add_request(parser)
     add_json(parser)
 
 
@@ -30,8 +28,9 @@ def run(args: argparse.Namespace) -> int:
         MusterError: as `muster run` does before it starts anything.
     """
     from muster.launch.submit.prepare import prepare
+    from muster.launch.submit.request import Request
 
-    return check(prepare(args), as_json=args.json)
+    return check(prepare(given(args, Request)), as_json=args.json)
 
 
 def check(prepared: "Prepared", *, as_json: bool) -> int:
@@ -47,8 +46,8 @@ def check(prepared: "Prepared", *, as_json: bool) -> int:
     from muster.launch.check.preflight import exit_code, rows
     from muster.launch.submit.routes import make_transport
 
-    if prepared.is_queued or prepared.submission.route.transport == "hand":
-        transport = prepared.submission.route.transport
+    if prepared.route.is_queued or prepared.route.transport == "hand":
+        transport = prepared.route.transport
         raise RefusedError(
             f"--on {transport}: its nodes cannot be asked from here; use --on ssh, or check inside an allocation"
         )
@@ -63,7 +62,7 @@ def check(prepared: "Prepared", *, as_json: bool) -> int:
             nonlocal code
             found = rows(inspection.answers, replace(expected, master=inspection.master))
             code = exit_code(found, inspection.answers)
-            spare = max(0, len(prepared.submission.route.hosts.hosts) - len(found))
+            spare = max(0, len(prepared.route.hosts.hosts) - len(found))
             print(
                 as_text(found, spare) if not as_json else json.dumps(as_data(found, inspection.answers, code), indent=2)
             )

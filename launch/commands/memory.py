@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     run.add_argument(
         "--attempt", metavar="N", type=int, help="of this attempt (default: the newest that said anything)"
     )
-    options.add_runs(run)  # type: ignore[arg-type]
+    options.add_runs(run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from muster.jobs.basics.terminal import terminal_columns
 from muster.jobs.basics.words import counted
-from muster.launch.common.options import add_job, add_json, add_runs, add_transport
+from muster.launch.common.options import add_json, add_request, given
 
 if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
@@ -31,34 +31,25 @@ WIDEST = 48  # characters of a value: PATH would push its origin off the screen;
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser, program=True)
-    add_runs(parser)
+    add_request(parser)
     add_json(parser)
-    add_transport(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute the plan as records, then print them."""
     from muster.launch.plan.plan import Machine, plan_nodes
     from muster.launch.submit.prepare import prepare, this_machine
+    from muster.launch.submit.request import Request
+    from muster.launch.submit.routes import commands_of
 
-    prepared = prepare(args)
+    prepared = prepare(given(args, Request))
     nodes = prepared.context.placement.nodes
-    local = prepared.submission.route.transport == "local"
+    local = prepared.route.transport == "local"
     # What other machines have is known when their agents answer.
     machines = [this_machine()] * len(nodes) if local else [Machine(node.host, ()) for node in nodes]
-    record = describe(prepared, plan_nodes(prepared.context, machines, None), commands_of(prepared))
+    record = describe(prepared, plan_nodes(prepared.context, machines, None), commands_of(prepared.submission))
     print(json.dumps(record, indent=2) if args.json else render(record))
     return 0
-
-
-def commands_of(prepared: "Prepared") -> list[list[str]]:
-    """Return the argv of what would start the agents."""
-    from muster.launch.submit.routes import make_transport
-
-    if prepared.is_queued:
-        return [["sbatch", str(prepared.context.run.sbatch)]]
-    return make_transport(prepared.submission).commands()
 
 
 def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[str]]) -> dict[str, Any]:
@@ -68,7 +59,7 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
     return {
         "name": job.name,
         "kind": job.kind,
-        "transport": prepared.submission.route.transport,
+        "transport": prepared.route.transport,
         "start": commands,
         "world_size": context.placement.world_size,
         "pipeline": pipeline_of(job, context.placement.world_size),

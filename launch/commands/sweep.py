@@ -1,21 +1,23 @@
 """`muster sweep JOB.yaml --grid KEY=V,V ...`: the product of grids as runs of one job, and a table of how they went."""
 
 import argparse
-import copy
 import json
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.launch.common.options import add_job, add_json, add_runs, add_transport
+from muster.launch.common.options import add_json, add_request, given
 from muster.launch.sweeps.sweep import say
 
 if TYPE_CHECKING:
     from muster.jobs.basics.errors import MusterError
     from muster.launch.submit.prepare import Prepared
+    from muster.launch.submit.request import Request
     from muster.launch.sweeps.sweep import Grid, Point, SweepRecord
+    from muster.launch.sweeps.sweep_run import Element
 
 COLUMNS: Final = ("point", "state", "exit>", "took>", "step>", "loss>", "median rate>", "middle half", "run")
 
@@ -24,7 +26,7 @@ SPARE: Final = ("took>", "exit>", "step>", "loss>", "run")
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser, program=True)
+    add_request(parser)
     parser.add_argument(
         "--grid",
         metavar="KEY=V,V",
@@ -41,8 +43,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="go on after a point that has failed (default: yes)",
     )
     parser.add_argument("--show", action="store_true", help="print the table of a sweep again; JOB is then the sweep")
-    add_runs(parser)
-    add_transport(parser)
     add_json(parser)
 
 
@@ -51,27 +51,28 @@ def run(args: argparse.Namespace) -> int:
     from muster.jobs.basics import exits
     from muster.jobs.basics.errors import MusterError
     from muster.jobs.runfolder.rundir import runs_root
+    from muster.launch.submit.request import Request
     from muster.launch.sweeps.sweep import SweepRecord, find_sweep, read_grids
 
     if args.show:
         folder = find_sweep(runs_root(args.runs), args.job)
         return show(SweepRecord.read(folder), folder, as_json=args.json)
-    check(args)
-    grids = read_grids(args.grids)
-    name, points, prepared = prepare_points(args, grids)
-    record, folder = make_sweep(args.job if args.program else str(Path(args.job).absolute()), name, points, prepared)
+    request = given(args, Request)
+    check(request, args.grids, args.limit)
+    name, elements = prepare_points(request, read_grids(args.grids), args.limit)
+    record, folder = make_sweep(request, name, elements)
     print(f"sweep {folder}", file=sys.stderr)
     try:
-        whole = execute(points, prepared, folder, limit=args.limit, keep_going=args.keep_going)
+        whole = execute(elements, folder, limit=args.limit, keep_going=args.keep_going)
     except MusterError:
-        if not any(each.context.run.path.exists() for each in prepared):  # refused: nothing was submitted
+        if not any(each.run.path.exists() for each in elements):  # refused: nothing was submitted
             shutil.rmtree(folder, ignore_errors=True)
         raise
     code = show(record, folder, as_json=args.json)
     return code if whole else exits.STOPPED
 
 
-def check(args: argparse.Namespace) -> None:
+def check(request: "Request", grids: Sequence[str], limit: int | None) -> None:
     """Refuse options that contradict one another.
 
     Raises:
@@ -79,52 +80,50 @@ def check(args: argparse.Namespace) -> None:
     """
     from muster.jobs.basics.errors import UsageError
 
-    keys = {word.partition("=")[0] for word in args.grids}
-    for key, given, option in (
-        ("nodes", args.nodes, "-N"),
-        ("ranks_per_node", args.ranks_per_node, "-n"),
-        *((key, True, f"--set {key}") for key in (word.partition("=")[0] for word in args.overrides)),
-    ):
-        if given is not None and key in keys:
-            raise UsageError(f"--grid {key} and {option} both set {key}; keep one of them")
-    if args.limit is not None and args.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, got {args.limit}")
-    if args.on == "hand":
+    options = {word.partition("=")[0]: f"--set {word.partition('=')[0]}" for word in request.overrides}
+    options |= {"nodes": "-N"} if request.nodes is not None else {}
+    options |= {"ranks_per_node": "-n"} if request.ranks_per_node is not None else {}
+    for key in (word.partition("=")[0] for word in grids):
+        if key in options:
+            raise UsageError(f"--grid {key} and {options[key]} both set {key}; keep one of them")
+    if limit is not None and limit < 1:
+        raise UsageError(f"--limit: must be at least 1, got {limit}")
+    if request.on == "hand":
         raise UsageError("--on hand: a sweep starts its runs itself; choose another transport")
 
 
-def prepare_points(args: argparse.Namespace, grids: "list[Grid]") -> "tuple[str, list[Point], list[Prepared]]":
+def prepare_points(request: "Request", grids: "list[Grid]", limit: int | None) -> "tuple[str, list[Element]]":
     """Prepare every point before anything starts; return also the name of the sweep.
 
     Raises:
         UsageError, JobFileError, RefusedError: what is wrong with any of them, all at once.
     """
+    from dataclasses import replace
+
     from muster.jobs.basics.errors import MusterError, UsageError
     from muster.launch.submit.prepare import prepare
     from muster.launch.sweeps.sweep import complaint, points_of
-    from muster.launch.sweeps.sweep_run import is_array
+    from muster.launch.sweeps.sweep_run import Element, is_array
 
     def attempt(point: "Point", name: str | None) -> "Prepared | MusterError":
-        changed = copy.copy(args)
-        changed.overrides, changed.name = [*args.overrides, *point.overrides], name
+        changed = replace(request, overrides=(*request.overrides, *point.overrides), name=name)
         try:
             return prepare(changed, allow_unread=True)
         except MusterError as error:
             return error
 
     nameless = points_of(grids, "point")
-    tried = refuse_unread([attempt(point, args.name) for point in nameless])
+    tried = refuse_unread([attempt(point, request.name) for point in nameless])
     bad = [(point, each) for point, each in zip(nameless, tried, strict=True) if isinstance(each, MusterError)]
     if bad:
         raise complaint(bad, grids, len(nameless))
     first = tried[0]
     assert not isinstance(first, MusterError)
-    if args.limit not in (None, 1) and not is_array(first):
-        raise UsageError(f"--limit {args.limit}: is for arrays of Slurm's; here points run one after another")
+    if limit not in (None, 1) and not is_array(first.route):
+        raise UsageError(f"--limit {limit}: is for arrays of Slurm's; here points run one after another")
     name = first.context.job.name
-    points = points_of(grids, name)
-    prepared = [attempt(point, point.name) for point in points]
-    return name, points, [each for each in prepared if not isinstance(each, MusterError)]
+    prepared = ((point, attempt(point, point.name)) for point in points_of(grids, name))
+    return name, [Element(point, each) for point, each in prepared if not isinstance(each, MusterError)]
 
 
 def refuse_unread(tried: "list[Prepared | MusterError]") -> "list[Prepared | MusterError]":
@@ -142,7 +141,7 @@ def refuse_unread(tried: "list[Prepared | MusterError]") -> "list[Prepared | Mus
     ]
 
 
-def make_sweep(job: str, name: str, points: "list[Point]", prepared: "list[Prepared]") -> "tuple[SweepRecord, Path]":
+def make_sweep(request: "Request", name: str, elements: "list[Element]") -> "tuple[SweepRecord, Path]":
     """Make the sweep's folder beside its runs, with the record of what belongs to it.
 
     Raises:
@@ -151,30 +150,27 @@ def make_sweep(job: str, name: str, points: "list[Point]", prepared: "list[Prepa
     from muster.jobs.runfolder.rundir import RunDir, make_run
     from muster.launch.sweeps.sweep import SweepRecord, sweep_path
 
-    folder = sweep_path(prepared[0].context.run.path.parent, name)
-    make_run(RunDir(folder), shared=prepared[0].context.site.share == "group")
-    route = prepared[0].submission.route
+    first = elements[0].prepared
+    folder = sweep_path(first.context.run.path.parent, name)
+    make_run(RunDir(folder), shared=first.context.site.share == "group")
     record = SweepRecord(
         name=name,
-        job=job,
-        transport=route.transport,
+        job=request.job if request.program else str(Path(request.job).absolute()),
+        transport=first.route.transport,
         time=time.time(),
-        points=tuple(points),
-        run_ids=tuple(each.context.run.run_id for each in prepared),
+        points=tuple(each.point for each in elements),
+        run_ids=tuple(each.run.run_id for each in elements),
     )
     record.write(folder)
     return record, folder
 
 
-def execute(
-    points: "list[Point]", prepared: "list[Prepared]", folder: Path, *, limit: int | None, keep_going: bool
-) -> bool:
+def execute(elements: "list[Element]", folder: Path, *, limit: int | None, keep_going: bool) -> bool:
     """Run the points; return False when the user ended the sweep."""
     from muster.jobs.runfolder.rundir import RunDir
-    from muster.launch.sweeps.sweep_run import Element, is_array, run_here, submit_arrays
+    from muster.launch.sweeps.sweep_run import is_array, run_here, submit_arrays
 
-    elements = [Element(point, each) for point, each in zip(points, prepared, strict=True)]
-    if not is_array(prepared[0]):
+    if not is_array(elements[0].prepared.route):
         return run_here(elements, folder, say, keep_going=keep_going)
     from muster.launch.sweeps.sweep_follow import follow
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from muster.launch.common.options import add_hosts, add_json
+from muster.launch.common.options import add_hosts, add_json, given
 
 if TYPE_CHECKING:
     from muster.launch.submit.sync import Outcome
@@ -30,20 +30,21 @@ def run(args: argparse.Namespace) -> int:
     from muster.jobs.basics.boot import CODE_ROOT
     from muster.jobs.basics.errors import UsageError
     from muster.launch.common.fingerprint import fingerprint
-    from muster.launch.submit.hostsource import host_set
-    from muster.launch.submit.prepare import interpreter_of, site_of
+    from muster.launch.submit.hostsource import host_set, site_of
+    from muster.launch.submit.prepare import interpreter_of
+    from muster.launch.submit.request import Request
     from muster.launch.submit.sync import sync
 
-    site = site_of(args)
-    hosts = host_set(args, site)
+    request = given(args, Request)
+    site = site_of(request)
+    hosts = host_set(request, site)
     if hosts is None:
         raise UsageError("no hosts; give -H FILE, -w 'n[01-04]', --manifest FILE, or hosts: in the site file")
     to = args.to or site.code or str(CODE_ROOT)
     if not to.startswith("/"):
         raise UsageError(f"--to: must be an absolute path on the hosts, got {to!r}")
-    outcomes = sync(
-        hosts, site.ssh, to=to.rstrip("/") or "/", python=interpreter_of(site, here=False), fanout=args.fanout
-    )
+    python = interpreter_of(site, here=False)
+    outcomes = sync(hosts, site.ssh, to=to.rstrip("/") or "/", python=python, fanout=request.fanout)
     if args.json:
         print(json.dumps({"to": to, "code": fingerprint(), "hosts": [record(each) for each in outcomes]}, indent=2))
     else:

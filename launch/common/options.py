@@ -2,13 +2,41 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Final
+from dataclasses import fields
+from typing import TYPE_CHECKING, Final, TypeVar
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    from muster.jobs.runfolder.rundir import RunDir
 
 TRANSPORTS: Final = ("local", "ssh", "pdsh", "hand", "slurm", "submitit")
 EXECUTORS: Final = ("slurm", "local", "debug")
+Asked = TypeVar("Asked", bound="DataclassInstance")
 
 
-def add_runs(parser: argparse.ArgumentParser) -> None:
+def given(args: argparse.Namespace, kind: type[Asked]) -> Asked:
+    """Return what a command line asks for: each field is the option of its name, where the command has it."""
+    names = [each.name for each in fields(kind) if hasattr(args, each.name)]
+    values = {name: getattr(args, name) for name in names}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def the_run(args: argparse.Namespace, *, unique: bool = False) -> "RunDir":
+    """Find the run that is named; errors as `jobs.runfolder.rundir.find_run`."""
+    from muster.jobs.runfolder.rundir import find_run, runs_root
+
+    return find_run(runs_root(args.runs), args.run, unique=unique)
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Add what a run is made of: a job or a program, what is changed of it, the hosts and the way to them."""
+    add_job(parser, program=True)
+    add_runs(parser)
+    add_transport(parser)
+
+
+def add_runs(parser: argparse._ActionsContainer) -> None:
     """Add `--runs DIR`: where all runs are."""
     parser.add_argument("--runs", metavar="DIR", help="folder of all runs (default: MUSTER_RUNS, else ./runs)")
 

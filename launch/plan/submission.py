@@ -5,6 +5,7 @@ muster submit   writes it and leaves: a detached supervisor, or the batch script
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
@@ -21,6 +22,7 @@ from muster.launch.common.fields import typed_lines
 from muster.launch.common.kinds import BY_KEY
 from muster.launch.plan.interpreter import Interpreter
 from muster.launch.plan.plan import Context
+from muster.slurm.allocation import inside_allocation
 
 VERSION: Final = 1
 
@@ -41,6 +43,11 @@ class Route:
     def is_here(self) -> bool:
         """True when all nodes are pretend nodes of this very machine."""
         return self.transport == "local" or (self.transport == "submitit" and self.executor != "slurm")
+
+    @property
+    def is_queued(self) -> bool:
+        """True when the run goes through a queue: Slurm's, from outside an allocation, or submitit's."""
+        return self.transport == "submitit" or (self.transport == "slurm" and not inside_allocation(os.environ))
 
 
 @dataclass(frozen=True)
