@@ -17,7 +17,7 @@ from muster.jobs.checkpoint.manifest import Manifest, read_manifest
 from muster.jobs.checkpoint.names import identity, step_and_attempt
 from muster.jobs.checkpoint.verify import is_verified, verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
-from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import options, screen
 
 MB: Final = 1 << 20  # as in settings
@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do one action on one run."""
-    run_dir = find_run(runs_root(args.runs), args.run)
+    run_dir = options.the_run(args)
     return ACTIONS[args.action](run_dir, args)
 
 

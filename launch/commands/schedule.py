@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import UsageError
-from muster.launch.common.options import add_json
+from muster.launch.common.options import add_json, whole
 
 if TYPE_CHECKING:
     from muster.pipe.schedules.actions import Schedule
@@ -46,11 +46,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("name", metavar="NAME", nargs="?", help="a schedule (default: compare all)")
-    parser.add_argument("-p", "--ranks", metavar="P", type=int, default=4, help="ranks of the pipeline (default: 4)")
-    parser.add_argument(
-        "-m", "--microbatches", metavar="M", type=int, default=8, help="micro-batches of a step (default: 8)"
-    )
-    parser.add_argument("--chunks", metavar="V", type=int, help="stages a rank has, of interleaved (default: 2)")
+    for names, letter, default, phrase in (
+        (("-p", "--ranks"), "P", 4, "ranks of the pipeline (default: 4)"),
+        (("-m", "--microbatches"), "M", 8, "micro-batches of a step (default: 8)"),
+        (("--chunks",), "V", None, "stages a rank has, of interleaved (default: 2)"),
+    ):
+        parser.add_argument(*names, metavar=letter, type=whole(names[0], least=1), default=default, help=phrase)
     parser.add_argument("--costs", metavar="F,I,W", default="1,1,1", help="times of a rank (default: 1,1,1)")
     parser.add_argument("--message", metavar="S", default="0", help="time of a message between ranks (default: 0)")
     parser.add_argument("--svg", metavar="FILE", help="draw it into a file, too")
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         UsageError: no such schedule, or numbers that make none.
         RunFolderError: the file cannot be written.
     """
-    from muster.launch.look import drawings
+    from muster.launch.common import screen
     from muster.pipe.schedules.tables import SCHEDULES
 
     names = [args.name] if args.name else list(SCHEDULES)
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     shown = [simulated(name, args) for name in names]
     records = [record(args, *each) for each in shown]
     if args.svg:
-        drawings.write(args.svg, picture(records[0], *shown[0]))
+        screen.save(args.svg, picture(records[0], *shown[0]))
     if args.json:
         print(json.dumps(records[0] if args.name else records))
     elif args.name:
@@ -87,9 +88,6 @@ def require(args: argparse.Namespace, names: list[str]) -> None:
     """Raise UsageError unless the options can be, and go together."""
     from muster.pipe.schedules.tables import SCHEDULES
 
-    for flag, number in (("-p", args.ranks), ("-m", args.microbatches), ("--chunks", args.chunks)):
-        if number is not None and number < 1:
-            raise UsageError(f"{flag} {number}: must be a whole number from 1")
     if args.name is not None and args.name not in SCHEDULES:
         raise UsageError(f"unknown schedule {args.name!r}; {_near(args.name, list(SCHEDULES))}")
     if args.name is None and args.svg:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.launch.common.options import add_json, add_request, given
+from muster.launch.common.options import add_json, add_request, given, whole
 from muster.launch.sweeps.sweep import say
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="grids",
         help="a key of the job and the values that it takes, such as nodes=1,2,4; all grids are combined",
     )
-    parser.add_argument("--limit", metavar="N", type=int, help="in Slurm: at most N points of an array at a time")
+    limit = whole("--limit", least=1)
+    parser.add_argument("--limit", metavar="N", type=limit, help="in Slurm: at most N points of an array at a time")
     parser.add_argument(
         "--keep-going",
         action=argparse.BooleanOptionalAction,
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         folder = find_sweep(runs_root(args.runs), args.job)
         return show(SweepRecord.read(folder), folder, as_json=args.json)
     request = given(args, Request)
-    check(request, args.grids, args.limit)
+    check(request, args.grids)
     name, elements = prepare_points(request, read_grids(args.grids), args.limit)
     record, folder = make_sweep(request, name, elements)
     print(f"sweep {folder}", file=sys.stderr)
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     return code if whole else exits.STOPPED
 
 
-def check(request: "Request", grids: Sequence[str], limit: int | None) -> None:
+def check(request: "Request", grids: Sequence[str]) -> None:
     """Refuse options that contradict one another.
 
     Raises:
@@ -86,8 +87,6 @@ def check(request: "Request", grids: Sequence[str], limit: int | None) -> None:
     for key in (word.partition("=")[0] for word in grids):
         if key in options:
             raise UsageError(f"--grid {key} and {options[key]} both set {key}; keep one of them")
-    if limit is not None and limit < 1:
-        raise UsageError(f"--limit: must be at least 1, got {limit}")
     if request.on == "hand":
         raise UsageError("--on hand: a sweep starts its runs itself; choose another transport")
 

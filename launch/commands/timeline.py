@@ -4,8 +4,6 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Final
 
-from muster.jobs.basics.errors import UsageError
-from muster.jobs.runfolder.rundir import find_run, runs_root
 from muster.launch.common import options
 
 if TYPE_CHECKING:
@@ -28,9 +26,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_run(parser)
     options.add_json(parser)
-    parser.add_argument("--step", metavar="N", type=int, help="this step (default: the newest that was recorded)")
-    parser.add_argument("--attempt", metavar="N", type=int, help="of this attempt (default: the newest that has it)")
-    parser.add_argument("--rank", metavar="R", type=int, help="the pipeline of this rank (default: the slowest)")
+    a_step, a_rank = options.whole("--step", least=1), options.whole("--rank", least=0)
+    parser.add_argument("--step", metavar="N", type=a_step, help="this step (default: the newest that was recorded)")
+    options.add_attempt(parser, "that has it")
+    parser.add_argument("--rank", metavar="R", type=a_rank, help="the pipeline of this rank (default: the slowest)")
     parser.add_argument("--svg", metavar="FILE", help="draw it into a file, too")
 
 
@@ -41,18 +40,15 @@ def run(args: argparse.Namespace) -> int:
         UsageError: a number that cannot be.
         RunFolderError: nothing was recorded, or the file cannot be written.
     """
-    from muster.launch.look import drawings
+    from muster.launch.common import screen
     from muster.launch.look.timelines import read_timeline
 
-    for flag, number, least in (("--step", args.step, 1), ("--attempt", args.attempt, 0), ("--rank", args.rank, 0)):
-        if number is not None and number < least:
-            raise UsageError(f"{flag}: must be at least {least}, got {number}")
-    folder = find_run(runs_root(args.runs), args.run)
+    folder = options.the_run(args)
     timeline = read_timeline(folder, args.attempt, args.step)
     recorded = timeline.slowest() if args.rank is None else timeline.of_rank(args.rank)
     title, sizes = f"{folder.run_id}, attempt {timeline.attempt}, step {timeline.step}", sizes_of(timeline, recorded)
     if args.svg:
-        drawings.write(args.svg, picture(title, sizes, recorded))
+        screen.save(args.svg, picture(title, sizes, recorded))
     if args.json:
         pipelines = [each.summary() for each in timeline.pipelines]
         about = {"run": folder.run_id, "attempt": timeline.attempt, "step": timeline.step, "recorded": timeline.steps}

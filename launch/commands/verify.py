@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from muster.launch.common.options import add_job, add_json, add_runs, given
+from muster.launch.common.options import add_job, add_json, add_runs, given, whole
 
 ENTRY = "muster.jobs.train.verify:verify_rank"
 
@@ -13,7 +13,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
     add_runs(parser)
     add_json(parser)
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps to compare (default: 3)")
+    steps, phrase = whole("--steps", least=1), "optimizer steps to compare (default: 3)"
+    parser.add_argument("--steps", type=steps, default=3, metavar="K", help=phrase)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -25,8 +26,6 @@ def run(args: argparse.Namespace) -> int:
     from muster.launch.submit.start import begin
     from muster.launch.supervision.console import Console
 
-    if args.steps < 1:
-        raise UsageError(f"--steps: must be at least 1, got {args.steps}")
     prepared = prepare(given(args, Request)).changed(entry=ENTRY, options={"steps": args.steps})
     if prepared.context.job.kind != "train":
         raise UsageError(f"{args.job}: only a train: job can be verified, this is a {prepared.context.job.kind}: job")

@@ -146,6 +146,26 @@ def add_login(parser: argparse._ActionsContainer, *names: str, help: str) -> Non
     parser.add_argument(*names, metavar="USER", type=_login, help=help)
 
 
+def whole(option: str, *, least: int) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number from `least` on."""
+
+    def read(given: str) -> int:
+        from muster.jobs.basics.errors import UsageError
+
+        if (number := int(given)) < least:
+            raise UsageError(f"{option}: must be at least {least}, got {number}")
+        return number
+
+    read.__name__ = "int"  # argparse says so of what is no number at all
+    return read
+
+
+def add_attempt(parser: argparse._ActionsContainer, which: str) -> None:
+    """Add `--attempt N`; `which` is the one that is shown without."""
+    help_text = f"of this attempt (default: the newest {which})"
+    parser.add_argument("--attempt", metavar="N", type=whole("--attempt", least=0), help=help_text)
+
+
 def _login(given: str) -> str:
     from muster.jobs.basics.hostnames import check_user
 
