@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -94,7 +94,7 @@ def _verify(run_dir: RunDir, args: argparse.Namespace) -> int:
         begun = time.monotonic()
         row = _row(run_dir, folder.name, is_in_line=True, read=verify)
         if row.state != "unfinished":
-            rows.append(Row(**{**asdict(row), "seconds": round(time.monotonic() - begun, 3)}))
+            rows.append(replace(row, seconds=round(time.monotonic() - begun, 3)))
     if not rows:
         raise NoCheckpointError(
             f"{run_dir.checkpoints}: nothing is committed; {run_dir.command('checkpoint list')} shows what is there"

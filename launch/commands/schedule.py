@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.errors import UsageError
+from muster.jobs.basics.words import counted, unknown
 from muster.launch.common.options import add_json, whole
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def require(args: argparse.Namespace, names: list[str]) -> None:
     from muster.pipe.schedules.tables import SCHEDULES
 
     if args.name is not None and args.name not in SCHEDULES:
-        raise UsageError(f"unknown schedule {args.name!r}; {_near(args.name, list(SCHEDULES))}")
+        raise UsageError(unknown("schedule", args.name, tuple(SCHEDULES)))
     if args.name is None and args.svg:
         raise UsageError(f"--svg {args.svg}: draws one schedule; name one of {', '.join(SCHEDULES)}")
     own = [SCHEDULES[name].chunks for name in names]
@@ -195,9 +196,7 @@ def drawing(record: dict[str, Any], made: "Schedule", outcome: "Simulated") -> s
 
 def sizes(made: "Schedule") -> str:
     """Say of how many ranks and micro-batches a schedule is."""
-    counts = ((made.ranks, "rank"), (made.microbatches, "micro-batch"))
-    words = (f"{count} {one}{'' if count == 1 else 'es' if one.endswith('h') else 's'}" for count, one in counts)
-    return ", ".join(words)
+    return f"{counted(made.ranks, 'rank')}, {counted(made.microbatches, 'micro-batch')}"
 
 
 def bubbles(record: dict[str, Any]) -> str:
@@ -259,10 +258,3 @@ def _seconds(flag: str, whole: str, word: str) -> float:
         wanted = f"0, or a number from {LEAST:g} to {MOST:g}"
         raise UsageError(f"{flag} {whole}: {word.strip() or 'nothing'} is no time; wanted {wanted}")
     return seconds
-
-
-def _near(name: str, names: list[str]) -> str:
-    from difflib import get_close_matches
-
-    near = get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"wanted one of {', '.join(names)}"

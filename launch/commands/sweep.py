@@ -5,10 +5,11 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from muster.launch.common import screen
 from muster.launch.common.options import add_json, add_request, given, whole
 from muster.launch.sweeps.sweep import say
 
@@ -19,8 +20,17 @@ if TYPE_CHECKING:
     from muster.launch.sweeps.sweep import Grid, Point, SweepRecord
     from muster.launch.sweeps.sweep_run import Element
 
-COLUMNS: Final = ("point", "state", "exit>", "took>", "step>", "loss>", "median rate>", "middle half", "run")
-
+COLUMNS: Final[dict[str, Callable[[dict[str, Any]], object]]] = {  # of a point's record and the words of its rate
+    "point": lambda row: row["point"],
+    "state": lambda row: row["state"],
+    "exit>": lambda row: row["code"],
+    "took>": lambda row: screen.duration(row["seconds"]),
+    "step>": lambda row: row["step"] if row["steps"] is None else f"{row['step']} of {row['steps']}",
+    "loss>": lambda row: None if row["loss"] is None else f"{row['loss']:.4f}",
+    "median rate>": lambda row: row["words"][0],
+    "middle half": lambda row: row["words"][1],
+    "run": lambda row: row["run_id"],
+}
 SPARE: Final = ("took>", "exit>", "step>", "loss>", "run")
 
 
@@ -179,32 +189,16 @@ def execute(elements: "list[Element]", folder: Path, *, limit: int | None, keep_
 
 def show(record: "SweepRecord", folder: Path, *, as_json: bool) -> int:
     """Print the table of a sweep as it is now; return the exit code of its first point that failed."""
-    from muster.launch.common import screen
     from muster.launch.records.runstate import read_state
     from muster.launch.sweeps.sweep import exit_code, summary
 
     runs = record.runs(folder)
     states = [read_state(run) if run.path.is_dir() else None for run in runs]
     rows = [summary(point, state) for point, state in zip(record.points, states, strict=True)]
-    rates = [each.rate.words(each.unit) if each and each.rate else None for each in states]
     if as_json:
         print(json.dumps({"sweep": folder.name, "job": record.job, "points": rows}, indent=2))
     else:
-        print(screen.table(COLUMNS, map(_row, rows, rates), spare=SPARE))
+        rates = (each.rate.words(each.unit) if each and each.rate else (None, None) for each in states)
+        shown = ({**row, "words": words} for row, words in zip(rows, rates, strict=True))
+        print(screen.table(tuple(COLUMNS), ([of(row) for of in COLUMNS.values()] for row in shown), spare=SPARE))
     return exit_code([row["code"] for row in rows])
-
-
-def _row(row: dict[str, Any], rate: tuple[str, str] | None) -> tuple[object, ...]:
-    from muster.launch.common import screen
-
-    steps = row["step"] if row["steps"] is None else f"{row['step']} of {row['steps']}"
-    return (
-        row["point"],
-        row["state"],
-        row["code"],
-        screen.duration(row["seconds"]),
-        steps,
-        None if row["loss"] is None else f"{row['loss']:.4f}",
-        *(rate or (None, None)),
-        row["run_id"],
-    )

@@ -181,8 +181,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
             f"{run.run_id}: the job has no checkpoint: section, so nothing of it was saved; start it anew, with one: "
             f"muster run {shlex.quote(str(run.job))} --set checkpoint.every_s=auto"
         )
-    asked: dict[str, Any] = _asked(wanted)
-    chosen = newest_good(run, say=say, deep=False, mark=False, **asked)
+    chosen = newest_good(run, say=say, deep=False, mark=False, **_asked(wanted))
     if chosen is None:
         if has_commits(run):
             raise NoCheckpointError(
@@ -215,10 +214,10 @@ def changed(run: RunDir, before: Submission, request: Request, wanted: str | Non
     if not run.job.is_file():
         raise RunFolderError(f"{run.path}: has no job.yaml; submit the job anew")
     other_site = request.site is not None
-    asked = replace(request, job=str(run.job), site=request.site or str(run.site))
-    if not asked.names_hosts and not asked.executor:
-        asked = replace(asked, on=asked.on or before.route.transport)
-    prepared = prepare(asked, route=_route(before.route, asked), allow_unread=True)
+    new = replace(request, job=str(run.job), site=request.site or str(run.site))
+    if not new.names_hosts and not new.executor:
+        new = replace(new, on=new.on or before.route.transport)
+    prepared = prepare(new, route=_route(before.route, new), allow_unread=True)
     was, now = before.context, prepared.context
     moved = any(each.partition("=")[0] == "workdir" for each in request.overrides)
     renamed = other_site or now.job.python != was.job.python
@@ -236,14 +235,9 @@ def changed(run: RunDir, before: Submission, request: Request, wanted: str | Non
         interpreter=now.interpreter if renamed else was.interpreter,
         code=code,
         placement=now.placement if request.master_addr else _meeting(was.placement, now.placement),
-        options=_options(was.attempt, wanted),
+        # For this attempt alone: a later one takes the newest again.
+        options={"from": next(iter(asked.values())), "from_attempt": was.attempt} if (asked := _asked(wanted)) else {},
     )
-
-
-def _options(attempt: int, wanted: str | None) -> dict[str, Any]:
-    """Say which checkpoint to go on from, for this attempt alone: a later one takes the newest again."""
-    asked = _asked(wanted)
-    return {"from": next(iter(asked.values())), "from_attempt": attempt} if asked else {}
 
 
 def _route(before: Route, request: Request) -> Route:

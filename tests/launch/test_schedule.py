@@ -147,7 +147,7 @@ def test_on_a_terminal_it_is_coloured_and_as_wide_as_that(draw: Draw, monkeypatc
     ("arguments", "said"),
     [
         (["1f2b"], "unknown schedule '1f2b'; did you mean '1f1b'?"),
-        (["x"], f"unknown schedule 'x'; wanted one of {', '.join(SCHEDULES)}"),
+        (["x"], f"unknown schedule 'x' (valid: {', '.join(SCHEDULES)})"),
         (["gpipe", "-p", "0"], "-p: must be at least 1, got 0"),
         (["gpipe", "-m", "-1"], "-m: must be at least 1, got -1"),
         (["interleaved", "--chunks", "0"], "--chunks: must be at least 1, got 0"),
