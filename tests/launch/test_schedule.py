@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muster.launch.cli import main
-from muster.launch.commands import schedule as command
+from muster.launch.look import schedule_view as command
 from muster.pipe.schedules.simulate import bubble_formula
 from muster.pipe.schedules.tables import SCHEDULES
 
@@ -146,7 +146,7 @@ def test_on_a_terminal_it_is_coloured_and_as_wide_as_that(draw: Draw, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["1f2b"], "unknown schedule '1f2b'; did you mean '1f1b'?"),
+        (["1f2b"], f"unknown schedule '1f2b'; did you mean '1f1b'? (valid: {', '.join(SCHEDULES)})"),
         (["x"], f"unknown schedule 'x' (valid: {', '.join(SCHEDULES)})"),
         (["gpipe", "-p", "0"], "-p: must be at least 1, got 0"),
         (["gpipe", "-m", "-1"], "-m: must be at least 1, got -1"),
