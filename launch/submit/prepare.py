@@ -23,6 +23,7 @@ from muster.jobs.spec.job import Job
 from muster.jobs.spec.load import LoadedJob, load_job
 from muster.jobs.spec.site import Site, placed
 from muster.jobs.spec.slurm import merged
+from muster.launch.common.host import visible_gpus
 from muster.launch.common.kinds import BY_KEY, KINDS
 from muster.launch.plan.interpreter import choose
 from muster.launch.plan.plan import Context, Machine, shared_environment
@@ -104,7 +105,8 @@ def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool
     placement, spares = place_crew(job, hosts)
     BY_KEY[job.kind].check(job.settings, placement.world_size)
     if here:
-        check_files(job, {**os.environ, **data_of(site), **site.env, **job.env})
+        data = {} if site.data is None else {"MUSTER_DATA": site.data}
+        check_files(job, {**os.environ, **data, **site.env, **job.env})
     if address := request.master_addr:
         placement = placement.meeting_at(numeric(address))
         if route.is_here and not is_own(address):
@@ -221,11 +223,6 @@ def pretend_nodes(job: Job, machine: Machine) -> list[Host]:
     return [Host(machine.host, LOCAL_ADDRESS, slots=len(share)) for share in shares]
 
 
-def data_of(site: Site) -> dict[str, str]:
-    """Return the variable that stands for the site's folder of data sets."""
-    return {} if site.data is None else {"MUSTER_DATA": site.data}
-
-
 def interpreter_of(site: Site, *, here: bool = True) -> str:
     """Return the Python that agents and ranks run: the site's, else this one. `here`: it will run on this machine.
 
@@ -241,7 +238,5 @@ def interpreter_of(site: Site, *, here: bool = True) -> str:
 
 def this_machine() -> Machine:
     """Describe this machine as its agent would."""
-    from muster.launch.common.host import visible_gpus
-
     cores = tuple(sorted(os.sched_getaffinity(0)))
     return Machine(socket.gethostname(), cores, tuple(visible_gpus()), environ=os.environ)

@@ -9,7 +9,7 @@ arrays   points that ask Slurm for the same are one array, for its elements shar
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,14 +28,12 @@ from muster.launch.scheduler.slurm_run import TRANSPORT, close, cores_of, settin
 from muster.launch.submit.prepare import Prepared
 from muster.launch.submit.start import check_torch, stay, write_run
 from muster.launch.supervision.console import Console
-from muster.launch.sweeps.sweep import Point
+from muster.launch.sweeps.sweep import Point, say
 from muster.slurm.allocation import clean_environment
 from muster.slurm.client import Client, SubmissionRefusedError
 from muster.slurm.refusals import refusal
 from muster.slurm.script import Array, options_of, overriding_variables, sbatch_text
 from muster.slurm.states import Outcome
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ def is_array(route: Route) -> bool:
 # One after another -------------------------------------------------------------------------------------------------
 
 
-def run_here(elements: Sequence[Element], folder: Path, say: Say, *, keep_going: bool) -> bool:
+def run_here(elements: Sequence[Element], folder: Path, *, keep_going: bool) -> bool:
     """Run the points of the sweep in `folder` one after another; return False when the user stopped it."""
     stop = RunDir(folder).stop
     for count, element in enumerate(elements, 1):
@@ -95,7 +93,7 @@ def _run_one(prepared: Prepared, stop: Path) -> int:
 # Arrays ------------------------------------------------------------------------------------------------------------
 
 
-def submit_arrays(elements: Sequence[Element], folder: Path, say: Say, *, limit: int | None) -> None:
+def submit_arrays(elements: Sequence[Element], folder: Path, *, limit: int | None) -> None:
     """Submit the points, one array for each shape; a shape that is refused ends its points, and no others.
 
     Raises:
