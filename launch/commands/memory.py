@@ -41,14 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--microbatches", metavar="M", type=int, help=f"of pipelines (default: the job's, else {MICROBATCHES})"
     )
-    job.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one value of the job, as in train.batch_size=256; may be repeated",
-    )
+    options.add_set(job, "train.batch_size=256")
     run = parser.add_argument_group("of a run")
     run.add_argument("--rank", metavar="LIST", help=f"these ranks, like 0,8-15 (default: the fullest {MOST_SHOWN})")
     options.add_attempt(run, "that said anything")

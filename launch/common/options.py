@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from muster.jobs.basics.errors import UsageError
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -79,16 +81,21 @@ def add_changes(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("-n", "--ranks-per-node", metavar="M", help="as --set ranks_per_node=M (a number, or slots)")
 
 
-def add_overrides(parser: argparse._ActionsContainer) -> None:
-    """Add what changes any value of a job, by its key."""
+def add_set(parser: argparse._ActionsContainer, example: str = "train.optimizer.lr=0.1") -> None:
+    """Add `--set KEY=VALUE`."""
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
         dest="overrides",
-        help="override one value of the job, as in train.optimizer.lr=0.1; may be repeated",
+        help=f"override one value of the job, as in {example}; may be repeated",
     )
+
+
+def add_overrides(parser: argparse._ActionsContainer) -> None:
+    """Add what changes any value of a job, by its key, and the variables of its ranks."""
+    add_set(parser)
     parser.add_argument(
         *("-x", "--env"),
         metavar="NAME[=VALUE]",
@@ -150,8 +157,6 @@ def whole(option: str, *, least: int) -> Callable[[str], int]:
     """Return the type of an option that is a whole number from `least` on."""
 
     def read(given: str) -> int:
-        from muster.jobs.basics.errors import UsageError
-
         if (number := int(given)) < least:
             raise UsageError(f"{option}: must be at least {least}, got {number}")
         return number
@@ -185,15 +190,12 @@ def _iface(given: str) -> str:
 
 
 def _restarts(given: str) -> str:
-    from muster.jobs.basics.errors import UsageError
-
     if given != "default" and not (given.isdecimal() and len(given) < 10):
         raise UsageError(f"--restart: must be a number of restarts, or nothing, got {given!r}")
     return given
 
 
 def _port(given: str) -> int:
-    from muster.jobs.basics.errors import UsageError
     from muster.jobs.basics.hostnames import MAX_PORT
 
     if not (given.isdecimal() and 1 <= int(given[:6]) <= MAX_PORT):
@@ -202,8 +204,6 @@ def _port(given: str) -> int:
 
 
 def _checked(option: str, check: Callable[[str], str], given: str) -> str:
-    from muster.jobs.basics.errors import UsageError
-
     try:
         return check(given)
     except UsageError as error:

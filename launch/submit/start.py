@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
 from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError, UsageError
 from muster.jobs.basics.files import open_log, read_lines, write_secret
 from muster.jobs.runfolder.rundir import RunDir, make_run
-from muster.launch.plan.plan import preload, shared_environment
+from muster.launch.plan.plan import Context, preload, shared_environment
 from muster.launch.plan.submission import Route, Submission
 from muster.launch.records.slurm_job import SlurmJob
 from muster.launch.records.verdict import Verdict
@@ -93,21 +93,26 @@ def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
     write_secret(context.run.job, prepared.loaded.text)  # the values of env: and -x are in it
     write_secret(context.run.site, prepared.site_text)
     if snapshot:
-        from muster.launch.submit.snapshot import take
-
-        program = context.entry is None
-        argv = context.command if program else ()
         try:
-            taken = take(context.run, workdir=Path(context.workdir), program=program, argv=argv)
+            context = replace(context, **copied(context, context.run))
         except BaseException:
             shutil.rmtree(context.run.path, ignore_errors=True)  # nothing was submitted
             raise
-        for note in taken.notes:
-            print(f"muster: {note}", file=sys.stderr)
-        context = replace(context, code=str(taken.code), workdir=str(taken.workdir))
         submission = replace(submission, context=context)
     submission.write()
     return submission
+
+
+def copied(context: Context, folder: RunDir) -> dict[str, Any]:
+    """Copy the code into a folder; return what that changes of the context. Errors as `snapshot.take`."""
+    from muster.launch.submit.snapshot import take
+
+    program = context.entry is None
+    argv = context.command if program else ()
+    taken = take(folder, workdir=Path(context.workdir), program=program, argv=argv)
+    for note in taken.notes:
+        print(f"muster: {note}", file=sys.stderr)
+    return {"code": str(taken.code), "workdir": str(taken.workdir)}
 
 
 def leave(submission: Submission) -> None:

@@ -17,7 +17,7 @@ from muster.jobs.basics.errors import StartTimeoutError, UnreachableError
 from muster.jobs.basics.files import append_line
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes, screen
-from muster.launch.records.runrows import read_rows, real
+from muster.launch.records.runrows import read_rows
 from muster.launch.records.runstate import DIRECT, RunState, is_here, read_state
 from muster.launch.scheduler.held_signals import request_stop
 
@@ -97,7 +97,7 @@ def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Out
             drains = True
             now = run.command("stop --now")
             print(f"muster: {run.run_id} saves first; to end it without waiting: {now}", file=sys.stderr)
-            patience_s += real(drain.get("deadline_s")) or 0.0
+            patience_s += drain.get("deadline_s", 0.0)
             deadline = time.monotonic() + patience_s
         if state.state == "lost" and state.sure:
             return end_leftovers(run, term_s=term_s, message="supervisor was gone")

@@ -10,7 +10,7 @@ from typing import Final
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.records.runrows import Rows, number, read_rows, real
+from muster.launch.records.runrows import Rows, read_rows
 from muster.launch.records.slurm_job import SlurmJob, has_begun, last_words
 from muster.launch.scheduler.held_signals import listening, request_stop
 from muster.launch.scheduler.slurm_run import close, stopped
@@ -47,7 +47,7 @@ class Followed:
     @property
     def code(self) -> int | None:
         """The exit code of the last row."""
-        return number((self.rows.ended or {}).get("code"))
+        return (self.rows.ended or {}).get("code")
 
     def look(self) -> None:
         """Read the events again, if there are more."""
@@ -154,7 +154,7 @@ def _stop(open_: Sequence[Followed], client: Client, by: str, *, now: bool, give
     running = [] if now else [each for each in open_ if each.begun and each.rows.ended is None]
     grace_s = 0.0
     for each in running:
-        grace_s = max(grace_s, (real(each.rows.submitted.get("grace_s")) or 0.0) if given_s is None else given_s)
+        grace_s = max(grace_s, each.rows.submitted.get("grace_s", 0.0) if given_s is None else given_s)
         request_stop(each.run, given_s, text=f"stopped by {by}")
     _cancel([each for each in open_ if each not in running], client)
     return time.monotonic() + grace_s + BEYOND_GRACE_S if running else 0.0

@@ -8,7 +8,6 @@ arrays   points that ask Slurm for the same are one array, for its elements shar
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from muster.launch.scheduler import submitit_run
 from muster.launch.scheduler.held_signals import BY_SIGNAL, ended_by_signal
 from muster.launch.scheduler.slurm_run import TRANSPORT, close, cores_of, settings_of
 from muster.launch.submit.prepare import Prepared
-from muster.launch.submit.start import check_torch, stay, write_run
+from muster.launch.submit.start import check_torch, copied, stay, write_run
 from muster.launch.supervision.console import Console
 from muster.launch.sweeps.sweep import Point, say
 from muster.slurm.allocation import clean_environment
@@ -169,10 +168,5 @@ def _write_runs(prepared: Sequence[Prepared], folder: Path) -> list[Submission]:
     """Make all run folders. They share one copy of the code, unless their working folders differ."""
     if len({(each.context.workdir, each.context.entry is None) for each in prepared}) > 1:
         return [write_run(each, snapshot=True) for each in prepared]
-    from muster.launch.submit.snapshot import take
-
-    context = prepared[0].context
-    taken = take(RunDir(folder), workdir=Path(context.workdir), program=context.entry is None)
-    for note in taken.notes:
-        print(f"muster: {note}", file=sys.stderr)
-    return [write_run(each.changed(code=str(taken.code), workdir=str(taken.workdir))) for each in prepared]
+    changes = copied(prepared[0].context, RunDir(folder))
+    return [write_run(each.changed(**changes)) for each in prepared]
