@@ -2,24 +2,29 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import fields
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 from muster.jobs.basics.errors import UsageError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from muster.jobs.runfolder.rundir import RunDir
 
 TRANSPORTS: Final = ("local", "ssh", "pdsh", "hand", "slurm", "submitit")
 EXECUTORS: Final = ("slurm", "local", "debug")
-Asked = TypeVar("Asked", bound="DataclassInstance")
+
+
+class IsDataclass(Protocol):
+    """Any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Asked = TypeVar("Asked", bound=IsDataclass)
 
 
 def given(args: argparse.Namespace, kind: type[Asked]) -> Asked:
     """Return what a command line asks for: each field is the option of its name, where the command has it."""
-    names = [each.name for each in fields(kind) if hasattr(args, each.name)]
+    names = [name for name in kind.__dataclass_fields__ if hasattr(args, name)]
     values = {name: getattr(args, name) for name in names}
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
