@@ -27,7 +27,9 @@ def supervise(job: str, runs: str, nodes: int, ranks: int) -> int:
     """Run the job against the stub, in this process."""
     from muster.launch.commands import run
     from muster.launch.common.fingerprint import fingerprint
+    from muster.launch.common.options import given
     from muster.launch.submit.prepare import prepare
+    from muster.launch.submit.request import Request
     from muster.launch.submit.start import write_run
     from muster.launch.supervision.console import Console
     from muster.launch.supervision.supervisor import Supervisor
@@ -36,7 +38,7 @@ def supervise(job: str, runs: str, nodes: int, ranks: int) -> int:
     parser = argparse.ArgumentParser()
     run.configure(parser)
     args = parser.parse_args([job, "--runs", runs, "-w", f"stub[0000-{nodes - 1:04d}]", "--on", "pdsh"])
-    prepared = prepare(args)
+    prepared = prepare(given(args, Request))
     write_run(prepared)
 
     def argv(connect: str) -> list[str]:

@@ -15,12 +15,14 @@ from muster.launch.bench import choices, words
 from muster.launch.bench.live import CollectivesView
 from muster.launch.bench.report import deliver
 from muster.launch.bench.watching import BenchConsole, View, watching
+from muster.launch.common.options import given
 from muster.launch.common.program_words import COMMAND_LINE
 from muster.launch.scheduler.held_signals import ended_by_signal
 from muster.launch.scheduler.slurm_run import close
-from muster.launch.submit import queueing
-from muster.launch.submit.prepare import Prepared, prepare, route_of, site_of
-from muster.launch.submit.start import start
+from muster.launch.submit.hostsource import site_of
+from muster.launch.submit.prepare import Prepared, prepare, route_of
+from muster.launch.submit.request import Request
+from muster.launch.submit.start import begin
 from muster.slurm.states import Outcome
 
 RANKS_HERE: Final = 2  # of a job without a file on this machine, where it has not several GPUs
@@ -122,7 +124,7 @@ def prepare_worlds(args: argparse.Namespace) -> list[World]:
 def prepare_world(args: argparse.Namespace, label: str) -> World:
     """Prepare one run; errors as `prepare_worlds`, but for a refusal."""
     try:
-        prepared = prepare(args)
+        prepared = prepare(given(args, Request))
     except RefusedError as error:
         return World(label, None, error)
     settings = prepared.context.job.settings
@@ -136,7 +138,8 @@ def prepare_world(args: argparse.Namespace, label: str) -> World:
 
 def usual_world(args: argparse.Namespace, device: str, nodes: int | str | None) -> tuple[int, int]:
     """Return nodes and ranks per node where nobody says: all hosts that are named; here the GPUs, else two ranks."""
-    route = route_of(args, site_of(args))
+    request = given(args, Request)
+    route = route_of(request, site_of(request))
     if not route.is_here:
         return len(route.hosts.hosts) or NODES_AWAY, 1
     if args.pairs:
@@ -163,9 +166,7 @@ def run_watched(prepared: Prepared, view: View) -> int:
     run, console = prepared.context.run, BenchConsole()
     try:
         with watching(view, console):
-            if prepared.is_queued:
-                return queueing.follow(prepared, console=console)
-            return start(prepared, console=console).code
+            return begin(prepared, console)
     except MusterError as error:
         say(f"muster: {error}")
         if run.path.is_dir():

@@ -84,14 +84,16 @@ def run(args: argparse.Namespace) -> int:
     from muster.launch.bench.measuring import has_rows, run_watched
     from muster.launch.bench.model_view import ModelView
     from muster.launch.common.host import visible_gpus
+    from muster.launch.common.options import given
     from muster.launch.submit.prepare import prepare
+    from muster.launch.submit.request import Request
 
     check(args)
     asked = choices.changes(args, TimingSettings, CHOICES, SWITCHES)
     args.job = COMMAND_LINE
     args.job_text = choices.job_text(["model", *asked["model"]], threads_per_rank="auto", timing=asked)
     args.nodes = args.ranks_per_node = None
-    prepared = prepare(args)
+    prepared = prepare(given(args, Request))
     if asked.get("device") == "cuda" and prepared.submission.route.is_here and not visible_gpus():
         raise RefusedError("--device: cuda: this machine has no GPU; name a host that has (-w HOST), or take cpu")
     code = run_watched(prepared, ModelView(prepared.context.run))

@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for name in ("forward", "backward", "optimizer"):
         compute.add_argument(f"--{name}-ms", metavar="MS", type=float, help=f"its {name}, in milliseconds")
     compute.add_argument("--run", metavar="RUN", dest="measured_run", help="or a run of this model that measured it")
-    options.add_runs(compute)  # type: ignore[arg-type]
+    options.add_runs(compute)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -91,9 +91,7 @@ Judge = Callable[[int, Answer, Expected, Usual], Cell]
 
 
 def _python(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    version = answer.facts.get("python")
-    if version is None:
-        return _missing(answer, "python")
+    version = answer.facts["python"]
     if _minor(version) != usual.python:
         why = f"runs Python {version}, most nodes {usual.python}; make them alike with interpreter in the site file"
         return Cell(version, WARNING, why)
@@ -101,8 +99,6 @@ def _python(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell
 
 
 def _torch(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    if "torch" not in answer.facts:
-        return _missing(answer, "torch")
     version, where = answer.facts["torch"], answer.facts.get("executable", "its interpreter")
     if not expected.torch:
         return Cell(version or "-")
@@ -118,9 +114,7 @@ def _torch(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
 
 
 def _code(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    code = answer.facts.get("code")
-    if code is None:
-        return _missing(answer, "code")
+    code = answer.facts["code"]
     text = answer.facts.get("commit") or code
     if code != expected.code:
         root = answer.facts.get("root", "its folder")
@@ -151,12 +145,6 @@ def _clock(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
 
 
 def _network(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    if answer.no_master:
-        return Cell("none", BAD, answer.no_master)
-    if not expected.master:
-        return Cell("?", UNKNOWN)
-    if "route" not in answer.facts:
-        return _missing(answer, "route")
     route = answer.facts["route"]
     if route is None:
         why = f"has no way to the master {expected.master}; give an address that it reaches: --master-addr, or --iface"
@@ -169,10 +157,6 @@ def _network(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cel
 
 
 def _master(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    if not expected.master:
-        return Cell("?", UNKNOWN)
-    if "connect" not in answer.facts:
-        return _missing(answer, "connect")
     if not expected.one_host and (answer.facts.get("route") or [""])[0] == "lo":
         return Cell("-", UNKNOWN)  # the column before has said it
     why = answer.facts["connect"]
@@ -189,9 +173,7 @@ def _master(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell
 
 
 def _storage(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    storage = answer.facts.get("storage")
-    if storage is None:
-        return _missing(answer, "storage")
+    storage = answer.facts["storage"]
     if storage["where"] == "none":
         return Cell("none", BAD, f"has nowhere to keep the run: {storage['why']}; choose a folder with --runs DIR")
     if storage["where"] == "apart":
@@ -215,9 +197,7 @@ def _free(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
 
 
 def _cores(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    cores = answer.facts.get("cores")
-    if cores is None:
-        return _missing(answer, "cores")
+    cores = answer.facts["cores"]
     ranks = expected.ranks[node]
     if cores < ranks and expected.remote:
         why = f"has {cores} cores for {ranks} ranks, which will wait for one another; lower ranks_per_node"
@@ -228,9 +208,7 @@ def _cores(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
 
 
 def _memory(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    memory = answer.facts.get("memory")
-    if memory is None:
-        return _missing(answer, "memory")
+    memory = answer.facts["memory"]
     text = f"{_mib(memory['available_mib'])} of {_mib(memory['total_mib'])}"
     if memory["available_mib"] < usual.available_mib * MEMORY_SHARE:
         why = f"has {_mib(memory['available_mib'])} of memory free, the usual is {_mib(usual.available_mib)}"
@@ -239,20 +217,18 @@ def _memory(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell
 
 
 def _gpus(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    gpus = answer.facts.get("gpus")
-    if gpus is None:
-        return _missing(answer, "gpus", BAD if expected.device == "cuda" else WARNING)
+    gpus = answer.facts["gpus"]
     text = f"{len(gpus)} x {gpus[0]}" if gpus else "-"
     if expected.device == "cpu":
         return Cell(text)
     bad = BAD if expected.torch else WARNING  # a program of the user's may use some and not others
     if not gpus and (usual.gpus or expected.device == "cuda"):
-        why = (
-            "has no GPU, and the job's device is cuda"
-            if expected.device == "cuda"
-            else "has no GPU, and most nodes have"
+        wanted = "the job's device is cuda" if expected.device == "cuda" else "most nodes have"
+        return Cell(
+            "none",
+            bad,
+            f"has no GPU, and {wanted}; see nvidia-smi there, leave it out, or run all on the CPU: train.device=cpu",
         )
-        return Cell("none", bad, f"{why}; see nvidia-smi there, leave it out, or run all on the CPU: train.device=cpu")
     if gpus and not usual.gpus:
         why = "has GPUs, and most nodes have none; ranks of both kinds cannot run together: set train.device=cpu"
         return Cell(text, bad, why)
@@ -262,9 +238,7 @@ def _gpus(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
 
 
 def _files(node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
-    limits = answer.facts.get("limits")
-    if limits is None:
-        return _missing(answer, "limits")
+    limits = answer.facts["limits"]
     soft = limits["open_files"]
     if 0 <= soft < OPEN_FILES:
         return Cell(
@@ -296,19 +270,33 @@ def _mib(mib: float) -> str:
     return f"{mib / 1024:,.0f} GiB" if mib >= 10_240 else f"{mib / 1024:,.1f} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
 
 
-NAMES: Final = {"route": "network", "connect": "way to the master", "storage": "storage", "limits": "limits"}
-COLUMNS: Final[dict[str, Judge]] = {
-    "python": _python,
-    "torch": _torch,
-    "code": _code,
-    "program": _program,
-    "clock": _clock,
-    "network": _network,
-    "master": _master,
-    "runs": _storage,
-    "free": _free,
-    "cores": _cores,
-    "memory": _memory,
-    "GPUs": _gpus,
-    "files": _files,
+NAMES: Final = {"route": "network", "connect": "way to the master", "limits": "limits on open files"}
+OF_MASTER: Final = ("route", "connect")  # facts that no node is asked for while the master's address is not known
+#       column: the fact that it is about, without which there is nothing to judge, and its judge
+COLUMNS: Final[dict[str, tuple[str, Judge]]] = {
+    "python": ("python", _python),
+    "torch": ("torch", _torch),
+    "code": ("code", _code),
+    "program": ("", _program),
+    "clock": ("", _clock),
+    "network": ("route", _network),
+    "master": ("connect", _master),
+    "runs": ("storage", _storage),
+    "free": ("", _free),
+    "cores": ("cores", _cores),
+    "memory": ("memory", _memory),
+    "GPUs": ("gpus", _gpus),
+    "files": ("limits", _files),
 }
+
+
+def judged(title: str, node: int, answer: Answer, expected: Expected, usual: Usual) -> Cell:
+    """Return the cell of a node in a column."""
+    fact, judge = COLUMNS[title]
+    if answer.hello is None:
+        return Cell("-", UNKNOWN)
+    if fact in OF_MASTER and not expected.master:
+        return Cell("none", BAD, answer.no_master) if fact == "route" and answer.no_master else Cell("?", UNKNOWN)
+    if fact and fact not in answer.facts:
+        return _missing(answer, fact, BAD if fact == "gpus" and expected.device == "cuda" else WARNING)
+    return judge(node, answer, expected, usual)

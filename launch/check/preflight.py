@@ -9,7 +9,7 @@ from typing import Final
 
 from muster.jobs.basics import exits
 from muster.jobs.hosts import nodelist
-from muster.launch.check.judges import BAD, COLUMNS, GOOD, UNKNOWN, WARNING, Answer, Cell, Expected, Usual
+from muster.launch.check.judges import BAD, COLUMNS, GOOD, WARNING, Answer, Cell, Expected, Usual, judged
 
 QUIET: Final = ("program", "GPUs", "files")
 
@@ -34,10 +34,8 @@ def rows(answers: Sequence[Answer], expected: Expected) -> list[Row]:
     usual = Usual.of(answers)
     found = []
     for node, answer in enumerate(answers):
-        cells = {"agent": _agent(answer)}
-        for title, judge in COLUMNS.items():
-            cells[title] = judge(node, answer, expected, usual) if answer.hello is not None else Cell("-", UNKNOWN)
-        found.append(Row(node, answer.host, cells))
+        cells = {title: judged(title, node, answer, expected, usual) for title in COLUMNS}
+        found.append(Row(node, answer.host, {"agent": _agent(answer), **cells}))
     return _one_machine(found, answers, expected)
 
 

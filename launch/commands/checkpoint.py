@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,7 @@ from muster.jobs.checkpoint.manifest import Manifest, read_manifest
 from muster.jobs.checkpoint.names import identity, step_and_attempt
 from muster.jobs.checkpoint.verify import is_verified, verify
 from muster.jobs.runfolder.checkpointdir import CheckpointDir
-from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import options, screen
 
 MB: Final = 1 << 20  # as in settings
@@ -70,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do one action on one run."""
-    run_dir = find_run(runs_root(args.runs), args.run)
+    run_dir = options.the_run(args)
     return ACTIONS[args.action](run_dir, args)
 
 
@@ -94,7 +94,7 @@ def _verify(run_dir: RunDir, args: argparse.Namespace) -> int:
         begun = time.monotonic()
         row = _row(run_dir, folder.name, is_in_line=True, read=verify)
         if row.state != "unfinished":
-            rows.append(Row(**{**asdict(row), "seconds": round(time.monotonic() - begun, 3)}))
+            rows.append(replace(row, seconds=round(time.monotonic() - begun, 3)))
     if not rows:
         raise NoCheckpointError(
             f"{run_dir.checkpoints}: nothing is committed; {run_dir.command('checkpoint list')} shows what is there"

@@ -1,8 +1,6 @@
 """`muster cloudlab rspec`: the profile that asks CloudLab for nodes; its text is `cloudlab/rspec.py`."""
 
 import argparse
-import sys
-from pathlib import Path
 
 from muster.cloudlab import rspec
 
@@ -55,14 +53,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.output is None:
         print(text, end="")
-        return 0
-    from muster.jobs.basics.errors import RunFolderError
+    else:
+        from muster.launch.common.screen import save
 
-    try:
-        Path(args.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunFolderError(
-            f"{args.output}: cannot be written: {(error.strerror or 'unknown reason').lower()}"
-        ) from error
-    print(f"muster: wrote {args.output}", file=sys.stderr)
+        save(args.output, text)
     return 0

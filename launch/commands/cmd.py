@@ -3,12 +3,8 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from muster.launch.common.options import add_hosts, add_job, add_json, add_network, add_runs
-
-if TYPE_CHECKING:
-    from muster.launch.submit.prepare import Prepared
+from muster.launch.common.options import add_hosts, add_job, add_json, add_network, add_runs, given
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -23,27 +19,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print one line per node; the lines of one call belong together."""
+    from muster.launch.plan.program import replaced
     from muster.launch.submit.byhand import labelled, lines
-    from muster.launch.submit.prepare import overrides, prepare
+    from muster.launch.submit.prepare import prepare
+    from muster.launch.submit.request import Request
     from muster.launch.wire.handshake import new_secret
 
-    prepared = prepare(args, here=False)  # the lines are for other machines
-    words = [] if args.program else [str(Path(args.job).absolute())]
-    words += [word for override in [*overrides(args), *prepared.loaded.typed_paths] for word in ("--set", override)]
-    words += ["--site", str(Path(args.site).absolute())] if args.site else []
-    found = lines(prepared, [*words, *_python(prepared)], new_secret(), args.program)
+    request = given(args, Request)
+    prepared = prepare(request, here=False)  # the lines are for other machines
+    changes, context = [*request.changes(), *prepared.loaded.typed_paths], prepared.context
+    if context.interpreter is not None and replaced(context):  # node 0's shell may have another Python active
+        changes.append(f"python={json.dumps(context.interpreter.words)}")
+    words = [] if request.program else [str(Path(request.job).absolute())]
+    words += [word for change in changes for word in ("--set", change)]
+    words += ["--site", str(Path(request.site).absolute())] if request.site else []
+    found = lines(prepared, words, new_secret(), request.program)
     if args.json:
         print(json.dumps([{"node": node, "line": line} for node, line in enumerate(found)], indent=2))
     else:
         print(labelled(prepared, found))
     return 0
-
-
-def _python(prepared: "Prepared") -> list[str]:
-    """Return the options that keep the Python which was chosen here: node 0's shell may have another one active."""
-    from muster.launch.plan.program import replaced
-
-    interpreter = prepared.context.interpreter
-    if interpreter is None or not replaced(prepared.context):
-        return []
-    return ["--set", f"python={json.dumps(interpreter.words)}"]

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from muster.jobs.runfolder.rundir import find_run, list_runs, runs_root
@@ -11,8 +11,20 @@ from muster.launch.common import options, screen
 from muster.launch.records.runstate import RunState, read_state
 
 NEWEST: Final = 20
-OF_RUN: Final = ("run", "state", "kind", "nodes>", "ranks>", "started", "took>")
-COLUMNS: Final = (*OF_RUN, "restarts>", "step>", "saved>", "loss>", "outcome")
+COLUMNS: Final[dict[str, Callable[[RunState], object]]] = {
+    "run": lambda state: state.run_id,
+    "state": lambda state: state.label,
+    "kind": lambda state: state.kind,
+    "nodes>": lambda state: state.nodes,
+    "ranks>": lambda state: state.world_size,
+    "started": lambda state: screen.clock(state.started),
+    "took>": lambda state: screen.duration(state.seconds),
+    "restarts>": lambda state: state.restarts or None,
+    "step>": lambda state: state.progress,
+    "saved>": lambda state: state.checkpoint and state.checkpoint.step,
+    "loss>": lambda state: None if state.loss is None else f"{state.loss:.4f}",
+    "outcome": lambda state: state.outcome,
+}
 SPARE: Final = ("started", "kind", "nodes>", "outcome", "ranks>", "saved>", "restarts>", "took>", "loss>")
 WHERE_ANY: Final = ("restarts>", "saved>")  # columns that are left out where no run has a value
 
@@ -45,23 +57,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(states: Sequence[RunState]) -> str:
-    rows = [dict(zip(COLUMNS, _row(state), strict=True)) for state in states]
-    columns = [name for name in COLUMNS if name not in WHERE_ANY or any(row[name] is not None for row in rows)]
-    return screen.table(columns, ([row[name] for name in columns] for row in rows), spare=SPARE)
-
-
-def _row(state: RunState) -> tuple[object, ...]:
-    return (
-        state.run_id,
-        state.label,
-        state.kind,
-        state.nodes,
-        state.world_size,
-        screen.clock(state.started),
-        screen.duration(state.seconds),
-        state.restarts or None,
-        state.progress,
-        None if state.checkpoint is None else state.checkpoint.step,
-        None if state.loss is None else f"{state.loss:.4f}",
-        state.outcome,
-    )
+    cells = {name: [value_of(state) for state in states] for name, value_of in COLUMNS.items()}
+    shown = {name: column for name, column in cells.items() if name not in WHERE_ANY or set(column) != {None}}
+    return screen.table(tuple(shown), zip(*shown.values(), strict=True), spare=SPARE)

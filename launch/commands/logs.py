@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from muster.jobs.basics import terminal
 from muster.jobs.basics.errors import UsageError
-from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import options, rankset
 from muster.launch.common.follow import LineFollower, decoded, offset_of_last
 from muster.launch.common.ranklogs import is_coloured, log_files, prefix
@@ -111,14 +111,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attempt", metavar="N|all", help="an attempt, or all (default: the newest, and later ones)")
     parser.add_argument("--grep", metavar="RE", help="only lines in which this regular expression is found")
     parser.add_argument("--stream", choices=tuple(STREAMS), default="both", help="standard output, error, or both")
-    parser.add_argument("--tail", metavar="N", type=int, help="begin at the last N lines of each file")
+    tail = options.whole("--tail", least=0)
+    parser.add_argument("--tail", metavar="N", type=tail, help="begin at the last N lines of each file")
     parser.add_argument("--raw", action="store_true", help="lines as they were written, without prefix")
     options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the chosen lines; with -f until the run has ended."""
-    folder = find_run(runs_root(args.runs), args.run)
+    folder = options.the_run(args)
     state = read_state(folder)
     logs = Logs(folder, choose(args, folder, state))
     printer = Printer(raw=args.raw, as_json=args.json, pattern=logs.choice.pattern)
@@ -152,7 +153,7 @@ def choose(args: argparse.Namespace, folder: RunDir, state: RunState) -> Choice:
         first_attempt=0 if args.attempt is not None else max(attempts, default=0),
         streams=STREAMS[args.stream],
         pattern=_pattern(args.grep),
-        tail=None if args.tail is None else _at_least_0(args.tail),
+        tail=args.tail,
     )
 
 
@@ -234,12 +235,6 @@ def _pattern(given: str | None) -> re.Pattern[str] | None:
         return re.compile(given)
     except re.error as error:
         raise UsageError(f"--grep: {given!r} is no regular expression: {error}; put \\ before ( [ * + ? .") from error
-
-
-def _at_least_0(lines: int) -> int:
-    if lines < 0:
-        raise UsageError(f"--tail: must be at least 0, got {lines}")
-    return lines
 
 
 def _why_empty(state: RunState) -> str:

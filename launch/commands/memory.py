@@ -41,20 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--microbatches", metavar="M", type=int, help=f"of pipelines (default: the job's, else {MICROBATCHES})"
     )
-    job.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one value of the job, as in train.batch_size=256; may be repeated",
-    )
+    options.add_set(job, "train.batch_size=256")
     run = parser.add_argument_group("of a run")
     run.add_argument("--rank", metavar="LIST", help=f"these ranks, like 0,8-15 (default: the fullest {MOST_SHOWN})")
-    run.add_argument(
-        "--attempt", metavar="N", type=int, help="of this attempt (default: the newest that said anything)"
-    )
-    options.add_runs(run)  # type: ignore[arg-type]
+    options.add_attempt(run, "that said anything")
+    options.add_runs(run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,19 +77,14 @@ def _of_job(args: argparse.Namespace) -> int:
 
 def _of_run(args: argparse.Namespace) -> int:
     from muster.jobs.runfolder.rundir import find_run, runs_root
-    from muster.launch.common import rankset
     from muster.launch.look import memories, memory_view
+    from muster.launch.look.attempts import of_ranks
 
-    if args.attempt is not None and args.attempt < 0:
-        raise UsageError(f"--attempt: must be at least 0, got {args.attempt}")
     folder = find_run(runs_root(args.runs), args.target)
     attempt, every = memories.read_memories(folder, args.attempt)
     chosen = memories.fullest(every, MOST_SHOWN)
     if args.rank is not None:
-        wanted = rankset.parse(args.rank, option="--rank", count=int(every[0].facts["world_size"]))
-        chosen = [each for each in every if each.rank in wanted]
-        if missing := wanted - {each.rank for each in chosen}:
-            raise UsageError(f"--rank: nothing is known of the memory of rank {rankset.fold(missing)}")
+        chosen = of_ranks(every, args.rank, int(every[0].facts["world_size"]))
     shown = [(each, memories.formula_of(folder, each)) for each in (every if args.json and not args.rank else chosen)]
     if args.json:
         ranks = [{**each.to_json(), "rows": memory_view.records(each, formula)} for each, formula in shown]

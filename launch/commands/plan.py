@@ -4,16 +4,16 @@ import argparse
 import json
 import shlex
 import textwrap
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from muster.jobs.basics.terminal import terminal_columns
 from muster.jobs.basics.words import counted
-from muster.launch.common.options import add_job, add_json, add_runs, add_transport
+from muster.launch.common.options import add_json, add_request, given
 
 if TYPE_CHECKING:
     from muster.jobs.spec.job import Job
+    from muster.jobs.spec.train import TrainSettings
     from muster.launch.plan.plan import NodePlan
     from muster.launch.submit.prepare import Prepared
 
@@ -31,47 +31,42 @@ WIDEST = 48  # characters of a value: PATH would push its origin off the screen;
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser, program=True)
-    add_runs(parser)
+    add_request(parser)
     add_json(parser)
-    add_transport(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute the plan as records, then print them."""
     from muster.launch.plan.plan import Machine, plan_nodes
     from muster.launch.submit.prepare import prepare, this_machine
+    from muster.launch.submit.request import Request
+    from muster.launch.submit.routes import commands_of
 
-    prepared = prepare(args)
+    prepared = prepare(given(args, Request))
     nodes = prepared.context.placement.nodes
-    local = prepared.submission.route.transport == "local"
+    local = prepared.route.transport == "local"
     # What other machines have is known when their agents answer.
     machines = [this_machine()] * len(nodes) if local else [Machine(node.host, ()) for node in nodes]
-    record = describe(prepared, plan_nodes(prepared.context, machines, None), commands_of(prepared))
+    record = describe(prepared, plan_nodes(prepared.context, machines, None), commands_of(prepared.submission))
     print(json.dumps(record, indent=2) if args.json else render(record))
     return 0
 
 
-def commands_of(prepared: "Prepared") -> list[list[str]]:
-    """Return the argv of what would start the agents."""
-    from muster.launch.submit.routes import make_transport
-
-    if prepared.is_queued:
-        return [["sbatch", str(prepared.context.run.sbatch)]]
-    return make_transport(prepared.submission).commands()
-
-
 def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[str]]) -> dict[str, Any]:
     """Return the whole plan as plain values; `null` where only the start itself decides."""
+    from muster.jobs.spec.train import TrainSettings
+
     job, context = prepared.context.job, prepared.context
-    places = places_of(job, context.placement.world_size)
+    training = job.settings if isinstance(job.settings, TrainSettings) else None
+    world_size = context.placement.world_size
+    split = training.split(world_size) if training else None
     return {
         "name": job.name,
         "kind": job.kind,
-        "transport": prepared.submission.route.transport,
+        "transport": prepared.route.transport,
         "start": commands,
-        "world_size": context.placement.world_size,
-        "pipeline": pipeline_of(job, context.placement.world_size),
+        "world_size": world_size,
+        "pipeline": pipeline_of(job, training, world_size) if training and split and split.schedule else None,
         "workdir": context.workdir,
         "runs": str(context.run.path.parent),
         "setup": [*context.site.setup, *job.setup],
@@ -84,7 +79,7 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
                 "ranks": [
                     {
                         **asdict(rank),
-                        "places": places(rank.rank),
+                        "places": split.places(rank.rank) if split else {},
                         "environment": [_value(value) for value in map(asdict, rank.environment)],
                     }
                     for rank in plan.ranks
@@ -98,38 +93,21 @@ def describe(prepared: "Prepared", plans: "list[NodePlan]", commands: list[list[
     }
 
 
-def places_of(job: "Job", world_size: int) -> Callable[[int], dict[str, int]]:
-    """Return where the ranks of a job are among those that a model, or a batch, is split over."""
-    if job.kind != "train":
-        return lambda rank: {}
-    from muster.jobs.spec.train import TrainSettings
-
-    assert isinstance(job.settings, TrainSettings)
-    return job.settings.split(world_size).places
-
-
-def pipeline_of(job: "Job", world_size: int) -> dict[str, Any] | None:
-    """Return a pipeline's schedule, its micro-batches, and the layers of every stage; None where there is none.
+def pipeline_of(job: "Job", settings: "TrainSettings", world_size: int) -> dict[str, Any]:
+    """Return a pipeline's schedule, its micro-batches, and the layers of every stage.
 
     The stages are None where only layers that have been timed say how they are cut.
     """
-    if job.kind != "train":
-        return None
-    from muster.jobs.spec.train import TrainSettings
-
-    assert isinstance(job.settings, TrainSettings)
-    split = job.settings.split(world_size)
-    if not split.schedule:
-        return None
     from muster.jobs.spec.expand import split_text
     from muster.launch.bench.loads import load_of
     from muster.launch.bench.own_split import own_split
     from muster.pipe.schedules.tables import SCHEDULES
 
-    record = {"split": split_text(job.settings), "schedule": split.schedule, "microbatches": split.microbatches}
-    if job.settings.cut == "profile":
+    split = settings.split(world_size)
+    record = {"split": split_text(settings), "schedule": split.schedule, "microbatches": split.microbatches}
+    if settings.cut == "profile":
         return {**record, "stages": None}
-    _, load = own_split(job.settings, load_of(job, ranks=world_size, backend="gloo"))
+    _, load = own_split(settings, load_of(job, ranks=world_size, backend="gloo"))
     assert load.split is not None
     rank_of = SCHEDULES[split.schedule].rank_of(split.pipe, split.chunks)
     return {

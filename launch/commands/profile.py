@@ -3,11 +3,10 @@
 import argparse
 import json
 
-from muster.jobs.basics.errors import NotFoundError, UsageError
-from muster.jobs.runfolder.rundir import find_run, runs_root
-from muster.launch.common import options, rankset
+from muster.launch.common import options
+from muster.launch.look.attempts import of_ranks
 from muster.launch.look.profile_view import render
-from muster.launch.look.profiles import RankProfile, read_profiles
+from muster.launch.look.profiles import read_profiles
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -15,36 +14,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     options.add_run(parser)
     options.add_json(parser)
     parser.add_argument("--rank", metavar="LIST", help="say more of these ranks, like 0,8-15 (default: the slowest)")
-    parser.add_argument("--attempt", metavar="N", type=int, help="of this attempt (default: the newest with a profile)")
+    options.add_attempt(parser, "with a profile")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the profiles of an attempt."""
-    if args.attempt is not None and args.attempt < 0:
-        raise UsageError(f"--attempt: must be at least 0, got {args.attempt}")
-    folder = find_run(runs_root(args.runs), args.run)
+    folder = options.the_run(args)
     attempt, profiles = read_profiles(folder, args.attempt)
-    chosen = choose(profiles, args.rank)
+    asked = args.rank and of_ranks(profiles, args.rank, int(profiles[0].record["world_size"]))
     if args.json:
-        shown = profiles if args.rank is None else chosen
-        print(json.dumps({"run": folder.run_id, "attempt": attempt, "ranks": [each.to_json() for each in shown]}))
-        return 0
-    print(render(folder.run_id, attempt, profiles, chosen))
+        ranks = [each.to_json() for each in asked or profiles]
+        print(json.dumps({"run": folder.run_id, "attempt": attempt, "ranks": ranks}))
+    else:
+        print(render(folder.run_id, attempt, profiles, asked or profiles[:1]))
     return 0
-
-
-def choose(profiles: list[RankProfile], ranks: str | None) -> list[RankProfile]:
-    """Return the ranks that are asked for, by default the slowest.
-
-    Raises:
-        UsageError: no list of ranks, or a rank that the run does not have.
-        NotFoundError: a rank that has written no profile.
-    """
-    if ranks is None:
-        return profiles[:1]
-    wanted = rankset.parse(ranks, option="--rank", count=int(profiles[0].record["world_size"]))
-    chosen = [each for each in profiles if each.rank in wanted]
-    if missing := wanted - {each.rank for each in chosen}:
-        there = rankset.fold(each.rank for each in profiles)
-        raise NotFoundError(f"{profiles[0].folder.parent}: no profile of rank {rankset.fold(missing)}, only of {there}")
-    return sorted(chosen, key=lambda each: each.rank)

@@ -11,7 +11,7 @@ import time
 from typing import Any, Final
 
 from muster.jobs.basics.errors import RefusedError, StartTimeoutError, StorageError, UsageError
-from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import options
 from muster.launch.common.fields import typed_line
 from muster.launch.common.follow import LineFollower
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Ask for a checkpoint, and say after which step it is."""
     if not args.timeout > 0:
         raise UsageError(f"--timeout: must be more than 0 seconds, got {args.timeout:g}")
-    folder = find_run(runs_root(args.runs), args.run)
+    folder = options.the_run(args)
     saved = save(folder, check(folder), args.timeout)
     record = {"run_id": folder.run_id, "step": saved.get("step"), "checkpoint": saved.get("checkpoint")}
     print(json.dumps(record) if args.json else f"{folder.run_id}: saved after step {saved.get('step')}")

@@ -9,7 +9,7 @@ from typing import Final
 
 from muster.jobs.basics.terminal import raw
 from muster.jobs.basics.words import counted
-from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import options, screen
 from muster.launch.records import lease
 from muster.launch.records.runstate import DIRECT, RunState, read_state
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the state of a run, once or until it is over."""
-    folder = find_run(runs_root(args.runs), args.run)
+    folder = options.the_run(args)
     if args.watch:
         return _watch(folder, as_json=args.json)
     state = read_state(folder)

@@ -4,17 +4,15 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING
 
-from muster.launch.common.options import add_job, add_runs, add_transport
+from muster.launch.common.options import add_request, given
 
 if TYPE_CHECKING:
-    from muster.launch.submit.prepare import Prepared
+    from muster.launch.plan.submission import Submission
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser, program=True)
-    add_runs(parser)
-    add_transport(parser)
+    add_request(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be submitted, and do nothing")
     parser.add_argument("--parsable", action="store_true", help="print the run's id and nothing else")
     parser.add_argument(
@@ -24,33 +22,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepare, then hand over."""
+    from muster.launch.submit import start
     from muster.launch.submit.prepare import prepare
-    from muster.launch.submit.queueing import leave, whereabouts
+    from muster.launch.submit.request import Request
 
-    prepared = prepare(args)
+    prepared = prepare(given(args, Request))
     if args.dry_run:
-        return show(prepared)
-    run = leave(prepared, snapshot=not args.no_snapshot)
-    if args.parsable:
-        print(run.run_id)
-    else:
-        ways = f"{run.command('logs -f')} follows it, {run.command('stop')} ends it"
-        print(f"{run.run_id} {whereabouts(run)}; {ways}")
+        print(text_of(prepared.submission))
+        return 0
+    start.check_can_be_left(prepared.route)
+    start.check_torch(prepared.submission)
+    start.leave(start.write_run(prepared, snapshot=not args.no_snapshot))
+    run = prepared.context.run
+    ways = f"{run.command('logs -f')} follows it, {run.command('stop')} ends it"
+    print(run.run_id if args.parsable else f"{run.run_id} {start.whereabouts(run)}; {ways}")
     return 0
 
 
-def show(prepared: "Prepared") -> int:
-    """Print what would be submitted."""
-    from muster.launch.commands.plan import commands_of
+def text_of(submission: "Submission") -> str:
+    """Return what would be submitted: a batch script, or the commands that start the agents."""
+    from muster.launch.scheduler import slurm_run, submitit_run
+    from muster.launch.submit.routes import commands_of
 
-    if prepared.submission.route.transport == "submitit":
-        from muster.launch.scheduler.submitit_run import script as submitit_script
-
-        print(submitit_script(prepared.submission), end="")
-    elif prepared.is_queued:
-        from muster.launch.scheduler.slurm_run import script
-
-        print(script(prepared.submission), end="")
-    else:
-        print("\n".join(shlex.join(argv) for argv in commands_of(prepared)))
-    return 0
+    if submission.route.transport == "submitit":
+        return submitit_run.script(submission).removesuffix("\n")
+    if submission.route.is_queued:
+        return slurm_run.script(submission).removesuffix("\n")
+    return "\n".join(map(shlex.join, commands_of(submission)))

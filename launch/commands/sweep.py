@@ -1,30 +1,15 @@
 """`muster sweep JOB.yaml --grid KEY=V,V ...`: the product of grids as runs of one job, and a table of how they went."""
 
 import argparse
-import copy
-import json
 import shutil
 import sys
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
 
-from muster.launch.common.options import add_job, add_json, add_runs, add_transport
-from muster.launch.sweeps.sweep import say
-
-if TYPE_CHECKING:
-    from muster.jobs.basics.errors import MusterError
-    from muster.launch.submit.prepare import Prepared
-    from muster.launch.sweeps.sweep import Grid, Point, SweepRecord
-
-COLUMNS: Final = ("point", "state", "exit>", "took>", "step>", "loss>", "median rate>", "middle half", "run")
-
-SPARE: Final = ("took>", "exit>", "step>", "loss>", "run")
+from muster.launch.common.options import add_json, add_request, given, whole
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_job(parser, program=True)
+    add_request(parser)
     parser.add_argument(
         "--grid",
         metavar="KEY=V,V",
@@ -33,7 +18,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         dest="grids",
         help="a key of the job and the values that it takes, such as nodes=1,2,4; all grids are combined",
     )
-    parser.add_argument("--limit", metavar="N", type=int, help="in Slurm: at most N points of an array at a time")
+    limit = whole("--limit", least=1)
+    parser.add_argument("--limit", metavar="N", type=limit, help="in Slurm: at most N points of an array at a time")
     parser.add_argument(
         "--keep-going",
         action=argparse.BooleanOptionalAction,
@@ -41,8 +27,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="go on after a point that has failed (default: yes)",
     )
     parser.add_argument("--show", action="store_true", help="print the table of a sweep again; JOB is then the sweep")
-    add_runs(parser)
-    add_transport(parser)
     add_json(parser)
 
 
@@ -51,165 +35,23 @@ def run(args: argparse.Namespace) -> int:
     from muster.jobs.basics import exits
     from muster.jobs.basics.errors import MusterError
     from muster.jobs.runfolder.rundir import runs_root
+    from muster.launch.submit.request import Request
     from muster.launch.sweeps.sweep import SweepRecord, find_sweep, read_grids
+    from muster.launch.sweeps.sweep_make import check, execute, make_sweep, prepare_points, show
 
     if args.show:
         folder = find_sweep(runs_root(args.runs), args.job)
         return show(SweepRecord.read(folder), folder, as_json=args.json)
-    check(args)
-    grids = read_grids(args.grids)
-    name, points, prepared = prepare_points(args, grids)
-    record, folder = make_sweep(args.job if args.program else str(Path(args.job).absolute()), name, points, prepared)
+    request = given(args, Request)
+    check(request, args.grids)
+    name, elements = prepare_points(request, read_grids(args.grids), args.limit)
+    record, folder = make_sweep(request, name, elements)
     print(f"sweep {folder}", file=sys.stderr)
     try:
-        whole = execute(points, prepared, folder, limit=args.limit, keep_going=args.keep_going)
+        whole = execute(elements, folder, limit=args.limit, keep_going=args.keep_going)
     except MusterError:
-        if not any(each.context.run.path.exists() for each in prepared):  # refused: nothing was submitted
+        if not any(each.run.path.exists() for each in elements):  # refused: nothing was submitted
             shutil.rmtree(folder, ignore_errors=True)
         raise
     code = show(record, folder, as_json=args.json)
     return code if whole else exits.STOPPED
-
-
-def check(args: argparse.Namespace) -> None:
-    """Refuse options that contradict one another.
-
-    Raises:
-        UsageError: they do.
-    """
-    from muster.jobs.basics.errors import UsageError
-
-    keys = {word.partition("=")[0] for word in args.grids}
-    for key, given, option in (
-        ("nodes", args.nodes, "-N"),
-        ("ranks_per_node", args.ranks_per_node, "-n"),
-        *((key, True, f"--set {key}") for key in (word.partition("=")[0] for word in args.overrides)),
-    ):
-        if given is not None and key in keys:
-            raise UsageError(f"--grid {key} and {option} both set {key}; keep one of them")
-    if args.limit is not None and args.limit < 1:
-        raise UsageError(f"--limit: must be at least 1, got {args.limit}")
-    if args.on == "hand":
-        raise UsageError("--on hand: a sweep starts its runs itself; choose another transport")
-
-
-def prepare_points(args: argparse.Namespace, grids: "list[Grid]") -> "tuple[str, list[Point], list[Prepared]]":
-    """Prepare every point before anything starts; return also the name of the sweep.
-
-    Raises:
-        UsageError, JobFileError, RefusedError: what is wrong with any of them, all at once.
-    """
-    from muster.jobs.basics.errors import MusterError, UsageError
-    from muster.launch.submit.prepare import prepare
-    from muster.launch.sweeps.sweep import complaint, points_of
-    from muster.launch.sweeps.sweep_run import is_array
-
-    def attempt(point: "Point", name: str | None) -> "Prepared | MusterError":
-        changed = copy.copy(args)
-        changed.overrides, changed.name = [*args.overrides, *point.overrides], name
-        try:
-            return prepare(changed, allow_unread=True)
-        except MusterError as error:
-            return error
-
-    nameless = points_of(grids, "point")
-    tried = refuse_unread([attempt(point, args.name) for point in nameless])
-    bad = [(point, each) for point, each in zip(nameless, tried, strict=True) if isinstance(each, MusterError)]
-    if bad:
-        raise complaint(bad, grids, len(nameless))
-    first = tried[0]
-    assert not isinstance(first, MusterError)
-    if args.limit not in (None, 1) and not is_array(first):
-        raise UsageError(f"--limit {args.limit}: is for arrays of Slurm's; here points run one after another")
-    name = first.context.job.name
-    points = points_of(grids, name)
-    prepared = [attempt(point, point.name) for point in points]
-    return name, points, [each for each in prepared if not isinstance(each, MusterError)]
-
-
-def refuse_unread(tried: "list[Prepared | MusterError]") -> "list[Prepared | MusterError]":
-    """Put an error in the place of each point with a key that no point reads, if the key has values that matter."""
-    from muster.jobs.basics.errors import JobFileError, MusterError
-
-    loaded = [each.loaded for each in tried if not isinstance(each, MusterError)]
-    common = set.intersection(*(set(each.unread) for each in loaded)) if loaded else set()
-    refused = [key for key in common if any(key not in each.idle for each in loaded)]
-    return [
-        each
-        if isinstance(each, MusterError) or not refused
-        else JobFileError("\n".join(f"{each.loaded.unread[key]}; remove it" for key in refused))
-        for each in tried
-    ]
-
-
-def make_sweep(job: str, name: str, points: "list[Point]", prepared: "list[Prepared]") -> "tuple[SweepRecord, Path]":
-    """Make the sweep's folder beside its runs, with the record of what belongs to it.
-
-    Raises:
-        RunFolderError, StorageError: it cannot be written.
-    """
-    from muster.jobs.runfolder.rundir import RunDir, make_run
-    from muster.launch.sweeps.sweep import SweepRecord, sweep_path
-
-    folder = sweep_path(prepared[0].context.run.path.parent, name)
-    make_run(RunDir(folder), shared=prepared[0].context.site.share == "group")
-    route = prepared[0].submission.route
-    record = SweepRecord(
-        name=name,
-        job=job,
-        transport=route.transport,
-        time=time.time(),
-        points=tuple(points),
-        run_ids=tuple(each.context.run.run_id for each in prepared),
-    )
-    record.write(folder)
-    return record, folder
-
-
-def execute(
-    points: "list[Point]", prepared: "list[Prepared]", folder: Path, *, limit: int | None, keep_going: bool
-) -> bool:
-    """Run the points; return False when the user ended the sweep."""
-    from muster.jobs.runfolder.rundir import RunDir
-    from muster.launch.sweeps.sweep_run import Element, is_array, run_here, submit_arrays
-
-    elements = [Element(point, each) for point, each in zip(points, prepared, strict=True)]
-    if not is_array(prepared[0]):
-        return run_here(elements, folder, say, keep_going=keep_going)
-    from muster.launch.sweeps.sweep_follow import follow
-
-    submit_arrays(elements, folder, say, limit=limit)
-    return follow(((each.point, each.run) for each in elements), say) and not RunDir(folder).stop.exists()
-
-
-def show(record: "SweepRecord", folder: Path, *, as_json: bool) -> int:
-    """Print the table of a sweep as it is now; return the exit code of its first point that failed."""
-    from muster.launch.common import screen
-    from muster.launch.records.runstate import read_state
-    from muster.launch.sweeps.sweep import exit_code, summary
-
-    runs = record.runs(folder)
-    states = [read_state(run) if run.path.is_dir() else None for run in runs]
-    rows = [summary(point, state) for point, state in zip(record.points, states, strict=True)]
-    rates = [each.rate.words(each.unit) if each and each.rate else None for each in states]
-    if as_json:
-        print(json.dumps({"sweep": folder.name, "job": record.job, "points": rows}, indent=2))
-    else:
-        print(screen.table(COLUMNS, map(_row, rows, rates), spare=SPARE))
-    return exit_code([row["code"] for row in rows])
-
-
-def _row(row: dict[str, Any], rate: tuple[str, str] | None) -> tuple[object, ...]:
-    from muster.launch.common import screen
-
-    steps = row["step"] if row["steps"] is None else f"{row['step']} of {row['steps']}"
-    return (
-        row["point"],
-        row["state"],
-        row["code"],
-        screen.duration(row["seconds"]),
-        steps,
-        None if row["loss"] is None else f"{row['loss']:.4f}",
-        *(rate or (None, None)),
-        row["run_id"],
-    )

@@ -3,13 +3,8 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from muster.launch.common.options import add_hosts, add_json
-
-if TYPE_CHECKING:
-    from muster.launch.submit.sync import Outcome
+from muster.launch.common.options import add_hosts, add_json, given
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -30,51 +25,26 @@ def run(args: argparse.Namespace) -> int:
     from muster.jobs.basics.boot import CODE_ROOT
     from muster.jobs.basics.errors import UsageError
     from muster.launch.common.fingerprint import fingerprint
-    from muster.launch.submit.hostsource import host_set
-    from muster.launch.submit.prepare import interpreter_of, site_of
-    from muster.launch.submit.sync import sync
+    from muster.launch.submit.hostsource import host_set, site_of
+    from muster.launch.submit.prepare import interpreter_of
+    from muster.launch.submit.request import Request
+    from muster.launch.submit.sync import code_of, report, sync
 
-    site = site_of(args)
-    hosts = host_set(args, site)
+    request = given(args, Request)
+    site = site_of(request)
+    hosts = host_set(request, site)
     if hosts is None:
         raise UsageError("no hosts; give -H FILE, -w 'n[01-04]', --manifest FILE, or hosts: in the site file")
     to = args.to or site.code or str(CODE_ROOT)
     if not to.startswith("/"):
         raise UsageError(f"--to: must be an absolute path on the hosts, got {to!r}")
-    outcomes = sync(
-        hosts, site.ssh, to=to.rstrip("/") or "/", python=interpreter_of(site, here=False), fanout=args.fanout
-    )
+    python = interpreter_of(site, here=False)
+    outcomes = sync(hosts, site.ssh, to=to.rstrip("/") or "/", python=python, fanout=request.fanout)
     if args.json:
-        print(json.dumps({"to": to, "code": fingerprint(), "hosts": [record(each) for each in outcomes]}, indent=2))
+        print(json.dumps({"to": to, "code": fingerprint(), "hosts": [each.to_json() for each in outcomes]}, indent=2))
     else:
         print("\n".join(report(outcomes, to, fingerprint())))
     for each in outcomes:
         if each.error is not None:
             print(f"muster: {each.error}", file=sys.stderr)
     return code_of(outcomes)
-
-
-def record(outcome: "Outcome") -> dict[str, str | None]:
-    """Return an outcome as plain JSON values."""
-    return {"host": outcome.host, "state": outcome.state, "error": str(outcome.error) if outcome.error else None}
-
-
-def report(outcomes: Sequence["Outcome"], to: str, code: str) -> list[str]:
-    """Say what became of the hosts, one line for each thing that did."""
-    from muster.jobs.hosts.nodelist import fold
-
-    texts = {
-        "brought": f"now have this code ({code}) in {to}",
-        "shared": f"share {to}: the code ({code}) is theirs already",
-        "failed": "failed",
-    }
-    groups = {state: [each.host for each in outcomes if each.state == state] for state in texts}
-    return [f"{fold(names)}: {texts[state]}" for state, names in groups.items() if names]
-
-
-def code_of(outcomes: Sequence["Outcome"]) -> int:
-    """Return the exit code: 69 when a host cannot be reached, else that of the first failure."""
-    from muster.jobs.basics import exits
-
-    codes = [each.error.exit_code for each in outcomes if each.error is not None]
-    return exits.UNREACHABLE if exits.UNREACHABLE in codes else next(iter(codes), exits.DONE)

@@ -2,9 +2,8 @@
 
 import argparse
 import json
-from dataclasses import replace
 
-from muster.launch.common.options import add_job, add_json, add_runs
+from muster.launch.common.options import add_job, add_json, add_runs, given, whole
 
 ENTRY = "muster.jobs.train.verify:verify_rank"
 
@@ -14,7 +13,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_job(parser)
     add_runs(parser)
     add_json(parser)
-    parser.add_argument("--steps", type=int, default=3, metavar="K", help="optimizer steps to compare (default: 3)")
+    steps, phrase = whole("--steps", least=1), "optimizer steps to compare (default: 3)"
+    parser.add_argument("--steps", type=steps, default=3, metavar="K", help=phrase)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -22,25 +22,23 @@ def run(args: argparse.Namespace) -> int:
     from muster.jobs.basics.errors import UsageError
     from muster.jobs.basics.reading import read_json
     from muster.launch.submit.prepare import prepare
-    from muster.launch.submit.start import start
+    from muster.launch.submit.request import Request
+    from muster.launch.submit.start import begin
+    from muster.launch.supervision.console import Console
 
-    if args.steps < 1:
-        raise UsageError(f"--steps: must be at least 1, got {args.steps}")
-    prepared = prepare(args)
+    prepared = prepare(given(args, Request)).changed(entry=ENTRY, options={"steps": args.steps})
     if prepared.context.job.kind != "train":
         raise UsageError(f"{args.job}: only a train: job can be verified, this is a {prepared.context.job.kind}: job")
-    context = replace(prepared.context, entry=ENTRY, options={"steps": args.steps})
-    submission = replace(prepared.submission, context=context)
-    verdict = start(replace(prepared, submission=submission), quiet=True)
-    if not context.run.verify.is_file():
-        return verdict.code
-    record = read_json(context.run.verify)
+    code, written = begin(prepared, Console(quiet=True)), prepared.context.run.verify
+    if not written.is_file():
+        return code
+    record = read_json(written)
     if args.json:
         print(json.dumps(record, indent=2))
     else:
-        from rich.console import Console
+        from rich.console import Console as Screen
 
         from muster.launch.look.verify_view import render
 
-        Console().print(render(record))
-    return verdict.code
+        Screen().print(render(record))
+    return code

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from muster.jobs.basics import exits
-from muster.jobs.runfolder.rundir import RunDir, find_run, runs_root
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import options, processes, rankset, screen
 from muster.launch.common.fields import typed_lines
 from muster.launch.common.follow import tail_lines
@@ -63,7 +63,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print why a run ended, or is as it is."""
-    explanation = explain(find_run(runs_root(args.runs), args.run))
+    explanation = explain(options.the_run(args))
     print(json.dumps(explanation.to_json(), indent=2) if args.json else render(explanation))
     return 0
 

@@ -3,7 +3,6 @@
 import os
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,20 +16,6 @@ REASON_CHARACTERS: Final = 200
 
 class GitError(Exception):
     """There is no git, or it cannot tell: its own reason."""
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where code came from. `diff` holds what differs from the commit, `cut` when it was longer than DIFF_BYTES."""
-
-    commit: str
-    branch: str | None
-    diff: str
-    cut: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return this as plain JSON values."""
-        return asdict(self)
 
 
 def git(folder: Path, *arguments: str, deadline_s: float = DEADLINE_S) -> bytes:
@@ -97,8 +82,10 @@ def holds(folder: Path) -> bool:
     return False
 
 
-def origin(folder: Path) -> Origin | None:
-    """Return the commit that a folder of a work tree is at, and how it differs; None before the first commit.
+def origin(folder: Path) -> dict[str, Any] | None:
+    """Return the commit and branch that a folder of a work tree is at, and its diff; None before the first commit.
+
+    `cut` is true when the diff was longer than DIFF_BYTES.
 
     Raises:
         GitError: as `git`.
@@ -112,7 +99,8 @@ def origin(folder: Path) -> Origin | None:
     except GitError:
         branch = None  # a commit was checked out, no branch
     diff = git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".")
-    return Origin(commit, branch, diff[:DIFF_BYTES].decode(errors="surrogateescape"), len(diff) > DIFF_BYTES)
+    text = diff[:DIFF_BYTES].decode(errors="surrogateescape")
+    return {"commit": commit, "branch": branch, "diff": text, "cut": len(diff) > DIFF_BYTES}
 
 
 def short_commit(folder: Path, file: str, *, deadline_s: float) -> str:

@@ -3,7 +3,7 @@
 `jobs/spec/load.py` is handed this table, so that `jobs` need not know the packages behind it.
 """
 
-from typing import Any, Final
+from typing import Final
 
 from muster.collectives_bench.settings import BenchSettings
 from muster.jobs.models.model_shape import resolve_shape
@@ -18,24 +18,16 @@ def _check_train(settings: TrainSettings, world_size: int) -> None:
     resolve_shape(settings.model, 1)  # the data's own vocabulary is known to the ranks only
 
 
-def _check_bench(settings: BenchSettings, world_size: int) -> None:
-    settings.check_world(world_size)
-
-
 def _check_timing(settings: TimingSettings, world_size: int) -> None:
     settings.check_world(world_size)
     for case in settings.cases():
         settings.shape(case)
 
 
-def _anything(settings: Any, world_size: int) -> None:
-    """Accept every world size."""
-
-
 KINDS: Final[tuple[JobKind, ...]] = (
     JobKind("train", TrainSettings, "muster.jobs.train.main:run_rank", _check_train, unread),
-    JobKind("command", CommandSettings, None, _anything),
+    JobKind("command", CommandSettings, None, lambda settings, world_size: None),
     JobKind("timing", TimingSettings, "muster.jobs.train.timing.run:run_rank", _check_timing),
-    JobKind("bench", BenchSettings, "muster.collectives_bench.ranks.run:run_rank", _check_bench),
+    JobKind("bench", BenchSettings, "muster.collectives_bench.ranks.run:run_rank", BenchSettings.check_world),
 )
 BY_KEY: Final = {kind.key: kind for kind in KINDS}

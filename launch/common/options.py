@@ -2,13 +2,48 @@
 
 import argparse
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
+
+from muster.jobs.basics.errors import UsageError
+
+if TYPE_CHECKING:
+    from muster.jobs.runfolder.rundir import RunDir
 
 TRANSPORTS: Final = ("local", "ssh", "pdsh", "hand", "slurm", "submitit")
 EXECUTORS: Final = ("slurm", "local", "debug")
 
 
-def add_runs(parser: argparse.ArgumentParser) -> None:
+class IsDataclass(Protocol):
+    """Any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+Asked = TypeVar("Asked", bound=IsDataclass)
+
+
+def given(args: argparse.Namespace, kind: type[Asked]) -> Asked:
+    """Return what a command line asks for: each field is the option of its name, where the command has it."""
+    names = [name for name in kind.__dataclass_fields__ if hasattr(args, name)]
+    values = {name: getattr(args, name) for name in names}
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def the_run(args: argparse.Namespace, *, unique: bool = False) -> "RunDir":
+    """Find the run that is named; errors as `jobs.runfolder.rundir.find_run`."""
+    from muster.jobs.runfolder.rundir import find_run, runs_root
+
+    return find_run(runs_root(args.runs), args.run, unique=unique)
+
+
+def add_request(parser: argparse.ArgumentParser) -> None:
+    """Add what a run is made of: a job or a program, what is changed of it, the hosts and the way to them."""
+    add_job(parser, program=True)
+    add_runs(parser)
+    add_transport(parser)
+
+
+def add_runs(parser: argparse._ActionsContainer) -> None:
     """Add `--runs DIR`: where all runs are."""
     parser.add_argument("--runs", metavar="DIR", help="folder of all runs (default: MUSTER_RUNS, else ./runs)")
 
@@ -51,16 +86,21 @@ def add_changes(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("-n", "--ranks-per-node", metavar="M", help="as --set ranks_per_node=M (a number, or slots)")
 
 
-def add_overrides(parser: argparse._ActionsContainer) -> None:
-    """Add what changes any value of a job, by its key."""
+def add_set(parser: argparse._ActionsContainer, example: str = "train.optimizer.lr=0.1") -> None:
+    """Add `--set KEY=VALUE`."""
     parser.add_argument(
         "--set",
         metavar="KEY=VALUE",
         action="append",
         default=[],
         dest="overrides",
-        help="override one value of the job, as in train.optimizer.lr=0.1; may be repeated",
+        help=f"override one value of the job, as in {example}; may be repeated",
     )
+
+
+def add_overrides(parser: argparse._ActionsContainer) -> None:
+    """Add what changes any value of a job, by its key, and the variables of its ranks."""
+    add_set(parser)
     parser.add_argument(
         *("-x", "--env"),
         metavar="NAME[=VALUE]",
@@ -118,6 +158,24 @@ def add_login(parser: argparse._ActionsContainer, *names: str, help: str) -> Non
     parser.add_argument(*names, metavar="USER", type=_login, help=help)
 
 
+def whole(option: str, *, least: int) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number from `least` on."""
+
+    def read(given: str) -> int:
+        if (number := int(given)) < least:
+            raise UsageError(f"{option}: must be at least {least}, got {number}")
+        return number
+
+    read.__name__ = "int"  # argparse says so of what is no number at all
+    return read
+
+
+def add_attempt(parser: argparse._ActionsContainer, which: str) -> None:
+    """Add `--attempt N`; `which` is the one that is shown without."""
+    help_text = f"of this attempt (default: the newest {which})"
+    parser.add_argument("--attempt", metavar="N", type=whole("--attempt", least=0), help=help_text)
+
+
 def _login(given: str) -> str:
     from muster.jobs.basics.hostnames import check_user
 
@@ -137,15 +195,12 @@ def _iface(given: str) -> str:
 
 
 def _restarts(given: str) -> str:
-    from muster.jobs.basics.errors import UsageError
-
     if given != "default" and not (given.isdecimal() and len(given) < 10):
         raise UsageError(f"--restart: must be a number of restarts, or nothing, got {given!r}")
     return given
 
 
 def _port(given: str) -> int:
-    from muster.jobs.basics.errors import UsageError
     from muster.jobs.basics.hostnames import MAX_PORT
 
     if not (given.isdecimal() and 1 <= int(given[:6]) <= MAX_PORT):
@@ -154,8 +209,6 @@ def _port(given: str) -> int:
 
 
 def _checked(option: str, check: Callable[[str], str], given: str) -> str:
-    from muster.jobs.basics.errors import UsageError
-
     try:
         return check(given)
     except UsageError as error:

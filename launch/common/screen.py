@@ -1,8 +1,9 @@
-"""Values as people read them: plain where possible, and tables that never wrap or cut a value."""
+"""Values as people read them: plain where possible, and tables that never wrap or cut a value; files they name."""
 
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from muster.jobs.basics.terminal import printable, raw, terminal_columns
@@ -70,6 +71,21 @@ def live() -> "Console":
                 yield each if each.control else Segment(printable(each.text), style)
 
     return Live(file=raw(sys.stderr))
+
+
+def save(file: str, text: str) -> None:
+    """Write what was asked for into a file, and say so.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    from muster.jobs.basics.errors import RunFolderError
+
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunFolderError(f"{file}: cannot be written: {(error.strerror or 'unknown reason').lower()}") from error
+    print(f"muster: wrote {file}", file=sys.stderr)
 
 
 def clock(unix_s: float | None) -> str:

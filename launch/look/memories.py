@@ -5,16 +5,18 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
-from muster.jobs.basics.errors import MusterError, NotFoundError
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.memory_rows import AFTER, BASELINE, BEFORE, END, INIT, KINDS
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch.common.fields import number, typed
+from muster.launch.look.attempts import newest_with
 
 if TYPE_CHECKING:
     from muster.collectives_bench.cost.memory import Memory
 
 MOST_ROWS: Final = 1000  # a rank writes them in its first steps only
+POINTS: Final = (INIT, BEFORE, AFTER, END)
 FACTS: Final = ("rank", "world_size", "attempt", "mode", "device", "host")
 
 
@@ -57,14 +59,12 @@ def read_memories(run: RunDir, attempt: int | None) -> tuple[int, list[RankMemor
     Raises:
         NotFoundError: none did.
     """
-    numbers = run.attempt_numbers() if attempt is None else [attempt]
-    for latest in reversed(numbers):
-        folder = run.attempt(latest)
-        found = [each for rank in folder.memory_ranks() if (each := read_rank(folder, rank)) is not None]
-        if found:
-            return latest, found
-    where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
-    raise NotFoundError(f"{where}: no rank has said what its memory is for; ranks of train: jobs do, once they begin")
+    return newest_with(
+        run,
+        attempt,
+        lambda folder: [each for rank in folder.memory_ranks() if (each := read_rank(folder, rank)) is not None],
+        "no rank has said what its memory is for; ranks of train: jobs do, once they begin",
+    )
 
 
 def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
@@ -80,12 +80,8 @@ def read_rank(folder: AttemptDir, rank: int) -> RankMemory | None:
         return RankMemory(
             facts={name: facts[name] for name in FACTS},
             held={kind: max(_bytes(row["held"], kind) for row in (steps or [init])) for kind in KINDS},
-            rest=_now(rows[AFTER][-1], first) if AFTER in rows else None,
-            peaks={
-                name: max(_peak(row, first) for row in rows[name])
-                for name in (INIT, BEFORE, AFTER, END)
-                if name in rows
-            },
+            rest=_growth(rows[AFTER][-1], first, "now") if AFTER in rows else None,
+            peaks={name: max(_growth(row, first, "peak") for row in rows[name]) for name in POINTS if name in rows},
             used=max((_bytes(row, "used") for row in steps if "used" in row), default=None),
             reserved=max(
                 (_bytes(row["peak"], "reserved") for each in rows.values() for row in each if _has(row)), default=None
@@ -119,20 +115,15 @@ def fullest(memories: Iterable[RankMemory], count: int) -> list[RankMemory]:
     return sorted(chosen, key=lambda each: each.rank)
 
 
-def _now(row: Mapping[str, Any], first: Mapping[str, Any]) -> int:
-    """Return by how much a rank's own memory had grown at a row: the allocator's, or RAM without libraries' pages."""
-    now, before = row["now"], first["now"]
-    if "allocated" in now:
-        return _bytes(now, "allocated") - _bytes(before, "allocated")
-    return _bytes(now, "rss") - _bytes(now, "files") - _bytes(before, "rss") + _bytes(before, "files")
+def _growth(row: Mapping[str, Any], first: Mapping[str, Any], kind: str) -> int:
+    """Return by how much a rank's own memory had grown at a row, "now" or at its "peak".
 
-
-def _peak(row: Mapping[str, Any], first: Mapping[str, Any]) -> int:
-    """Return the same of the peak; libraries have as many pages then as after it."""
-    peak, now, before = row["peak"], row["now"], first["now"]
-    if "allocated" in peak:
-        return _bytes(peak, "allocated") - _bytes(before, "allocated")
-    return _bytes(peak, "rss") - _bytes(now, "files") - _bytes(before, "rss") + _bytes(before, "files")
+    It is the allocator's, or RAM without the pages of libraries, of which there are as many at the peak as after it.
+    """
+    at, now, before = row[kind], row["now"], first["now"]
+    if "allocated" in at:
+        return _bytes(at, "allocated") - _bytes(before, "allocated")
+    return _bytes(at, "rss") - _bytes(now, "files") - _bytes(before, "rss") + _bytes(before, "files")
 
 
 def _bytes(values: Mapping[str, Any], name: str) -> int:

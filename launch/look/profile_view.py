@@ -57,9 +57,7 @@ def details(profile: RankProfile) -> list[str]:
     busy = ", ".join(f"{phase} {seconds * 1e3 / max(1, len(record['steps'])):.1f}" for phase, seconds in device.items())
     return [
         f"rank {profile.rank} on {record['host']}, step by step",
-        screen.table(
-            ("step>", "host ms>", "GPU ms>", "in flight>", "hidden>", "overlap>"), map(_step, record["steps"])
-        ),
+        screen.table(STEP_COLUMNS, map(_step, record["steps"])),
         "",
         f"what {'its kernels' if record['kernels'] else 'its threads'} computed: {kinds(record['kinds'])}",
         *([f"the GPU's busy milliseconds a step: {busy}"] if busy else []),

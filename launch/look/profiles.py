@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from muster.jobs.basics.errors import NotFoundError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_json
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch.common.fields import MOST_RANKS, below, fits, number, optional, real, reals, text, texts
+from muster.launch.look.attempts import newest_with
 
 PHASES: Final = ("data", "forward", "backward", "communication", "optimizer", "replay")
 WAITING: Final = "communication"
@@ -77,17 +77,14 @@ def read_profiles(run: RunDir, attempt: int | None) -> tuple[int, list[RankProfi
     Raises:
         NotFoundError: there are none.
     """
-    numbers = run.attempt_numbers() if attempt is None else [attempt]
-    for latest in reversed(numbers):
-        folder = run.attempt(latest)
-        found = [profile for rank in folder.profiled_ranks() if (profile := _read(folder, rank)) is not None]
-        if found:
-            return latest, sorted(found, key=lambda each: (-each.own_s, each.rank))
-    where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
-    raise NotFoundError(
-        f"{where}: no rank has written a profile; set train.profile: true (muster run JOB --set train.profile=true), "
-        "and let the recorded steps be done"
+    attempt, found = newest_with(
+        run,
+        attempt,
+        lambda folder: [each for rank in folder.profiled_ranks() if (each := _read(folder, rank)) is not None],
+        "no rank has written a profile; set train.profile: true (muster run JOB --set train.profile=true), and let "
+        "the recorded steps be done",
     )
+    return attempt, sorted(found, key=lambda each: (-each.own_s, each.rank))
 
 
 def _read(folder: AttemptDir, rank: int) -> RankProfile | None:

@@ -9,6 +9,7 @@ from muster.jobs.basics.errors import NotFoundError
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import fields
+from muster.launch.look.attempts import of_run
 from muster.pipe.schedules.actions import Schedule
 from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Compared, Record, busy_s, compare
@@ -107,7 +108,7 @@ def read_timeline(run: RunDir, attempt: int | None, step: int | None) -> Timelin
         for each in sorted(newest, reverse=True):
             if pipelines := tuple(found for row in newest[each] if (found := recorded_of(row)) is not None):
                 return Timeline(number, each, tuple(sorted(steps)), pipelines)
-    where = run.run_id if attempt is None else f"attempt {attempt} of {run.run_id}"
+    where = of_run(run, attempt)
     if not seen:
         raise NotFoundError(f"{where}: no timeline is there; pipelines record one at every log point (train.log_every)")
     raise NotFoundError(f"{where}: step {step} was not recorded, only {', '.join(map(str, sorted(seen)))}")

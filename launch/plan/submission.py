@@ -5,15 +5,17 @@ muster submit   writes it and leaves: a detached supervisor, or the batch script
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+import os
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from pydantic import TypeAdapter
 
 from muster.jobs.basics import reading
 from muster.jobs.basics.errors import MusterError, RunFolderError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.hosts.hosts import HostSet
-from muster.jobs.hosts.placement import Host, Login, NodePlacement, Placement
+from muster.jobs.hosts.placement import NodePlacement, Placement
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.site import Site
@@ -21,6 +23,7 @@ from muster.launch.common.fields import typed_lines
 from muster.launch.common.kinds import BY_KEY
 from muster.launch.plan.interpreter import Interpreter
 from muster.launch.plan.plan import Context
+from muster.slurm.allocation import inside_allocation
 
 VERSION: Final = 1
 
@@ -42,6 +45,11 @@ class Route:
         """True when all nodes are pretend nodes of this very machine."""
         return self.transport == "local" or (self.transport == "submitit" and self.executor != "slurm")
 
+    @property
+    def is_queued(self) -> bool:
+        """True when the run goes through a queue: Slurm's, from outside an allocation, or submitit's."""
+        return self.transport == "submitit" or (self.transport == "slurm" and not inside_allocation(os.environ))
+
 
 @dataclass(frozen=True)
 class Submission:
@@ -56,10 +64,10 @@ class Submission:
         Raises:
             RunFolderError, StorageError: the folder cannot be written.
         """
-        context, route = self.context, self.route
+        context = self.context
         record = {
             "version": VERSION,
-            "route": {**asdict(replace(route, hosts=HostSet((), ""))), "hosts": hosts_record(route.hosts)},
+            "route": asdict(self.route),
             "job": context.job.model_dump(mode="json", exclude_unset=True),
             "site": context.site.model_dump(mode="json", exclude_unset=True),
             "placement": context.placement.to_json(),
@@ -83,8 +91,7 @@ class Submission:
             record = reading.read_json(run.submission)
             if record["version"] != VERSION:
                 raise RunFolderError(f"{run.submission}: version {record['version']}; this Muster reads {VERSION}")
-            route = {**record["route"], "hosts": hosts_of(record["route"]["hosts"])}
-            route.pop("token", None)  # of a run that was made before nodes had keys
+            route = TypeAdapter(Route).validate_python(record["route"])
             judged = (row["attempt"] for row in typed_lines(run.attempts) if "attempt" in row)  # some have no folder
             kind = BY_KEY[record["job"]["kind"]]
             settings = kind.settings.model_validate(record["job"]["settings"])
@@ -99,39 +106,13 @@ class Submission:
                 options=record["options"],
                 attempt=1 + max((*run.attempt_numbers(), *judged), default=-1),
                 code=record["code"],
-                remote=record["route"]["transport"] != "local",
-                iface=record["route"]["iface"],
+                remote=route.transport != "local",
+                iface=route.iface,
                 spares=tuple(NodePlacement(**node) for node in record.get("spares", ())),
-                interpreter=_interpreter(record.get("interpreter")),
+                interpreter=TypeAdapter(Interpreter | None).validate_python(record.get("interpreter")),
             )
-            return cls(Route(**route), context)
+            return cls(route, context)
         except MusterError:
             raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunFolderError(f"{run.submission}: cannot be read: {error}; submit the job anew") from error
-
-
-def _interpreter(record: Mapping[str, Any] | None) -> Interpreter | None:
-    return Interpreter(**{**record, "words": tuple(record["words"])}) if record else None
-
-
-def hosts_record(hosts: HostSet) -> dict[str, Any]:
-    """Return a host set as plain JSON values."""
-    return {
-        "hosts": [asdict(host) for host in hosts.hosts],
-        "origin": hosts.origin,
-        "ssh_options": list(hosts.ssh_options),
-        "environment": dict(hosts.environment),
-    }
-
-
-def hosts_of(record: Mapping[str, Any]) -> HostSet:
-    """Rebuild what `hosts_record` returned."""
-    return HostSet(
-        hosts=tuple(
-            Host(**{**host, "login": Login(**host["login"]) if host["login"] else None}) for host in record["hosts"]
-        ),
-        origin=record["origin"],
-        ssh_options=tuple(record["ssh_options"]),
-        environment=record["environment"],
-    )

@@ -8,9 +8,12 @@ other one the key of its node, which follows from it; so no node can speak for a
 which other users of a node cannot read.
 """
 
+import os
 import secrets
 import shlex
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from muster.jobs.basics.boot import module_argv
@@ -19,12 +22,23 @@ from muster.jobs.hosts import nodelist
 from muster.jobs.machine import network
 from muster.launch.submit.prepare import Prepared
 from muster.launch.transports.base import LEASE_S
-from muster.launch.wire.handshake import node_key
+from muster.launch.wire.handshake import new_secret, node_key
 from muster.launch.wire.keys import KEY, SECRET
 
 FIRST_PORT: Final = 61_000  # behind the ports that the kernel hands out
 PORTS: Final = 4536
 DIAL_S: Final = 600  # for people to paste the other lines
+
+
+def by_hand(prepared: Prepared) -> Prepared:
+    """Take port and secret from the pasted line. Without one, draw them and print the lines of the other nodes."""
+    given = os.environ.pop(SECRET, "")
+    route = replace(prepared.route, secret=given or new_secret(), port=prepared.route.port or any_port())
+    prepared = replace(prepared, submission=replace(prepared.submission, route=route))
+    if not given:
+        print("paste on the other nodes, in any order:", file=sys.stderr)
+        print(labelled(prepared, lines(prepared, [], route.secret)[1:], first=1), file=sys.stderr)
+    return prepared
 
 
 def any_port() -> int:
@@ -40,7 +54,7 @@ def lines(prepared: Prepared, job_words: list[str], secret: str, program: Sequen
     Raises:
         UsageError: nothing says where the others find node 0.
     """
-    context, route = prepared.context, prepared.submission.route
+    context, route = prepared.context, prepared.route
     address = context.placement.master_addr
     if not address:
         own = ", ".join(each for _, each in network.own_addresses()) or "none but loopback"
@@ -65,7 +79,7 @@ def lines(prepared: Prepared, job_words: list[str], secret: str, program: Sequen
 
 def labelled(prepared: Prepared, lines: Sequence[str], first: int = 0) -> str:
     """Put above each line, as a comment, which node it is for; `first` is the node of the first one."""
-    nodes = prepared.submission.context.crew[first:]
+    nodes = prepared.context.crew[first:]
     return "\n".join(
         f"# node {number} ({node.host})\n{line}"
         for number, (node, line) in enumerate(zip(nodes, lines, strict=True), start=first)

@@ -10,7 +10,6 @@ another, what is old is not believed any more, for then the run's own lease says
 
 import os
 import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ from muster.jobs.basics.errors import RefusedError
 from muster.jobs.basics.files import folder_error, write_json
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
+from muster.launch.common.host import identity
 from muster.launch.records.lease import DEAD_S
 from muster.launch.records.runrows import number, read_json, real
 from muster.launch.records.runstate import is_here
@@ -34,8 +34,7 @@ def claimed(run: RunDir) -> Iterator[None]:
         RefusedError: somebody else is at it.
         RunFolderError, StorageError: the folder cannot be written.
     """
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": processes.start_ticks(os.getpid())}
-    mine["time"] = time.time()
+    mine = {**identity(), "time": time.time()}
     own = run.claims / f".{secrets.token_hex(8)}.tmp"
     try:
         run.claims.mkdir(mode=0o700, exist_ok=True)

@@ -3,17 +3,14 @@
 Nothing is started and nothing is written, so that `muster plan` and `muster run` share it to the end.
 """
 
-import argparse
 import ipaddress
-import json
 import os
 import shutil
 import socket
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import yaml
+from typing import Any
 
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.hosts.hosts import HostSet
@@ -21,18 +18,20 @@ from muster.jobs.hosts.nodelist import expand
 from muster.jobs.hosts.placement import Host, divide
 from muster.jobs.machine.network import is_own
 from muster.jobs.runfolder.rundir import RunDir, run_path, runs_root
-from muster.jobs.spec.failover import RestartSettings
-from muster.jobs.spec.job import VARIABLE, Job
+from muster.jobs.spec import yamlfile
+from muster.jobs.spec.job import Job
 from muster.jobs.spec.load import LoadedJob, load_job
-from muster.jobs.spec.site import Site, load_site, placed
+from muster.jobs.spec.site import Site, placed
 from muster.jobs.spec.slurm import merged
+from muster.launch.common.host import visible_gpus
 from muster.launch.common.kinds import BY_KEY, KINDS
 from muster.launch.plan.interpreter import choose
 from muster.launch.plan.plan import Context, Machine, shared_environment
 from muster.launch.plan.spares import crew_size, place_crew
 from muster.launch.plan.submission import Route, Submission
 from muster.launch.submit.here import check_files, check_program, check_size
-from muster.launch.submit.hostsource import QUEUED, SOURCES, check_options, host_set, ssh_settings
+from muster.launch.submit.hostsource import check_options, host_set, site_of
+from muster.launch.submit.request import QUEUED, Request
 from muster.slurm.allocation import inside_allocation, read_allocation
 
 LOCAL_ADDRESS = "127.0.0.1"
@@ -41,16 +40,10 @@ OF_SITE = "site file: "  # begins a message about the site file
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run is made of, and the texts that its folder keeps."""
+    """What a run is made of, and the files that its folder keeps."""
 
     submission: Submission
     loaded: LoadedJob
-    site_text: str
-
-    @property
-    def job_text(self) -> str:
-        """The job file with what the command line changed."""
-        return self.loaded.text
 
     @property
     def context(self) -> Context:
@@ -58,48 +51,53 @@ class Prepared:
         return self.submission.context
 
     @property
-    def is_queued(self) -> bool:
-        """True when the run goes through a queue: Slurm's, from outside an allocation, or submitit's."""
-        transport = self.submission.route.transport
-        return transport == "submitit" or (transport == "slurm" and not inside_allocation(os.environ))
+    def route(self) -> Route:
+        """How they are reached."""
+        return self.submission.route
+
+    @property
+    def site_text(self) -> str:
+        """The site file, with what the command line says of ssh."""
+        return yamlfile.dump(self.context.site.model_dump(mode="json"))
+
+    def changed(self, **changes: Any) -> "Prepared":
+        """Return the same with other values of the context."""
+        return replace(self, submission=replace(self.submission, context=replace(self.context, **changes)))
 
 
-def prepare(
-    args: argparse.Namespace, *, here: bool = True, route: Route | None = None, allow_unread: bool = False
-) -> Prepared:
+def prepare(request: Request, *, here: bool = True, route: Route | None = None, allow_unread: bool = False) -> Prepared:
     """Load, place and check a job. `here`: pretend nodes are on this very machine, which then has limits.
 
-    `route` is that of a run that goes on; otherwise the options tell it. `allow_unread` is that of `load_job`.
+    `route` is that of a run that goes on; otherwise the request tells it. `allow_unread` is that of `load_job`.
 
     Raises:
         UsageError: no job file is named, or options contradict one another.
         JobFileError: the job, site or hosts file is wrong.
         RefusedError: job, hosts and machine do not fit together.
     """
-    if not args.job:
+    if not request.job:
         raise UsageError("JOB: is empty; name a job file, such as jobs/examples/hello.yaml")
-    text = getattr(args, "job_text", None)
-    loaded = load_job(Path(args.job), KINDS, overrides(args), text=text, allow_unread=allow_unread)
-    site = site_of(args)
-    resumed, route = route is not None, route or route_of(args, site)
-    check_options(args, route.transport)
+    changes, text = request.changes(), request.job_text
+    loaded = load_job(Path(request.job), KINDS, changes, text=text, allow_unread=allow_unread)
+    site = site_of(request)
+    resumed, route = route is not None, route or route_of(request, site)
+    check_options(request, route.transport)
     try:
-        context = _context(args, loaded.job, site, route, here=here and route.is_here)
+        context = _context(request, loaded.job, site, route, here=here and route.is_here)
         if here and route.is_here and not resumed:  # what goes on does so in the folder that it began in
             check_program(context)
     except RefusedError as error:
         message = str(error)
         if message.startswith(OF_SITE):
-            raise RefusedError(placed(args.site, message.removeprefix(OF_SITE))) from error
+            raise RefusedError(placed(request.site, message.removeprefix(OF_SITE))) from error
         message = message.removeprefix("job file: ")
-        if getattr(args, "program", ()):
+        if request.program:
             message = message.removeprefix("command: ")
         raise RefusedError(loaded.document.placed(message)) from error
-    site_text = yaml.safe_dump(site.model_dump(mode="json"), sort_keys=False)
-    return Prepared(Submission(route, context), loaded, site_text)
+    return Prepared(Submission(route, context), loaded)
 
 
-def _context(args: argparse.Namespace, job: Job, site: Site, route: Route, *, here: bool) -> Context:
+def _context(request: Request, job: Job, site: Site, route: Route, *, here: bool) -> Context:
     """Place a job, and check that it can be there. `here`: on this very machine."""
     if here:
         check_size(job, len(this_machine().cores))
@@ -107,8 +105,9 @@ def _context(args: argparse.Namespace, job: Job, site: Site, route: Route, *, he
     placement, spares = place_crew(job, hosts)
     BY_KEY[job.kind].check(job.settings, placement.world_size)
     if here:
-        check_files(job, {**os.environ, **data_of(site), **site.env, **job.env})
-    if address := getattr(args, "master_addr", None):
+        data = {} if site.data is None else {"MUSTER_DATA": site.data}
+        check_files(job, {**os.environ, **data, **site.env, **job.env})
+    if address := request.master_addr:
         placement = placement.meeting_at(numeric(address))
         if route.is_here and not is_own(address):
             raise UsageError(
@@ -121,7 +120,7 @@ def _context(args: argparse.Namespace, job: Job, site: Site, route: Route, *, he
         job=job,
         site=site,
         placement=placement,
-        run=RunDir(run_path(runs_root(args.runs or site.runs), job.name)),
+        run=RunDir(run_path(runs_root(request.runs or site.runs), job.name)),
         workdir=job.workdir or str(Path.cwd()),
         python=python,
         entry=BY_KEY[job.kind].entry,
@@ -135,72 +134,23 @@ def _context(args: argparse.Namespace, job: Job, site: Site, route: Route, *, he
     return context
 
 
-def overrides(args: argparse.Namespace) -> list[str]:
-    """Spell the options that stand for values of the job file as overrides."""
-    given = list(args.overrides)
-    if args.name is not None:
-        given.append(f"name={json.dumps(args.name)}")
-    if args.nodes is not None:
-        given.append(f"nodes={args.nodes}")
-    if args.ranks_per_node is not None:
-        given.append(f"ranks_per_node={args.ranks_per_node}")
-    if getattr(args, "on", None) in ("slurm", "submitit"):
-        given += slurm_choice(args)
-    if restart := getattr(args, "restart", None):
-        most = RestartSettings.model_fields["max"].default if restart == "default" else restart
-        given.append(f"restart.max={most}")
-    for word in args.exported:
-        name, is_given, value = word.partition("=")
-        if not VARIABLE.fullmatch(name):
-            raise UsageError(f"-x {word}: a variable's name has letters, digits and _, and begins with no digit")
-        if not is_given and name not in os.environ:
-            raise UsageError(f"-x {name}: is not set here; write -x {name}=VALUE")
-        value = value if is_given else os.environ[name]
-        if any("\ud800" <= each <= "\udfff" for each in value):  # how Python holds bytes that are no text
-            raise UsageError(f"-x {name}: its value is not UTF-8, which job files are; leave it out")
-        given.append(f"env.{name}={json.dumps(value)}")
-    return given
-
-
-def slurm_choice(args: argparse.Namespace) -> list[str]:
-    """Spell the choice of hosts as Slurm takes it, for there Slurm chooses.
-
-    Raises:
-        UsageError: Slurm has no such choice.
-    """
-    if args.include:
-        raise UsageError(
-            "--include: Slurm chooses the nodes; name them all with -w LIST, or leave some out with -e LIST"
-        )
-    wanted = {"exclude": args.exclude, "nodelist": args.nodelist}
-    return [f"slurm.{key}={json.dumps(','.join(expand(text)))}" for key, text in wanted.items() if text]
-
-
-def site_of(args: argparse.Namespace) -> Site:
-    """Load the site file, with what the command line says of ssh laid over it."""
-    site = load_site(args.site)
-    return site.model_copy(update={"ssh": ssh_settings(args, site)}) if hasattr(args, "ssh_opt") else site
-
-
-def route_of(args: argparse.Namespace, site: Site) -> Route:
+def route_of(request: Request, site: Site) -> Route:
     """Tell the transport, and the hosts that it goes to.
 
     Raises:
         UsageError: the transport needs hosts, and nobody names any.
     """
-    wanted = getattr(args, "on", "local")  # a command without --on is for this machine alone
-    named = any(getattr(args, name, None) for name in SOURCES)
-    transport = wanted or ("ssh" if named or site.hosts else "local")
-    executor = executor_of(args, transport)
+    transport = request.on or ("ssh" if request.names_hosts or site.hosts else "local")
+    executor = executor_of(request, transport)
     if transport == "local":
-        if named:
+        if request.names_hosts:
             raise UsageError("--on local: hosts are given, and local uses none; use --on ssh, or leave them out")
         return Route("local", HostSet((), "this machine"))
-    queued = transport in QUEUED
-    if queued:  # Slurm takes the choice (slurm_choice); a box only tells where Slurm is
-        args = argparse.Namespace(**{**vars(args), "nodelist": None, "exclude": None})
-        named = any(getattr(args, name) for name in SOURCES)
-    hosts = host_set(args, site) if not queued or named else None
+    if transport in QUEUED:  # Slurm takes the choice of hosts; a box only tells where Slurm is
+        chosen = replace(request, nodelist=None, exclude=None)
+        hosts = host_set(chosen, site) if chosen.names_hosts else None
+    else:
+        hosts = host_set(request, site)
     if hosts is None and transport in ("ssh", "pdsh"):
         raise UsageError(
             f"--on {transport}: no hosts; give -H FILE, -w 'n[01-04]', --manifest FILE, --hosts box, or hosts: in the "
@@ -209,24 +159,23 @@ def route_of(args: argparse.Namespace, site: Site) -> Route:
     return Route(
         transport=transport,
         hosts=hosts or HostSet((), transport),
-        fanout=args.fanout,
-        port=args.port,
-        iface=args.iface or site.iface,
+        fanout=request.fanout,
+        port=request.port,
+        iface=request.iface or site.iface,
         executor=executor,
     )
 
 
-def executor_of(args: argparse.Namespace, transport: str) -> str:
+def executor_of(request: Request, transport: str) -> str:
     """Tell which of submitit's executors is meant; "" for another transport.
 
     Raises:
         UsageError: one is named, and the transport is not submitit.
     """
-    given = getattr(args, "executor", None)
     if transport == "submitit":
-        return given or ("local" if shutil.which("sbatch") is None else "slurm")
-    if given:
-        raise UsageError(f"--executor {given}: is for --on submitit; add that, or leave it out")
+        return request.executor or ("local" if shutil.which("sbatch") is None else "slurm")
+    if request.executor:
+        raise UsageError(f"--executor {request.executor}: is for --on submitit; add that, or leave it out")
     return ""
 
 
@@ -274,11 +223,6 @@ def pretend_nodes(job: Job, machine: Machine) -> list[Host]:
     return [Host(machine.host, LOCAL_ADDRESS, slots=len(share)) for share in shares]
 
 
-def data_of(site: Site) -> dict[str, str]:
-    """Return the variable that stands for the site's folder of data sets."""
-    return {} if site.data is None else {"MUSTER_DATA": site.data}
-
-
 def interpreter_of(site: Site, *, here: bool = True) -> str:
     """Return the Python that agents and ranks run: the site's, else this one. `here`: it will run on this machine.
 
@@ -294,7 +238,5 @@ def interpreter_of(site: Site, *, here: bool = True) -> str:
 
 def this_machine() -> Machine:
     """Describe this machine as its agent would."""
-    from muster.launch.common.host import visible_gpus
-
     cores = tuple(sorted(os.sched_getaffinity(0)))
     return Machine(socket.gethostname(), cores, tuple(visible_gpus()), environ=os.environ)

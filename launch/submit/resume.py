@@ -6,12 +6,11 @@
 Whatever is refused is refused before anything of the run is changed.
 """
 
-import argparse
 import os
 import shlex
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -32,8 +31,9 @@ from muster.launch.records import lease
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import had_session, read_json
 from muster.launch.records.runstate import DIRECT, RunState, read_state
-from muster.launch.submit.hostsource import SOURCES
-from muster.launch.submit.prepare import Prepared, prepare, route_of, site_of
+from muster.launch.submit.hostsource import site_of
+from muster.launch.submit.prepare import Prepared, prepare, route_of
+from muster.launch.submit.request import Request
 from muster.launch.submit.stopping import end_leftovers, stop
 from muster.launch.transports.base import LEASE_S
 
@@ -44,12 +44,14 @@ OF_HOSTS: Final = ("ssh", "pdsh", "hand")
 Say = Callable[[str], None]
 
 
-def again(run: RunDir, args: argparse.Namespace, say: Say) -> Prepared:
+def again(run: RunDir, request: Request, wanted: str | None, say: Say) -> Prepared:
     """Return a run's submission as its next attempt is to have it; leftovers of a lost supervisor are ended.
+
+    `request` says what is to be different, `wanted` is the step or the name of the checkpoint to go on from.
 
     Raises:
         RefusedError: it still runs, is done, cannot go on, or does not fit the hosts any more.
-        NoCheckpointError: the job saves nothing, nothing that was saved is good, or not what `--from` names.
+        NoCheckpointError: the job saves nothing, nothing that was saved is good, or not what is wanted.
         UsageError, JobFileError, RunFolderError: as for a start.
     """
     state = read_state(run)
@@ -59,16 +61,16 @@ def again(run: RunDir, args: argparse.Namespace, say: Say) -> Prepared:
         how = f"continue it with: {state.continue_with}" if state.continue_with else "start it again in the same way"
         raise RefusedError(f"{run.run_id}: was started directly, not by muster run; {how}")
     before = Submission.read(run)
-    prepared = changed(run, before, args)
+    prepared = changed(run, before, request, wanted)
     job = prepared.context.job
     for mistake in prepared.loaded.dropped:
         say(f"{mistake.key}: {mistake.text}; the run goes on without it")
     check_kind(run, job)
     if state.state == "done":
-        check_longer(run, before.context.job, job, wanted=args.origin)
+        check_longer(run, before.context.job, job, wanted=wanted)
     if state.state == "lost":
         end_lost(run, state, remote=before.context.remote, say=say)
-    check_saved(run, job, args.origin, say)
+    check_saved(run, job, wanted, say)
     return prepared
 
 
@@ -179,8 +181,7 @@ def check_saved(run: RunDir, job: Job, wanted: str | None, say: Say) -> None:
             f"{run.run_id}: the job has no checkpoint: section, so nothing of it was saved; start it anew, with one: "
             f"muster run {shlex.quote(str(run.job))} --set checkpoint.every_s=auto"
         )
-    asked: dict[str, Any] = _asked(wanted)
-    chosen = newest_good(run, say=say, deep=False, mark=False, **asked)
+    chosen = newest_good(run, say=say, deep=False, mark=False, **_asked(wanted))
     if chosen is None:
         if has_commits(run):
             raise NoCheckpointError(
@@ -208,16 +209,17 @@ def _asked(wanted: str | None) -> dict[str, Any]:
 # What it is made of -------------------------------------------------------------------------------------------------
 
 
-def changed(run: RunDir, before: Submission, args: argparse.Namespace) -> Prepared:
+def changed(run: RunDir, before: Submission, request: Request, wanted: str | None) -> Prepared:
     """Return the submission with what the command line wants to be different; all else is as it was."""
-    args.job, args.name = str(run.job), None
     if not run.job.is_file():
         raise RunFolderError(f"{run.path}: has no job.yaml; submit the job anew")
-    args.site, other_site = args.site or str(run.site), args.site is not None
-    route = _route(before.route, args)
-    prepared = prepare(args, route=route, allow_unread=True)
+    other_site = request.site is not None
+    new = replace(request, job=str(run.job), site=request.site or str(run.site))
+    if not new.names_hosts and not new.executor:
+        new = replace(new, on=new.on or before.route.transport)
+    prepared = prepare(new, route=_route(before.route, new), allow_unread=True)
     was, now = before.context, prepared.context
-    moved = any(each.partition("=")[0] == "workdir" for each in args.overrides)
+    moved = any(each.partition("=")[0] == "workdir" for each in request.overrides)
     renamed = other_site or now.job.python != was.job.python
     code = now.code if other_site and now.site.code else was.code
     if code is not None and Path(code, "launch").is_dir() and not Path(code, "muster").is_dir():
@@ -225,43 +227,34 @@ def changed(run: RunDir, before: Submission, args: argparse.Namespace) -> Prepar
             f"{run.run_id}: {code} holds Muster's code in an older layout, which this Muster cannot start; "
             "resume the run with the Muster that submitted it, or submit its job anew"
         )
-    context = replace(
-        now,
+    return prepared.changed(
         run=run,
         attempt=was.attempt,
         workdir=now.workdir if moved else was.workdir,
         python=now.python if other_site else was.python,
         interpreter=now.interpreter if renamed else was.interpreter,
         code=code,
-        placement=now.placement if args.master_addr else _meeting(was.placement, now.placement),
-        options=_options(was.attempt, args.origin),
+        placement=now.placement if request.master_addr else _meeting(was.placement, now.placement),
+        # For this attempt alone: a later one takes the newest again.
+        options={"from": next(iter(asked.values())), "from_attempt": was.attempt} if (asked := _asked(wanted)) else {},
     )
-    return replace(prepared, submission=Submission(prepared.submission.route, context))
 
 
-def _options(attempt: int, wanted: str | None) -> dict[str, Any]:
-    """Say which checkpoint to go on from, for this attempt alone: a later one takes the newest again."""
-    asked = _asked(wanted)
-    return {"from": next(iter(asked.values())), "from_attempt": attempt} if asked else {}
-
-
-def _route(before: Route, args: argparse.Namespace) -> Route:
+def _route(before: Route, request: Request) -> Route:
     """Return the transport and hosts: those of before, but for what is named anew."""
-    if any(getattr(args, name) for name in SOURCES) or args.executor:
-        return route_of(args, site_of(args))
-    args.on = args.on or before.transport
-    if args.on != before.transport and (args.on not in OF_HOSTS or not before.hosts.hosts):
-        return route_of(args, site_of(args))
+    elsewhere = request.on != before.transport and (request.on not in OF_HOSTS or not before.hosts.hosts)
+    if request.names_hosts or request.executor or elsewhere:
+        return route_of(request, site_of(request))
     hosts: HostSet = before.hosts
-    if args.on in OF_HOSTS and (args.include or args.exclude):
-        hosts = replace(hosts, hosts=tuple(choose(hosts.hosts, args.include, args.exclude)))
+    if request.on in OF_HOSTS and (request.include or request.exclude):
+        hosts = replace(hosts, hosts=tuple(choose(hosts.hosts, request.include, request.exclude)))
     return replace(
         before,
-        transport=args.on,
+        transport=request.on or before.transport,
         hosts=hosts,
-        fanout=args.fanout or before.fanout,
-        port=args.port or before.port,
-        iface=args.iface or before.iface,
+        fanout=request.fanout or before.fanout,
+        port=request.port or before.port,
+        iface=request.iface or before.iface,
         secret="",
     )
 
@@ -275,7 +268,7 @@ def _meeting(before: Placement, now: Placement) -> Placement:
 # Written back -------------------------------------------------------------------------------------------------------
 
 
-def write(prepared: Prepared, changes: list[str]) -> Submission:
+def write(prepared: Prepared, changes: Sequence[str]) -> Submission:
     """Write the submission over the one before. Keep the job as it was, and say in the events what was changed.
 
     Raises:
@@ -283,7 +276,7 @@ def write(prepared: Prepared, changes: list[str]) -> Submission:
     """
     submission, context = prepared.submission, prepared.context
     run, earlier = context.run, read_bytes(context.run.job).decode()
-    same = earlier == prepared.job_text
+    same = earlier == prepared.loaded.text
     if not same:
         write_secret(run.job_before(context.attempt), earlier)
     EventLog(run).event(
@@ -295,7 +288,7 @@ def write(prepared: Prepared, changes: list[str]) -> Submission:
         **({} if same else {"job": run.job_before(context.attempt).name}),
     )
     if not same:
-        write_secret(run.job, prepared.job_text)
+        write_secret(run.job, prepared.loaded.text)
     write_secret(run.site, prepared.site_text)
     submission.write()
     for old in (run.stop, run.slurm, run.sbatch):  # of attempts before: a request, and the job that they were

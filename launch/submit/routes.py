@@ -17,6 +17,13 @@ from muster.launch.transports.ssh import Ssh
 from muster.launch.transports.submitit import Submitit
 
 
+def commands_of(submission: Submission) -> list[list[str]]:
+    """Return the argv of what would start the agents."""
+    if submission.route.is_queued:
+        return [["sbatch", str(submission.context.run.sbatch)]]
+    return make_transport(submission).commands()
+
+
 def make_transport(submission: Submission) -> Transport:
     """Make the transport of a submission.
 

@@ -219,10 +219,9 @@ def _origin(folder: Path, tracked: str = "") -> dict[str, Any] | None:
     try:
         if tracked:  # else an installation would pass for the repository that it happens to lie in
             gitfacts.git(folder, "ls-files", "--error-unmatch", "--", tracked)
-        origin = gitfacts.origin(folder)
+        return gitfacts.origin(folder)
     except GitError:
         return None
-    return origin.to_json() if origin else None
 
 
 def _amount(sizes: Collection[int]) -> str:

@@ -7,20 +7,23 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from muster.jobs.basics.boot import module_argv
-from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError
+from muster.jobs.basics.errors import MusterError, RefusedError, StartTimeoutError, UsageError
 from muster.jobs.basics.files import open_log, write_secret
 from muster.jobs.runfolder.rundir import RunDir, make_run
-from muster.launch.plan.plan import preload, shared_environment
-from muster.launch.plan.submission import Submission
+from muster.launch.plan.plan import Context, preload, shared_environment
+from muster.launch.plan.submission import Route, Submission
 from muster.launch.records.runrows import supervisors
+from muster.launch.records.slurm_job import SlurmJob
 from muster.launch.records.verdict import Verdict
 from muster.launch.scheduler.requeue import OwnJob
+from muster.launch.submit.byhand import by_hand
 from muster.launch.submit.prepare import Prepared, this_machine
 from muster.launch.submit.routes import make_transport
 from muster.launch.supervision.console import Console
@@ -31,14 +34,40 @@ DETACH_S: Final = 20.0
 POLL_S: Final = 0.02
 
 
-def start(prepared: Prepared, *, quiet: bool = False, console: Console | None = None) -> Verdict:
-    """Make the run folder and everything in it, then supervise from this process; `console` shows it, or ours does.
+def begin(
+    prepared: Prepared, console: Console, *, detach: bool = False, write: Callable[[Prepared], Submission] | None = None
+) -> int:
+    """Write a run's folder, then stay to its end, or leave it to itself; return the exit code.
+
+    `write` is for a run that has a folder. A run in a queue, and one that is left, gets a copy of the code.
 
     Raises:
+        UsageError: a run by hand cannot be left to itself.
         RunFolderError, StorageError: the run folder cannot be written; nothing was started.
+        MusterError: it could not be started or submitted.
     """
+    if detach:
+        check_can_be_left(prepared.route)
+    if prepared.route.transport == "hand":
+        prepared = by_hand(prepared)
     check_torch(prepared.submission)
-    return supervise(write_run(prepared), console or Console(quiet=quiet))
+    submission = write(prepared) if write else write_run(prepared, snapshot=detach or prepared.route.is_queued)
+    if not detach:
+        return stay(submission, console)
+    leave(submission)
+    print(prepared.context.run.run_id)
+    print(f"muster: it {whereabouts(prepared.context.run)}", file=sys.stderr)
+    return 0
+
+
+def check_can_be_left(route: Route) -> None:
+    """Refuse to leave a run whose supervisor is what was pasted.
+
+    Raises:
+        UsageError: it is a run by hand.
+    """
+    if route.transport == "hand":
+        raise UsageError("--on hand: node 0's line is the supervisor, and stays; use muster run, or nohup around it")
 
 
 def check_torch(submission: Submission) -> None:
@@ -62,24 +91,72 @@ def write_run(prepared: Prepared, *, snapshot: bool = False) -> Submission:
     """
     submission, context = prepared.submission, prepared.context
     make_run(context.run, shared=context.site.share == "group")
-    write_secret(context.run.job, prepared.job_text)  # the values of env: and -x are in it
+    write_secret(context.run.job, prepared.loaded.text)  # the values of env: and -x are in it
     write_secret(context.run.site, prepared.site_text)
     if snapshot:
-        from muster.launch.submit.snapshot import take
-
-        program = context.entry is None
-        argv = context.command if program else ()
         try:
-            taken = take(context.run, workdir=Path(context.workdir), program=program, argv=argv)
-        except MusterError:
+            context = replace(context, **copied(context, context.run))
+        except BaseException:
             shutil.rmtree(context.run.path, ignore_errors=True)  # nothing was submitted
             raise
-        for note in taken.notes:
-            print(f"muster: {note}", file=sys.stderr)
-        context = replace(context, code=str(taken.code), workdir=str(taken.workdir))
         submission = replace(submission, context=context)
     submission.write()
     return submission
+
+
+def copied(context: Context, folder: RunDir) -> dict[str, Any]:
+    """Copy the code into a folder; return what that changes of the context. Errors as `snapshot.take`."""
+    from muster.launch.submit.snapshot import take
+
+    program = context.entry is None
+    argv = context.command if program else ()
+    taken = take(folder, workdir=Path(context.workdir), program=program, argv=argv)
+    for note in taken.notes:
+        print(f"muster: {note}", file=sys.stderr)
+    return {"code": str(taken.code), "workdir": str(taken.workdir)}
+
+
+def leave(submission: Submission) -> None:
+    """Start a run in the background, or put it into its queue."""
+    if submission.route.is_queued:
+        put_into_queue(submission)
+    else:
+        detach(submission.context.run, submission.context.python, submission.context.code)
+
+
+def stay(submission: Submission, console: Console) -> int:
+    """Supervise a run from this process, or follow it through its queue; return the exit code of its verdict."""
+    if not submission.route.is_queued:
+        return supervise(submission, console).code
+    if submission.route.transport == "submitit":
+        from muster.launch.scheduler.submitit_run import run_here
+
+        return run_here(submission, console)
+    from muster.launch.scheduler.held_signals import holding_signals
+    from muster.launch.scheduler.slurm_follow import follow
+
+    with holding_signals() as asked:
+        put_into_queue(submission)
+        return follow(submission.context.run, console, asked)
+
+
+def put_into_queue(submission: Submission) -> None:
+    """Hand a run to sbatch, or to submitit."""
+    if submission.route.transport == "submitit":
+        from muster.launch.scheduler import submitit_run
+
+        submitit_run.submit(submission)
+        return
+    from muster.launch.scheduler import slurm_run
+
+    if notes := slurm_run.submit(submission).notes:
+        print(f"muster: {notes}", file=sys.stderr)
+
+
+def whereabouts(run: RunDir) -> str:
+    """Return what became of a run that was left to itself: the job of Slurm's that it is, or that it has begun."""
+    job = SlurmJob.read(run)
+    return "has begun" if job is None else f"is Slurm job {job.job_id}"
 
 
 def supervise(submission: Submission, console: Console, own_job: OwnJob | None = None) -> Verdict:

@@ -9,7 +9,6 @@ no supervisor (started directly)          TERM to the run's processes on this ho
 import os
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,7 +17,7 @@ from muster.jobs.basics.errors import StartTimeoutError, UnreachableError
 from muster.jobs.basics.files import append_line
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes, screen
-from muster.launch.records.runrows import read_rows, real
+from muster.launch.records.runrows import read_rows
 from muster.launch.records.runstate import DIRECT, RunState, is_here, read_state
 from muster.launch.scheduler.held_signals import request_stop
 
@@ -98,7 +97,7 @@ def _wait(run: RunDir, state: RunState, grace_s: float, *, term_s: float) -> Out
             drains = True
             now = run.command("stop --now")
             print(f"muster: {run.run_id} saves first; to end it without waiting: {now}", file=sys.stderr)
-            patience_s += real(drain.get("deadline_s")) or 0.0
+            patience_s += drain.get("deadline_s", 0.0)
             deadline = time.monotonic() + patience_s
         if state.state == "lost" and state.sure:
             return end_leftovers(run, term_s=term_s, message="supervisor was gone")
@@ -149,24 +148,13 @@ def _leftovers(run: RunDir) -> dict[int, int]:
     """
     rows = read_rows(run)
     recorded: dict[int, int] = {}
-    if is_here(rows.submitted.get("host")) and rows.submitted.get("transport") == DIRECT:
-        recorded = _by_rank([[0, rows.submitted.get("pid")]], [[0, rows.submitted.get("pid_start")]])
+    first = rows.submitted
+    if is_here(first.get("host")) and first.get("transport") == DIRECT and {"pid", "pid_start"} <= first.keys():
+        recorded[first["pid"]] = first["pid_start"]
     for row in rows.started:
         if is_here(row.get("host")):
-            recorded |= _by_rank(row.get("ranks"), row.get("ticks"))
+            ticks = dict(row.get("ticks", ()))
+            recorded |= {pid: ticks[rank] for rank, pid in row.get("ranks", ()) if rank in ticks}
     same = {pid: ticks for pid, ticks in recorded.items() if processes.is_same(pid, ticks)}
     spared = processes.with_ancestors(os.getpid())
     return {pid: ticks for pid, ticks in {**same, **processes.started_for(run.run_id)}.items() if pid not in spared}
-
-
-def _by_rank(pids: Any, ticks: Any) -> dict[int, int]:
-    """Join [[rank, pid], ...] and [[rank, ticks], ...] to {pid: ticks}. Incomplete pairs are skipped."""
-    of_rank = dict(_pairs(ticks))
-    return {pid: of_rank[rank] for rank, pid in _pairs(pids) if rank in of_rank}
-
-
-def _pairs(value: Any) -> Iterator[tuple[int, int]]:
-    for pair in value if isinstance(value, list) else ():
-        match pair:
-            case [int(rank), int(second)]:
-                yield rank, second

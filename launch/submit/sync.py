@@ -20,10 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from muster.jobs.basics import exits
 from muster.jobs.basics.boot import CODE_ROOT
 from muster.jobs.basics.errors import MusterError, RefusedError, RunFolderError, UnreachableError
 from muster.jobs.basics.reading import parse_json
 from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.hosts.nodelist import fold
 from muster.jobs.hosts.placement import Host
 from muster.jobs.spec.site import SshSettings
 from muster.launch.common.fingerprint import PACKAGE, fingerprint
@@ -69,6 +71,10 @@ class Outcome:
     host: str
     state: str
     error: MusterError | None = None
+
+    def to_json(self) -> dict[str, str | None]:
+        """Return it as plain JSON values."""
+        return {"host": self.host, "state": self.state, "error": str(self.error) if self.error else None}
 
 
 def sync(hosts: HostSet, ssh: SshSettings, *, to: str, python: str, fanout: int = 0) -> list[Outcome]:
@@ -208,3 +214,20 @@ def shared_mark(root: Path, to: Path) -> Iterator[str]:
         yield path.name
     finally:
         path.unlink(missing_ok=True)
+
+
+def report(outcomes: Sequence[Outcome], to: str, code: str) -> list[str]:
+    """Say what became of the hosts, one line for each thing that did."""
+    texts = {
+        "brought": f"now have this code ({code}) in {to}",
+        "shared": f"share {to}: the code ({code}) is theirs already",
+        "failed": "failed",
+    }
+    groups = {state: [each.host for each in outcomes if each.state == state] for state in texts}
+    return [f"{fold(names)}: {texts[state]}" for state, names in groups.items() if names]
+
+
+def code_of(outcomes: Sequence[Outcome]) -> int:
+    """Return the exit code: 69 when a host cannot be reached, else that of the first failure."""
+    codes = [each.error.exit_code for each in outcomes if each.error is not None]
+    return exits.UNREACHABLE if exits.UNREACHABLE in codes else next(iter(codes), exits.DONE)

@@ -4,17 +4,17 @@ The first Ctrl-C cancels what waits and asks the supervisors of what runs to sto
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import RunDir
-from muster.launch.records.runrows import Rows, number, read_rows, real
+from muster.launch.records.runrows import Rows, read_rows
 from muster.launch.records.slurm_job import SlurmJob, has_begun, last_words
 from muster.launch.scheduler.held_signals import listening, request_stop
 from muster.launch.scheduler.slurm_run import close, stopped
-from muster.launch.sweeps.sweep import Point
+from muster.launch.sweeps.sweep import Point, say
 from muster.slurm.client import Client
 from muster.slurm.states import JobState, Outcome, is_hopeless, is_orphan, outcome, waiting
 
@@ -25,8 +25,6 @@ VERDICT_S: Final = 5.0  # for the last row of a supervisor that has ended to be 
 HOPELESS_S: Final = 30.0
 UNKNOWN_S: Final = 30.0
 BEYOND_GRACE_S: Final = 10.0
-
-Say = Callable[[str], None]
 
 
 class Followed:
@@ -49,7 +47,7 @@ class Followed:
     @property
     def code(self) -> int | None:
         """The exit code of the last row."""
-        return number((self.rows.ended or {}).get("code"))
+        return (self.rows.ended or {}).get("code")
 
     def look(self) -> None:
         """Read the events again, if there are more."""
@@ -96,7 +94,7 @@ class Followed:
 
 
 def follow(
-    points: Iterable[tuple[Point, RunDir]], say: Say, *, requests: Sequence[str] = (), grace_s: float | None = None
+    points: Iterable[tuple[Point, RunDir]], *, requests: Sequence[str] = (), grace_s: float | None = None
 ) -> bool:
     """Follow the points that were submitted until all have ended; return False when the user ended the sweep.
 
@@ -118,12 +116,12 @@ def follow(
                 each.look()
             if len(asked) > answered:
                 answered = len(asked)
-                kill_at = _stop(open_, client, say, asked[-1], now=answered > 1, given_s=grace_s)
+                kill_at = _stop(open_, client, asked[-1], now=answered > 1, given_s=grace_s)
                 next_ask = 0.0
             if kill_at and time.monotonic() > kill_at and not all(each.cancelled for each in open_):
-                kill_at = _stop(open_, client, say, asked[-1], now=True)
+                kill_at = _stop(open_, client, asked[-1], now=True)
             if time.monotonic() >= next_ask:
-                _ask(open_, client, say, asked[-1] if asked else "")
+                _ask(open_, client, asked[-1] if asked else "")
                 next_ask = time.monotonic() + (ASK_SOON_S if asked else ASK_S)
             for each in [each for each in open_ if each.is_over(stopping=bool(asked))]:
                 open_.remove(each)
@@ -133,7 +131,7 @@ def follow(
     return not asked
 
 
-def _ask(open_: Sequence[Followed], client: Client, say: Say, stopped_by: str) -> None:
+def _ask(open_: Sequence[Followed], client: Client, stopped_by: str) -> None:
     """Ask Slurm about all at once, and write the last rows that nobody else will."""
     try:
         states = client.query([each.job.job_id for each in open_])
@@ -145,26 +143,24 @@ def _ask(open_: Sequence[Followed], client: Client, say: Say, stopped_by: str) -
         if end is None:
             continue
         if each.state is not None and each.state.phase != "over":
-            _cancel([each], client, say)
+            _cancel([each], client)
         close(each.run, end)
         each.look()
 
 
-def _stop(
-    open_: Sequence[Followed], client: Client, say: Say, by: str, *, now: bool, given_s: float | None = None
-) -> float:
+def _stop(open_: Sequence[Followed], client: Client, by: str, *, now: bool, given_s: float | None = None) -> float:
     """Ask the supervisors of what runs to end it, and cancel what waits; return when all is to be cancelled, 0: is."""
     say(f"{'cancelling' if now else 'stopping'} {len(open_)} points: {by}")
     running = [] if now else [each for each in open_ if each.begun and each.rows.ended is None]
     grace_s = 0.0
     for each in running:
-        grace_s = max(grace_s, (real(each.rows.submitted.get("grace_s")) or 0.0) if given_s is None else given_s)
+        grace_s = max(grace_s, each.rows.submitted.get("grace_s", 0.0) if given_s is None else given_s)
         request_stop(each.run, given_s, text=f"stopped by {by}")
-    _cancel([each for each in open_ if each not in running], client, say)
+    _cancel([each for each in open_ if each not in running], client)
     return time.monotonic() + grace_s + BEYOND_GRACE_S if running else 0.0
 
 
-def _cancel(which: Sequence[Followed], client: Client, say: Say) -> None:
+def _cancel(which: Sequence[Followed], client: Client) -> None:
     for each in which:
         if each.cancelled:
             continue

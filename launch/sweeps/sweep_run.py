@@ -8,9 +8,8 @@ arrays   points that ask Slurm for the same are one array, for its elements shar
 
 import json
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from muster.jobs.basics.boot import module_argv
@@ -18,7 +17,7 @@ from muster.jobs.basics.errors import MusterError, StoppedError
 from muster.jobs.basics.files import write_secret
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.plan.spares import crew_size
-from muster.launch.plan.submission import Submission
+from muster.launch.plan.submission import Route, Submission
 from muster.launch.records.eventlog import EventLog
 from muster.launch.records.runrows import read_rows
 from muster.launch.records.slurm_job import SlurmJob, kept_environment, output_path, this_process
@@ -26,16 +25,13 @@ from muster.launch.scheduler import submitit_run
 from muster.launch.scheduler.held_signals import BY_SIGNAL, ended_by_signal
 from muster.launch.scheduler.slurm_run import TRANSPORT, close, cores_of, settings_of
 from muster.launch.submit.prepare import Prepared
-from muster.launch.submit.start import check_torch, supervise, write_run
+from muster.launch.submit.start import check_torch, copied, stay, write_run
 from muster.launch.supervision.console import Console
-from muster.launch.sweeps.sweep import Point
-from muster.slurm.allocation import inside_allocation
+from muster.launch.sweeps.sweep import Point, say
 from muster.slurm.client import Client, SubmissionRefusedError
 from muster.slurm.refusals import refusal
 from muster.slurm.script import Array, job_environment, options_of, sbatch_text
 from muster.slurm.states import Outcome
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -51,18 +47,15 @@ class Element:
         return self.prepared.context.run
 
 
-def is_array(prepared: Prepared, environ: Mapping[str, str] = os.environ) -> bool:
+def is_array(route: Route) -> bool:
     """Say whether the points go into Slurm's queue together."""
-    route = prepared.submission.route
-    if route.transport == "submitit":
-        return route.executor == "slurm"
-    return route.transport == TRANSPORT and not inside_allocation(environ)
+    return route.is_queued and not route.is_here
 
 
 # One after another -------------------------------------------------------------------------------------------------
 
 
-def run_here(elements: Sequence[Element], folder: Path, say: Say, *, keep_going: bool) -> bool:
+def run_here(elements: Sequence[Element], folder: Path, *, keep_going: bool) -> bool:
     """Run the points of the sweep in `folder` one after another; return False when the user stopped it."""
     stop = RunDir(folder).stop
     for count, element in enumerate(elements, 1):
@@ -92,15 +85,13 @@ def _run_one(prepared: Prepared, stop: Path) -> int:
     submission = write_run(prepared)
     if stop.exists():  # whoever wrote it before this folder was made knows nothing of this run
         raise StoppedError("stopped by muster stop before it began")
-    if submission.route.transport == "submitit":
-        return submitit_run.run_here(submission, Console(quiet=True))
-    return supervise(submission, Console(quiet=True)).code
+    return stay(submission, Console(quiet=True))
 
 
 # Arrays ------------------------------------------------------------------------------------------------------------
 
 
-def submit_arrays(elements: Sequence[Element], folder: Path, say: Say, *, limit: int | None) -> None:
+def submit_arrays(elements: Sequence[Element], folder: Path, *, limit: int | None) -> None:
     """Submit the points, one array for each shape; a shape that is refused ends its points, and no others.
 
     Raises:
@@ -175,17 +166,5 @@ def _write_runs(prepared: Sequence[Prepared], folder: Path) -> list[Submission]:
     """Make all run folders. They share one copy of the code, unless their working folders differ."""
     if len({(each.context.workdir, each.context.entry is None) for each in prepared}) > 1:
         return [write_run(each, snapshot=True) for each in prepared]
-    from muster.launch.submit.snapshot import take
-
-    context = prepared[0].context
-    taken = take(RunDir(folder), workdir=Path(context.workdir), program=context.entry is None)
-    for note in taken.notes:
-        print(f"muster: {note}", file=sys.stderr)
-    code, workdir = str(taken.code), str(taken.workdir)
-    return [write_run(_with(each, code=code, workdir=workdir)) for each in prepared]
-
-
-def _with(prepared: Prepared, **changes: str) -> Prepared:
-    submission = prepared.submission
-    context = replace(submission.context, **changes)  # type: ignore[arg-type]
-    return replace(prepared, submission=replace(submission, context=context))
+    changes = copied(prepared[0].context, RunDir(folder))
+    return [write_run(each.changed(**changes)) for each in prepared]

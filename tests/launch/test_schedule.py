@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from muster.launch.cli import main
-from muster.launch.commands import schedule as command
+from muster.launch.look import schedule_view as command
 from muster.pipe.schedules.simulate import bubble_formula
 from muster.pipe.schedules.tables import SCHEDULES
 
@@ -146,11 +146,11 @@ def test_on_a_terminal_it_is_coloured_and_as_wide_as_that(draw: Draw, monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["1f2b"], "unknown schedule '1f2b'; did you mean '1f1b'?"),
-        (["x"], f"unknown schedule 'x'; wanted one of {', '.join(SCHEDULES)}"),
-        (["gpipe", "-p", "0"], "-p 0: must be a whole number from 1"),
-        (["gpipe", "-m", "-1"], "-m -1: must be a whole number from 1"),
-        (["interleaved", "--chunks", "0"], "--chunks 0: must be a whole number from 1"),
+        (["1f2b"], f"unknown schedule '1f2b'; did you mean '1f1b'? (valid: {', '.join(SCHEDULES)})"),
+        (["x"], f"unknown schedule 'x' (valid: {', '.join(SCHEDULES)})"),
+        (["gpipe", "-p", "0"], "-p: must be at least 1, got 0"),
+        (["gpipe", "-m", "-1"], "-m: must be at least 1, got -1"),
+        (["interleaved", "--chunks", "0"], "--chunks: must be at least 1, got 0"),
         (["zbv", "--chunks", "2"], "--chunks 2: zbv has its own number of stages a rank, 2; leave it out"),
         (
             ["1f1b", "-p", "100000", "-m", "100000"],  # computed for ever once, and filled the memory

@@ -18,10 +18,9 @@ from muster.jobs.hosts.hosts import HostSet
 from muster.jobs.hosts.placement import Host, Login
 from muster.jobs.spec.site import SshSettings
 from muster.launch.cli import main
-from muster.launch.commands.sync import code_of, report
 from muster.launch.common.fingerprint import PACKAGE, fingerprint
 from muster.launch.submit import sync as module
-from muster.launch.submit.sync import SCRIPT, Outcome, found_code, judge, pack, sync
+from muster.launch.submit.sync import SCRIPT, Outcome, code_of, found_code, judge, pack, report, sync
 from support.sshd import Sshd, closed_port
 from support.worktrees import commit, repository, write
 

@@ -127,7 +127,7 @@ def test_without_a_profile_it_says_how_to_have_one(run: RunDir, capsys, argument
 def test_a_rank_without_a_profile_is_named(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     profiled(run, 0)
     assert cli.main(["profile", str(run.path), "--rank", "0-2"]) == 72
-    assert "no profile of rank 1-2, only of 0" in capsys.readouterr().err
+    assert "nothing is recorded of rank 1-2, only of 0" in capsys.readouterr().err
     assert cli.main(["profile", str(run.path), "--rank", "7"]) == 2
 
 

@@ -12,21 +12,23 @@ from hypothesis import strategies as st
 from muster.jobs.basics.errors import JobFileError, RefusedError, UsageError
 from muster.jobs.hosts.placement import Host, Login
 from muster.launch.commands import run as command
+from muster.launch.common.options import given as given_options
 from muster.launch.plan.plan import Machine, shared_environment
 from muster.launch.submit import prepare as module
 from muster.launch.submit.here import warn
 from muster.launch.submit.prepare import Prepared, prepare
+from muster.launch.submit.request import Request
 
 COMMAND = "command: ['true']\n"
 IMAGES_FOR_ALL = "train: {model: vgg11, data: cifar10, batch_size: 300}\n"
 IMAGES = "train: {model: vgg11, data: cifar10}\n"
 
 
-def parsed(*words: str) -> argparse.Namespace:
+def parsed(*words: str) -> Request:
     """Read a command line as `muster run` does."""
     parser = argparse.ArgumentParser()
     command.configure(parser)
-    return parser.parse_args(words)
+    return given_options(parser.parse_args(words), Request)
 
 
 def prepared(path: Path, text: str, *words: str, here: bool = True) -> Prepared:

@@ -23,10 +23,12 @@ from muster.jobs.spec.train import TrainSettings
 from muster.launch.cli import main
 from muster.launch.commands import run as run_command
 from muster.launch.common import processes
+from muster.launch.common.options import given
 from muster.launch.plan.submission import Submission
 from muster.launch.records import lease
-from muster.launch.submit import queueing, resume, start
+from muster.launch.submit import resume, start
 from muster.launch.submit.prepare import prepare
+from muster.launch.submit.request import Request
 from muster.launch.supervision.resumption import with_checkpoint
 from support.checkpoints import Saved
 
@@ -45,10 +47,10 @@ class Folder:
         file.write_text(yaml.safe_dump(job))
         parser = argparse.ArgumentParser()
         run_command.configure(parser)
-        prepared = prepare(parser.parse_args([str(file), "--runs", str(root), *words]))
+        prepared = prepare(given(parser.parse_args([str(file), "--runs", str(root), *words]), Request))
         self.saved = Saved(root / ID)
         self.run: RunDir = self.saved.run
-        self.run.job.write_text(prepared.job_text)
+        self.run.job.write_text(prepared.loaded.text)
         self.run.site.write_text(prepared.site_text)
         replace(prepared.submission, context=replace(prepared.context, run=self.run)).write()
         settings = prepared.context.job.settings
@@ -238,7 +240,7 @@ def test_a_job_of_slurms_is_submitted_again(make, muster, monkeypatch) -> None:
     folder.saved.save(10)
     write_json(folder.run.slurm, {"job_id": "7", "name": ID})
     submitted: list[Submission] = []
-    monkeypatch.setitem(queueing.QUEUES, "slurm", submitted.append)
+    monkeypatch.setattr(start, "put_into_queue", submitted.append)
     assert muster("--detach", "-e", "n7")[0] == 0
     assert submitted[0].context.job.slurm.exclude == "n7"
     assert not folder.run.slurm.exists()  # it is another job's

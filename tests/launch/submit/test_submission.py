@@ -1,13 +1,14 @@
 """What a submission's file holds, and that a supervisor on another machine reads the same from it."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from muster.jobs.basics.errors import RunFolderError
 from muster.jobs.basics.files import append_line
@@ -19,7 +20,7 @@ from muster.jobs.spec.site import Site
 from muster.jobs.spec.train import TrainSettings
 from muster.launch.common.kinds import BY_KEY
 from muster.launch.plan.plan import Context
-from muster.launch.plan.submission import Route, Submission, hosts_of, hosts_record
+from muster.launch.plan.submission import Route, Submission
 
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)
 VARIABLES = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]*", fullmatch=True)
@@ -85,7 +86,7 @@ def test_whatever_is_submitted_is_read_as_it_was(
 
 @given(hosts=HOST_SETS)
 def test_hosts_survive_json(hosts: HostSet) -> None:
-    assert hosts_of(json.loads(json.dumps(hosts_record(hosts)))) == hosts
+    assert TypeAdapter(HostSet).validate_python(json.loads(json.dumps(asdict(hosts)))) == hosts
 
 
 def test_only_the_user_may_read_it(run: RunDir) -> None:

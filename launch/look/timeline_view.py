@@ -1,0 +1,108 @@
+"""`muster timeline` on a screen and as SVG: what every rank of a pipeline did in a step."""
+
+from typing import Final
+
+from muster.launch.common import screen
+from muster.launch.look.drawings import on_screen
+from muster.launch.look.timelines import Recorded, Timeline
+from muster.pipe.schedules.measured import bars, spread
+from muster.pipe.schedules.svg import svg
+
+WIDE: Final = 120  # columns, where the output is no terminal
+STAGES: Final = ("stage>", "rank>", "forward>", "backward>", "of weights>", "message on>", "to send>", "to take>")
+PIPELINES: Final = ("pipeline of ranks", "step>", "bubble>", "busy, by rank")
+APART: Final = 0.01  # of bubbles: beyond it, why they differ is said
+
+
+def sizes_of(timeline: Timeline, recorded: Recorded) -> str:
+    """Say what is drawn."""
+    table, count = recorded.schedule, len(timeline.pipelines)
+    which = f"; {'the slowest' if recorded is timeline.slowest() else 'one'} of {count} pipelines" if count > 1 else ""
+    return f"{table.name}, {table.ranks} ranks, {table.microbatches} micro-batches{which}"
+
+
+def render(title: str, timeline: Timeline, recorded: Recorded) -> str:
+    """Draw a step for the terminal, with its numbers and what actions took."""
+    rows = bars(recorded.records, recorded.schedule.rank_of)
+    simulated_s = recorded.compared.simulation.makespan_s
+    parts = [
+        title,
+        on_screen(rows, wide=WIDE, names=names_of(recorded)),
+        screen.table(STAGES, stages_of(recorded)),
+        f"step    {milliseconds(recorded.seconds)}, {milliseconds(simulated_s)} simulated with these times\n"
+        f"bubble  {bubbles(recorded)}{why_apart(recorded)}",
+    ]
+    if len(timeline.pipelines) > 1:
+        parts.append(screen.table(PIPELINES, map(line_of, timeline.pipelines)))
+    return "\n\n".join(parts)
+
+
+def names_of(recorded: Recorded) -> list[str]:
+    """Name the rows of a drawing."""
+    return [f"rank {rank}" for rank in recorded.ranks]
+
+
+def stages_of(recorded: Recorded) -> list[tuple[object, ...]]:
+    """Return a line for every stage: its rank, what its actions and messages took."""
+    table, costs = recorded.schedule, recorded.compared.costs
+
+    def of(times: float | tuple[float, ...], stage: int) -> str:
+        return milliseconds(times[stage] if isinstance(times, tuple) else times)
+
+    return [
+        (
+            stage,
+            recorded.ranks[place],
+            of(costs.forward, stage),
+            of(costs.input_gradient, stage),
+            of(costs.weight_gradient, stage) if table.splits_backward else None,
+            of(costs.message, stage) if stage + 1 < table.stages else None,
+            of(costs.send, stage),
+            of(costs.take, stage),
+        )
+        for stage, place in enumerate(table.rank_of)
+    ]
+
+
+def line_of(recorded: Recorded) -> tuple[str, ...]:
+    """Return a pipeline's line beside the others'."""
+    busy = ", ".join(map(milliseconds, recorded.busy_s()))
+    share = f"{100 * recorded.compared.measured:.1f} %"
+    return " ".join(map(str, recorded.ranks)), milliseconds(recorded.seconds), share, busy
+
+
+def picture(title: str, sizes: str, recorded: Recorded) -> str:
+    """Draw a step as SVG."""
+    rows = bars(recorded.records, recorded.schedule.rank_of)
+    subtitle = f"{sizes}; {milliseconds(recorded.seconds)}, bubble {bubbles(recorded)}"
+    return svg(rows, title=title, subtitle=subtitle, unit="ms", names=names_of(recorded))
+
+
+def bubbles(recorded: Recorded) -> str:
+    """Say the measured, the simulated and the formula's share of time in which ranks idle."""
+    compared = recorded.compared
+    shares = (
+        (compared.measured, "measured"),
+        (compared.simulated, "simulated"),
+        (recorded.bubble_formula(), "by the formula of equal stages"),
+    )
+    return ", ".join(f"{100 * share:.1f} % {what}" for share, what in shares)
+
+
+def why_apart(recorded: Recorded) -> str:
+    """Say why the measured bubble is not the simulated one, where it is not."""
+    compared = recorded.compared
+    if abs(compared.measured - compared.simulated) <= APART:
+        return ""
+    least, most = spread(recorded.records)
+    return (
+        "\n        they differ: a simulated action takes the mean of its kind and stage, real ones took "
+        f"{least:.2g} to {most:.2g} of it,\n"
+        "        which other work on the machine does, or fewer cores than ranks compute with"
+    )
+
+
+def milliseconds(seconds: float) -> str:
+    """Write a time with three digits at least."""
+    ms = round(1e3 * seconds, 4)
+    return f"{ms:.0f} ms" if ms >= 100 else f"{ms:.3g} ms"

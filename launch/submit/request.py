@@ -1,0 +1,94 @@
+"""What a command line says of a run: the job and what is changed of it, the site, the hosts and the way to them."""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from muster.jobs.basics.errors import UsageError
+from muster.jobs.hosts.nodelist import expand
+from muster.jobs.spec.failover import RestartSettings
+from muster.jobs.spec.job import VARIABLE
+
+SOURCES: Final = ("hosts", "nodelist", "manifest")
+QUEUED: Final = ("slurm", "submitit")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A field for each option (launch/common/options.py explains them); a command without an option has its default."""
+
+    job: str = ""
+    job_text: str | None = None  # what stands in the place of a job file, if anything does
+    program: tuple[str, ...] = ()  # the words that job_text was made of
+    overrides: tuple[str, ...] = ()
+    exported: tuple[str, ...] = ()
+    nodes: int | None = None
+    ranks_per_node: str | None = None
+    restart: str | None = None
+    name: str | None = None
+    site: str | None = None
+    runs: str | None = None
+    on: str | None = "local"  # None: the hosts decide
+    executor: str | None = None
+    hosts: str | None = None
+    nodelist: str | None = None
+    manifest: str | None = None
+    lan: str | None = None
+    login: str | None = None
+    include: str | None = None
+    exclude: str | None = None
+    fanout: int = 0
+    jump: str | None = None
+    cheap_kex: bool = False
+    ssh_opt: tuple[str, ...] = ()
+    master_addr: str | None = None
+    iface: str | None = None
+    port: int = 0
+
+    @property
+    def names_hosts(self) -> bool:
+        """True when an option says which hosts there are."""
+        return any(getattr(self, source) for source in SOURCES)
+
+    def changes(self) -> list[str]:
+        """Spell the options that stand for values of the job file as overrides.
+
+        Raises:
+            UsageError: a variable cannot be one, or Slurm has no such choice of hosts.
+        """
+        found = list(self.overrides)
+        if self.name is not None:
+            found.append(f"name={json.dumps(self.name)}")
+        if self.nodes is not None:
+            found.append(f"nodes={self.nodes}")
+        if self.ranks_per_node is not None:
+            found.append(f"ranks_per_node={self.ranks_per_node}")
+        if self.on in QUEUED:
+            found += self._choice_of_slurm()
+        if self.restart is not None:
+            most = RestartSettings.model_fields["max"].default if self.restart == "default" else self.restart
+            found.append(f"restart.max={most}")
+        return found + [_variable(word) for word in self.exported]
+
+    def _choice_of_slurm(self) -> list[str]:
+        """Spell the choice of hosts as Slurm takes it, for there Slurm chooses."""
+        if self.include:
+            raise UsageError(
+                "--include: Slurm chooses the nodes; name them all with -w LIST, or leave some out with -e LIST"
+            )
+        wanted = {"exclude": self.exclude, "nodelist": self.nodelist}
+        return [f"slurm.{key}={json.dumps(','.join(expand(text)))}" for key, text in wanted.items() if text]
+
+
+def _variable(word: str) -> str:
+    """Spell a variable for the ranks, NAME or NAME=VALUE, as an override."""
+    name, is_given, value = word.partition("=")
+    if not VARIABLE.fullmatch(name):
+        raise UsageError(f"-x {word}: a variable's name has letters, digits and _, and begins with no digit")
+    if not is_given and name not in os.environ:
+        raise UsageError(f"-x {name}: is not set here; write -x {name}=VALUE")
+    value = value if is_given else os.environ[name]
+    if any("\ud800" <= each <= "\udfff" for each in value):  # how Python holds bytes that are no text
+        raise UsageError(f"-x {name}: its value is not UTF-8, which job files are; leave it out")
+    return f"env.{name}={json.dumps(value)}"
