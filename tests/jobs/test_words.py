@@ -13,7 +13,9 @@ def test_a_noun_that_hisses_gets_es() -> None:
     assert counts == ("2 processes", "4 micro-batches", "2 epochs")
 
 
-def test_a_name_in_other_capitals_is_found() -> None:
-    assert (
-        unknown("mode", "1F1B", ("gpipe", "1f1b")) == "unknown mode '1F1B'; did you mean '1f1b'? (valid: gpipe, 1f1b)"
-    )
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("dpp", "ddp"), ("DDP", "ddp"), ("modle", "model"), ("mdoe", "mode"), ("zzz", None)]
+)
+def test_an_unknown_name_gets_its_nearest_and_all_valid_ones(name: str, nearest: str | None) -> None:
+    meant = f"; did you mean '{nearest}'?" if nearest else ""
+    assert unknown("x", name, ("mode", "model", "ddp")) == f"unknown x '{name}'{meant} (valid: mode, model, ddp)"

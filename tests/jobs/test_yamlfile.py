@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import JobFileError
-from muster.jobs.basics.words import did_you_mean
 from muster.jobs.spec import yamlfile
 from muster.jobs.spec.yamlfile import Place
 
@@ -127,15 +126,6 @@ def test_aliases_cannot_multiply_without_end() -> None:
     lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]" for level in range(1, 8)]
     with pytest.raises(JobFileError, match="more than 20,000 values"):
         yamlfile.parse("\n".join(lines), "f")
-
-
-def test_swapped_letters_are_the_nearest_name() -> None:
-    assert did_you_mean("modle", ["mode", "model"]) == "; did you mean 'model'?"
-    assert did_you_mean("zzz", ["mode", "model"]) == ""
-
-
-def test_a_name_in_other_capitals_is_the_nearest_one() -> None:
-    assert did_you_mean("1F1B", ["gpipe", "1f1b"]) == "; did you mean '1f1b'?"
 
 
 def test_a_pair_of_escapes_as_json_writes_it_is_one_character_and_half_of_one_is_a_mistake() -> None:
