@@ -11,6 +11,7 @@ from muster.jobs.basics.errors import RunFolderError
 from muster.jobs.checkpoint import retain as retain_module
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.checkpoint.retain import Entry, plan, retain
+from support.checkpoints import damage
 
 
 def entry(text: str) -> Entry:
@@ -100,8 +101,7 @@ def test_old_ones_go_after_the_new_ones_were_read_again(saved) -> None:
 def test_a_bad_newest_one_costs_no_good_one(saved) -> None:
     for step in (1, 2, 3):
         saved.save(step)
-    path = saved.run.checkpoint(3, 0).shard(0)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    damage(saved.run.checkpoint(3, 0).shard(0))
     assert retain(saved.run, 2, say=saved.say) == []
     assert saved.names() == [f"bad-{names(3)[0]}", *names(1, 2)]
     assert "put aside" in saved.said[0]
