@@ -80,7 +80,7 @@ PLACES = {
     "a batch script is no rank": (BATCH, NONE, "local", (0, 1, 0, 1, 0, 1)),
     **{
         f"Slurm's own step {step} has no ranks": ({**BATCH, "SLURM_STEP_ID": step}, NONE, "local", (0, 1, 0, 1, 0, 1))
-        for step in ("4294967291", "4294967292", "4294967290", "batch")
+        for step in ("4294967291", "4294967292", "4294967290", "batch", "")
     },
 }
 

@@ -72,6 +72,11 @@ class Saved:
         commit.commit(self.run, folder, 2)
         return folder
 
+    def save_all(self, *steps: int, attempt: int = 0) -> None:
+        """Make several checkpoints."""
+        for step in steps:
+            self.save(step, attempt)
+
     def names(self) -> list[str]:
         """List the folders there are."""
         return sorted(entry.name for entry in self.run.checkpoints.iterdir())

@@ -33,8 +33,7 @@ def test_a_run_without_good_checkpoints_has_none(saved) -> None:
 
 
 def test_the_newest_by_number_is_chosen_and_marked_as_read(saved) -> None:
-    for step in (9, 99_999_999, 100_000_000, 5):
-        saved.save(step)
+    saved.save_all(9, 99_999_999, 100_000_000, 5)
     found = newest_good(saved.run)
     assert found is not None
     assert found.manifest.step == 100_000_000
@@ -64,8 +63,7 @@ def test_a_bad_one_is_put_aside_in_one_line_and_the_one_before_is_taken(saved, w
 
 
 def test_a_higher_step_of_a_branch_that_was_given_up_never_wins(saved) -> None:
-    for step in (5, 9, 50):
-        saved.save(step)
+    saved.save_all(5, 9, 50)
     saved.attempt(1, A9, 9)
     assert chosen(saved) == A9
     saved.save(12, 1)
@@ -77,8 +75,7 @@ def test_a_higher_step_of_a_branch_that_was_given_up_never_wins(saved) -> None:
 
 
 def test_the_line_is_followed_over_attempts_that_saved_nothing(saved) -> None:
-    saved.save(5)
-    saved.save(9)
+    saved.save_all(5, 9)
     saved.attempt(1, A5, 5)
     saved.attempt(2, A5, 5)
     saved.save(7, 2)
@@ -121,8 +118,7 @@ def test_an_attempt_that_does_not_say_what_it_begins_from_is_passed_over(saved, 
 
 
 def test_one_that_was_asked_for_is_taken_or_it_is_said_why_not(saved) -> None:
-    saved.save(5)
-    saved.save(9)
+    saved.save_all(5, 9)
     saved.attempt(1, A5, 5)
     saved.save(7, 1)
     assert chosen(saved, step=5) == A5
@@ -139,8 +135,7 @@ def test_one_that_was_asked_for_is_taken_or_it_is_said_why_not(saved) -> None:
 
 
 def test_one_that_cannot_be_read_at_the_moment_is_left_where_it_is(saved, monkeypatch) -> None:
-    saved.save(5)
-    saved.save(9)
+    saved.save_all(5, 9)
     real = choose.verify
 
     def failing(folder, *, deep):

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from torch.optim import lr_scheduler
 from muster.jobs.basics.errors import RefusedError
 from muster.jobs.session.state.state import State
 from muster.jobs.world.world import World
-from support.sessions import load, save
-
-ALONE = World(0, 1, None, torch.device("cpu"))
+from support.sessions import restore, store
 
 
 class Holder:
@@ -84,16 +81,6 @@ def test_plain_values_are_attributes_and_unknown_names_are_told():
         state.model = nn.Linear(1, 1)
 
 
-def resume(folder: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Save objects, and load them into others."""
-    saved = State(before)
-    saved.join(ALONE)
-    save(saved, ALONE, str(folder))
-    state = State(after)
-    state.join(ALONE)
-    load(state, str(folder))
-
-
 STEPPED = sgd(momentum=0.9)
 STEPPED.param_groups[0]["params"][0].grad = torch.ones(2)
 STEPPED.step()
@@ -128,8 +115,9 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_checkpoint_of_another_program_is_refused_by_name(name, tmp_path):
     before, after, message = OTHERS[name]
+    store(tmp_path / "run", **before)
     with pytest.raises(RefusedError) as refused:
-        resume(tmp_path / "run", before, after)
+        restore(tmp_path / "run", **after)
     assert message in str(refused.value)
 
 
@@ -232,7 +220,8 @@ def test_schedulers_go_on_with_the_same_learning_rates(name, tmp_path):
     scheduler = SCHEDULERS[name](one)
     rates(scheduler, 3)
     fresh = SCHEDULERS[name](other)
-    resume(tmp_path / "run", {"optimizer": one, "scheduler": scheduler}, {"optimizer": other, "scheduler": fresh})
+    store(tmp_path / "run", optimizer=one, scheduler=scheduler)
+    restore(tmp_path / "run", optimizer=other, scheduler=fresh)
     assert rates(fresh, 12) == rates(scheduler, 12)
     assert other.param_groups[0]["lr"] == one.param_groups[0]["lr"]
 
@@ -274,5 +263,6 @@ def test_optimizers_go_on_bit_by_bit(name, tmp_path):
     model, optimizer = make()
     train(model, optimizer, 2)
     fresh, resumed = make()
-    resume(tmp_path / "run", {"model": model, "optimizer": optimizer}, {"model": fresh, "optimizer": resumed})
+    store(tmp_path / "run", model=model, optimizer=optimizer)
+    restore(tmp_path / "run", model=fresh, optimizer=resumed)
     assert train(fresh, resumed, 3) == train(model, optimizer, 3)
