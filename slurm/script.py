@@ -22,6 +22,11 @@ from muster.slurm.allocation import clean_environment
 OUTPUT: Final = "slurm-%j.out"
 ARRAY_OUTPUT: Final = "slurm-%A_%a.out"
 
+# Options that are settings of the same name.
+_AS_GIVEN: Final = (
+    *("mem", "gpus-per-node", "time", "partition", "account", "qos", "constraint", "reservation", "nodelist"),
+    *("exclude", "comment"),
+)
 # sbatch's variables win over a script's lines: these would make the script say what is not so.
 _VARIABLES: Final = {
     "account": ("SBATCH_ACCOUNT",),
@@ -117,17 +122,7 @@ def options_of(
         "nodes": nodes,
         "ntasks-per-node": 1,
         "cpus-per-task": settings.cpus_per_task or (None if settings.exclusive else cpus_per_task),
-        "mem": settings.mem,
-        "gpus-per-node": settings.gpus_per_node,
-        "time": settings.time,
-        "partition": settings.partition,
-        "account": settings.account,
-        "qos": settings.qos,
-        "constraint": settings.constraint,
-        "reservation": settings.reservation,
-        "nodelist": settings.nodelist,
-        "exclude": settings.exclude,
-        "comment": settings.comment,
+        **{option: getattr(settings, option.replace("-", "_")) for option in _AS_GIVEN},
         "signal": f"B:USR2@{settings.signal_s}",
         "array": None if array is None else f"0-{array.count - 1}" + (f"%{array.limit}" if array.limit else ""),
     }

@@ -84,21 +84,20 @@ def wait(process: Process) -> str:
     return out
 
 
-def wait_all(processes: Iterable[Process]) -> list[str]:
+def wait_all(processes: Iterable[Process]) -> None:
     """Wait for several programs, for all of them also when one fails.
 
     Raises:
         RefusedError: one failed; the first of them.
     """
-    outs, failures = [], []
+    failures = []
     for process in processes:
         try:
-            outs.append(wait(process))
+            wait(process)
         except RefusedError as error:
             failures.append(error)
     if failures:
         raise failures[0]
-    return outs
 
 
 def _feed(stdin: IO[str], text: str) -> None:

@@ -38,18 +38,11 @@ class ShardRecord:
     def record(self) -> dict[str, Any]:
         """Return it as JSON."""
         return {
-            "file": self.file,
-            "bytes": self.bytes,
-            "sha256": self.sha256,
-            "step": self.step,
-            "attempt": self.attempt,
-            "writer": self.writer,
-            "writers": self.writers,
+            **{key: getattr(self, key) for key in _KEYS - {"tensors"}},
             "tensors": [
                 {"name": each.piece.name, "dtype": each.piece.dtype, "shape": each.piece.shape, **each.range_record}
                 for each in self.parts
             ],
-            "meta": self.meta,
         }
 
 

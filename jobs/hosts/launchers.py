@@ -36,26 +36,15 @@ class MpiRow:
     local_size: str
 
 
-MPI_ROWS: Final = tuple(
-    MpiRow(*row)
-    for row in (
-        (
-            "openmpi",
-            "OMPI_COMM_WORLD_RANK",
-            "OMPI_COMM_WORLD_SIZE",
-            "OMPI_COMM_WORLD_LOCAL_RANK",
-            "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ),
-        (
-            "mvapich2",
-            "MV2_COMM_WORLD_RANK",
-            "MV2_COMM_WORLD_SIZE",
-            "MV2_COMM_WORLD_LOCAL_RANK",
-            "MV2_COMM_WORLD_LOCAL_SIZE",
-        ),
-        ("pals", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
-        ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    )
+def _row(launcher: str, prefix: str) -> MpiRow:
+    return MpiRow(launcher, f"{prefix}RANK", f"{prefix}SIZE", f"{prefix}LOCAL_RANK", f"{prefix}LOCAL_SIZE")
+
+
+MPI_ROWS: Final = (
+    _row("openmpi", "OMPI_COMM_WORLD_"),
+    _row("mvapich2", "MV2_COMM_WORLD_"),
+    _row("pals", "PMI_"),
+    MpiRow("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 # Set by PMI and PMIx launchers that do not say what else a rank must know.
 MPI_HINTS: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")

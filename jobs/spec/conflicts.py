@@ -43,10 +43,6 @@ class Conflict:
     why: str
 
 
-def _always(_: TrainFields) -> bool:
-    return True
-
-
 def _is_own_gpt(s: TrainFields) -> bool:
     return s.model.tied and not s.model.is_vgg
 
@@ -204,7 +200,7 @@ ROUNDED: Final = (
 )
 
 CONFLICTS: Final[tuple[tuple[Test, tuple[Conflict, ...]], ...]] = (
-    (_always, ANY),
+    (lambda s: True, ANY),
     (lambda s: s.cuda_graph, RECORDED),
     (lambda s: s.splits_layers, SPLIT_LAYERS),
     (lambda s: s.mode_name in SHARDED, SHARED_OUT),

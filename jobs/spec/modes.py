@@ -8,6 +8,7 @@
 A pipeline is compared with one process that takes the same micro-batches one after another.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -86,107 +87,97 @@ def _tensor(world_size: int) -> Parallel:
     return Parallel(tensor=world_size)
 
 
-def _always_bitwise(world_size: int) -> Exactness:
-    return "bitwise"
+def _bitwise_up_to(ranks: float, beyond: Exactness) -> Callable[[int], Exactness]:
+    """Return the promise of equal bits for so many ranks, and of less for more."""
+    return lambda world_size: "bitwise" if world_size <= ranks else beyond
 
 
-def _bitwise_to_two(world_size: int) -> Exactness:
-    """Say what a sum in unknown order promises: a + b commutes, a + b + c does not associate."""
-    return "bitwise" if world_size <= 2 else "tight"
-
-
-def _tight_beyond_one(world_size: int) -> Exactness:
-    """Say what is promised where gradients are divided before they are summed: two ranks may already differ."""
-    return "bitwise" if world_size == 1 else "tight"
-
-
-def _near_beyond_one(world_size: int) -> Exactness:
-    """Say what is promised where layers are split: activations are rounded otherwise, and what is made of them."""
-    return "bitwise" if world_size == 1 else "near"
-
-
+_BITWISE: Final = _bitwise_up_to(math.inf, "bitwise")
+_UP_TO_TWO: Final = _bitwise_up_to(2, "tight")  # a sum in unknown order: a + b commutes, a + b + c does not associate
+_ALONE: Final = _bitwise_up_to(1, "tight")  # gradients are divided before they are summed: two ranks may differ
+_ALONE_NEAR: Final = _bitwise_up_to(1, "near")  # layers are split: activations are rounded otherwise, and what follows
 TENSOR: Final = "tensor"
 MODES: Final[dict[str, Mode]] = {
     mode.name: mode
     for mode in (
-        Mode("single", _single, _always_bitwise, False, "one rank, nothing to synchronize"),
+        Mode("single", _single, _BITWISE, False, "one rank, nothing to synchronize"),
         Mode(
             "gather_scatter",
             _data_parallel("gather_scatter"),
-            _always_bitwise,
+            _BITWISE,
             True,
             "rank 0 gathers every parameter's gradient, averages in rank order, scatters",
         ),
-        Mode("allreduce", _data_parallel("allreduce"), _bitwise_to_two, True, "one all-reduce per parameter"),
-        Mode("flat", _data_parallel("flat"), _tight_beyond_one, True, "one all-reduce of all gradients"),
+        Mode("allreduce", _data_parallel("allreduce"), _UP_TO_TWO, True, "one all-reduce per parameter"),
+        Mode("flat", _data_parallel("flat"), _ALONE, True, "one all-reduce of all gradients"),
         Mode(
             "overlap",
             _data_parallel("overlap"),
-            _tight_beyond_one,
+            _ALONE,
             True,
             "one all-reduce per parameter, while the backward runs",
         ),
         Mode(
             "bucketed",
             _data_parallel("bucketed"),
-            _tight_beyond_one,
+            _ALONE,
             True,
             "one all-reduce per bucket, while the backward runs",
         ),
-        Mode("ddp", _data_parallel("ddp"), _tight_beyond_one, False, "PyTorch's DistributedDataParallel"),
+        Mode("ddp", _data_parallel("ddp"), _ALONE, False, "PyTorch's DistributedDataParallel"),
         Mode(
             "zero1",
             _data_parallel("sharded", 1),
-            _tight_beyond_one,
+            _ALONE,
             True,
             "each rank steps its share of the parameters, and has the optimizer's state for no other",
         ),
         Mode(
             "zero2",
             _data_parallel("sharded", 2),
-            _tight_beyond_one,
+            _ALONE,
             True,
             "and keeps its share of the gradients alone",
         ),
         Mode(
             "zero3",
             _data_parallel("sharded", 3),
-            _tight_beyond_one,
+            _ALONE,
             True,
             "and of the parameters, which are gathered block by block when they are needed",
         ),
-        Mode("fsdp", _data_parallel("fsdp", 3), _tight_beyond_one, False, "PyTorch's fully_shard, block by block"),
-        Mode("model", _pipeline("model"), _always_bitwise, True, "a slice of the layers on each rank, one at work"),
-        Mode("gpipe", _pipeline("gpipe"), _always_bitwise, True, "and micro-batches: all forwards, then all backwards"),
+        Mode("fsdp", _data_parallel("fsdp", 3), _ALONE, False, "PyTorch's fully_shard, block by block"),
+        Mode("model", _pipeline("model"), _BITWISE, True, "a slice of the layers on each rank, one at work"),
+        Mode("gpipe", _pipeline("gpipe"), _BITWISE, True, "and micro-batches: all forwards, then all backwards"),
         Mode(
             "1f1b",
             _pipeline("1f1b"),
-            _always_bitwise,
+            _BITWISE,
             True,
             "a forward and a backward in turn, which holds no more micro-batches than there are ranks",
         ),
         Mode(
             "interleaved",
             _pipeline("interleaved"),
-            _always_bitwise,
+            _BITWISE,
             True,
             "the same with several slices a rank, for shorter waits at both ends",
         ),
         Mode(
             "zb1p",
             _pipeline("zb1p"),
-            _tight_beyond_one,
+            _ALONE,
             True,
             "1f1b whose waits are filled with the gradients of weights",
         ),
         Mode(
             "zbv",
             _pipeline("zbv"),
-            _tight_beyond_one,
+            _ALONE,
             True,
             "the same with two slices a rank, down the ranks and up again",
         ),
-        Mode(TENSOR, _tensor, _near_beyond_one, False, "a part of every layer on each rank: of a GPT"),
+        Mode(TENSOR, _tensor, _ALONE_NEAR, False, "a part of every layer on each rank: of a GPT"),
     )
 }
 SHARDED: Final = tuple(name for name, mode in MODES.items() if mode.expand(1).zero)

@@ -61,6 +61,17 @@ def _one_line(text: str) -> str:
 OneLine = Annotated[str, AfterValidator(_one_line)]
 
 
+def _time(time: str | int) -> str | int:
+    seconds_of(time)
+    return time
+
+
+def _memory(mem: str) -> str:
+    if mem != "0" and re.fullmatch(r"[1-9][0-9]{0,8}[KMGT]", mem) is None:
+        raise ValueError(f"must be a whole number with K, M, G or T behind it, such as 64G, or '0', got {mem!r}")
+    return mem
+
+
 class SlurmSettings(Strict):
     """What Slurm is asked for. A key that is not given leaves it to Slurm's own default."""
 
@@ -69,8 +80,10 @@ class SlurmSettings(Strict):
     qos: OneLine | None = None
     constraint: OneLine | None = None
     reservation: OneLine | None = None
-    time: str | int | None = Field(None, description=f"the time limit: {TIME_FORMS}")
-    mem: str | None = Field(None, description="memory of each node, such as 64G; 0: all that it has")
+    time: Annotated[str | int, AfterValidator(_time)] | None = Field(None, description=f"the time limit: {TIME_FORMS}")
+    mem: Annotated[str, AfterValidator(_memory)] | None = Field(
+        None, description="memory of each node, such as 64G; 0: all that it has"
+    )
     cpus_per_task: Annotated[int, Field(ge=1)] | None = Field(None, description="cores of each node")
     gpus_per_node: Annotated[int, Field(ge=1)] | str | None = Field(None, description="a number, or a100:4")
     exclusive: bool = False
@@ -82,20 +95,6 @@ class SlurmSettings(Strict):
     )
     requeue: bool = Field(True, description="after a failed node or a preemption Slurm queues the job again")
     extra: list[OneLine] = Field(default_factory=list, description="more options of sbatch, such as --gres=disk:1")
-
-    @field_validator("time")
-    @classmethod
-    def _is_time(cls, time: str | int | None) -> str | int | None:
-        if time is not None:
-            seconds_of(time)
-        return time
-
-    @field_validator("mem")
-    @classmethod
-    def _is_memory(cls, mem: str | None) -> str | None:
-        if mem is not None and mem != "0" and re.fullmatch(r"[1-9][0-9]{0,8}[KMGT]", mem) is None:
-            raise ValueError(f"must be a whole number with K, M, G or T behind it, such as 64G, or '0', got {mem!r}")
-        return mem
 
     @field_validator("gpus_per_node")
     @classmethod

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 from typing_extensions import Self
 
 from muster.jobs.basics.words import unknown
@@ -17,10 +17,21 @@ DATA_NAMES: Final = ("digits", "cifar10", "python-source", "synthetic")
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "pure_bf16"]
 
 
+def one_of(what: str, valid: tuple[str, ...]) -> AfterValidator:
+    """Return the check that a text is one of a table's names."""
+
+    def check(name: str) -> str:
+        if name not in valid:
+            raise ValueError(unknown(what, name, valid))
+        return name
+
+    return AfterValidator(check)
+
+
 class ModelSettings(Strict):
     """A model: a named row of `jobs/models/shapes.py`, with overrides, or a GPT given by its four sizes."""
 
-    name: str | None = None
+    name: Annotated[str, one_of("model", (*VGG_SHAPES, *GPT_SHAPES))] | None = None
     d_model: Positive | None = None
     d_ff: Positive | None = None
     layers: Positive | None = None
@@ -31,13 +42,6 @@ class ModelSettings(Strict):
     bias: bool = False
     norm: Literal["rms", "layer"] = "rms"
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-
-    @field_validator("name")
-    @classmethod
-    def _is_known(cls, name: str | None) -> str | None:
-        if name is not None and name not in VGG_SHAPES and name not in GPT_SHAPES:
-            raise ValueError(unknown("model", name, (*VGG_SHAPES, *GPT_SHAPES)))
-        return name
 
     @model_validator(mode="after")
     def _is_complete(self) -> Self:
@@ -59,15 +63,13 @@ class ModelSettings(Strict):
 class DataSettings(Strict):
     """A data set: a name of `DATA_NAMES`, or a text file of the user's own (`{text: PATH}`)."""
 
-    name: str | None = None
+    name: Annotated[str, one_of("data", DATA_NAMES)] | None = None
     text: str | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
         if (self.name is None) == (self.text is None):
             raise ValueError("data is either a name or {text: PATH}")
-        if self.name is not None and self.name not in DATA_NAMES:
-            raise ValueError(unknown("data", self.name, DATA_NAMES))
         return self
 
 
@@ -105,7 +107,7 @@ class TrainFields(Strict):
 
     model: ModelSettings
     data: DataSettings
-    mode: str = "ddp"
+    mode: Annotated[str, one_of("mode", tuple(MODES))] = "ddp"
     parallel: ParallelSettings | None = None
     batch_size: Positive = Field(64, description="global: the same whatever the number of ranks")
     epochs: Positive | None = None
@@ -186,22 +188,10 @@ class TrainFields(Strict):
         is_null = isinstance(given, dict) and given.get("mode", "") is None
         return {key: value for key, value in given.items() if key != "mode"} if is_null else given
 
-    @field_validator("model", mode="before")
+    @field_validator("model", "data", mode="before")
     @classmethod
-    def _name_of_model(cls, value: Any) -> Any:
+    def _may_be_a_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("data", mode="before")
-    @classmethod
-    def _name_of_data(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("mode")
-    @classmethod
-    def _mode_is_known(cls, mode: str) -> str:
-        if mode not in MODES:
-            raise ValueError(unknown("mode", mode, tuple(MODES)))
-        return mode
 
     @property
     def mode_name(self) -> str:

@@ -68,29 +68,22 @@ class EventLog:
 
     def attempt_ended(
         self, attempt: int, verdict: Verdict, began: float, *, over: float | None = None, **more: Any
-    ) -> str:
-        """Write the row of an attempt, and say that it is over; return the advice that went with it."""
+    ) -> None:
+        """Write the row of an attempt, and say that it is over."""
         advice = next_step(verdict.name, asdict(verdict.first) if verdict.first else None, verdict.message)
         ended = time.time() if over is None else over
         row = {"attempt": attempt, "started": began, "ended": ended, **verdict.record(), **more, "next_step": advice}
         self._attempts.append([row])
-        self.event("attempt_ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
-        return advice
+        self.event("attempt_ended", attempt=attempt, **_said(verdict))
 
     def run_ended(self, attempt: int, verdict: Verdict) -> None:
         """Write the run's last row, if need be into the room that was reserved for it."""
-        self.event("ended", attempt=attempt, code=verdict.code, **_class(verdict), message=verdict.message)
+        self.event("ended", attempt=attempt, **_said(verdict))
         if self._may_be_full:
             self.run.reserve.unlink(missing_ok=True)
             self._attempts.give_out()
             self._events.give_out()
 
-    def ended(self, attempt: int, verdict: Verdict, began: float) -> str:
-        """Write the row of the last attempt and the run's last row; return the advice that went with them."""
-        advice = self.attempt_ended(attempt, verdict, began)
-        self.run_ended(attempt, verdict)
-        return advice
 
-
-def _class(verdict: Verdict) -> dict[str, str]:
-    return {"class": verdict.name}
+def _said(verdict: Verdict) -> dict[str, Any]:
+    return {"code": verdict.code, "class": verdict.name, "message": verdict.message}

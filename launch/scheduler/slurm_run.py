@@ -122,7 +122,9 @@ def close(run: RunDir, outcome: Outcome, *, anew: bool = False) -> None:
         append_line(run.events, last_row(outcome, time.time(), None))
         return
     began = real(rows.attempt.get("time")) or time.time()
-    EventLog(run).ended(attempt, Verdict(outcome.code, outcome.message), began)
+    log, verdict = EventLog(run), Verdict(outcome.code, outcome.message)
+    log.attempt_ended(attempt, verdict, began)
+    log.run_ended(attempt, verdict)
 
 
 def stopped(by: str, what: str) -> Outcome:

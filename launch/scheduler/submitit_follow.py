@@ -8,11 +8,11 @@ from typing import Final
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.errors import MusterError
-from muster.jobs.basics.files import read_lines
 from muster.jobs.basics.reading import read_end
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.common import processes
-from muster.launch.common.follow import CHUNK_BYTES
+from muster.launch.common.fields import typed_line
+from muster.launch.common.follow import CHUNK_BYTES, LineFollower
 from muster.launch.records.event_texts import lines_of
 from muster.launch.records.runrows import number, read_rows, supervisors
 from muster.launch.records.runstate import read_state
@@ -67,17 +67,18 @@ def follow_local(run: RunDir, start: Callable[[], "subprocess.Popen[bytes]"], co
     Raises:
         UnreachableError: submitit ended before the run had begun.
     """
-    lines, asked, said = NewestOutputs(run, console), 0, sum(1 for _ in read_lines(run.events))
+    lines, asked = NewestOutputs(run, console), 0
+    events = LineFollower(run.events, offset=run.events.stat().st_size if run.events.exists() else 0)
     before, controller = supervisors(run), start()
     with listening([]) as signals:
         while controller.poll() is None or _goes_on(run):
-            said = _tell(run, console, said)
+            _tell(events, console)
             lines.pass_on()
             if len(signals) > asked:
                 asked = len(signals)
                 _ask_to_stop(run, console, signals[-1], now=asked > 1)
             time.sleep(POLL_S)
-    _tell(run, console, said)
+    _tell(events, console)
     lines.pass_on(last=True)
     if supervisors(run) == before:
         raise ended_early(run)
@@ -98,13 +99,11 @@ def _goes_on(run: RunDir) -> bool:
     return run.events.exists() and not read_state(run).is_over
 
 
-def _tell(run: RunDir, console: Console, said: int) -> int:
-    """Say what is new among the events; return how many there are."""
-    count = 0
-    for count, row in enumerate(read_lines(run.events), 1):
-        for line in lines_of(row) if count > said else ():
-            console.say(line)
-    return count
+def _tell(events: LineFollower, console: Console) -> None:
+    """Say what is new among the events."""
+    for line in events.poll():
+        for text in lines_of(typed_line(line)):
+            console.say(text)
 
 
 def _ask_to_stop(run: RunDir, console: Console, by: str, *, now: bool) -> None:

@@ -17,6 +17,7 @@ from muster.slurm.submitit_job import DRAIN_S, END_S, Task
 
 YEAR_MINUTES: Final = 525_600
 OFTEN: Final = 1_000_000
+AS_GIVEN: Final = ("mem", "partition", "account", "qos", "constraint", "nodelist", "exclude", "comment")
 DEVICES: Final = "CUDA_VISIBLE_DEVICES"
 # A dead task ends nothing by itself: the supervisor judges. Nothing of the user's stands in --export.
 SRUN: Final = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none", "--input=none", "--export=ALL")
@@ -91,15 +92,8 @@ def slurm_parameters(settings: SlurmSettings, *, nodes: int, cores: int | None, 
         "tasks_per_node": 1,
         "cpus_per_task": cpus,
         "gpus_per_node": gpus if isinstance(gpus, int) else None,
-        "slurm_mem": settings.mem,
+        **{f"slurm_{name}": getattr(settings, name) for name in AS_GIVEN},
         "slurm_time": None if settings.time is None else math.ceil(seconds_of(settings.time) / 60),
-        "slurm_partition": settings.partition,
-        "slurm_account": settings.account,
-        "slurm_qos": settings.qos,
-        "slurm_constraint": settings.constraint,
-        "slurm_nodelist": settings.nodelist,
-        "slurm_exclude": settings.exclude,
-        "slurm_comment": settings.comment,
         "slurm_exclusive": settings.exclusive or None,
         "slurm_signal_delay_s": settings.signal_s,
         "slurm_additional_parameters": more,

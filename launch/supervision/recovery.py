@@ -14,7 +14,7 @@ An outage (a lost node, a cut between nodes) says nothing about the program: it 
 
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Final
 
@@ -29,23 +29,9 @@ WATCHED: Final = 3
 LONGEST_BACKOFF_S: Final = 60.0
 OUTAGE_S: Final = 2.0  # before the second start in a row that an outage prevents; doubles
 
-# Restarting changes nothing about these: somebody wanted the end, or has to change something first.
-FINAL: Final = frozenset(
-    {
-        exits.DONE,
-        exits.USAGE,
-        exits.BAD_JOB,
-        exits.NO_CHECKPOINT,
-        exits.NOT_FOUND,
-        exits.RUN_FOLDER,
-        exits.STORAGE,
-        exits.REQUEUE,
-        exits.UNTRUSTED,
-        exits.REFUSED,
-        exits.DO_NOT_RESTART,
-        exits.STOPPED,
-    }
-)
+# Of our codes a restart may help against these alone; else somebody wanted the end, or has to change something first.
+AGAIN: Final = frozenset({exits.UNREACHABLE, exits.INFRASTRUCTURE, exits.TIMEOUT})
+FINAL: Final = frozenset(row.code for row in exits.TABLE) - AGAIN
 NAMES_STEP: Final = re.compile(r"\bnot finite at step \d")
 NO_PROGRAM: Final = frozenset({126, 127})
 
@@ -104,7 +90,7 @@ def decide(past: Sequence[Past], settings: RestartSettings | None, *, saves: boo
         used = f"; {counted(settings.max, 'restart')} used up (restart.max)" if settings.max else ""
         first, *more = verdict.message.split("\n")
         message = "\n".join((first + used, *more))
-        return Decision(Verdict(verdict.code, message, verdict.first, verdict.victims))
+        return Decision(replace(verdict, message=message))
     # The first failure after progress is met at once; what fails again and again is given time.
     first_s, count = (OUTAGE_S, outages(past)) if last.outage else (settings.backoff, in_vain(past))
     delay_s = 0.0 if count <= 1 else min(first_s * 2 ** (count - 2), LONGEST_BACKOFF_S)
@@ -199,4 +185,4 @@ def largest_part(slots: Sequence[int], cuts: Collection[frozenset[int]]) -> list
 
 
 def _hopeless(verdict: Verdict, why: str) -> Verdict:
-    return Verdict(exits.DO_NOT_RESTART, f"{why}: {verdict.message}", verdict.first, verdict.victims)
+    return replace(verdict, code=exits.DO_NOT_RESTART, message=f"{why}: {verdict.message}")
