@@ -14,8 +14,15 @@ def test_a_noun_that_hisses_gets_es() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("dpp", "ddp"), ("DDP", "ddp"), ("modle", "model"), ("mdoe", "mode"), ("zzz", None)]
+    ("name", "valid", "near"),
+    [
+        ("modle", ("mode", "model"), "model"),  # two letters swapped
+        ("1F1B", ("gpipe", "1f1b"), "1f1b"),
+        ("dpp", ("ddp", "single"), "ddp"),
+        ("zzz", ("mode", "model"), ""),
+        ("ddp,single", ("ddp", "single"), ""),  # to propose one of several would be a guess
+    ],
 )
-def test_an_unknown_name_gets_its_nearest_and_all_valid_ones(name: str, nearest: str | None) -> None:
-    meant = f"; did you mean '{nearest}'?" if nearest else ""
-    assert unknown("x", name, ("mode", "model", "ddp")) == f"unknown x '{name}'{meant} (valid: mode, model, ddp)"
+def test_the_nearest_name_is_proposed(name: str, valid: tuple[str, ...], near: str) -> None:
+    hint = f"; did you mean {near!r}?" if near else ""
+    assert unknown("mode", name, valid) == f"unknown mode {name!r}{hint} (valid: {', '.join(valid)})"
