@@ -6,6 +6,7 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy
 import pytest
 
 from muster.jobs.basics.errors import RefusedError, StorageError
@@ -63,8 +64,6 @@ def test_two_commands_at_once_do_not_disturb_each_other(tiny_cifar10, tmp_path: 
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("protocol", [2, 3, 4])
 def test_arrays_pickled_by_the_numpy_of_today_are_read(order: str, protocol: int, tiny_cifar10, tmp_path: Path):
-    import numpy
-
     array = numpy.asarray(numpy.arange(4 * 3072).reshape(4, 3072) % 251, dtype=numpy.uint8, order=order)
     batch = pickle.dumps({b"labels": [3, 1, 4, 1], b"data": array}, protocol=protocol)
     tiny_cifar10.members["cifar-10-batches-py/test_batch"] = batch
@@ -111,33 +110,26 @@ def test_names_of_the_archive_are_never_used_as_paths(tiny_cifar10, tmp_path: Pa
     assert sorted(path.name for path in (root / "data").iterdir()) == ["cifar10"]
 
 
+def batch_of(array: object) -> bytes:
+    return pickle.dumps({b"labels": [0] * 4, b"data": array}, protocol=2)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not a pickle", "not a batch"),
-        (pickle.dumps([1, 2], protocol=2), "found list, wanted a table"),
-        (pickle.dumps({b"labels": [1]}, protocol=2), "labels and data are wanted"),
+        (b"not a pickle", "test_batch: .*not a batch"),
+        (pickle.dumps([1, 2], protocol=2), "test_batch: .*found list, wanted a table"),
+        (pickle.dumps({b"labels": [1]}, protocol=2), "test_batch: .*labels and data are wanted"),
+        (batch_of(numpy.zeros((3, 3072), numpy.uint8)), r"4 labels, but data is \(3, 3072\)"),
+        (None, "test_batch missing"),
     ],
+    ids=["no pickle", "a list", "no data", "too few images", "no batch"],
 )
-def test_a_damaged_batch_is_refused_where_it_is(content: bytes, message: str, tiny_cifar10, tmp_path: Path):
-    tiny_cifar10.members["cifar-10-batches-py/test_batch"] = content
-    with pytest.raises(RefusedError, match=f"test_batch: .*{message}"):
-        prepare(tmp_path, tiny_cifar10)
-
-
-def test_an_archive_without_a_batch_is_refused(tiny_cifar10, tmp_path: Path):
-    del tiny_cifar10.members["cifar-10-batches-py/data_batch_3"]
-    with pytest.raises(RefusedError, match="data_batch_3 missing"):
-        prepare(tmp_path, tiny_cifar10)
-
-
-def test_labels_and_images_must_belong_together(tiny_cifar10, tmp_path: Path):
-    import numpy
-
-    array = numpy.zeros((3, 3072), numpy.uint8)
-    batch = pickle.dumps({b"labels": [0] * 4, b"data": array}, protocol=2)
-    tiny_cifar10.members["cifar-10-batches-py/test_batch"] = batch
-    with pytest.raises(RefusedError, match=r"4 labels, but data is \(3, 3072\)"):
+def test_a_damaged_batch_is_refused_where_it_is(content: bytes | None, message: str, tiny_cifar10, tmp_path: Path):
+    del tiny_cifar10.members["cifar-10-batches-py/test_batch"]
+    if content is not None:
+        tiny_cifar10.members["cifar-10-batches-py/test_batch"] = content
+    with pytest.raises(RefusedError, match=message):
         prepare(tmp_path, tiny_cifar10)
 
 

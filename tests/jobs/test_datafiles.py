@@ -57,18 +57,13 @@ def test_python_source_is_the_library_in_order_without_what_belongs_to_others(li
     assert (facts["bytes"], facts["files"], facts["sha256"]) == (5, 5, made.sha256)
 
 
-def test_python_source_is_prepared_once(library: Path, tmp_path: Path):
+def test_python_source_is_prepared_once_and_again_when_it_is_torn(library: Path, tmp_path: Path):
     first = datafiles.prepare_python_source(tmp_path, library)
-    (library / "abc.py").write_text("changed")
-    assert datafiles.prepare_python_source(tmp_path, library) == first
-    assert first.path.read_bytes() == b"ajtuz"
-
-
-def test_a_torn_python_source_is_made_again(library: Path, tmp_path: Path):
-    first = datafiles.prepare_python_source(tmp_path, library)
-    first.path.write_bytes(b"aj")
-    assert datafiles.prepare_python_source(tmp_path, library) == first
-    assert first.path.read_bytes() == b"ajtuz"
+    for change in (lambda: (library / "zzz.py").write_text("no"), lambda: first.path.write_bytes(b"aj")):
+        change()
+        assert datafiles.prepare_python_source(tmp_path, library) == first
+        assert first.path.read_bytes() == b"ajtuz"
+        (library / "zzz.py").unlink(missing_ok=True)
 
 
 def test_the_real_library_gives_megabytes_of_source(tmp_path: Path):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import RefusedError, UsageError
 from muster.jobs.hosts.detect import Flags, detect, numeric_address, seen
-from muster.jobs.hosts.launchers import tasks_per_node
 from muster.jobs.hosts.nodelist import fold
 from muster.jobs.hosts.ranks import RankEnv
 
@@ -70,16 +69,51 @@ def place_of(env: RankEnv) -> tuple[int, ...]:
     return (env.rank, env.world_size, env.local_rank, env.local_world_size, env.node_rank, env.nodes)
 
 
-def meeting(environ: dict[str, str], flags: Flags = NONE) -> tuple[str, int]:
+ONE_NODE = {"SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
+BEFORE_ALL = Flags(master_ip="10.0.0.9", num_nodes=2, rank=1)
+PLACES = {
+    "nobody makes a world of one": ({"MASTER_ADDR": "left-over"}, NONE, "local", (0, 1, 0, 1, 0, 1)),
+    "flags come before every variable": ({**TORCHRUN, **OPEN_MPI, **STEP}, BEFORE_ALL, "flags", (1, 2, 0, 1, 1, 2)),
+    "a step on one node": (ONE_NODE, NONE, "slurm", (1, 2, 1, 2, 0, 1)),
+    "srun with PMI": ({**STEP, "PMIX_RANK": "3", "PMI_RANK": "3", "PMI_SIZE": "5"}, NONE, "slurm", (3, 5, 1, 2, 1, 3)),
+    "a batch script's world size does not hide srun": ({**STEP, "WORLD_SIZE": "5"}, NONE, "slurm", (3, 5, 1, 2, 1, 3)),
+    "a batch script is no rank": (BATCH, NONE, "local", (0, 1, 0, 1, 0, 1)),
+    **{
+        f"Slurm's own step {step} has no ranks": ({**BATCH, "SLURM_STEP_ID": step}, NONE, "local", (0, 1, 0, 1, 0, 1))
+        for step in ("4294967291", "4294967292", "4294967290", "batch", "")
+    },
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_each_launcher_tells_a_rank_its_place(name: str) -> None:
+    environ, flags, launcher, place = PLACES[name]
+    found = detect(environ, flags, resolve)
+    assert (found.launcher, place_of(found.env)) == (launcher, place)
+
+
+ON_ONE_NODE = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+TWO_NODES = Flags(num_nodes=2, rank=0)
+ARBITRARY = {**STEP, "SLURM_DISTRIBUTION": "arbitrary"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "flags", "master"),
+    [
+        ({"MASTER_ADDR": "left-over"}, NONE, ("127.0.0.1", 29500)),
+        ({}, Flags(num_nodes=1, rank=1, ranks_per_node=2), ("127.0.0.1", 29500)),
+        ({"MASTER_ADDR": "10.0.0.7"}, TWO_NODES, ("10.0.0.7", 29500)),
+        (ON_ONE_NODE, NONE, ("127.0.0.1", 29500)),
+        (ONE_NODE, NONE, ("127.0.0.1", 29500)),
+        (OPEN_MPI, Flags(master_ip="10.0.0.9", master_port=7), ("10.0.0.9", 7)),
+        ({**ARBITRARY, "MASTER_ADDR": "10.0.0.2"}, NONE, ("10.0.0.2", 29500)),
+    ],
+)
+def test_ranks_meet_at_the_master_and_those_of_one_node_inside_it(
+    environ: dict[str, str], flags: Flags, master: tuple[str, int]
+) -> None:
     env = detect(environ, flags, resolve).env
-    return env.master_addr, env.master_port
-
-
-def test_nobody_makes_a_world_of_one() -> None:
-    found = detect({"MASTER_ADDR": "left-over"}, NONE, resolve)
-    assert (found.launcher, place_of(found.env)) == ("local", (0, 1, 0, 1, 0, 1))
-    assert (found.env.master_addr, found.env.master_port) == ("127.0.0.1", 29500)
-    assert found.origins["rank"] == "default"
+    assert (env.master_addr, env.master_port) == master
 
 
 def test_flags_count_ranks_over_all_nodes() -> None:
@@ -87,16 +121,6 @@ def test_flags_count_ranks_over_all_nodes() -> None:
     assert (found.launcher, place_of(found.env)) == ("flags", (5, 8, 1, 2, 2, 4))
     assert (found.env.master_addr, found.env.master_port) == ("10.0.0.9", 29500)
     assert (found.origins["rank"], found.origins["master_addr"]) == ("--rank", "--master-ip")
-
-
-def test_flags_come_before_every_variable() -> None:
-    environ = {**TORCHRUN, **OPEN_MPI, **STEP}
-    found = detect(environ, Flags(master_ip="10.0.0.9", num_nodes=2, rank=1), resolve)
-    assert (found.launcher, place_of(found.env)) == ("flags", (1, 2, 0, 1, 1, 2))
-
-
-def test_flags_for_one_node_need_no_master() -> None:
-    assert meeting({}, Flags(num_nodes=1, rank=1, ranks_per_node=2)) == ("127.0.0.1", 29500)
 
 
 @given(nodes=st.integers(1, 9), ranks_per_node=st.integers(1, 9), data=st.data())
@@ -128,17 +152,9 @@ def test_flags_that_are_half_given_or_out_of_range_are_refused(flags: Flags, mes
         detect({}, flags, resolve)
 
 
-def test_flags_for_several_nodes_need_a_master() -> None:
-    with pytest.raises(RefusedError, match=r"2 ranks on 2 nodes, started by flags.*pass --master-ip"):
-        detect({}, Flags(num_nodes=2, rank=0), resolve)
-    assert meeting({"MASTER_ADDR": "10.0.0.7"}, Flags(num_nodes=2, rank=0)) == ("10.0.0.7", 29500)
-
-
 def test_a_master_given_by_name_is_resolved_here() -> None:
     found = detect({}, Flags(master_ip="n02", num_nodes=2, rank=0), resolve)
     assert (found.env.master_addr, found.origins["master_addr"]) == ("10.0.0.2", "--master-ip (n02)")
-    with pytest.raises(RefusedError, match="--master-ip: rank 0 cannot resolve 'n99': name or service not known"):
-        detect({}, Flags(master_ip="n99", num_nodes=2, rank=0), resolve)
 
 
 def test_torchrun_is_read_whole() -> None:
@@ -176,29 +192,6 @@ def test_each_mpi_is_read_by_its_own_names_even_inside_a_slurm_step(launcher: st
     assert (found.origins["rank"], found.env.master_addr) == (names[0], "10.0.0.5")
 
 
-def test_mpi_on_one_node_needs_no_master() -> None:
-    assert meeting({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}) == (
-        "127.0.0.1",
-        29500,
-    )
-
-
-def test_mpi_over_nodes_without_a_master_is_refused() -> None:
-    with pytest.raises(RefusedError, match=r"4 ranks on 2 nodes, started by openmpi.*pass --master-ip"):
-        detect(OPEN_MPI, NONE, resolve)
-    assert meeting(OPEN_MPI, Flags(master_ip="10.0.0.9", master_port=7)) == ("10.0.0.9", 7)
-
-
-@pytest.mark.parametrize("hint", [{"PMIX_RANK": "1"}, {"PMI_RANK": "1", "PMI_SIZE": "2"}])
-def test_pmi_that_does_not_tell_enough_is_refused_not_taken_for_a_world_of_one(hint: dict[str, str]) -> None:
-    with pytest.raises(RefusedError, match="not the number of ranks here and in all; pass --rank"):
-        detect(hint, NONE, resolve)
-
-
-def test_srun_with_pmi_is_read_as_slurm() -> None:
-    assert detect({**STEP, "PMIX_RANK": "3", "PMI_RANK": "3", "PMI_SIZE": "5"}, NONE, resolve).launcher == "slurm"
-
-
 def test_a_slurm_task_reads_its_step_and_not_the_allocation() -> None:
     found = detect(STEP, NONE, resolve)
     assert (found.launcher, place_of(found.env)) == ("slurm", (3, 5, 1, 2, 1, 3))
@@ -207,65 +200,43 @@ def test_a_slurm_task_reads_its_step_and_not_the_allocation() -> None:
     assert found.origins["local_world_size"] == "SLURM_STEP_TASKS_PER_NODE"
 
 
-@pytest.mark.parametrize("step", [None, "4294967291", "4294967292", "4294967290", "batch"])
-def test_a_batch_script_and_slurms_own_steps_are_no_ranks(step: str | None) -> None:
-    environ = BATCH if step is None else {**BATCH, "SLURM_STEP_ID": step}
-    assert place_of(detect(environ, NONE, resolve).env) == (0, 1, 0, 1, 0, 1)
-
-
-def test_a_step_on_one_node_meets_inside_it() -> None:
-    environ = {"SLURM_STEP_ID": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NTASKS": "2"}
-    found = detect(environ, NONE, resolve)
-    assert (found.launcher, place_of(found.env)) == ("slurm", (1, 2, 1, 2, 0, 1))
-    assert found.env.master_addr == "127.0.0.1"
+UNSAID = {name: value for name, value in STEP.items() if name != "SLURM_STEP_TASKS_PER_NODE"}
 
 
 def test_the_allocations_tasks_per_node_do_not_count_for_a_smaller_step() -> None:
-    environ = {**STEP, "SLURM_STEP_NUM_TASKS": "6", "SLURM_TASKS_PER_NODE": "4(x6)"}
-    del environ["SLURM_STEP_TASKS_PER_NODE"]
-    found = detect(environ, NONE, resolve)
+    found = detect({**UNSAID, "SLURM_STEP_NUM_TASKS": "6", "SLURM_TASKS_PER_NODE": "4(x6)"}, NONE, resolve)
     assert (found.env.local_world_size, found.origins["local_world_size"]) == (2, "tasks / nodes")
-    with pytest.raises(RefusedError, match="5 tasks on 3 nodes, and no variable says"):
-        detect({**environ, "SLURM_STEP_NUM_TASKS": "5"}, NONE, resolve)
-
-
-def test_with_arbitrary_distribution_the_first_node_is_not_the_master() -> None:
-    environ = {**STEP, "SLURM_DISTRIBUTION": "arbitrary"}
-    with pytest.raises(RefusedError, match="pass --master-ip"):
-        detect(environ, NONE, resolve)
-    assert meeting({**environ, "MASTER_ADDR": "10.0.0.2"}) == ("10.0.0.2", 29500)
-
-
-def test_a_first_node_that_other_nodes_take_for_themselves_is_refused() -> None:
-    environ = {**STEP, "SLURM_STEP_NODELIST": "self,n02,n03"}
-    with pytest.raises(RefusedError, match=r"resolves to 127\.0\.1\.1 on this node, which is another"):
-        detect(environ, NONE, resolve)
-    with pytest.raises(RefusedError, match="cannot resolve 'x1'"):
-        detect({**STEP, "SLURM_STEP_NODELIST": "x[1-3]"}, NONE, resolve)
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("environ", "flags", "message"),
     [
-        ({**STEP, "SLURM_PROCID": "x"}, "SLURM_PROCID must be a whole number, got 'x'"),
-        ({**STEP, "SLURM_PROCID": "5"}, "SLURM_PROCID must be 0 to 4, got 5"),
-        ({**STEP, "SLURM_NODEID": "7"}, "no variable says how many are on node 7"),
-        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2x"}, r"must be of the form 2\(x3\),1, got '2x'"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "-1"}, "must be a whole number, got '-1'"),
-        ({**TORCHRUN, "RANK": "8"}, "RANK must be 0 to 7, got 8"),
-        ({**TORCHRUN, "RANK": "one"}, "RANK must be a whole number, got 'one'"),
-        ({**TORCHRUN, "MASTER_PORT": "0"}, "MASTER_PORT must be 1 to 65535, got 0"),
-        ({"RANK": "0"}, "RANK=0 is set without its partner"),
-        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set without its partner"),
+        ({**STEP, "SLURM_PROCID": "x"}, NONE, "SLURM_PROCID must be a whole number, got 'x'"),
+        ({**STEP, "SLURM_PROCID": "5"}, NONE, "SLURM_PROCID must be 0 to 4, got 5"),
+        ({**STEP, "SLURM_NODEID": "7"}, NONE, "no variable says how many are on node 7"),
+        ({**STEP, "SLURM_STEP_TASKS_PER_NODE": "2x"}, NONE, r"must be of the form 2\(x3\),1, got '2x'"),
+        ({**UNSAID, "SLURM_TASKS_PER_NODE": "4(x6)"}, NONE, "5 tasks on 3 nodes, and no variable says"),
+        ({**STEP, "SLURM_STEP_NODELIST": "x[1-3]"}, NONE, "cannot resolve 'x1'"),
+        # The first node's name leads the other nodes to themselves.
+        ({**STEP, "SLURM_STEP_NODELIST": "self,n02,n03"}, NONE, r"to 127\.0\.1\.1 on this node, which is another"),
+        (ARBITRARY, NONE, "pass --master-ip"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "-1"}, NONE, "must be a whole number, got '-1'"),
+        (OPEN_MPI, NONE, "4 ranks on 2 nodes, started by openmpi.*pass --master-ip"),
+        ({**TORCHRUN, "RANK": "8"}, NONE, "RANK must be 0 to 7, got 8"),
+        ({**TORCHRUN, "RANK": "one"}, NONE, "RANK must be a whole number, got 'one'"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, NONE, "MASTER_PORT must be 1 to 65535, got 0"),
+        ({"RANK": "0"}, NONE, "RANK=0 is set without its partner"),
+        ({"WORLD_SIZE": "4"}, NONE, "WORLD_SIZE=4 is set without its partner"),
+        # PMI that does not tell enough is not taken for a world of one.
+        ({"PMIX_RANK": "1"}, NONE, "not the number of ranks here and in all; pass --rank"),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, NONE, "not the number of ranks here and in all; pass --rank"),
+        ({}, TWO_NODES, "2 ranks on 2 nodes, started by flags.*pass --master-ip"),
+        ({}, Flags(master_ip="n99", num_nodes=2, rank=0), "--master-ip: rank 0 cannot resolve 'n99': name or service"),
     ],
 )
-def test_variables_that_contradict_one_another_are_refused(environ: dict[str, str], message: str) -> None:
+def test_a_place_that_is_not_clear_is_refused(environ: dict[str, str], flags: Flags, message: str) -> None:
     with pytest.raises(RefusedError, match=message):
-        detect(environ, NONE, resolve)
-
-
-def test_a_world_size_written_by_a_batch_script_does_not_hide_srun() -> None:
-    assert detect({**STEP, "WORLD_SIZE": "5"}, NONE, resolve).launcher == "slurm"
+        detect(environ, flags, resolve)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=8), st.data())
@@ -285,10 +256,6 @@ def test_every_task_of_a_step_finds_its_place(counts: list[int], data: st.DataOb
     }
     env = detect(environ, NONE, lambda name: "10.0.0.1").env
     assert place_of(env) == (rank, sum(counts), local_rank, counts[node_rank], node_rank, len(counts))
-
-
-def test_run_lengths_are_written_out() -> None:
-    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
 
 
 def test_seen_shows_what_was_looked_at_and_nothing_else() -> None:

@@ -28,14 +28,6 @@ def test_a_connection_that_breaks_off_is_resumed_where_it_stopped(serve, tmp_pat
     assert served.ranges_asked == [None, f"bytes={2**20}-", f"bytes={2**21 + 5}-"]
 
 
-def test_a_part_left_by_an_earlier_call_is_resumed(serve, tmp_path: Path):
-    (tmp_path / "file.part").write_bytes(BODY[:1000])
-    served = serve(BODY)
-    download(served.url, tmp_path / "file", MD5)
-    assert (tmp_path / "file").read_bytes() == BODY
-    assert served.ranges_asked == ["bytes=1000-"]
-
-
 def test_a_part_that_is_already_whole_is_only_checked(serve, tmp_path: Path):
     (tmp_path / "file.part").write_bytes(BODY)
     download(serve(BODY).url, tmp_path / "file", MD5)
@@ -50,19 +42,22 @@ def test_a_server_without_ranges_makes_it_start_over(serve, tmp_path: Path):
     assert len(served.ranges_asked) == 2
 
 
-def test_a_server_that_keeps_breaking_off_is_given_up_and_what_came_is_kept(serve, tmp_path: Path):
-    served = serve(BODY, breaks=(100, 0, 0, 0, 0))
-    with pytest.raises(UnreachableError, match=r"broke off after 100 of .*100 bytes are kept") as caught:
+@pytest.mark.parametrize(
+    ("ranges", "breaks", "said", "kept"),
+    [
+        (True, (100, 0, 0, 0, 0), r"broke off after 100 of .*100 bytes are kept", 100),
+        (False, (100, 50, 100, 50, 100, 50), "broke off after 50 of", 50),  # shrinks and grows, never beyond 100
+    ],
+)
+def test_a_server_that_keeps_breaking_off_is_given_up_and_what_came_is_kept(
+    serve, ranges, breaks, said, kept, tmp_path: Path
+):
+    served = serve(BODY, ranges=ranges, breaks=breaks)
+    with pytest.raises(UnreachableError, match=said) as caught:
         download(served.url, tmp_path / "file", MD5)
     assert caught.value.exit_code == exits.UNREACHABLE
-    assert (tmp_path / "file.part").read_bytes() == BODY[:100]
+    assert (tmp_path / "file.part").read_bytes() == BODY[:kept]
     assert not (tmp_path / "file").exists()
-
-
-def test_a_server_without_ranges_that_keeps_breaking_off_is_given_up(serve, tmp_path: Path):
-    served = serve(BODY, ranges=False, breaks=(100, 50, 100, 50, 100, 50))  # shrinks and grows, never beyond 100
-    with pytest.raises(UnreachableError, match="broke off"):
-        download(served.url, tmp_path / "file", MD5)
 
 
 def test_a_wrong_checksum_is_refused_and_the_part_removed(serve, tmp_path: Path):

@@ -1,6 +1,7 @@
 """The grammar of host names, users and jump hosts: no shell text, no options, no letters that look like others."""
 
 import shlex
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -16,59 +17,46 @@ SHELL_TEXT = ["$(touch${IFS}/x)", ";id;", "a b", "a;b", "`id`", "-oProxyCommand=
 LOOKALIKES = ["node\uff11", "n\u0661", "nöde", "\u202enode", "no\u200bde", "node\x1b[0m", "\u0430dmin"]
 
 
-@pytest.mark.parametrize("name", ["n1", "node0.lab.example.org", "10.0.0.1", "fd00::7", "fe80::1%eth0", "a_b-c", "_x"])
-def test_names_and_addresses_are_host_names(name: str) -> None:
-    assert check_name(name) == name
-
-
-@pytest.mark.parametrize(
-    "name", ["", *SHELL_TEXT, *LOOKALIKES, "fe80::1%$(id)", "fe80::1%", "10.0.0.1%eth0", "1.2.3.\uff14", "n" * 254]
-)
-def test_what_a_shell_or_a_reader_takes_for_more_is_no_host_name(name: str) -> None:
-    with pytest.raises(UsageError, match="wanted"):
-        check_name(name)
-    assert not is_numeric(name)
-    with pytest.raises(UsageError):
-        Login(name)
-
-
-@pytest.mark.parametrize("user", ["alice", "a.b-c_d", "_apt", "A1", "u1234567", "1234567"])
-def test_names_of_users_are_taken(user: str) -> None:
-    assert check_user(user) == user
-
-
-@pytest.mark.parametrize("user", ["", *SHELL_TEXT, *LOOKALIKES, "user=;id;", "alice$", "a@b", "x" * 65, "DOM\\alice"])
-def test_what_a_shell_or_a_reader_takes_for_more_is_no_user(user: str) -> None:
-    with pytest.raises(UsageError, match="is no user name; wanted letters"):
-        check_user(user)
-    with pytest.raises(UsageError):
-        Login("n0", user)
-
-
-@pytest.mark.parametrize(
-    "jump",
-    [
-        "gate",
-        "alice@gate:2222",
-        "[::1]:2222",
-        "::1",
-        "alice@[fe80::1%eth0]:22",
-        "a,b@c:22",
-        "ssh://alice@gate:22",
-        "none",
+TAKEN = {
+    check_name: ["n1", "node0.lab.example.org", "10.0.0.1", "fd00::7", "fe80::1%eth0", "a_b-c", "_x"],
+    check_user: ["alice", "a.b-c_d", "_apt", "A1", "u1234567", "1234567"],
+    check_jump: [
+        *("gate", "alice@gate:2222", "[::1]:2222", "::1", "alice@[fe80::1%eth0]:22", "a,b@c:22"),
+        *("ssh://alice@gate:22", "none"),
     ],
-)
-def test_hosts_to_go_through_are_taken_as_ssh_takes_them(jump: str) -> None:
-    assert check_jump(jump) == jump
+    check_network: ["eth1", "ib0.8001", "eth0:1", "10.10.1.0/24", "10.10.1.7/24", "fd00::/64"],
+}
+REFUSED = {
+    check_name: ["", "fe80::1%$(id)", "fe80::1%", "10.0.0.1%eth0", "1.2.3.\uff14", "n" * 254],
+    check_user: ["", "user=;id;", "alice$", "a@b", "x" * 65, "DOM\\alice"],
+    check_jump: ["", "gate:0", "gate:65536", "gate:\uff12", "a,,b", "$(x)@gate", "[$(x)]:22", "[::1"],
+    check_network: ["10.0.0.0/99", "10.10.1.1", "a/b", "", "eth 1", "an-interface-of-more-than-15"],
+}
+WANTED = {
+    check_name: "wanted",
+    check_user: "is no user name; wanted letters",
+    check_jump: "wanted",
+    check_network: r"is no interface and no network; wanted a name such as eth1, or 10\.10\.1\.0",
+}
+
+
+@pytest.mark.parametrize(("check", "text"), [(check, text) for check, texts in TAKEN.items() for text in texts])
+def test_names_as_the_programs_that_use_them_take_them_are_taken(check: Callable[[str], str], text: str) -> None:
+    assert check(text) == text
 
 
 @pytest.mark.parametrize(
-    "jump",
-    ["", *SHELL_TEXT, *LOOKALIKES, "gate:0", "gate:65536", "gate:\uff12", "a,,b", "$(x)@gate", "[$(x)]:22", "[::1"],
+    ("check", "text"),
+    [(check, text) for check, texts in REFUSED.items() for text in (*texts, *SHELL_TEXT, *LOOKALIKES)],
 )
-def test_what_a_shell_takes_for_more_is_no_jump_host(jump: str) -> None:
-    with pytest.raises(UsageError, match="wanted"):
-        check_jump(jump)
+def test_what_a_shell_or_a_reader_takes_for_more_is_refused(check: Callable[[str], str], text: str) -> None:
+    with pytest.raises(UsageError, match=WANTED[check]):
+        check(text)
+    if check is check_name:
+        assert not is_numeric(text)
+    if check in (check_name, check_user):
+        with pytest.raises(UsageError):
+            Login(*([text] if check is check_name else ["n0", text]))
 
 
 @given(st.text(max_size=30) | st.from_regex(r"[a-z@:\[\]%./0-9,-]{1,30}", fullmatch=True))
@@ -102,16 +90,3 @@ def test_a_node_list_with_shell_text_is_refused() -> None:
 def test_a_site_file_with_shell_text_is_refused(settings: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="wanted"):
         SshSettings(**settings)
-
-
-@pytest.mark.parametrize("given", ["eth1", "ib0.8001", "eth0:1", "10.10.1.0/24", "10.10.1.7/24", "fd00::/64"])
-def test_interfaces_and_cidrs_are_networks(given: str) -> None:
-    assert check_network(given) == given
-
-
-@pytest.mark.parametrize("given", ["10.0.0.0/99", "10.10.1.1", "a/b", "", "eth 1", "an-interface-of-more-than-15"])
-def test_anything_else_is_no_network(given: str) -> None:
-    with pytest.raises(
-        UsageError, match=r"is no interface and no network; wanted a name such as eth1, or 10\.10\.1\.0"
-    ):
-        check_network(given)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from muster.jobs.basics.errors import JobFileError, UsageError
 from muster.jobs.basics.hostnames import is_numeric
-from muster.jobs.hosts.hosts import HostSet, choose, from_nodelist, hostfile_text, parse_hostfile, read_hostfile
+from muster.jobs.hosts.hosts import choose, from_nodelist, hostfile_text, parse_hostfile, read_hostfile
 from muster.jobs.hosts.placement import Host, Login
 
 
@@ -213,15 +213,7 @@ def test_a_choice_that_cannot_be_made_says_why(include: str | None, exclude: str
         choose(HOSTS, include, exclude)
 
 
-def test_no_hosts_at_all_is_not_the_choices_fault() -> None:
-    assert choose([], None, None) == []
-
-
-def test_numeric_hosts_can_be_chosen_by_their_number() -> None:
+def test_numeric_hosts_can_be_chosen_by_their_number_and_of_none_none() -> None:
     hosts = from_nodelist("10.0.0.1,fd00::2")
     assert choose(hosts, "fd00::2", None) == hosts[1:]
-
-
-def test_a_host_set_needs_only_hosts_and_where_they_came_from() -> None:
-    found = HostSet(tuple(HOSTS), "-w n0[1-4]")
-    assert (found.ssh_options, dict(found.environment)) == ((), {})
+    assert choose([], None, None) == []

@@ -86,9 +86,38 @@ def test_a_tree_can_be_left_out(grow) -> None:
     assert not {tree.pids["ab"], tree.pids["abc"], other.process.pid, *other.pids.values()} & set(found)
 
 
-def test_a_new_session_and_ignored_signals_do_not_hide_a_process(grow) -> None:
-    body = "if os.fork() == 0: os.setsid(); signal.signal(signal.SIGHUP, signal.SIG_IGN); say('a')\ntime.sleep(50)"
-    tree = grow(body, 1)
+CHILDREN = {  # of which the tree has just one that counts, named last
+    "a new session and ignored signals do not hide it": """
+if os.fork() == 0:
+    os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    say("a")
+time.sleep(50)
+""",
+    "a name that is meant to confuse confuses nobody": r"""
+if os.fork() == 0:
+    open("/proc/self/comm", "wb").write(b"a) Z \xff 1\n(")
+    say("a")
+time.sleep(50)
+""",
+    "orphans become the children of the one that adopts them": """
+root = os.getpid()
+linux.adopt_orphans()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        while os.getppid() != root: time.sleep(0.01)
+        say("a")
+        time.sleep(50)
+    os._exit(0)
+time.sleep(50)
+""",
+}
+
+
+@pytest.mark.parametrize("name", CHILDREN)
+def test_a_child_is_found_whatever_it_does(grow, name: str) -> None:
+    tree = grow(CHILDREN[name], 1)
     assert linux.descendants(tree.process.pid) == [tree.pids["a"]]
 
 
@@ -123,34 +152,6 @@ time.sleep(50)
     stat = Path(f"/proc/{tree.pids['a']}/stat")
     wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "Z", "the end of the main thread")
     assert linux.descendants(tree.process.pid) == [tree.pids["a"]]
-
-
-def test_a_name_that_is_meant_to_confuse_confuses_nobody(grow) -> None:
-    body = r"""
-if os.fork() == 0:
-    open("/proc/self/comm", "wb").write(b"a) Z \xff 1\n(")
-    say("a")
-time.sleep(50)
-"""
-    tree = grow(body, 1)
-    assert linux.descendants(tree.process.pid) == [tree.pids["a"]]
-
-
-def test_orphans_become_the_children_of_the_one_that_adopts_them(grow) -> None:
-    body = """
-root = os.getpid()
-linux.adopt_orphans()
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        while os.getppid() != root: time.sleep(0.01)
-        say("adopted")
-        time.sleep(50)
-    os._exit(0)
-time.sleep(50)
-"""
-    tree = grow(body, 1)
-    assert linux.descendants(tree.process.pid) == [tree.pids["adopted"]]
 
 
 def test_a_child_dies_with_its_parent_however_the_parent_dies(grow) -> None:

@@ -34,29 +34,24 @@ def in_child(work) -> None:
 
 def test_a_new_page_says_that_nothing_has_happened_and_asks_for_nothing(shared: Page) -> None:
     assert (shared.phase, shared.steps, shared.beats, shared.slowest_s, shared.held) == (Phase.START, 0, 0, 0.0, NEVER)
-    assert (shared.hold, shared.stop_at) == (False, NEVER)
+    for each in (shared, page.own):  # that of a process without a keeper
+        assert (each.hold, each.stop_at) == (False, NEVER)
 
 
-def test_what_a_child_writes_is_read_by_its_parent(shared: Page) -> None:
-    def rank() -> None:
-        shared.enter(Phase.RUN)
-        shared.step_done(41, 0.25)
-        shared.beat()
-        shared.held = 41
-
-    in_child(rank)
-    assert (shared.phase, shared.steps, shared.beats, shared.slowest_s, shared.held) == (Phase.RUN, 41, 3, 0.25, 41)
-
-
-def test_what_a_parent_asks_is_read_by_its_child(shared: Page) -> None:
+def test_what_one_side_of_a_fork_writes_is_read_by_the_other(shared: Page) -> None:
     shared.hold = 1
     shared.stop_at = 7
 
     def rank() -> None:
         assert shared.hold
         assert shared.stop_at == 7
+        shared.enter(Phase.RUN)
+        shared.step_done(41, 0.25)
+        shared.beat()
+        shared.held = 41  # waiting is no progress: no beat
 
     in_child(rank)
+    assert (shared.phase, shared.steps, shared.beats, shared.slowest_s, shared.held) == (Phase.RUN, 41, 3, 0.25, 41)
 
 
 def test_every_progress_changes_the_beats(shared: Page) -> None:
@@ -68,18 +63,9 @@ def test_every_progress_changes_the_beats(shared: Page) -> None:
     assert len(set(seen)) == len(seen)
 
 
-def test_waiting_is_no_progress(shared: Page) -> None:
-    shared.held = 3
-    assert shared.beats == 0
-
-
 def test_a_page_that_one_side_closes_stays_with_the_other(shared: Page) -> None:
     in_child(lambda: (setattr(shared, "stop_at", 9), shared.close()))
     assert shared.stop_at == 9
-
-
-def test_a_process_without_a_keeper_has_a_page_that_asks_for_nothing() -> None:
-    assert (page.own.hold, page.own.stop_at) == (False, NEVER)
 
 
 def test_nobody_sees_half_of_a_number(shared: Page) -> None:
@@ -101,11 +87,6 @@ def test_nobody_sees_half_of_a_number(shared: Page) -> None:
         os.close(reading)
         os.close(writing)
     assert seen <= set(values)
-
-
-@pytest.mark.parametrize("phase", Phase)
-def test_a_phase_has_a_word_for_events(phase: Phase) -> None:
-    assert phase.word == phase.name.lower()
 
 
 # Pages that programs inherit ------------------------------------------------------------------------------------------

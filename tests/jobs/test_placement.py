@@ -66,26 +66,29 @@ def test_what_does_not_fit_is_refused(wanted: Job, hosts: tuple[Host, ...], mess
         place(wanted, hosts)
 
 
-def test_pretend_nodes_meet_on_the_loopback() -> None:
-    placement = place(job(3), [Host("here", "127.0.0.1")] * 3)
-    assert (placement.master_addr, placement.world_size) == ("127.0.0.1", 3)
+@pytest.mark.parametrize(
+    ("wanted", "hosts", "master", "one_host"),
+    [
+        (job(3), [Host("here", "127.0.0.1")] * 3, "127.0.0.1", True),  # pretend nodes
+        (job(2), [Host("a", "127.0.0.1"), Host("b", "127.0.0.1")], "127.0.0.1", True),  # one machine of two names
+        (job(1, 4), [Host("login", "login.local")], "127.0.0.1", True),
+        (job(1, 4), [Host("a", "")], "127.0.0.1", True),
+        (job(2), [Host("a", ""), Host("b", "")], "", False),  # node 0 will say
+        (job(2), [Host("a", "fd00::1"), Host("b", "fd00::2")], "fd00::1", False),
+    ],
+)
+def test_ranks_meet_at_node_0_and_those_of_one_host_on_the_loopback(
+    wanted: Job, hosts: list[Host], master: str, one_host: bool
+) -> None:
+    placement = place(wanted, hosts)
+    assert (placement.master_addr, placement.one_host) == (master, one_host)
+    assert [node.host for node in placement.nodes] == [host.name for host in hosts]
 
 
-def test_one_node_with_a_name_for_an_address_meets_inside_itself() -> None:
-    assert place(job(1, 4), [Host("login", "login.local")]).master_addr == "127.0.0.1"
-
-
-def test_hosts_without_addresses_meet_where_node_0_will_say() -> None:
+def test_where_node_0_says_is_where_hosts_without_addresses_meet() -> None:
     placement = place(job(2), [Host("a", ""), Host("b", "")])
-    assert (placement.master_addr, placement.one_host) == ("", False)
     known = placement.meeting_at("10.0.0.1")
     assert (known.master_addr, known.nodes, known.world_size) == ("10.0.0.1", placement.nodes, 2)
-    assert not known.one_host
-
-
-def test_one_node_without_an_address_meets_inside_itself() -> None:
-    placement = place(job(1, 4), [Host("a", "")])
-    assert (placement.master_addr, placement.one_host) == ("127.0.0.1", True)
 
 
 @pytest.mark.parametrize(
@@ -96,20 +99,10 @@ def test_ranks_that_meet_on_loopback_are_on_one_host(address: str, one_host: boo
     assert place(job(1), [Host("a", "10.0.0.1")]).meeting_at(address).one_host == one_host
 
 
-def test_hosts_that_share_the_loopback_address_are_one_machine_by_several_names() -> None:
-    placement = place(job(2), [Host("a", "127.0.0.1"), Host("b", "127.0.0.1")])
-    assert placement.one_host
-    assert [node.host for node in placement.nodes] == ["a", "b"]
-
-
 def test_how_a_host_is_logged_in_to_does_not_matter_to_its_ranks() -> None:
     plain = place(job(2, 2), HOSTS)
     with_logins = [Host(host.name, host.address, host.slots, Login("gate", "alice", 2222)) for host in HOSTS]
     assert place(job(2, 2), with_logins) == plain
-
-
-def test_ipv6_is_numeric_too() -> None:
-    assert place(job(2), [Host("a", "fd00::1"), Host("b", "fd00::2")]).master_addr == "fd00::1"
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20))

@@ -1,6 +1,5 @@
 """The rank environment: what is written is read back, and it has torchrun's names."""
 
-import dataclasses
 import os
 
 import pytest
@@ -64,11 +63,6 @@ def test_what_an_older_launcher_leaves_out_is_worked_out() -> None:
 def test_a_missing_or_odd_variable_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         ranks.read(environ)
-
-
-def test_a_rank_env_cannot_be_changed() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        RankEnv(0, 1, 0, 1, 0, 1, "127.0.0.1", 1).rank = 1  # type: ignore[misc]
 
 
 def test_a_descriptor_is_inherited_only_as_the_file_that_it_was() -> None:

@@ -10,14 +10,14 @@ import pytest
 from muster.jobs.hosts import ranks
 from muster.jobs.node.reports import Reporter
 
-Pipe = tuple[int, int]
+Pipe = tuple[int, Reporter]
 
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    ends = os.pipe()
-    yield ends
-    for end in ends:
+    reading, writing = os.pipe()
+    yield reading, Reporter({"MUSTER_STATUS_FD": ranks.descriptor_text(writing)})
+    for end in (reading, writing):
         try:
             os.close(end)
         except OSError:  # a test closed it
@@ -29,8 +29,7 @@ def told(reading: int) -> list[dict[str, Any]]:
 
 
 def test_reports_are_lines_of_json(pipe: Pipe) -> None:
-    reading, writing = pipe
-    reporter = Reporter({"MUSTER_STATUS_FD": ranks.descriptor_text(writing)})
+    reading, reporter = pipe
     reporter.arrived()
     reporter.joined()
     reporter.progress(step=20, steps=196, loss=2.5, rate=812.0, unit="samples/s")
@@ -50,8 +49,7 @@ def test_reports_are_lines_of_json(pipe: Pipe) -> None:
 
 
 def test_a_full_pipe_drops_whole_reports_and_does_not_block(pipe: Pipe) -> None:
-    reading, writing = pipe
-    reporter = Reporter({"MUSTER_STATUS_FD": ranks.descriptor_text(writing)})
+    reading, reporter = pipe
     for _ in range(5000):
         reporter.joined()
     rows = told(reading)
@@ -60,11 +58,11 @@ def test_a_full_pipe_drops_whole_reports_and_does_not_block(pipe: Pipe) -> None:
 
 
 def test_a_keeper_that_is_gone_is_no_error_of_the_rank(pipe: Pipe) -> None:
-    reading, writing = pipe
-    reporter = Reporter({"MUSTER_STATUS_FD": ranks.descriptor_text(writing)})
+    reading, reporter = pipe
+    kept = reporter.descriptor
     os.close(reading)
     reporter.joined()
-    assert reporter.descriptor == writing
+    assert reporter.descriptor == kept is not None
 
 
 @pytest.mark.parametrize("environ", [{}, {"MUSTER_STATUS_FD": ""}, {"MUSTER_STATUS_FD": "x"}])
@@ -75,8 +73,7 @@ def test_without_a_keeper_reports_go_nowhere(environ: dict[str, str]) -> None:
 
 
 def test_what_becomes_of_checkpoints_is_told_in_whole_rows(pipe: Pipe) -> None:
-    reading, writing = pipe
-    reporter = Reporter({"MUSTER_STATUS_FD": ranks.descriptor_text(writing)})
+    reading, reporter = pipe
     reporter.loaded(step=40, seconds=0.2, checkpoint="step-00000040.a000")
     reporter.first_step(41)
     reporter.replayed(steps=12, seconds=3.1, compared=11, worst=0.0)

@@ -168,12 +168,9 @@ def test_unfinished_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     assert list(files.read_lines(tmp_path / "missing.jsonl")) == []
 
 
-def test_a_line_on_a_full_disk_is_a_storage_error() -> None:
+def test_a_line_on_a_full_disk_or_in_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="/dev/full: No space left on device"):
         files.append_line(Path("/dev/full"), {"a": 1})
-
-
-def test_a_line_in_a_missing_folder_is_a_folder_error(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="No such file or directory"):
         files.append_line(tmp_path / "no" / "x.jsonl", {"a": 1})
 

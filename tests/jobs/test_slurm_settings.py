@@ -18,6 +18,7 @@ TIMES = [
     ("1-0", 86_400),
     ("1-12:30", 131_400),
 ]
+MEMORY = ["4G", "512M", "1T", "8000K", "0"]
 
 
 def message_of(**fields: object) -> str:
@@ -35,10 +36,25 @@ def test_a_time_limit_is_minutes_or_a_clock_with_days(time: str | int, seconds: 
 
 
 @pytest.mark.parametrize(
-    "time", ["90:00", "1h", "", "0", "00:00:00", "00:60:00", "00:00:75", "1-0:99", "-5", "1:2:3:4"]
+    ("field", "wanted", "values"),
+    [
+        (
+            "time",
+            "HH:MM:SS, D-HH:MM:SS or minutes",
+            ["90:00", "1h", "", "0", "00:00:00", "00:60:00", "00:00:75", "1-0:99", "-5", "1:2:3:4"],
+        ),
+        ("mem", "such as 64G", ["4", "4GB", "4g", "0G", "", "4G\n"]),
+        ("gpus_per_node", "such as a100:4", ["four", "a100:4,v100:2"]),
+    ],
 )
-def test_other_forms_of_a_time_limit_are_refused(time: str) -> None:
-    assert "HH:MM:SS, D-HH:MM:SS or minutes" in message_of(time=time)
+def test_other_forms_are_refused(field: str, wanted: str, values: list[str]) -> None:
+    for value in values:
+        assert wanted in message_of(**{field: value}), value
+
+
+def test_memory_has_a_unit_and_gpus_are_a_number_or_a_type_and_a_number() -> None:
+    assert [SlurmSettings(mem=mem).mem for mem in MEMORY] == MEMORY
+    assert [SlurmSettings(gpus_per_node=gpus).gpus_per_node for gpus in (4, "a100:4")] == [4, "a100:4"]
 
 
 @given(st.integers(0, 400), st.integers(0, 23), st.integers(0, 59), st.integers(0, 59))
@@ -47,23 +63,6 @@ def test_a_limit_written_out_has_its_length(days: int, hours: int, minutes: int,
     if length:
         assert seconds_of(f"{days}-{hours:02d}:{minutes:02d}:{seconds:02d}") == length
         assert seconds_of(f"{days * 24 + hours:02d}:{minutes:02d}:{seconds:02d}") == length
-
-
-@pytest.mark.parametrize("mem", ["4G", "512M", "1T", "8000K", "0"])
-def test_memory_has_a_unit(mem: str) -> None:
-    assert SlurmSettings(mem=mem).mem == mem
-
-
-@pytest.mark.parametrize("mem", ["4", "4GB", "4g", "0G", "", "4G\n"])
-def test_memory_without_one_is_refused(mem: str) -> None:
-    assert "such as 64G" in message_of(mem=mem)
-
-
-def test_gpus_are_a_number_or_a_type_and_a_number() -> None:
-    assert SlurmSettings(gpus_per_node=4).gpus_per_node == 4
-    assert SlurmSettings(gpus_per_node="a100:4").gpus_per_node == "a100:4"
-    assert "such as a100:4" in message_of(gpus_per_node="four")
-    assert "such as a100:4" in message_of(gpus_per_node="a100:4,v100:2")
 
 
 @pytest.mark.parametrize("value", ["a\nb", "a\tb", "\0", "a\u2028b", " ", ""])

@@ -9,6 +9,10 @@ from muster.jobs.spec.train import TrainSettings
 GPT = {"model": "gpt-nano", "data": "synthetic", "mode": "bucketed", "cuda_graph": True}
 
 
+def parallel(**split: Any) -> dict[str, Any]:
+    return {"mode": None, "parallel": split}
+
+
 def settings(**more: Any) -> TrainSettings:
     return TrainSettings.model_validate({**GPT, **more})
 
@@ -30,6 +34,9 @@ def settings(**more: Any) -> TrainSettings:
             "cuda_graph does not go with layerwise: what is recorded keeps its memory",
         ),
         ({"mode": "1f1b", "activation_checkpointing": True}, "cuda_graph does not go with activation_checkpointing: "),
+        (parallel(data=2, sync="ddp"), "cuda_graph does not go with ddp"),
+        (parallel(data=2, pipe=2), "cuda_graph does not go with 2 data-parallel pipelines: gradients are averaged by"),
+        (parallel(tensor=2, pipe=2), "cuda_graph does not go with tensor parallel: exchanges within layers"),
         ({"mode": "1f1b", "exact": True}, "cuda_graph does not go with exact where the head is the embedding: "),
     ],
 )
@@ -37,28 +44,6 @@ def test_what_the_host_decides_within_a_step_is_refused_with_what_to_do(more: di
     with pytest.raises(ValueError, match=message):
         settings(**more)
     assert settings(**{**more, "cuda_graph": False}).cuda_graph is False
-
-
-def test_a_split_that_is_written_out_is_refused_as_its_mode_is() -> None:
-    given = {key: value for key, value in GPT.items() if key != "mode"}
-    with pytest.raises(ValueError, match="cuda_graph does not go with ddp"):
-        TrainSettings.model_validate({**given, "parallel": {"data": 2, "sync": "ddp"}})
-
-
-@pytest.mark.parametrize(
-    ("split", "message"),
-    [
-        (
-            {"data": 2, "pipe": 2},
-            "cuda_graph does not go with 2 data-parallel pipelines: gradients are averaged by hooks",
-        ),
-        ({"tensor": 2, "pipe": 2}, "cuda_graph does not go with tensor parallel: exchanges within layers"),
-    ],
-)
-def test_a_product_with_a_pipeline_is_not_recorded(split: dict[str, Any], message: str) -> None:
-    given = {key: value for key, value in GPT.items() if key != "mode"}
-    with pytest.raises(ValueError, match=message):
-        TrainSettings.model_validate({**given, "parallel": split})
 
 
 def test_forwards_and_backwards_of_a_pipeline_can_be_recorded() -> None:

@@ -38,11 +38,6 @@ def test_a_batch_script_is_in_an_allocation_and_is_no_task() -> None:
     assert (allocation.end_time, allocation.restarts, allocation.requeue_id) == (None, 0, "24")
 
 
-@pytest.mark.parametrize("step", ["4294967291", "4294967290", "batch", ""])
-def test_slurms_own_steps_are_no_tasks(step: str) -> None:
-    assert not in_step({**TASK, "SLURM_STEP_ID": step})
-
-
 def test_unequal_nodes_and_what_newer_versions_tell() -> None:
     environ = {
         **BATCH,
@@ -99,9 +94,6 @@ def test_a_job_that_submits_a_job_hands_on_neither_its_rank_nor_its_allocation()
         SBATCH_MEM_BIND
     """
     assert clean_environment({**TASK, **users, **dict.fromkeys(of_a_rank.split(), "1")}) == users
-
-
-def test_gpus_that_slurm_gave_are_not_handed_on_and_those_the_user_chose_are() -> None:
-    chosen = {"CUDA_VISIBLE_DEVICES": "2"}
-    assert clean_environment({**chosen, "SLURM_JOB_GPUS": "2"}) == {}
+    chosen = {"CUDA_VISIBLE_DEVICES": "2"}  # by the user; the other one by Slurm
     assert clean_environment(chosen) == chosen
+    assert clean_environment({**chosen, "SLURM_JOB_GPUS": "2"}) == {}

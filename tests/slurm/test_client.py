@@ -1,6 +1,9 @@
 """What we ask Slurm's commands, and how their answers are read. The lines are recorded from a real cluster (22.05)."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,62 +35,65 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("line", "state"),
+    ("read", "line", "state"),
     [
-        ("4|PENDING|s.sh||N/A|n/a|PartitionNodeLimit", JobState("4", "s.sh", "PENDING", "PartitionNodeLimit")),
         (
+            from_squeue,
+            "4|PENDING|s.sh||N/A|n/a|PartitionNodeLimit",
+            JobState("4", "s.sh", "PENDING", "PartitionNodeLimit"),
+        ),
+        (
+            from_squeue,
             "25_2|RUNNING|arr|sd[0-1]|N/A|sd0|None",
             JobState("25_2", "arr", "RUNNING", "None", "sd[0-1]", batch_host="sd0"),
         ),
         (
+            from_squeue,
             "7|PENDING|s.sh||N/A|n/a|ReqNodeNotAvail, UnavailableNodes:sd[1-2]",
             JobState("7", "s.sh", "PENDING", "ReqNodeNotAvail, UnavailableNodes:sd[1-2]"),
         ),
-        ("", None),
-        ("slurm_load_jobs error: something", None),
-    ],
-)
-def test_a_line_of_squeue_is_read(line: str, state: JobState | None) -> None:
-    assert from_squeue(line) == state
-
-
-def test_what_scontrol_says_of_a_job_is_read() -> None:
-    state = from_scontrol(SCONTROL, "29")
-    assert state == JobState("29", "nofail", "RUNNING", "", "sd3", restarts=2, batch_host="sd2")
-    over = (
-        SCONTROL.replace("RUNNING", "FAILED").replace("ExitCode=0:0", "ExitCode=7:9").replace("Reason=None", "Reason=X")
-    )
-    assert from_scontrol(over, "29") == JobState(
-        "29", "nofail", "FAILED", "X", "sd3", exit_code=7, signal=9, restarts=2, batch_host="sd2"
-    )
-    assert from_scontrol("", "29") is None
-
-
-def test_a_preempted_job_says_since_when() -> None:
-    state = from_scontrol(SCONTROL.replace("RUNNING", "RUNNING PreemptTime=2025-01-01T00:00:00"), "29")
-    assert state is not None
-    assert state.preempted == unix_s("2025-01-01T00:00:00")
-
-
-def test_a_comment_cannot_pose_as_a_state() -> None:
-    state = from_scontrol(SCONTROL.replace("Power=", "Comment=x JobState=COMPLETED ExitCode=1:0"), "29")
-    assert state is not None
-    assert (state.state, state.exit_code) == ("RUNNING", 0)
-
-
-@pytest.mark.parametrize(
-    ("line", "state"),
-    [
+        (from_squeue, "", None),
+        (from_squeue, "slurm_load_jobs error: something", None),
         (
+            from_sacct,
             "12|CANCELLED by 1000|vgg|None assigned|Unknown|0:0|None",
             JobState("12", "vgg", "CANCELLED", "None", "", end_time=None),
         ),
-        ("12_3|OUT_OF_MEMORY|vgg|n1|x|0:125|None", JobState("12_3", "vgg", "OUT_OF_MEMORY", "None", "n1", signal=125)),
-        ("Slurm accounting storage is disabled", None),
+        (
+            from_sacct,
+            "12_3|OUT_OF_MEMORY|vgg|n1|x|0:125|None",
+            JobState("12_3", "vgg", "OUT_OF_MEMORY", "None", "n1", signal=125),
+        ),
+        (from_sacct, "Slurm accounting storage is disabled", None),
     ],
 )
-def test_a_line_of_sacct_is_read(line: str, state: JobState | None) -> None:
-    assert from_sacct(line) == state
+def test_a_line_of_squeue_or_of_sacct_is_read(
+    read: Callable[[str], JobState | None], line: str, state: JobState | None
+) -> None:
+    assert read(line) == state
+
+
+RUNNING = JobState("29", "nofail", "RUNNING", "", "sd3", restarts=2, batch_host="sd2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, {}),
+        (
+            {"RUNNING": "FAILED", "ExitCode=0:0": "ExitCode=7:9", "Reason=None": "Reason=X"},
+            {"state": "FAILED", "reason": "X", "exit_code": 7, "signal": 9},
+        ),
+        ({"RUNNING": "RUNNING PreemptTime=2025-01-01T00:00:00"}, {"preempted": unix_s("2025-01-01T00:00:00")}),
+        ({"Power=": "Comment=x JobState=COMPLETED ExitCode=1:0"}, {}),  # a comment cannot pose as a state
+    ],
+)
+def test_what_scontrol_says_of_a_job_is_read(changes: dict[str, str], wanted: dict[str, Any]) -> None:
+    said = SCONTROL
+    for old, new in changes.items():
+        said = said.replace(old, new)
+    assert from_scontrol(said, "29") == replace(RUNNING, **wanted)
+    assert from_scontrol("", "29") is None
 
 
 def test_times_are_of_this_machines_zone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,17 +205,14 @@ def test_a_controller_that_is_down_is_said_so(slurm: FakeSlurm) -> None:
     assert client.partitions() == ""
 
 
-def test_without_slurm_it_is_said_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(
-        RefusedError, match="squeue is not on PATH here; run this on the cluster's login node, or choose"
+def test_without_slurm_or_its_configuration_it_is_said_what_to_do(slurm: FakeSlurm, tmp_path: Path) -> None:
+    """Slurm's commands themselves try for a minute to read a configuration that is not there."""
+    for environ, said in (
+        ({"PATH": str(tmp_path)}, "squeue is not on PATH here; run this on the cluster's login node, or choose"),
+        ({**slurm.environment, "SLURM_CONF": "/nosuch"}, "SLURM_CONF=/nosuch: no such file"),
     ):
-        Client({"PATH": str(tmp_path)}).query(["12"])
-
-
-def test_a_configuration_that_is_not_there_is_not_waited_for(slurm: FakeSlurm) -> None:
-    """Slurm's commands themselves try for a minute to read it."""
-    with pytest.raises(RefusedError, match="SLURM_CONF=/nosuch: no such file"):
-        Client({**slurm.environment, "SLURM_CONF": "/nosuch"}).query(["12"])
+        with pytest.raises(RefusedError, match=said):
+            Client(environ).query(["12"])
 
 
 def test_a_users_own_format_of_squeue_does_not_disturb(slurm: FakeSlurm) -> None:

@@ -10,7 +10,7 @@ FAILED = "sbatch: error: Batch job submission failed: "
 NO_NODE = f"{FAILED}Requested node configuration is not available\n"
 PARTITIONS = "main (4 nodes of 4 cores and 2000 MB, limit infinite)"
 TRY = 'Try "sbatch --help" for more information\n'
-RECORDED = [
+RECORDED = [  # a row that does not begin with "sbatch: " is what follows FAILED
     (
         f"sbatch: error: invalid partition specified: nosuch\n{FAILED}Invalid partition name specified\n",
         {"partition": "nosuch"},
@@ -26,18 +26,10 @@ RECORDED = [
         {"gpus_per_node": 2},
         "slurm.gpus_per_node: sbatch says: Invalid generic resource (gres) specification (slurm.gpus_per_node: 2)",
     ),
-    (
-        f"{FAILED}Invalid feature specification\n",
-        {"constraint": "x&y"},
-        "slurm.constraint: sbatch says: Invalid feature",
-    ),
-    (
-        f"{FAILED}Requested reservation is invalid\n",
-        {"reservation": "x"},
-        "slurm.reservation: sbatch says: Requested reser",
-    ),
-    (f"{FAILED}Invalid node name specified\n", {"nodelist": "x"}, "slurm.nodelist: sbatch says: Invalid node name"),
-    (f"{FAILED}Invalid node name specified\n", {"exclude": "x"}, "slurm.exclude: sbatch says: Invalid node name"),
+    ("Invalid feature specification", {"constraint": "x&y"}, "slurm.constraint: sbatch says: Invalid feature"),
+    ("Requested reservation is invalid", {"reservation": "x"}, "slurm.reservation: sbatch says: Requested reser"),
+    ("Invalid node name specified", {"nodelist": "x"}, "slurm.nodelist: sbatch says: Invalid node name"),
+    ("Invalid node name specified", {"exclude": "x"}, "slurm.exclude: sbatch says: Invalid node name"),
     (
         NO_NODE,
         {"nodelist": "sd3", "partition": "small"},
@@ -53,44 +45,28 @@ RECORDED = [
         {},
         "slurm.extra: sbatch says: option '--nod' is ambiguous",
     ),
-    (
-        f"{FAILED}Invalid job array specification\n",
-        {},
-        "array: sbatch says: Invalid job array specification; run fewer",
-    ),
+    ("Invalid job array specification", {}, "array: sbatch says: Invalid job array specification; run fewer"),
     # From Slurm's own list of errors (slurm_strerror); they need accounting, which the cluster did not have.
     (
-        f"{FAILED}Invalid account or account/partition combination specified\n",
+        "Invalid account or account/partition combination specified",
         {"account": "x"},
         "slurm.account: sbatch says: Invalid account or account/partition combination specified (slurm.account: x)",
     ),
-    (f"{FAILED}Invalid qos specification\n", {"qos": "x"}, "slurm.qos: sbatch says: Invalid qos specification"),
+    ("Invalid qos specification", {"qos": "x"}, "slurm.qos: sbatch says: Invalid qos specification"),
     (
-        f"{FAILED}Requested time limit is invalid (missing or exceeds some limit)\n",
+        "Requested time limit is invalid (missing or exceeds some limit)",
         {"time": "90:00:00"},
         "slurm.time: sbatch says: Requested time limit is invalid (missing or exceeds some limit) (slurm.time: 90",
     ),
-    (f"{FAILED}Time limit specification required, but not provided\n", {}, "slurm.time: sbatch says: Time limit spec"),
+    ("Time limit specification required, but not provided", {}, "slurm.time: sbatch says: Time limit spec"),
+    ("User's group not permitted to use this partition", {"partition": "x"}, "slurm.partition: sbatch says: User"),
+    ("Node count specification invalid", {}, "nodes: sbatch says: Node count specification invalid (nodes: 2)"),
     (
-        f"{FAILED}User's group not permitted to use this partition\n",
-        {"partition": "x"},
-        "slurm.partition: sbatch says: User",
-    ),
-    (
-        f"{FAILED}Node count specification invalid\n",
-        {},
-        "nodes: sbatch says: Node count specification invalid (nodes: 2)",
-    ),
-    (
-        f"{FAILED}Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)\n",
+        "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
         {"qos": "x"},
         "slurm.qos and nodes: sbatch says: Job violates accounting/QOS policy",
     ),
-    (
-        f"{FAILED}Access/permission denied\n",
-        {},
-        "slurm: sbatch says: Access/permission denied; ask the cluster's admin",
-    ),
+    ("Access/permission denied", {}, "slurm: sbatch says: Access/permission denied; ask the cluster's admin"),
     (
         f"sbatch: error: please name a project\n{FAILED}Unspecified error\n",
         {},
@@ -118,7 +94,8 @@ NOT_SET_UP = [
 
 @pytest.mark.parametrize(("said", "settings", "message"), RECORDED)
 def test_a_refusal_names_the_setting_what_was_found_and_what_to_do(said: str, settings: dict, message: str) -> None:
-    error = refusal(said, SlurmSettings(**settings), 2, partitions=PARTITIONS)
+    lines = said if said.startswith("sbatch: ") else f"{FAILED}{said}\n"
+    error = refusal(lines, SlurmSettings(**settings), 2, partitions=PARTITIONS)
     assert isinstance(error, RefusedError)
     assert str(error).startswith(message)
     assert "\n" not in str(error)

@@ -20,19 +20,22 @@ from support.live import wait_until
 SINFO = "batch*|n/a|infinite\nshort|30:00|2:00:00\nlong|n/a|7-00:00:00\nodd|n/a|1:30\n"
 
 
-def run_in(folder: Path) -> RunDir:
-    run = RunDir(folder / "run")
-    run.path.mkdir()
-    return run
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.path.mkdir()
+    return made
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-I", "-c", code]
 
 
-def told(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+@pytest.fixture(autouse=True)
+def rank(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a task of submitit's job 77: the one whose rank the test is given, or task 0."""
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
-    monkeypatch.setenv("SUBMITIT_LOCAL_GLOBALID", str(rank))
+    monkeypatch.setenv("SUBMITIT_LOCAL_GLOBALID", str(getattr(request, "param", 0)))
     monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "77")
 
 
@@ -42,46 +45,42 @@ def test_a_task_pickles_to_little_more_than_its_words() -> None:
     assert len(pickle.dumps(task)) < 300
 
 
-def test_task_0_supervises_and_its_code_is_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
-    run = run_in(tmp_path)
-    assert Task(python("raise SystemExit(7)"), ["never"], str(run.path))() == 7
-    assert json.loads(run.rendezvous.read_text())["over"] == 7
+@pytest.mark.parametrize(
+    ("code", "result"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("import os; os.kill(os.getpid(), 9)", exits.SIGNAL_BASE + 9),
+        # The signal before the end does not reach the child.
+        ("import os, signal; os.kill(os.getpid(), signal.SIGUSR2)", 0),
+    ],
+)
+def test_task_0_supervises_and_its_code_is_the_result(run: RunDir, code: str, result: int) -> None:
+    assert Task(python(code), ["never"], str(run.path))() == result
+    assert json.loads(run.rendezvous.read_text())["over"] == result
 
 
-def test_a_killed_supervisor_is_a_signals_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
-    code = "import os; os.kill(os.getpid(), 9)"
-    assert Task(python(code), ["never"], str(run_in(tmp_path).path))() == exits.SIGNAL_BASE + 9
-
-
-def test_another_task_is_an_agent_of_its_node_with_what_task_0_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told(monkeypatch, 2)
-    run, said = run_in(tmp_path), tmp_path / "said"
+@pytest.mark.parametrize("rank", [2], indirect=True)
+def test_another_task_is_an_agent_of_its_node_with_what_task_0_told(run: RunDir, tmp_path: Path) -> None:
+    said = tmp_path / "said"
     publish(run, {"arguments": ["--connect", "a b:1"], "environment": {"SECRET": "s p"}})
     code = f"import os, sys; open({str(said)!r}, 'w').write(repr((sys.argv[1:], os.environ['SECRET'])))"
     assert Task(["never"], python(code), str(run.path))() == 0
     assert said.read_text() == repr((["--node", "2", "--connect", "a b:1"], "s p"))
 
 
-def test_a_task_that_still_waits_leaves_when_the_run_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 1)
-    run = run_in(tmp_path)
+@pytest.mark.parametrize("rank", [1], indirect=True)
+def test_a_task_that_still_waits_leaves_when_the_run_is_over(run: RunDir) -> None:
     publish(run, {"over": 69})
     assert Task(["never"], ["never"], str(run.path))() == 69
 
 
-def test_only_the_user_may_read_the_rendezvous(tmp_path: Path) -> None:
-    run = run_in(tmp_path)
+def test_only_the_user_may_read_the_rendezvous(run: RunDir) -> None:
     publish(run, {"arguments": []})
     assert run.rendezvous.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in run.path.iterdir()] == [run.rendezvous.name]
 
 
-def test_what_an_earlier_start_has_left_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_in(tmp_path)
+def test_what_an_earlier_start_has_left_is_waited_out(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     publish(run, {"arguments": ["old"]})
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -133,11 +132,7 @@ def checkpointed(task: Task, meanwhile: str = "") -> object:
     return found[0]
 
 
-def test_a_checkpoint_ends_the_attempt_and_is_the_same_task_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told(monkeypatch, 0)
-    run = run_in(tmp_path)
+def test_a_checkpoint_ends_the_attempt_and_is_the_same_task_again(run: RunDir) -> None:
     task = Task([*python(DRAINED), str(run.stop)], ["agent"], str(run.path))
     again = checkpointed(task)
     assert again is not None
@@ -145,49 +140,35 @@ def test_a_checkpoint_ends_the_attempt_and_is_the_same_task_again(
     assert not run.stop.exists()  # or the next attempt would end too
 
 
-def test_what_the_user_stops_is_not_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
-    run = run_in(tmp_path)
+def test_what_the_user_stops_or_ends_by_itself_is_not_queued_again(run: RunDir) -> None:
+    assert Task([], [], str(run.path)).checkpoint() is None
+    ends = DRAINED.partition("sys.exit(")[0] + "sys.exit(0)"
+    assert checkpointed(Task([*python(ends), str(run.stop)], ["agent"], str(run.path))) is None
     task = Task([*python(DRAINED), str(run.stop)], ["agent"], str(run.path))
     assert checkpointed(task, json.dumps({"code": exits.STOPPED})) is None
     assert run.stop.exists()
 
 
-def test_a_run_that_ends_by_itself_is_not_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
-    run = run_in(tmp_path)
-    code = DRAINED.partition("sys.exit(")[0] + "sys.exit(0)"
-    assert checkpointed(Task([*python(code), str(run.stop)], ["agent"], str(run.path))) is None
-    assert Task([], [], str(run.path)).checkpoint() is None
-
-
-def test_the_supervisor_is_told_to_end_when_its_task_is_killed(tmp_path: Path) -> None:
-    run, said = run_in(tmp_path), tmp_path / "said"
+def test_the_supervisor_is_told_to_end_when_its_task_is_killed(run: RunDir, tmp_path: Path) -> None:
+    said = tmp_path / "said"
     child = (
         "import signal, sys, time\n"
         f"def end(*_): open({str(said)!r}, 'a').write('term'); sys.exit()\n"
         f"signal.signal(signal.SIGTERM, end); open({str(said)!r}, 'w').write('up '); time.sleep(50)"
     )
     task = f"from muster.slurm.submitit_job import Task; Task({python(child)!r}, [], {str(run.path)!r})()"
-    environ = {**os.environ, "SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1"}
-    with subprocess.Popen([sys.executable, "-c", task], env=environ) as process:
+    with subprocess.Popen([sys.executable, "-c", task]) as process:
         wait_until(lambda: said.exists() and said.read_text() == "up ", "the child")
         process.kill()
     wait_until(lambda: said.read_text() == "up term", "the child's end")
 
 
-def test_the_signal_before_the_end_does_not_reach_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
-    code = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2)"
-    assert Task(python(code), [], str(run_in(tmp_path).path))() == 0
-
-
-def test_a_job_without_a_limit_gets_that_of_its_partition() -> None:
-    assert default_minutes(SINFO, None) == 525_600
-    assert default_minutes(SINFO, "short") == 30
-    assert default_minutes(SINFO, "long,short") == 30
-    assert default_minutes(SINFO, "odd") == 2
-    assert default_minutes(SINFO, "nowhere") == 525_600
+@pytest.mark.parametrize(
+    ("partition", "minutes"),
+    [(None, 525_600), ("short", 30), ("long,short", 30), ("odd", 2), ("nowhere", 525_600)],
+)
+def test_a_job_without_a_limit_gets_that_of_its_partition(partition: str | None, minutes: int) -> None:
+    assert default_minutes(SINFO, partition) == minutes
     assert default_minutes("", None) == 525_600
 
 

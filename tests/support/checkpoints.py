@@ -22,6 +22,13 @@ def content(step: int, name: str, size: int) -> bytes:
     return hashlib.shake_128(f"{step} {name}".encode()).digest(size)
 
 
+def damage(path: Path, at: int = -1) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
 class Saved:
     """A run folder that tests fill with checkpoints."""
 
@@ -64,6 +71,11 @@ class Saved:
         folder = self.write(step, attempt)
         commit.commit(self.run, folder, 2)
         return folder
+
+    def save_all(self, *steps: int, attempt: int = 0) -> None:
+        """Make several checkpoints."""
+        for step in steps:
+            self.save(step, attempt)
 
     def names(self) -> list[str]:
         """List the folders there are."""

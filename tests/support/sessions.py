@@ -13,6 +13,8 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.session.state.state import State
 from muster.jobs.world.world import World
 
+ALONE = World(0, 1, None, torch.device("cpu"))
+
 
 def save(state: State, world: World, folder: str, step: int = 1) -> dict[str, Any]:
     """Write one rank's part; rank 0 commits. Return the meta, which is rank 0's."""
@@ -30,6 +32,22 @@ def save(state: State, world: World, folder: str, step: int = 1) -> dict[str, An
         commit(run, checkpoint, world.size, deadline_s=20.0)
     world.meet()
     return meta
+
+
+def store(folder: Path, **objects: Any) -> State:
+    """Save objects of one process."""
+    state = State(objects)
+    state.join(ALONE)
+    save(state, ALONE, str(folder))
+    return state
+
+
+def restore(folder: Path, **objects: Any) -> State:
+    """Load into the objects of one process."""
+    state = State(objects)
+    state.join(ALONE)
+    load(state, str(folder))
+    return state
 
 
 def load(state: State, folder: str, step: int = 1) -> None:

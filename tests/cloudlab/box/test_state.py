@@ -94,13 +94,17 @@ def test_which_box_is_meant(root: Path) -> None:
         find_box("three")
 
 
-def test_half_made_boxes_and_those_of_an_earlier_start_are_no_hosts(root: Path) -> None:
-    written(BoxSpec(name="half", number=2), complete=False)
-    with pytest.raises(RefusedError, match="box half is only half made; sudo muster box down --name half, then up"):
-        box_hosts("half")
-    written(BoxSpec(name="old", number=2), boot="earlier")
-    with pytest.raises(RefusedError, match="box old is of an earlier start of this machine; sudo muster box down"):
-        box_hosts("old")
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"complete": False}, "is only half made; sudo muster box down --name one, then up"),
+        ({"boot": "earlier"}, "is of an earlier start of this machine; sudo muster box down"),
+    ],
+)
+def test_half_made_boxes_and_those_of_an_earlier_start_are_no_hosts(root: Path, fields, said: str) -> None:
+    written(BoxSpec(name="one", number=2), **fields)
+    with pytest.raises(RefusedError, match=f"box one {said}"):
+        box_hosts("one")
 
 
 def test_hosts_without_slurm_set_no_variable(root: Path) -> None:
@@ -160,18 +164,15 @@ def test_another_user_reads_a_box_and_holds_none_of_its_locks(monkeypatch: pytes
 
 
 @needs_root
-def test_a_state_that_another_user_wrote_is_not_used(root: Path) -> None:
+def test_a_state_that_another_user_wrote_or_that_is_a_link_is_not_used(root: Path) -> None:
     written(BoxSpec(name="one", number=2))
-    os.chown(BoxPaths.of("one").state, ATTACKER, ATTACKER)
+    file = BoxPaths.of("one").state
+    os.chown(file, ATTACKER, ATTACKER)
     with pytest.raises(RunFolderError, match=f"state.json: belongs to user {ATTACKER}, expected 0"):
         read_state("one")
-
-
-def test_a_linked_state_is_not_followed(root: Path) -> None:
-    written(BoxSpec(name="one", number=2))
-    state_file = BoxPaths.of("one").state
-    state_file.rename(state_file.with_name("elsewhere"))
-    state_file.symlink_to("elsewhere")
+    os.chown(file, 0, 0)
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to("elsewhere")
     with pytest.raises(RunFolderError, match=r"state.json: is a link, expected a file; it was not used: remove it"):
         read_state("one")
 
@@ -185,6 +186,13 @@ def test_without_root_the_message_says_sudo_and_the_whole_command(monkeypatch: p
         machine.need_root("muster box up")
 
 
+def program(path: Path, body: str) -> str:
+    """Write a shell script; return its path."""
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
 def test_missing_programs_are_named_with_the_line_that_installs_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,8 +200,7 @@ def test_missing_programs_are_named_with_the_line_that_installs_them(
     monkeypatch.setenv("PATH", str(tmp_path))
     for name in machine.PACKAGES | machine.SLURM_PACKAGES:
         if name not in ("sshd", "munged", "slurmd", "slurmctld"):
-            (tmp_path / name).write_text("#!/bin/sh\n")
-            (tmp_path / name).chmod(0o755)
+            program(tmp_path / name, "")
     with pytest.raises(RefusedError, match=r"needs sshd, not found here; try: apt-get install .* openssh-server$"):
         machine.find_programs(with_slurm=False)
     wanted = r"needs sshd, munged, slurmctld, slurmd, not found.*install --no-\S+ munge openssh-server slurm-wlm$"
@@ -211,10 +218,7 @@ def tools(tmp_path: Path) -> Tools:
         {"type": "local", "dst": "10.10.3.254", "dev": "mb3"},
         {"type": "broadcast", "dst": "10.10.4.255", "dev": "mb9"},
     ]
-    program = tmp_path / "ip"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{json.dumps(routes)}\nEND\n")
-    program.chmod(0o755)
-    return Tools({"ip": str(program)})
+    return Tools({"ip": program(tmp_path / "ip", f"cat <<'END'\n{json.dumps(routes)}\nEND")})
 
 
 def test_the_next_free_network_is_chosen_and_the_first_is_kept_for_the_default_box(
@@ -229,22 +233,16 @@ def test_the_next_free_network_is_chosen_and_the_first_is_kept_for_the_default_b
 
 
 def test_a_program_that_fails_is_named_with_its_own_words(tmp_path: Path) -> None:
-    program = tmp_path / "ip"
-    program.write_text("#!/bin/sh\necho 'RTNETLINK answers: Operation not permitted' >&2\nexit 2\n")
-    program.chmod(0o755)
+    ip = program(tmp_path / "ip", "echo 'RTNETLINK answers: Operation not permitted' >&2\nexit 2")
     wanted = r"ip link add x failed \(2\): RTNETLINK answers: Operation not permitted; is this a container without"
     with pytest.raises(RefusedError, match=wanted):
-        Tools({"ip": str(program)}).run(["ip", "link", "add", "x"])
+        Tools({"ip": ip}).run(["ip", "link", "add", "x"])
 
 
-def test_the_memory_of_this_machine() -> None:
+def test_the_memory_and_a_firewall_on_bridges_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.memory_mb() > 100
-
-
-def test_a_firewall_on_bridges_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "BRIDGE_FILTER", tmp_path / "filter")
     assert not machine.filters_bridges()
-    (tmp_path / "filter").write_text("0\n")
-    assert not machine.filters_bridges()
-    (tmp_path / "filter").write_text("1\n")
-    assert machine.filters_bridges()
+    for text, filters in (("0\n", False), ("1\n", True)):
+        (tmp_path / "filter").write_text(text)
+        assert machine.filters_bridges() == filters

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from muster.cloudlab.box import slurm, texts
 from muster.cloudlab.box.paths import BoxPaths
 from muster.cloudlab.box.plan import NodePlan, node_plan
@@ -14,37 +16,34 @@ MEMORY_MB = 24105
 PROGRAMS = {name: f"/usr/sbin/{name}" for name in ("sshd", "munged", "slurmctld", "slurmd")}
 
 
-def golden(name: str) -> str:
-    """Return what a file must be."""
-    return (GOLDEN / name).read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("slurm.conf", slurm.slurm_conf(SPEC, PATHS, MEMORY_MB)),
+        ("ssh_config", texts.ssh_config(SPEC, PATHS)),
+        ("sshd_config", texts.sshd_config(PATHS)),
+    ],
+)
+def test_files_are_the_golden_ones_in_full(name: str, text: str) -> None:
+    assert text == (GOLDEN / name).read_text(encoding="utf-8")
 
 
-def test_slurm_conf() -> None:
-    assert slurm.slurm_conf(SPEC, PATHS, MEMORY_MB) == golden("slurm.conf")
-
-
-def test_slurm_conf_of_one_node_names_it_without_brackets() -> None:
-    text = slurm.slurm_conf(BoxSpec(nodes=1, slurm=True, number=1), PATHS, MEMORY_MB)
-    assert "NodeName=node0 NodeAddr=10.10.1.1 CPUs=4 RealMemory=24105 State=UNKNOWN\n" in text
-
-
-def test_nodes_claim_a_share_of_the_memory_and_some_in_any_case() -> None:
-    assert "RealMemory=6026 " in slurm.slurm_conf(SPEC, PATHS, MEMORY_MB)
-    assert "RealMemory=4000 " in slurm.slurm_conf(BoxSpec(nodes=64, slurm=True, number=1), PATHS, MEMORY_MB)
+@pytest.mark.parametrize(
+    ("nodes", "part"),
+    [
+        (1, "NodeName=node0 NodeAddr=10.10.1.1 CPUs=4 RealMemory=24105 State=UNKNOWN\n"),  # without brackets
+        (4, "RealMemory=6026 "),  # nodes claim a share of the memory, and some in any case
+        (64, "RealMemory=4000 "),
+    ],
+)
+def test_slurm_conf_names_nodes_and_their_memory(nodes: int, part: str) -> None:
+    assert part in slurm.slurm_conf(BoxSpec(nodes=nodes, slurm=True, number=1), PATHS, MEMORY_MB)
 
 
 def test_cgroup_conf_is_the_same_on_every_machine() -> None:
     assert (
         slurm.cgroup_conf() == "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n"
     )
-
-
-def test_ssh_config() -> None:
-    assert texts.ssh_config(SPEC, PATHS) == golden("ssh_config")
-
-
-def test_sshd_config() -> None:
-    assert texts.sshd_config(PATHS) == golden("sshd_config")
 
 
 def test_sshd_argv_gives_logins_their_variables_in_one_setting() -> None:
@@ -71,10 +70,7 @@ def test_hosts_file_names_all_nodes_and_the_host() -> None:
         "10.10.7.254 gateway laptop\n::ffff:10.10.7.253 head-v6\n"
         "::ffff:10.10.7.1 node0-v6\n::ffff:10.10.7.2 node1-v6\n::ffff:10.10.7.3 node2-v6\n::ffff:10.10.7.4 node3-v6\n"
     )
-
-
-def test_a_host_that_is_called_like_a_node_does_not_take_its_name() -> None:
-    assert "\n10.10.7.254 gateway\n" in texts.hosts_file(SPEC, "node1")
+    assert "\n10.10.7.254 gateway\n" in texts.hosts_file(SPEC, "node1"), "a host does not take the name of a node"
 
 
 def test_known_hosts_has_name_and_address_and_no_comment() -> None:

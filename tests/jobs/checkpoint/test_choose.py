@@ -8,6 +8,7 @@ from muster.jobs.basics.errors import BadCheckpointError, NoCheckpointError, Sto
 from muster.jobs.checkpoint import choose
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.checkpoint.verify import is_verified
+from support.checkpoints import damage
 
 A5, A9, A50 = "step-00000005.a000", "step-00000009.a000", "step-00000050.a000"
 
@@ -20,22 +21,19 @@ def chosen(saved, **fields) -> str | None:
     return found.folder.name
 
 
-def damage(path, at: int = -1) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
-def test_a_run_without_checkpoints_has_none(saved) -> None:
+def test_a_run_without_good_checkpoints_has_none(saved) -> None:
     assert chosen(saved) is None
     saved.write(5, writers=(0,))
     assert chosen(saved) is None
     assert saved.said == []
+    for step in (6, 9):
+        damage(saved.save(step).shard(0))
+    assert chosen(saved) is None
+    assert len(saved.said) == 2
 
 
 def test_the_newest_by_number_is_chosen_and_marked_as_read(saved) -> None:
-    for step in (9, 99_999_999, 100_000_000, 5):
-        saved.save(step)
+    saved.save_all(9, 99_999_999, 100_000_000, 5)
     found = newest_good(saved.run)
     assert found is not None
     assert found.manifest.step == 100_000_000
@@ -64,16 +62,8 @@ def test_a_bad_one_is_put_aside_in_one_line_and_the_one_before_is_taken(saved, w
     assert chosen(saved) == A5
 
 
-def test_when_all_are_bad_there_is_none(saved) -> None:
-    for step in (5, 9):
-        damage(saved.save(step).shard(0))
-    assert chosen(saved) is None
-    assert len(saved.said) == 2
-
-
 def test_a_higher_step_of_a_branch_that_was_given_up_never_wins(saved) -> None:
-    for step in (5, 9, 50):
-        saved.save(step)
+    saved.save_all(5, 9, 50)
     saved.attempt(1, A9, 9)
     assert chosen(saved) == A9
     saved.save(12, 1)
@@ -85,8 +75,7 @@ def test_a_higher_step_of_a_branch_that_was_given_up_never_wins(saved) -> None:
 
 
 def test_the_line_is_followed_over_attempts_that_saved_nothing(saved) -> None:
-    saved.save(5)
-    saved.save(9)
+    saved.save_all(5, 9)
     saved.attempt(1, A5, 5)
     saved.attempt(2, A5, 5)
     saved.save(7, 2)
@@ -105,15 +94,10 @@ def test_an_attempt_that_began_anew_forgets_what_was_before(saved) -> None:
     assert chosen(saved) == "step-00000005.a001"
 
 
-def test_an_attempt_that_has_not_said_what_it_begins_from_changes_nothing(saved) -> None:
-    saved.save(5)
-    saved.attempt(1)
-    assert chosen(saved) == A5
-
-
 @pytest.mark.parametrize(
     "text",
     [
+        None,
         "",
         "{",
         "[]",
@@ -124,17 +108,17 @@ def test_an_attempt_that_has_not_said_what_it_begins_from_changes_nothing(saved)
         '{"checkpoint": "step-5.a0"}',
     ],
 )
-def test_a_resume_file_that_says_nothing_of_use_is_said_and_passed_over(saved, text: str) -> None:
+def test_an_attempt_that_does_not_say_what_it_begins_from_is_passed_over(saved, text: str | None) -> None:
     saved.save(5)
     saved.attempt(1)
-    saved.run.attempt(1).resume.write_text(text)
+    if text is not None:
+        saved.run.attempt(1).resume.write_text(text)
     assert chosen(saved) == A5
-    assert any("going by the attempt before it" in line for line in saved.said)
+    assert any("going by the attempt before it" in line for line in saved.said) == (text is not None)
 
 
 def test_one_that_was_asked_for_is_taken_or_it_is_said_why_not(saved) -> None:
-    saved.save(5)
-    saved.save(9)
+    saved.save_all(5, 9)
     saved.attempt(1, A5, 5)
     saved.save(7, 1)
     assert chosen(saved, step=5) == A5
@@ -151,8 +135,7 @@ def test_one_that_was_asked_for_is_taken_or_it_is_said_why_not(saved) -> None:
 
 
 def test_one_that_cannot_be_read_at_the_moment_is_left_where_it_is(saved, monkeypatch) -> None:
-    saved.save(5)
-    saved.save(9)
+    saved.save_all(5, 9)
     real = choose.verify
 
     def failing(folder, *, deep):

@@ -14,6 +14,7 @@ from muster.jobs.checkpoint.manifest import read_manifest
 from muster.jobs.checkpoint.pieces import Piece, whole
 from muster.jobs.checkpoint.shard import write_shard
 from muster.jobs.checkpoint.verify import verify
+from support.checkpoints import damage
 
 
 def test_a_checkpoint_is_invisible_until_all_writers_are_done(saved) -> None:
@@ -123,31 +124,22 @@ def test_a_late_writer_of_a_dead_attempt_cannot_commit(saved) -> None:
     assert saved.names() == [folder.name]
 
 
-def test_an_attempt_that_begins_while_the_last_writer_is_waited_for_fences_the_commit(saved, monkeypatch) -> None:
+@pytest.mark.parametrize("moment", ["manifest_of", "_write"])
+def test_an_attempt_that_begins_meanwhile_fences_the_commit_or_is_told_to_the_committer(
+    saved, monkeypatch, moment: str
+) -> None:
+    """Before the manifest is made, while the last writer is waited for; or during the last rename."""
     folder = saved.write(5)
-    real = commit.manifest_of
+    real = getattr(commit, moment)
 
     def begun(*arguments):
         saved.attempt(1)
         return real(*arguments)
 
-    monkeypatch.setattr(commit, "manifest_of", begun)
+    monkeypatch.setattr(commit, moment, begun)
     with pytest.raises(FencedError):
         commit.commit(saved.run, folder, 2)
-    assert not folder.manifest.exists()
-
-
-def test_an_attempt_that_begins_during_the_last_rename_is_told_to_the_committer(saved, monkeypatch) -> None:
-    folder = saved.write(5)
-    real = commit._write
-
-    def begun(*arguments):
-        saved.attempt(1)
-        real(*arguments)
-
-    monkeypatch.setattr(commit, "_write", begun)
-    with pytest.raises(FencedError):
-        commit.commit(saved.run, folder, 2)
+    assert folder.manifest.exists() == (moment == "_write")
 
 
 def test_what_only_lacks_its_commit_is_rolled_forward_also_after_the_next_attempt_has_begun(saved) -> None:
@@ -169,11 +161,11 @@ def test_a_branch_that_was_given_up_is_not_rolled_forward(saved) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("harm", "message"),
     [
         (lambda folder: folder.shard(1).unlink(), "missing, although its .ok is there"),
         (lambda folder: folder.shard(1).write_bytes(b"short"), "5 bytes, its .ok says"),
-        (lambda folder: flip(folder.ok(1), 30), "damaged"),
+        (lambda folder: damage(folder.ok(1), 30), "damaged"),
         (lambda folder: shutil.copy(folder.ok(0), folder.ok(1)), "shard-00000.safetensors.*wanted.*shard-00001"),
         (lambda folder: reseal(folder.ok(1), writers=3), "one of 3 writers, wanted 2"),
         (lambda folder: reseal(folder.ok(1), step=4), "step is 4, wanted 5"),
@@ -184,9 +176,9 @@ def test_a_branch_that_was_given_up_is_not_rolled_forward(saved) -> None:
         (lambda folder: reseal(folder.ok(0), meta=None), "meta must be an object"),
     ],
 )
-def test_what_does_not_fit_together_is_never_committed(saved, damage, message: str) -> None:
+def test_what_does_not_fit_together_is_never_committed(saved, harm, message: str) -> None:
     folder = saved.write(5)
-    damage(folder)
+    harm(folder)
     with pytest.raises(BadCheckpointError, match=message):
         commit.commit(saved.run, folder, 2, deadline_s=0.0)
     assert roll_forward(saved.run, say=saved.say) == []
@@ -194,31 +186,24 @@ def test_what_does_not_fit_together_is_never_committed(saved, damage, message: s
     assert not folder.manifest.exists()
 
 
-def flip(path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def reseal(path, **fields) -> None:
     path.write_bytes(sealed.seal({**sealed.unseal(path.read_bytes(), path), **fields}))
 
 
-def test_writers_that_overlap_or_leave_a_hole_make_no_checkpoint(saved) -> None:
-    for step, second in ((1, (3, 8)), (2, (5, 8)), (3, (4, 7))):
-        folder = begin(saved.run, step, 0)
-        first = Piece("model/w", "U8", (8,), flat=(0, 4))
-        write_shard(folder, 0, 2, [(first, bytes(4))], meta={})
-        write_shard(folder, 1, 2, [(Piece("model/w", "U8", (8,), flat=second), bytes(second[1] - second[0]))])
-        with pytest.raises(BadCheckpointError, match="model/w"):
-            commit.commit(saved.run, folder, 2)
-
-
-def test_writers_that_disagree_on_a_shape_make_no_checkpoint(saved) -> None:
+@pytest.mark.parametrize(
+    ("second", "shape", "message"),
+    [
+        ((3, 8), (8,), "model/w"),
+        ((5, 8), (8,), "model/w"),
+        ((4, 7), (8,), "model/w"),
+        ((4, 8), (2, 4), "do not agree on its type and shape"),
+    ],
+)
+def test_writers_that_overlap_leave_a_hole_or_disagree_make_no_checkpoint(saved, second, shape, message: str) -> None:
     folder = begin(saved.run, 1, 0)
     write_shard(folder, 0, 2, [(Piece("model/w", "U8", (8,), flat=(0, 4)), bytes(4))], meta={})
-    write_shard(folder, 1, 2, [(Piece("model/w", "U8", (2, 4), flat=(4, 8)), bytes(4))])
-    with pytest.raises(BadCheckpointError, match="do not agree on its type and shape"):
+    write_shard(folder, 1, 2, [(Piece("model/w", "U8", shape, flat=second), bytes(second[1] - second[0]))])
+    with pytest.raises(BadCheckpointError, match=message):
         commit.commit(saved.run, folder, 2)
 
 

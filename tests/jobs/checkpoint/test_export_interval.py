@@ -78,23 +78,22 @@ def test_a_full_disk_leaves_no_export(saved, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stall_s", "mtbf_s", "wanted_s"),
+    ("stall_s", "mtbf_s", "more", "wanted_s"),
     [
-        (0.1, 3 * 3600.0, math.sqrt(2 * 0.1 * 3 * 3600)),  # 46 s
-        (0.0, 3 * 3600.0, 30.0),
-        (0.05, 60.0, 30.0),
-        (10.0, 1e9, 1800.0),
-        (60.0, 3600.0, 6000.0),  # 1 % overhead wins over everything
-        (0.5, 0.0, 50.0),
+        (0.1, 3 * 3600.0, {}, math.sqrt(2 * 0.1 * 3 * 3600)),  # 46 s
+        (0.0, 3 * 3600.0, {}, 30.0),
+        (0.05, 60.0, {}, 30.0),
+        (10.0, 1e9, {}, 1800.0),
+        (60.0, 3600.0, {}, 6000.0),  # 1 % overhead wins over everything
+        (0.5, 0.0, {}, 50.0),
+        (0.1, 60.0, {"step_s": 100.0}, 100.0),  # no shorter than a step or a save
+        (0.1, 60.0, {"save_s": 45.0}, 45.0),
     ],
 )
-def test_the_interval_is_youngs_and_dalys_within_limits(stall_s: float, mtbf_s: float, wanted_s: float) -> None:
-    assert young_daly(stall_s, mtbf_s) == pytest.approx(wanted_s)
-
-
-def test_the_interval_is_no_shorter_than_a_step_or_a_save() -> None:
-    assert young_daly(0.1, 60.0, step_s=100.0) == 100.0
-    assert young_daly(0.1, 60.0, save_s=45.0) == 45.0
+def test_the_interval_is_youngs_and_dalys_within_limits(
+    stall_s: float, mtbf_s: float, more: dict[str, float], wanted_s: float
+) -> None:
+    assert young_daly(stall_s, mtbf_s, **more) == pytest.approx(wanted_s)
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e9), st.floats(0, 1e4), st.floats(0, 1e4))

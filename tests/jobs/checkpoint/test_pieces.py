@@ -25,17 +25,12 @@ def elements_of(piece: Piece) -> list[int]:
 
 
 @given(boxes())
-def test_runs_are_the_elements_of_a_box_in_order(piece: Piece) -> None:
+def test_runs_are_the_elements_of_a_box_in_order_and_as_few_as_can_be(piece: Piece) -> None:
+    """Neighbouring runs never touch, unless a dimension of one element lies between them."""
     runs = list(piece.runs())
     assert [element for start, stop in runs for element in range(start, stop)] == elements_of(piece)
     assert all(start < stop for start, stop in runs)
     assert [piece.runs()[index] for index in range(len(piece.runs()))] == runs
-
-
-@given(boxes())
-def test_runs_are_as_few_as_can_be_inside_one_row_of_what_is_cut(piece: Piece) -> None:
-    """Neighbouring runs never touch, unless a dimension of one element lies between them."""
-    runs = list(piece.runs())
     if all(size > 1 for size in piece.shape):
         assert all(first[1] < second[0] for first, second in itertools.pairwise(runs))
 

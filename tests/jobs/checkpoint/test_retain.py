@@ -11,6 +11,7 @@ from muster.jobs.basics.errors import RunFolderError
 from muster.jobs.checkpoint import retain as retain_module
 from muster.jobs.checkpoint.choose import newest_good
 from muster.jobs.checkpoint.retain import Entry, plan, retain
+from support.checkpoints import damage
 
 
 def entry(text: str) -> Entry:
@@ -89,8 +90,7 @@ def names(*steps: int) -> list[str]:
 
 
 def test_old_ones_go_after_the_new_ones_were_read_again(saved) -> None:
-    for step in (1, 2, 3, 4):
-        saved.save(step)
+    saved.save_all(1, 2, 3, 4)
     assert retain(saved.run, 2) == names(1, 2)
     assert saved.names() == names(3, 4)
     assert all(saved.run.checkpoint(step, 0).verified.exists() for step in (3, 4))
@@ -98,22 +98,18 @@ def test_old_ones_go_after_the_new_ones_were_read_again(saved) -> None:
 
 
 def test_a_bad_newest_one_costs_no_good_one(saved) -> None:
-    for step in (1, 2, 3):
-        saved.save(step)
-    path = saved.run.checkpoint(3, 0).shard(0)
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    saved.save_all(1, 2, 3)
+    damage(saved.run.checkpoint(3, 0).shard(0))
     assert retain(saved.run, 2, say=saved.say) == []
     assert saved.names() == [f"bad-{names(3)[0]}", *names(1, 2)]
     assert "put aside" in saved.said[0]
 
 
 def test_what_the_newest_attempt_began_from_stays_and_what_it_left_behind_goes(saved) -> None:
-    for step in (1, 2, 9):
-        saved.save(step)
+    saved.save_all(1, 2, 9)
     saved.attempt(1, names(1)[0], 1)
     assert retain(saved.run, 2) == []
-    for step in (3, 4, 5):
-        saved.save(step, 1)
+    saved.save_all(3, 4, 5, attempt=1)
     gone = retain(saved.run, 2)
     assert gone == [*names(2, 9), "step-00000003.a001"]
     assert saved.names() == [names(1)[0], "step-00000004.a001", "step-00000005.a001"]
@@ -124,8 +120,7 @@ def test_what_the_newest_attempt_began_from_stays_and_what_it_left_behind_goes(s
 
 def test_leftovers_of_a_killed_save_and_of_a_killed_deletion_go(saved) -> None:
     saved.write(1, writers=(0,))
-    for step in (2, 3):
-        saved.save(step)
+    saved.save_all(2, 3)
     saved.write(4, writers=(0,))
     saved.save(5).path.rename(saved.run.checkpoint(5, 0).trash)
     retain(saved.run, 2)
@@ -133,8 +128,7 @@ def test_leftovers_of_a_killed_save_and_of_a_killed_deletion_go(saved) -> None:
 
 
 def test_what_is_not_ours_is_not_touched(saved) -> None:
-    for step in (2, 3):
-        saved.save(step)
+    saved.save_all(2, 3)
     outside = saved.run.path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("x")
@@ -153,15 +147,13 @@ def test_a_link_inside_a_folder_that_is_deleted_is_not_followed(saved) -> None:
     outside.mkdir()
     (outside / "precious").write_text("x")
     (saved.save(1).path / "extra").symlink_to(outside)
-    for step in (2, 3):
-        saved.save(step)
+    saved.save_all(2, 3)
     assert retain(saved.run, 2) == names(1)
     assert (outside / "precious").exists()
 
 
 def test_a_deletion_that_fails_is_told_and_leaves_nothing_half_there(saved, monkeypatch) -> None:
-    for step in (1, 2, 3):
-        saved.save(step)
+    saved.save_all(1, 2, 3)
 
     def refuse(path) -> None:
         raise PermissionError(13, os.strerror(13))

@@ -2,20 +2,10 @@
 
 import math
 from pathlib import Path
-from typing import Any
 
 from muster.jobs.basics.files import append_lines
-from muster.jobs.node.reports import Reporter
 from muster.jobs.saving.replay import Replay, logged_losses
-
-
-class Told(Reporter):
-    def __init__(self) -> None:
-        super().__init__({})
-        self.rows: list[dict[str, Any]] = []
-
-    def _send(self, report: dict[str, Any]) -> None:
-        self.rows.append({key: value for key, value in report.items() if key != "seconds"})
+from support.checkpoints import Told
 
 
 def test_the_newest_loss_of_each_later_step_of_an_earlier_attempt_counts(tmp_path: Path) -> None:
@@ -39,7 +29,8 @@ def test_equal_losses_are_said_once_when_the_last_of_them_is_there() -> None:
     assert replay.check([(3, 0.1), (4, math.nan)]) is None
     assert replay.check([(5, 0.3), (6, 0.2)]) == "3 steps done again: the same losses, bit by bit"
     assert replay.check([(7, 0.2)]) is None
-    assert told.rows == [{"report": "replayed", "steps": 3, "compared": 3, "worst": 0.0}]
+    (row,) = told.rows
+    assert (row["report"], row["steps"], row["compared"], row["worst"]) == ("replayed", 3, 3, 0.0)
 
 
 def test_other_losses_are_said_with_the_largest_difference() -> None:

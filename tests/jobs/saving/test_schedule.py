@@ -40,10 +40,16 @@ def saved_at(each: Schedule, clock: Clock, step_s: float, steps: int, log_every:
     return saved
 
 
-@pytest.mark.parametrize("log_every", [1, 20, 1000])
-def test_every_so_many_seconds_is_kept_by_the_speed_of_the_steps(log_every):
+@pytest.mark.parametrize(
+    ("every_s", "step_s", "steps", "log_every", "saves_s"),
+    [
+        *((10.0, 0.5, 100, log_every, [10.0, 20.0, 30.0, 40.0, 50.0]) for log_every in (1, 20, 1000)),
+        (1.0, 60.0, 3, 20, [60.0, 120.0, 180.0]),  # steps longer than the interval
+    ],
+)
+def test_every_so_many_seconds_is_kept_by_the_speed_of_the_steps(every_s, step_s, steps, log_every, saves_s):
     clock = Clock()
-    assert saved_at(schedule(clock, every_s=10.0), clock, 0.5, 100, log_every) == [10.0, 20.0, 30.0, 40.0, 50.0]
+    assert saved_at(schedule(clock, every_s=every_s), clock, step_s, steps, log_every) == saves_s
 
 
 def test_a_slow_first_step_does_not_bring_a_save_before_its_time():
@@ -55,11 +61,6 @@ def test_a_slow_first_step_does_not_bring_a_save_before_its_time():
     saves, due = each.ask(3)
     assert not saves
     assert due == pytest.approx(3 + (10 - 4.02) / 0.01, abs=1)
-
-
-def test_steps_longer_than_the_interval_save_after_each():
-    clock = Clock()
-    assert saved_at(schedule(clock, every_s=1.0), clock, 60.0, 3, 20) == [60.0, 120.0, 180.0]
 
 
 def test_auto_saves_more_often_in_a_run_that_fails_often_and_never_for_over_a_hundredth_of_the_time():

@@ -22,9 +22,7 @@ from muster.jobs.session.state.state import State
 from muster.jobs.tensors.parts import Part
 from muster.jobs.tensors.snapshot import Snapshot
 from muster.jobs.world.world import World
-from support.sessions import load, save
-
-ALONE = World(0, 1, None, torch.device("cpu"))
+from support.sessions import ALONE, load, restore, save, store
 
 
 class Net(nn.Module):
@@ -202,18 +200,14 @@ def test_averages_scalers_compiled_models_and_objects_with_tensors_are_restored(
     memory.rows = [torch.arange(3), torch.zeros((), dtype=torch.bool)]
     memory.table[3, 4] = np.inf
     objects["ema"].update_parameters(objects["model"])
-    state = State({**objects, "tensor": torch.arange(4.0)})
-    state.join(ALONE)
-    save(state, ALONE, str(tmp_path / "run"))
+    state = store(tmp_path / "run", **objects, tensor=torch.arange(4.0))
     names = {part.piece.name for part in state.parts()}
     assert {"compiled/0.weight", "compiled/1.weight", "ema/module.up.weight", "memory/rows/0", "tensor"} <= names
 
     fresh = make()
     window, tensor = fresh["memory"].window, torch.zeros(4)
-    resumed = State({**fresh, "tensor": tensor})
-    resumed.join(ALONE)
     fresh["scaler"]._init_scale = 2.0
-    load(resumed, str(tmp_path / "run"))
+    resumed = restore(tmp_path / "run", **fresh, tensor=tensor)
     restored = fresh["memory"]
     assert restored.window is window, "read in place"
     assert window.tolist() == [3.0] * 5
@@ -300,12 +294,8 @@ def test_a_module_with_a_state_dict_of_its_own_is_stored_by_it(tmp_path: Path):
     optimizers = [torch.optim.SGD(each.adapter.parameters(), lr=0.1, momentum=0.9) for each in (model, fresh)]
     model.adapter(torch.ones(1, 2)).sum().backward()
     optimizers[0].step()
-    state = State({"model": model, "optimizer": optimizers[0]})
-    state.join(ALONE)
-    save(state, ALONE, str(tmp_path / "run"))
-    resumed = State({"model": fresh, "optimizer": optimizers[1]})
-    resumed.join(ALONE)
-    load(resumed, str(tmp_path / "run"))
+    store(tmp_path / "run", model=model, optimizer=optimizers[0])
+    restore(tmp_path / "run", model=fresh, optimizer=optimizers[1])
     assert fresh.calls == 3
     assert torch.equal(fresh.adapter.weight, model.adapter.weight), "in place, although the loader does not copy it"
     assert not torch.equal(fresh.frozen.weight, model.frozen.weight)
