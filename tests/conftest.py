@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import asyncio
 import inspect
 import json
 import os
@@ -29,6 +30,7 @@ settings.load_profile("ours")
 NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bare machine has not: sshd, pdsh, Slurm
 
 ROOT = Path(__file__).parent.parent
+LOOP_S = 40.0  # how long a test that is a coroutine may take
 OnRanks = Callable[..., list[Any]]
 
 
@@ -50,6 +52,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         unsteady = item.get_closest_marker("unsteady")
         if unsteady is not None and not (unsteady.args and isinstance(unsteady.args[0], str)):
             raise pytest.UsageError(f"{item.nodeid}: is marked unsteady without a reason; write unsteady('why')")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in a loop of its own and under a deadline."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), LOOP_S))
+    return True
 
 
 @pytest.fixture(scope="session")
