@@ -161,20 +161,6 @@ def test_training_gives_the_same_bits_over_every_transport(transport, muster, lo
     assert took_the_interface_between_the_nodes_and_left_nothing(muster)
 
 
-# The training above goes the same way, and has to communicate for the same bits.
-@pytest.mark.soak
-@pytest.mark.parametrize("transport", REMOTE)
-def test_hello_sums_over_four_hosts(transport, muster) -> None:
-    code, said = TRANSPORTS[transport](muster, HELLO)
-    assert code == 0, said
-    attempt = muster.newest().attempt(0)
-    for rank in range(4):
-        text = attempt.out(rank).read_text()
-        assert text.startswith(f"rank {rank} of 4 on node {rank} (node{rank}, ")
-        assert "sum to 6" in text
-    assert took_the_interface_between_the_nodes_and_left_nothing(muster)
-
-
 WORDS = st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=12) | st.sampled_from(
     [
         "",
@@ -240,32 +226,6 @@ def test_a_lost_node_is_named_and_nothing_is_left(how, transport, muster) -> Non
     finally:
         box.heal("node2")
     wait_until(lambda: not of_run(run.run_id), "the end of all ranks")
-
-
-# The agents end with their connection or their lease, whichever client made it; pdsh's are in test_ssh_transport.py.
-@pytest.mark.parametrize("transport", ["ssh", soaked("pdsh")])
-def test_a_killed_supervisor_leaves_nothing_on_any_node(transport, muster) -> None:
-    process = muster.start("run", muster.job(), "--hosts", muster.box.spelt, "--on", transport, job=SLEEP)
-    muster.wait_for("started", 4)
-    run = muster.newest()
-    process.kill()
-    process.communicate(timeout=60)
-    wait_until(lambda: not of_run(run.run_id), "the end of all ranks")
-
-
-def test_all_bad_nodes_are_named_at_once(muster) -> None:
-    muster.box.fail("node1", "power")
-    muster.box.fail("node3", "power")
-    try:
-        code, _, err = muster.call("run", muster.job(), "--hosts", muster.box.spelt, "--on", "ssh", job=SLEEP)
-    finally:
-        muster.box.heal("node1")
-        muster.box.heal("node3")
-    assert code == 69
-    assert "node1: " in err
-    assert "node3: " in err
-    assert "--exclude 'node[1,3]'" in err
-    assert not of_run(muster.newest().run_id)
 
 
 def test_without_the_bad_node_a_smaller_job_runs(muster) -> None:

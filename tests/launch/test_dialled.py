@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,6 @@ from muster.launch.common.processes import start_ticks
 from muster.launch.transports.dialled import Dialled, Starter
 from muster.launch.transports.pdsh import pdsh_transport
 from muster.launch.wire.channel import Channel
-from muster.launch.wire.handshake import node_key
 from muster.launch.wire.keys import KEY, SECRET
 from muster.launch.wire.messages import Bye, Hello
 
@@ -124,71 +122,6 @@ async def test_the_secret_stands_in_the_programs_environment_too_and_nowhere_els
     await channel.send(Bye(0))
     await transport.close([])
     channel.close()
-
-
-async def test_one_without_the_secret_is_not_let_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gate = Gate()
-    script = f'{SECRET}=guessed {AGENT} --node 1 --connect "$1"; exec {AGENT} --node 0 --connect "$1"'
-    transport = dialled(tmp_path, 2, script)
-    await transport.start(gate)
-    channel, _ = await hello_of(gate)
-    assert channel.node == 0
-    assert gate.channels.empty()
-    said = ""
-    while "refused" not in said:
-        await asyncio.sleep(0.02)
-        said += capsys.readouterr().err
-    port = transport._listener.port
-    assert said == f"muster: refused 1 connection to port {port}: 1 x hung up; last from 127.0.0.1\n"
-    await channel.send(Bye(0))
-    await transport.close([1])
-    channel.close()
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {SECRET: "of another call"},
-        {KEY: node_key("of another call", 1)},
-        {KEY: node_key("printed", 0)},  # of another node of this very call
-    ],
-)
-async def test_who_pastes_a_line_of_another_call_hears_it_and_is_not_let_in(
-    tmp_path: Path, variables: dict[str, str]
-) -> None:
-    transport, gate = by_hand(tmp_path), Gate()
-    await transport.start(gate)
-    channel, _ = await hello_of(gate)
-    other = await pasted(transport, 1, **variables)
-    _, said = await other.communicate()
-    assert other.returncode == 78
-    assert said.decode().partition("\n")[2] == (
-        f"muster agent on {socket.gethostname()}: who answers at 127.0.0.1:{transport._listener.port} does not "
-        "hold this agent's key, so it was not obeyed; paste the lines of one muster cmd, and let no other program "
-        "take that port\n"
-    )
-    assert gate.channels.empty()
-    await channel.send(Bye(0))
-    await transport.close([1])
-    channel.close()
-
-
-async def test_by_hand_node_0_is_started_here_and_the_others_are_waited_for(tmp_path: Path) -> None:
-    transport, gate = by_hand(tmp_path), Gate()
-    await transport.start(gate)
-    first, _ = await hello_of(gate)
-    assert first.node == 0
-    other = await pasted(transport, 1, **{KEY: node_key("printed", 1)})
-    second, _ = await hello_of(gate)
-    assert second.node == 1
-    for channel in (first, second):
-        await channel.send(Bye(0))
-    _, said = await other.communicate()
-    assert said.decode().splitlines()[-1].endswith("node 1 has reached node 0 and waits for the other nodes")
-    assert other.returncode == 0
-    await transport.close([])
-    for channel in (first, second):
-        channel.close()
 
 
 async def test_by_hand_nobody_can_be_node_0_over_the_port(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from muster.launch.wire.messages import (
 )
 from muster.launch.wire.records import Progress
 from support.agents import LOOPBACK, Supervised, program, rank
-from support.live import wait_until
+from support.live import parent_of, wait_until
 from support.warm import state_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -70,10 +70,6 @@ def node(tmp_path: Path) -> Iterator[Supervised]:
     started.hang_up()
     started.end()
     started.close()
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def pids_of(started: Started) -> dict[int, int]:

@@ -12,7 +12,6 @@ from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines, write_json
 from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.cli import main
-from muster.launch.common.processes import command_line
 from support.live import LiveRun, argv, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -115,13 +114,6 @@ def test_old_attempts_keep_what_is_looked_at_again(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out.count("exited with code 7") == 5
 
 
-def test_without_a_restart_section_nothing_is_started_again(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, f"nodes: 2\n{argv(FAILING.format(failures=1, rank=1))}")
-    assert live.end() == 7
-    assert len(rows(live.run)) == 1
-    assert live.events("restarting") == []
-
-
 def test_a_lost_agent_is_started_again_where_all_nodes_are_needed(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, job(SLEEPING.format(failures=1), "{max: 1}"))
     live.wait_for("started", 2)
@@ -191,20 +183,3 @@ def test_muster_stop_ends_the_run_and_not_only_the_attempt(tmp_path: Path) -> No
     write_json(live.run.stop, {"time": 1.0, "grace_s": 0.5, "now": False, "by": "test"})
     assert live.end() == exits.STOPPED
     assert len(rows(live.run)) == 1
-
-
-def test_a_program_that_is_not_there_is_not_tried_again(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, 'restart: {max: 5}\ncommand: ["/nowhere/program"]\n')
-    assert live.end() == 127
-    assert len(rows(live.run)) == 1
-
-
-def test_the_keeper_that_dies_takes_its_node_and_the_next_attempt_has_another(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, job(SLEEPING.format(failures=1), "{max: 1}"))
-    rank = live.pid_of(2)
-    keeper = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    assert "muster.jobs.node.warm" in command_line(keeper)
-    os.kill(keeper, signal.SIGKILL)
-    assert live.end() == 0, live.err
-    assert len(rows(live.run)) == 2
-    assert live.left() == []

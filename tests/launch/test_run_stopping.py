@@ -9,7 +9,7 @@ import pytest
 
 from muster.jobs.machine.linux import descendants
 from muster.launch.common.processes import command_line, of_run, start_ticks
-from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
+from support.live import SLEEP, TRAINING, LiveRun, argv, parent_of, two_by_two, wait_until
 from support.starve import starve
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -105,18 +105,6 @@ def test_background_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
     assert not live.left()
 
 
-def test_a_killed_agent_loses_its_node_and_the_run_says_which(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, two_by_two(SLEEP))
-    live.wait_for("started", 2)
-    record = json.loads(live.run.attempt(0).node(1).read_text())
-    assert start_ticks(record["pid"]) == record["pid_start"]
-    os.kill(record["pid"], signal.SIGKILL)
-    assert live.end() == 69
-    first = live.verdict()["first"]
-    assert (first["rank"], first["node"]) == (None, 1)
-    assert not live.left()
-
-
 def test_an_agent_killed_before_it_answers_ends_the_run_at_once(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP, start_timeout_s=1000))
     live.wait_for("submitted")
@@ -135,8 +123,7 @@ def test_an_agent_killed_before_it_answers_ends_the_run_at_once(tmp_path: Path) 
 
 def test_a_killed_keeper_loses_its_node_without_a_traceback(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
-    keeper = int(Path(f"/proc/{live.pid_of(2)}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(parent_of(live.pid_of(2)), signal.SIGKILL)
     assert live.end() == 69
     assert "Traceback" not in live.err
     assert "keeper has gone" in live.verdict()["message"]
@@ -145,16 +132,16 @@ def test_a_killed_keeper_loses_its_node_without_a_traceback(tmp_path: Path) -> N
 
 def test_a_frozen_keeper_does_not_survive_its_run(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
-    keeper = int(Path(f"/proc/{live.pid_of(2)}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(keeper, signal.SIGSTOP)
+    os.kill(parent_of(live.pid_of(2)), signal.SIGSTOP)
     kill_and_outlive(live)
 
 
 def test_a_frozen_agent_is_noticed_by_its_silence(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
     live.wait_for("started", 2)
-    pid = json.loads(live.run.attempt(0).node(0).read_text())["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    record = json.loads(live.run.attempt(0).node(0).read_text())
+    assert start_ticks(record["pid"]) == record["pid_start"]
+    os.kill(record["pid"], signal.SIGSTOP)
     assert live.end() == 69
     assert "silent" in live.verdict()["message"]
     assert not live.left()

@@ -96,6 +96,10 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
         time.sleep(0.02)
 
 
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def argv(code: str) -> str:
     """The `command:` section that runs a piece of Python."""
     return f"command: {json.dumps([sys.executable, '-c', code])}\n"

@@ -61,6 +61,12 @@ def inside(submission: Submission, slurm: FakeSlurm, restarts: int = 0, **more: 
     return own
 
 
+@pytest.fixture
+def own(submission: Submission, slurm: FakeSlurm) -> OwnJob:
+    """The supervisor's view of its job, in the first start."""
+    return inside(submission, slurm)
+
+
 def with_slurm(submission: Submission, settings: SlurmSettings) -> Submission:
     job = submission.context.job.model_copy(update={"slurm": settings})
     return replace(submission, context=replace(submission.context, job=job))
@@ -70,8 +76,7 @@ def events(run: RunDir, name: str) -> list[dict[str, Any]]:
     return [row for row in read_lines(run.events) if row["event"] == name]
 
 
-def test_a_drained_run_is_queued_again(submission: Submission, slurm: FakeSlurm) -> None:
-    own = inside(submission, slurm)
+def test_a_drained_run_is_queued_again(own: OwnJob, slurm: FakeSlurm) -> None:
     assert own.begin() is None
     assert [own.end(code) for code in (0, 1, 124, 130)] == [0, 1, 124, 130]
     assert slurm.calls("scontrol") == []
@@ -118,9 +123,8 @@ def test_a_run_that_may_not_be_queued_again_is_not(
     assert "slurm.requeue: false" in capsys.readouterr().err
 
 
-def test_a_run_that_somebody_cancels_is_left_cancelled(submission: Submission, slurm: FakeSlurm) -> None:
+def test_a_run_that_somebody_cancels_is_left_cancelled(own: OwnJob, slurm: FakeSlurm) -> None:
     """scancel's SIGTERM drains it too; scontrol would then bring it back to life."""
-    own = inside(submission, slurm)
     slurm.job("12", state="COMPLETING")
     own.output.path.write_text(CANCELLED.format(""))
     assert own.end(75) == 130
@@ -131,16 +135,14 @@ def test_a_run_that_somebody_cancels_is_left_cancelled(submission: Submission, s
 
 
 @pytest.mark.parametrize("why", [" DUE TO JOB REQUEUE", " DUE TO PREEMPTION"])
-def test_what_slurm_itself_queues_again_is_left_to_it(submission: Submission, slurm: FakeSlurm, why: str) -> None:
-    own = inside(submission, slurm)
+def test_what_slurm_itself_queues_again_is_left_to_it(own: OwnJob, slurm: FakeSlurm, why: str) -> None:
     slurm.job("12", state="COMPLETING")
     own.output.path.write_text(CANCELLED.format(why))
     assert own.end(75) == 75
     assert slurm.calls("scontrol") == []
 
 
-def test_a_run_that_muster_stop_ends_meanwhile_is_not_queued_again(submission: Submission, slurm: FakeSlurm) -> None:
-    own = inside(submission, slurm)
+def test_a_run_that_muster_stop_ends_meanwhile_is_not_queued_again(own: OwnJob, slurm: FakeSlurm) -> None:
     own.run.stop.write_text("{}")
     assert own.end(75) == 130
     assert slurm.calls("scontrol") == []

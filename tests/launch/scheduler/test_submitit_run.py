@@ -19,7 +19,7 @@ from muster.jobs.spec.slurm import SlurmSettings
 from muster.launch.common.processes import of_run
 from muster.launch.scheduler.submitit_order import slurm_parameters
 from support.box import LiveBox
-from support.live import LiveRun, argv, wait_until
+from support.live import LiveRun, argv, parent_of, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -47,11 +47,7 @@ def attempts(run: RunDir) -> list[tuple[int, str]]:
 def task_0(run: RunDir) -> int:
     """The process of submitit's first task: the parent of the supervisor."""
     submitted = [row for row in read_lines(run.events) if row["event"] == "submitted"][-1]
-    return parent(submitted["pid"])
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return parent_of(submitted["pid"])
 
 
 # What is ordered ----------------------------------------------------------------------------------------------------
@@ -226,7 +222,7 @@ def test_nothing_is_left_when_submitits_own_controller_is_killed(tmp_path: Path)
     live = LiveRun(tmp_path, job_of(SLEEP), *LOCAL)
     live.wait_for_output("ready", 3)
     run = live.run
-    os.kill(parent(task_0(run)), signal.SIGKILL)
+    os.kill(parent_of(task_0(run)), signal.SIGKILL)
     assert live.end() == exits.STOPPED  # its supervisor is told, and has the last word
     wait_until(lambda: not of_run(run.run_id) and not controllers(run), "the end of all")
 

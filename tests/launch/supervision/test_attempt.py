@@ -42,17 +42,10 @@ from muster.launch.wire.messages import (
     ToAgent,
 )
 from muster.slurm.notice import Notice
-from support.messages import exited, hello
+from support.messages import Channel, exited, hello
 
 Order = TypeVar("Order")
 STOP = Stop(exits.STOPPED, "stopped by Ctrl-C")
-
-
-class Channel:
-    """Takes whatever is posted."""
-
-    def post(self, message: ToAgent) -> None:
-        raise AssertionError("attempts send through the function that they are given")
 
 
 class Played:
