@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.box import LiveBox
+from support.box import BoxUser, LiveBox
 from support.live import LiveRun
 
 # A continuous build tries the same examples every time; everywhere else new ones are drawn. How long one takes says how
@@ -75,7 +75,6 @@ def rank_server() -> Iterator[subprocess.Popen[str]]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as server:
         yield server
-        assert server.stdin is not None
         server.stdin.close()
 
 
@@ -109,6 +108,14 @@ def apart_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveBox]:
 
 
 @pytest.fixture
+def user(box: LiveBox, tmp_path: Path) -> Iterator[BoxUser]:
+    """A user of the box."""
+    made = BoxUser(box, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
     """Return a caller: `on_ranks(n, function, **arguments)` runs a test file's function on n ranks, in one gloo group.
 
@@ -127,7 +134,6 @@ def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
             "deadline_s": deadline_s,
             "group": group,
         }
-        assert rank_server.stdin is not None
         assert rank_server.stdout is not None
         rank_server.stdin.write(json.dumps(request) + "\n")
         rank_server.stdin.flush()

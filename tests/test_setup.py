@@ -409,7 +409,6 @@ def test_another_user_cannot_hold_the_lock(copy: Path) -> None:
             "echo; exec sleep 60",
         ]
         with subprocess.Popen(hold, stdout=subprocess.PIPE) as held:
-            assert held.stdout is not None
             assert held.stdout.readline() == b"\n"
             try:
                 again = setup(copied, "--python", "/nowhere")

@@ -38,7 +38,6 @@ class RunFolder:
     def submitted(self, *, world_size: int = 4, nodes: int = 2, alive: bool = True, **fields: Any) -> "RunFolder":
         """Write the first row; the supervisor is this test's process, or one that has gone."""
         pid, ticks = os.getpid(), processes.start_ticks(os.getpid())
-        assert ticks is not None
         row = {"run_id": self.run.run_id, "name": "vgg", "kind": "train", "nodes": nodes, "world_size": world_size}
         row |= {"transport": "local", "host": HERE, "pid": pid, "pid_start": ticks if alive else ticks - 1}
         return self.event("submitted", **{**row, "grace_s": 5.0, **fields})
@@ -116,7 +115,6 @@ class Starter:
             env[ranks.RUN_ID] = run_id
         child = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
         self.children.append(child)
-        assert child.stdout is not None
         self.pids.append(int(child.stdout.readline()))
         return self.pids[-1]
 
@@ -126,7 +124,6 @@ class Starter:
         for child in self.children:
             child.kill()
             child.wait()
-            assert child.stdout is not None
             child.stdout.close()
 
 

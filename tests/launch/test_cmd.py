@@ -261,7 +261,6 @@ def test_a_line_that_is_killed_ends_the_run(killed: int, code: int | None, lines
 def test_node_0_says_until_when_it_waits_for_whom_and_ctrl_c_ends_the_wait(lines, shells) -> None:
     found = lines({"nodes": 3, "command": ["true"]}, *HERE)
     first = shells.paste(found[0])
-    assert first.stdout is not None
     line = first.stdout.readline()
     assert re.fullmatch(r"waiting until \d\d:\d\d:\d\d for node 1 \(node1\), 2 \(node2\)\n", line)
     shells.paste(found[2])

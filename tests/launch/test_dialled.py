@@ -20,30 +20,14 @@ from muster.jobs.spec.site import SshSettings
 from muster.launch.common.processes import start_ticks
 from muster.launch.transports.dialled import Dialled, Starter
 from muster.launch.transports.pdsh import pdsh_transport
-from muster.launch.wire.channel import Channel
 from muster.launch.wire.keys import KEY, SECRET
-from muster.launch.wire.messages import Bye, Hello
+from muster.launch.wire.messages import Bye
+from support.agents import Gate
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 30.0
 AGENT = shlex.join(module_argv(sys.executable, "muster.launch.agent"))
-
-
-class Gate:
-    """What a transport has handed over."""
-
-    def __init__(self) -> None:
-        self.channels: asyncio.Queue[Channel] = asyncio.Queue()
-        self.failures: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-        self.error = MusterError()
-
-    def connected(self, channel: Channel) -> None:
-        self.channels.put_nowait(channel)
-
-    def failed(self, node_rank: int, error: MusterError) -> None:
-        self.error = error
-        self.failures.put_nowait((node_rank, str(error)))
 
 
 def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
@@ -58,11 +42,6 @@ def shell(script: str) -> Callable[[str], list[str]]:
 def dialled(folder: Path, nodes: int, script: str, **fields: Any) -> Dialled:
     starter = Starter(argv=shell(script), explain=told, **fields)
     return Dialled("test", nodes, run=RunDir(folder), starter=starter, towards="127.0.0.1")
-
-
-async def hello_of(gate: Gate) -> tuple[Channel, Hello]:
-    channel = await gate.channels.get()
-    return channel, await channel.receive_hello()
 
 
 def by_hand(folder: Path) -> Dialled:
@@ -97,7 +76,7 @@ async def test_the_agents_that_a_program_starts_dial_back_and_end_when_they_are_
     transport = dialled(tmp_path, 2, f"cd {shlex.quote(str(tmp_path))}; {BOTH}")
     await transport.start(gate)
     assert run_dir.token.stat().st_mode & 0o777 == 0o600
-    met = [await hello_of(gate) for _ in range(2)]
+    met = [await gate.hello() for _ in range(2)]
     assert sorted(channel.node for channel, _ in met) == [0, 1]
     for channel, _ in met:
         await channel.send(Bye(0))
@@ -112,7 +91,7 @@ async def test_the_secret_stands_in_the_programs_environment_too_and_nowhere_els
     gate = Gate()
     transport = dialled(tmp_path, 1, f'{AGENT} --node 0 --connect "$1"', replaces={"PATH": os.environ["PATH"]})
     await transport.start(gate)
-    channel, hello = await hello_of(gate)
+    channel, hello = await gate.hello()
     environ = Path(f"/proc/{hello.pid}/environ").read_bytes()
     assert sorted(each.partition(b"=")[0].decode() for each in environ.split(b"\0") if each) in (
         sorted(["PATH", SECRET, "PWD"]),
@@ -128,7 +107,7 @@ async def test_by_hand_nobody_can_be_node_0_over_the_port(tmp_path: Path) -> Non
     """Its agent is ours, over pipes: a line of another node must not take its place, nor one with the secret."""
     transport, gate = by_hand(tmp_path), Gate()
     await transport.start(gate)
-    channel, _ = await hello_of(gate)
+    channel, _ = await gate.hello()
     other = await pasted(transport, 0, **{SECRET: "printed"})
     await other.communicate()
     assert other.returncode == 78
@@ -158,7 +137,7 @@ async def test_a_nodes_failure_is_told_when_the_program_tells_it_and_not_at_its_
     gate = Gate()
     transport = dialled(tmp_path, 3, says(RECORDED) + "sleep 1000", names={"pc1": 0, "pc2": 1, "pc3": 2})
     await transport.start(gate)
-    assert [await gate.failures.get() for _ in range(2)] == [
+    assert await gate.until_failed(2) == [
         (1, "pc2 255 ssh: connect to host pc2 port 22: Connection refused"),
         (0, "pc1 127 bash: line 1: /no/python: No such file or directory"),
     ]
@@ -170,7 +149,7 @@ async def test_at_its_end_every_node_is_told_of(tmp_path: Path) -> None:
     gate = Gate()
     transport = dialled(tmp_path, 2, says("pc1: half a word\nno host at all\n") + "exit 3", names={"pc1": 0, "pc2": 1})
     await transport.start(gate)
-    assert [await gate.failures.get() for _ in range(2)] == [
+    assert await gate.until_failed(2) == [
         (0, "pc1 3 half a word"),
         (1, "pc2 3 pc1: half a word|no host at all"),
     ]
@@ -229,7 +208,7 @@ async def test_what_pdsh_says_of_a_host_is_taken_for_that_host(
     gate = Gate()
     transport = Dialled("pdsh", len(nodes), run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
     await transport.start(gate)
-    assert [await gate.failures.get() for _ in nodes] == [
+    assert await gate.until_failed(len(nodes)) == [
         (number, f"n{number}: the agent ended with code 3: word {number}") for number in range(len(nodes))
     ]
     await transport.close([0])

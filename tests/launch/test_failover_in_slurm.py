@@ -1,11 +1,11 @@
 """A training in the real Slurm of the box that is told to end, loses a node, an agent, or its nodes to another job."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from muster.jobs.basics.boot import CODE_ROOT
 from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.records.slurm_job import SlurmJob
+from support import live
 from support.box import LiveBox
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
@@ -39,11 +40,7 @@ SESSION_PROGRAM = CODE_ROOT / "tests" / "support" / "own_program.py"
 BLOCKER = "#!/bin/sh\n#SBATCH --nodes=4 --exclusive --output=/dev/null --partition=batch\nexec sleep 5\n"
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.1)
+wait_until = functools.partial(live.wait_until, deadline_s=DEADLINE_S)
 
 
 class Training:

@@ -140,7 +140,6 @@ def test_a_checkpoint_ends_the_attempt_and_is_the_same_task_again(
     run = run_in(tmp_path)
     task = Task([*python(DRAINED), str(run.stop)], ["agent"], str(run.path))
     again = checkpointed(task)
-    assert again is not None
     assert again.function == task  # type: ignore[attr-defined]
     assert not run.stop.exists()  # or the next attempt would end too
 

@@ -95,8 +95,7 @@ def test_an_element_of_an_array_is_queued_again_by_both_numbers(submission: Subm
 def test_where_scontrol_refuses_the_user_hears_what_else_helps(
     submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with slurm.world() as world:
-        world["requeue_says"] = "slurm_update error: Access/permission denied"
+    slurm.says(requeue_says="slurm_update error: Access/permission denied")
     assert inside(submission, slurm).end(75) == 75
     said = capsys.readouterr().err
     assert "scontrol requeue 12: slurm_update error: Access/permission denied" in said
@@ -109,7 +108,6 @@ def test_where_scontrol_is_missing_the_user_hears_it(
 ) -> None:
     (tmp_path / "empty").mkdir()
     own = own_job(submission, {**IN_JOB, "PATH": str(tmp_path / "empty")})
-    assert own is not None
     assert own.end(75) == 75
     assert "scontrol requeue 12: scontrol is not here" in capsys.readouterr().err
 
@@ -181,7 +179,6 @@ def test_slurms_own_requeues_are_bounded_too(submission: Submission, slurm: Fake
     for restarts in range(3):
         assert inside(submission, slurm, restarts).begin() is None
     hopeless = inside(submission, slurm, 3).begin()
-    assert hopeless is not None
     assert hopeless.code == 93
 
 
@@ -189,7 +186,6 @@ def test_starts_that_only_slurm_has_counted_are_said_and_count(
     submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hopeless = inside(submission, slurm, 50).begin()
-    assert hopeless is not None
     assert "50 starts of job 12 in a row" in hopeless.message
     assert "Slurm has started job 12 50 times before (SLURM_RESTART_COUNT), with 0 on record" in capsys.readouterr().err
 
@@ -212,7 +208,6 @@ def test_a_program_counts_its_starts_only_once_it_has_opened_a_session(
         assert inside(program, slurm, restarts).begin() is None
     append_line(submission.context.run.events, {"event": "session", "attempt": 3})
     hopeless = inside(program, slurm, 4).begin()
-    assert hopeless is not None
     assert hopeless.code == 93
 
 
@@ -232,7 +227,6 @@ def test_submitit_queues_its_job_again_itself(submission: Submission, slurm: Fak
     through = replace(submission, route=replace(submission.route, transport="submitit"))
     for restarts in range(3):
         own = own_job(through, {**slurm.environment, **IN_JOB, "SLURM_RESTART_COUNT": str(restarts)})
-        assert own is not None
         assert own.begin() is None
         code = own.end(75)
     assert code == 93

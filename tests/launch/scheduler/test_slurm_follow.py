@@ -184,13 +184,11 @@ def test_of_a_run_that_goes_on_only_what_is_new_is_shown(
 def test_a_controller_that_is_away_for_a_while_is_waited_for(
     run: RunDir, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with slurm.world() as world:
-        world["down"] = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    slurm.says(down="slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 
     def scene() -> None:
         player.wait(lambda: len(slurm.calls("squeue")) > 2)
-        with slurm.world() as world:
-            world["down"] = ""
+        slurm.says(down="")
         slurm.job("12", state="TIMEOUT")
 
     player.play(scene)

@@ -32,7 +32,6 @@ def test_a_run_is_submitted_with_its_script_and_its_number_kept(submission: Subm
     assert "#SBATCH --partition=main\n" in text
     assert text.endswith(f"exec /opt/python -I /opt/muster/muster/launch/boot.py muster.launch.supervise {run.path}\n")
     job = SlurmJob.read(run)
-    assert job is not None
     assert (job.job_id, job.name, job.pid) == ("12", ID, os.getpid())
     assert job.environment == {"SLURM_CONF": str(run.path)}
     assert [row["event"] for row in read_lines(run.events)] == ["submitted"]
@@ -56,8 +55,7 @@ def test_neither_a_profiles_options_nor_an_enclosing_job_reach_the_new_one(
 
 
 def test_a_refused_run_says_why_and_is_over(submission: Submission, slurm: FakeSlurm) -> None:
-    with slurm.world() as world:
-        world["refuses"] = "sbatch: error: invalid partition specified: main"
+    slurm.says(refuses="sbatch: error: invalid partition specified: main")
     with pytest.raises(RefusedError, match=r"slurm.partition: sbatch says: invalid .* there is main \(4 nodes"):
         slurm_run.submit(submission)
     run = submission.context.run
@@ -140,8 +138,7 @@ def test_a_supervisor_that_never_began_is_told_from_one_that_has_gone(run: RunDi
 
 
 def test_where_slurm_cannot_be_asked_the_rows_count(run: RunDir, slurm: FakeSlurm) -> None:
-    with slurm.world() as world:
-        world["down"] = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    slurm.says(down="slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     state = read_state(run)
     assert state.label == "starting?"
     assert "squeue says" in (state.message or "")

@@ -140,7 +140,6 @@ def test_stop_does_not_wait_for_ever(run: RunDir, slurm: FakeSlurm, monkeypatch:
 
 
 def test_stop_says_that_the_controller_is_away(run: RunDir, slurm: FakeSlurm) -> None:
-    with slurm.world() as world:
-        world["down"] = "scancel: error: Unable to contact slurm controller (connect failure)"
+    slurm.says(down="scancel: error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(UnreachableError, match="scancel says"):
         slurm_follow.cancel(run, grace_s=0.0, now=False)

@@ -63,7 +63,6 @@ class Folder:
 
     def submitted(self, *, alive: bool = False, **fields: Any) -> "Folder":
         ticks = processes.start_ticks(os.getpid())
-        assert ticks is not None
         who = {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": ticks if alive else ticks - 1}
         self.event("submitted", **{"kind": self.kind, "transport": self.transport, **who, **fields})
         return self.event("attempt", world_size=2, hosts=["n", "n"])

@@ -26,15 +26,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
-    folder = tmp_path / "work"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     folder = RunDir(tmp_path / "runs" / "a-run")
     folder.path.mkdir(parents=True)

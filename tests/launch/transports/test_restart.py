@@ -24,31 +24,13 @@ from muster.launch.transports.pdsh import pdsh_transport
 from muster.launch.transports.srun import srun_transport
 from muster.launch.transports.ssh import Ssh
 from muster.launch.transports.submitit import Submitit
-from muster.launch.wire.channel import Channel
 from muster.launch.wire.handshake import node_key
 from muster.launch.wire.keys import KEY
-from muster.launch.wire.messages import Bye, Hello
+from muster.launch.wire.messages import Bye
+from support.agents import Gate
 
 DEADLINE_S = 30.0
 AGENT = shlex.join(module_argv(sys.executable, "muster.launch.agent"))
-
-
-class Gate:
-    """What a transport has handed over."""
-
-    def __init__(self) -> None:
-        self.channels: asyncio.Queue[Channel] = asyncio.Queue()
-        self.failures: list[tuple[int, str]] = []
-
-    def connected(self, channel: Channel) -> None:
-        self.channels.put_nowait(channel)
-
-    def failed(self, node_rank: int, error: MusterError) -> None:
-        self.failures.append((node_rank, str(error)))
-
-    async def hello(self) -> tuple[Channel, Hello]:
-        channel = await self.channels.get()
-        return channel, await channel.receive_hello()
 
 
 async def lose_and_restart(transport: Transport, slot: int, nodes: int = 2) -> None:
@@ -117,7 +99,6 @@ async def test_pdsh_starts_it_by_a_pdsh_of_its_own_with_its_number(
         code=None,
         fanout=0,
     )
-    assert made.starter is not None
     assert made.starter.one is not None
     argv = made.starter.one("1.2.3.4:5", 1)
     assert argv[:5] == ["pdsh", "-R", "ssh", "-w", "n1"]
@@ -165,9 +146,7 @@ async def test_what_the_first_program_says_late_of_a_restarted_node_does_not_cou
     channel, _ = await gate.hello()
     assert channel.node == 0
     (tmp_path / "go").write_text("word\n")
-    while not gate.failures:
-        await asyncio.sleep(0.02)
-    assert gate.failures == [(1, "pc2 1")]
+    assert await gate.until_failed(1) == [(1, "pc2 1")]
     await channel.send(Bye(0))
     await transport.close([1])
     channel.close()
@@ -219,7 +198,6 @@ def test_slurm_starts_it_by_a_step_of_its_own(tmp_path: Path, monkeypatch: pytes
     for name, value in {"ID": "7", "NODELIST": "n[1-3]", "NUM_NODES": "3", "CPUS_PER_NODE": "4(x3)"}.items():
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)
     made = srun_transport(["n1", "n2", "n3"], run=RunDir(tmp_path), python="/py", code=None, alone="requeue")
-    assert made.starter is not None
     assert made.starter.one is not None
     every, one = made.starter.argv("1.2.3.4:5"), made.starter.one("1.2.3.4:5", 2)
     assert every[1:3] == ["--nodes=3", "--ntasks=3"]

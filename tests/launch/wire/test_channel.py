@@ -25,7 +25,6 @@ async def closed_for_good(*ends: Channel) -> None:
     """Wait until asyncio, in later turns of its loop, has closed the descriptors of pipes."""
     for end in ends:
         for transport in (end.writer.transport, end.source):
-            assert transport is not None
             while not transport.get_extra_info("pipe").closed:
                 await asyncio.sleep(0)
 

@@ -110,7 +110,6 @@ async def attacked(port: int, count: int, kind: str) -> AsyncIterator[None]:
         stdout=asyncio.subprocess.PIPE,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, enough), hard)),
     )
-    assert attacker.stdout is not None
     assert await attacker.stdout.readline() == b"ready\n"
     try:
         yield
