@@ -97,13 +97,6 @@ def test_ctrl_c_stops_a_running_job_and_leaves_nothing(login: BoxUser) -> None:
     wait_until(lambda: not login.queued(), "an empty queue")
 
 
-def test_a_refused_run_names_its_setting(login: BoxUser) -> None:
-    code, _, err = ended(start(login, "run", job(), "--set", "slurm.partition=nosuch"))
-    assert code == 78, err
-    assert err.startswith("muster: slurm.partition: sbatch says: invalid partition specified: nosuch; name one of the")
-    assert "there is batch (4 nodes" in err
-
-
 def test_a_run_that_can_never_start_is_refused_in_the_end(login: BoxUser, monkeypatch: pytest.MonkeyPatch) -> None:
     start(login, "submit", job(nodes=9)).communicate(timeout=DEADLINE_S)
     monkeypatch.setattr(slurm_follow, "HOPELESS_S", 2.0)

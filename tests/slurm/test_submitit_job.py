@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,20 +21,27 @@ from support.live import wait_until
 SINFO = "batch*|n/a|infinite\nshort|30:00|2:00:00\nlong|n/a|7-00:00:00\nodd|n/a|1:30\n"
 
 
-def run_in(folder: Path) -> RunDir:
-    run = RunDir(folder / "run")
-    run.path.mkdir()
-    return run
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    made = RunDir(tmp_path / "run")
+    made.path.mkdir()
+    return made
 
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-I", "-c", code]
 
 
-def told(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
-    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
-    monkeypatch.setenv("SUBMITIT_LOCAL_GLOBALID", str(rank))
-    monkeypatch.setenv("SUBMITIT_LOCAL_JOB_ID", "77")
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that makes this process a task of submitit's; it is task 0 until then."""
+
+    def become(number: int) -> None:
+        for name, value in {"EXECUTOR": "local", "LOCAL_GLOBALID": str(number), "LOCAL_JOB_ID": "77"}.items():
+            monkeypatch.setenv(f"SUBMITIT_{name}", value)
+
+    become(0)
+    return become
 
 
 def test_a_task_pickles_to_little_more_than_its_words() -> None:
@@ -42,46 +50,38 @@ def test_a_task_pickles_to_little_more_than_its_words() -> None:
     assert len(pickle.dumps(task)) < 300
 
 
-def test_task_0_supervises_and_its_code_is_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
-    run = run_in(tmp_path)
+def test_task_0_supervises_and_its_code_is_the_result(run: RunDir, rank) -> None:
     assert Task(python("raise SystemExit(7)"), ["never"], str(run.path))() == 7
     assert json.loads(run.rendezvous.read_text())["over"] == 7
 
 
-def test_a_killed_supervisor_is_a_signals_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
+def test_a_killed_supervisor_is_a_signals_code(run: RunDir, rank) -> None:
     code = "import os; os.kill(os.getpid(), 9)"
-    assert Task(python(code), ["never"], str(run_in(tmp_path).path))() == exits.SIGNAL_BASE + 9
+    assert Task(python(code), ["never"], str(run.path))() == exits.SIGNAL_BASE + 9
 
 
-def test_another_task_is_an_agent_of_its_node_with_what_task_0_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told(monkeypatch, 2)
-    run, said = run_in(tmp_path), tmp_path / "said"
+def test_another_task_is_an_agent_of_its_node_with_what_task_0_told(run: RunDir, rank, tmp_path: Path) -> None:
+    rank(2)
+    said = tmp_path / "said"
     publish(run, {"arguments": ["--connect", "a b:1"], "environment": {"SECRET": "s p"}})
     code = f"import os, sys; open({str(said)!r}, 'w').write(repr((sys.argv[1:], os.environ['SECRET'])))"
     assert Task(["never"], python(code), str(run.path))() == 0
     assert said.read_text() == repr((["--node", "2", "--connect", "a b:1"], "s p"))
 
 
-def test_a_task_that_still_waits_leaves_when_the_run_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 1)
-    run = run_in(tmp_path)
+def test_a_task_that_still_waits_leaves_when_the_run_is_over(run: RunDir, rank) -> None:
+    rank(1)
     publish(run, {"over": 69})
     assert Task(["never"], ["never"], str(run.path))() == 69
 
 
-def test_only_the_user_may_read_the_rendezvous(tmp_path: Path) -> None:
-    run = run_in(tmp_path)
+def test_only_the_user_may_read_the_rendezvous(run: RunDir) -> None:
     publish(run, {"arguments": []})
     assert run.rendezvous.stat().st_mode & 0o777 == 0o600
     assert [path.name for path in run.path.iterdir()] == [run.rendezvous.name]
 
 
-def test_what_an_earlier_start_has_left_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_in(tmp_path)
+def test_what_an_earlier_start_has_left_is_waited_out(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     publish(run, {"arguments": ["old"]})
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -133,35 +133,27 @@ def checkpointed(task: Task, meanwhile: str = "") -> object:
     return found[0]
 
 
-def test_a_checkpoint_ends_the_attempt_and_is_the_same_task_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told(monkeypatch, 0)
-    run = run_in(tmp_path)
+def test_a_checkpoint_ends_the_attempt_and_is_the_same_task_again(run: RunDir, rank) -> None:
     task = Task([*python(DRAINED), str(run.stop)], ["agent"], str(run.path))
     again = checkpointed(task)
     assert again.function == task  # type: ignore[attr-defined]
     assert not run.stop.exists()  # or the next attempt would end too
 
 
-def test_what_the_user_stops_is_not_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
-    run = run_in(tmp_path)
+def test_what_the_user_stops_is_not_queued_again(run: RunDir, rank) -> None:
     task = Task([*python(DRAINED), str(run.stop)], ["agent"], str(run.path))
     assert checkpointed(task, json.dumps({"code": exits.STOPPED})) is None
     assert run.stop.exists()
 
 
-def test_a_run_that_ends_by_itself_is_not_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
-    run = run_in(tmp_path)
+def test_a_run_that_ends_by_itself_is_not_queued_again(run: RunDir, rank) -> None:
     code = DRAINED.partition("sys.exit(")[0] + "sys.exit(0)"
     assert checkpointed(Task([*python(code), str(run.stop)], ["agent"], str(run.path))) is None
     assert Task([], [], str(run.path)).checkpoint() is None
 
 
-def test_the_supervisor_is_told_to_end_when_its_task_is_killed(tmp_path: Path) -> None:
-    run, said = run_in(tmp_path), tmp_path / "said"
+def test_the_supervisor_is_told_to_end_when_its_task_is_killed(run: RunDir, tmp_path: Path) -> None:
+    said = tmp_path / "said"
     child = (
         "import signal, sys, time\n"
         f"def end(*_): open({str(said)!r}, 'a').write('term'); sys.exit()\n"
@@ -175,10 +167,9 @@ def test_the_supervisor_is_told_to_end_when_its_task_is_killed(tmp_path: Path) -
     wait_until(lambda: said.read_text() == "up term", "the child's end")
 
 
-def test_the_signal_before_the_end_does_not_reach_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told(monkeypatch, 0)
+def test_the_signal_before_the_end_does_not_reach_the_child(run: RunDir, rank) -> None:
     code = "import os, signal; os.kill(os.getpid(), signal.SIGUSR2)"
-    assert Task(python(code), [], str(run_in(tmp_path).path))() == 0
+    assert Task(python(code), [], str(run.path))() == 0
 
 
 def test_a_job_without_a_limit_gets_that_of_its_partition() -> None:

@@ -66,14 +66,6 @@ def test_a_batch_job_runs_steps_on_all_its_nodes(box: Box, tmp_path: Path) -> No
     assert sorted((tmp_path / f"{job}.out").read_text().split()) == ["node0", "node0", "node1", "node2"]
 
 
-def test_a_job_that_takes_too_much_memory_is_ended_and_says_so(box: Box, tmp_path: Path) -> None:
-    eat = "exec python3 -c 'import time; x = bytearray(300 << 20); time.sleep(60)'"
-    job = submit(box, tmp_path, eat, "--mem=50")
-    assert reaches(box, job, "FAILED")
-    assert field(box, job, "ExitCode") == "0:9"
-    assert "exceeded memory limit" in (tmp_path / f"{job}.out").read_text()
-
-
 def test_memory_that_forks_share_counts_once(box: Box, tmp_path: Path) -> None:
     forks = (
         "x = bytearray(60 << 20); forks = [os.fork() for _ in range(3)]; time.sleep(4)"  # 8 processes: 480 MB of RSS
