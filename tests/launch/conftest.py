@@ -80,6 +80,12 @@ class RunFolder:
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run folder with nothing in it."""
+    return RunDir(tmp_path)
+
+
+@pytest.fixture
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
     """Return a function that makes a run folder with a fixed id, where commands without --runs find it."""
     monkeypatch.setenv("MUSTER_RUNS", str(tmp_path / "runs"))
@@ -136,19 +142,22 @@ def start_process() -> Iterator[Starter]:
 
 
 @pytest.fixture
-def muster(
-    make_run: Callable[..., RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Any]:
-    """Return a function that runs `muster ...` in this process on the folder of `make_run`: (code, out, err)."""
+def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return a function that runs `muster ...` in this process: (code, out, err)."""
     from muster.launch.cli import main
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = main([*arguments, "--runs", str(tmp_path / "runs")])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        code = main([*arguments])
+        return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def muster(make_run: Callable[..., RunFolder], in_process: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that runs `muster ...` on the folder of `make_run`: (code, out, err)."""
+    return lambda *arguments: in_process(*arguments, "--runs", str(tmp_path / "runs"))
 
 
 @pytest.fixture

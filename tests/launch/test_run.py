@@ -81,16 +81,21 @@ def test_ranks_that_fail_at_the_same_moment_are_one_failure(tmp_path: Path) -> N
         assert live.verdict()["class"] == "failed"
 
 
-def test_a_signal_without_a_name_is_carried_as_128_and_its_number(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, argv("import os; os.kill(os.getpid(), 35)"))
-    assert live.end() == 128 + 35
-    assert live.verdict()["first"]["signal"] == "SIGRTMIN+1"
-
-
-def test_a_programs_own_2_is_not_taken_for_ours(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, argv("import sys; sys.exit(2)"))
-    assert live.end() == 2
-    assert live.verdict()["class"] == "failed"
+@pytest.mark.parametrize(
+    ("command", "code", "signal", "said"),
+    [
+        (argv("import os; os.kill(os.getpid(), 35)"), 128 + 35, "SIGRTMIN+1", ""),  # a signal without a name
+        (argv("import sys; sys.exit(2)"), 2, None, ""),  # a program's own 2 is not taken for ours
+        ("command: [no-such-program-at-all]\n", 127, None, "command not found: 'no-such-program-at-all'"),
+    ],
+)
+def test_a_programs_end_is_the_exit_code(
+    tmp_path: Path, command: str, code: int, signal: str | None, said: str
+) -> None:
+    live = LiveRun(tmp_path, command)
+    assert live.end() == code
+    assert (live.verdict()["class"], live.verdict()["first"]["signal"]) == ("signal" if signal else "failed", signal)
+    assert said in live.err
 
 
 @pytest.mark.parametrize("closing", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -129,12 +134,6 @@ def test_runs_of_one_second_are_listed_in_the_order_they_began(tmp_path: Path) -
         make_run(run)
         run.events.touch()
     assert [run.run_id for run in list_runs(tmp_path)] == names
-
-
-def test_a_missing_program_is_said_with_127(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, "command: [no-such-program-at-all]\n")
-    assert live.end() == 127
-    assert "command not found: 'no-such-program-at-all'" in live.err
 
 
 def test_torch_programs_meet_at_the_store_that_the_agent_hosts(tmp_path: Path) -> None:

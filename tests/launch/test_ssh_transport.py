@@ -153,11 +153,6 @@ def test_argv_and_environment_survive_byte_for_byte(
         assert not {SECRET, KEY} & set(told)
 
 
-def test_one_connection_at_a_time_is_enough(launch: Launch) -> None:
-    live = launch("ssh", HELLO, "--fanout", "1")
-    assert live.end() == 0, live.err
-
-
 def test_what_a_nodes_start_files_print_is_no_matter(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "chatty").mkdir()
     words = "echo 'Welcome to n1!'; echo 'You have mail.' >&2; eval \"$SSH_ORIGINAL_COMMAND\""

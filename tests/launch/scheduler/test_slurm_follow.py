@@ -13,7 +13,7 @@ from muster.launch.records.runstate import read_state
 from muster.launch.scheduler import slurm_follow, slurm_run
 from muster.launch.supervision.console import Console
 from support.slurm_commands import FakeSlurm
-from support.slurm_player import SUPERVISOR, Player, ended
+from support.slurm_player import Player, ended
 
 pytestmark = pytest.mark.slow
 
@@ -90,11 +90,9 @@ def test_a_job_that_is_stopped_from_outside_and_queued_again_is_followed_on(
         player.verdict(130, "stopped", "stopped by SIGTERM")
         slurm.job("12", state="PENDING", reason="BeginTime")
         player.wait_for_questions()
-        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
-        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 8})
+        player.start_again(8)
         player.event("attempt", attempt=1, world_size=4, master_addr="10.0.0.1", master_port=4001)
-        player.event("ended", attempt=1, code=0, message="4 ranks ended with 0", **{"class": "done"})
-        slurm.job("12", state="COMPLETED")
+        player.done(1)
 
     player.play(scene)
     assert slurm_follow.follow(run, Console()) == 0
@@ -108,8 +106,7 @@ def test_a_run_is_followed_through_restarts_and_several_requeues(
 ) -> None:
     def start(number: int) -> None:
         """A start of the job drains, and has itself queued again."""
-        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")  # before there is a supervisor to write anything
-        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 8 + number})
+        player.start_again(8 + number)
         player.event("resuming", attempt=number, checkpoint=f"step-{number}", step=number)
         player.event("attempt", attempt=number, world_size=4, master_addr="10.0.0.1", master_port=4001)
         player.event("draining", attempt=number, by="SIGUSR2", deadline_s=60.0)
@@ -126,10 +123,8 @@ def test_a_run_is_followed_through_restarts_and_several_requeues(
         player.event("restarting", attempt=1, delay_s=0.5, hosts=["n1"], why="n2 is gone")
         for number in (1, 2):
             start(number)
-        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
-        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 20})
-        player.event("ended", attempt=3, code=0, message="4 ranks ended with 0", **{"class": "done"})
-        slurm.job("12", state="COMPLETED")
+        player.start_again(20)
+        player.done(3)
 
     player.play(scene)
     assert slurm_follow.follow(run, Console()) == 0
@@ -171,10 +166,8 @@ def test_of_a_run_that_goes_on_only_what_is_new_is_shown(
     slurm_run.submit(submission)
 
     def scene() -> None:
-        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
-        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 9})
-        player.event("ended", attempt=1, code=0, message="done", **{"class": "done"})
-        slurm.job("12", state="COMPLETED")
+        player.start_again(9)
+        player.done(1)
 
     player.play(scene)
     assert slurm_follow.follow(submission.context.run, Console()) == 0

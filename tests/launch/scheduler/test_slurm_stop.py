@@ -48,10 +48,7 @@ def test_ctrl_c_between_submission_and_following_still_cancels(submission: Submi
 
 def test_ctrl_c_has_the_supervisor_stop_what_runs(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
     def scene() -> None:
-        player.begin()
-        player.wait(lambda: signal.getsignal(signal.SIGINT) != signal.default_int_handler)
-        os.kill(os.getpid(), signal.SIGINT)
-        player.wait(run.stop.exists)
+        player.interrupt()
         assert json.loads(run.stop.read_text())["now"] is False
         player.verdict(130, "stopped", "stopped by muster stop")
 
@@ -62,10 +59,7 @@ def test_ctrl_c_has_the_supervisor_stop_what_runs(run: RunDir, slurm: FakeSlurm,
 
 def test_a_second_ctrl_c_does_not_wait_for_the_supervisor(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
     def scene() -> None:
-        player.begin()
-        player.wait(lambda: signal.getsignal(signal.SIGINT) != signal.default_int_handler)
-        os.kill(os.getpid(), signal.SIGINT)
-        player.wait(run.stop.exists)
+        player.interrupt()
         os.kill(os.getpid(), signal.SIGINT)
 
     player.play(scene)

@@ -20,7 +20,6 @@ from muster.jobs.basics.files import append_line, read_lines, write_json
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.kept import DATA, KEPT, kept_settings
 from muster.jobs.spec.train import TrainSettings
-from muster.launch.cli import main
 from muster.launch.commands import run as run_command
 from muster.launch.common import processes
 from muster.launch.plan.submission import Submission
@@ -101,14 +100,9 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
 
 
 @pytest.fixture
-def muster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def muster(tmp_path: Path, in_process: Callable[..., Any]) -> Callable[..., tuple[int, str]]:
     """Return a function that runs `muster resume ...`: (code, error output)."""
-
-    def call(*words: str) -> tuple[int, str]:
-        code = main(["resume", *words, "--runs", str(tmp_path / "runs")])
-        return code, capsys.readouterr().err
-
-    return call
+    return lambda *words: in_process("resume", *words, "--runs", str(tmp_path / "runs"))[::2]
 
 
 def last_row(folder: Folder, event: str) -> dict[str, Any]:

@@ -35,11 +35,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path)
-
-
 def test_it_says_who_and_when(run: RunDir) -> None:
     began = time.time()
     Lease(run).renew()

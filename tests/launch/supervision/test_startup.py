@@ -23,7 +23,7 @@ from muster.launch.supervision.crew import Node
 from muster.launch.supervision.roster import Roster
 from muster.launch.supervision.startup import Startup
 from muster.launch.wire import messages as wire
-from muster.launch.wire.codec import ProtocolError, decode
+from muster.launch.wire.codec import decode
 from support.messages import hello
 
 Order = TypeVar("Order")
@@ -154,34 +154,6 @@ def test_a_store_that_listens_on_every_address_is_a_warning(tmp_path: Path) -> N
     start = Start(tmp_path).all_answer()
     assert start.prepared(bound="") is None
     assert start.warnings() == ["n0: has no address 10.10.1.1; the store listens on all of its addresses"]
-
-
-# Messages that nobody has asked for -----------------------------------------------------------------------------------
-
-
-def test_a_port_that_nobody_has_asked_for_is_no_port(tmp_path: Path) -> None:
-    start = Start(tmp_path)
-    start.hello(0)
-    with pytest.raises(ProtocolError, match="nobody has asked for it"):
-        start.prepared()  # before all have answered
-    start.hello(1)
-    with pytest.raises(ProtocolError, match="nobody has asked for it"):
-        start.prepared(node=1)
-    assert start.prepared() is None
-    with pytest.raises(ProtocolError, match="nobody has asked for it"):
-        start.prepared()
-    assert len(start.orders(wire.Reach)) == 2
-
-
-def test_a_node_reaches_the_store_once_and_not_before_it_is_asked_to(tmp_path: Path) -> None:
-    start = Start(tmp_path).all_answer()
-    with pytest.raises(ProtocolError, match="nobody has asked for it"):
-        start.reached(1)
-    start.prepared()
-    assert start.reached(1) is None
-    with pytest.raises(ProtocolError, match="nobody has asked for it"):
-        start.reached(1)
-    assert start.orders(wire.Start) == []
 
 
 # Nodes that do not answer ---------------------------------------------------------------------------------------------

@@ -409,27 +409,19 @@ def test_each_points_own_code_comes_back_from_an_array(user: BoxUser, on: list[s
 
 @cluster
 @patient
-@SLURM
-def test_ctrl_c_stops_what_runs_and_cancels_what_waits(user: BoxUser, on: list[str]) -> None:
-    process = sweep_of(user, SLEEP, "--grid", "env.WHAT=a,b,c", "--limit", "1", *on)
-    wait_until(lambda: user.runs.is_dir() and list_runs(user.runs), "the runs")
-    wait_until(lambda: list(user.runs.glob("*/attempt-000/rank-00000.out")), "the first point's rank")
-    process.send_signal(signal.SIGINT)
-    code, out, err = ended(process)
-    assert code == exits.STOPPED, err
-    assert {row["state"] for row in rows(out)} == {"stopped"}
-    wait_until(lambda: not queue(user), "an empty queue")
-
-
-@cluster
-@patient
-@BOTH
-def test_muster_stop_ends_a_sweep_in_the_queue(user: BoxUser, on: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("on", "how"),
+    [(ON[0], "Ctrl-C"), pytest.param(ON[1], "Ctrl-C", marks=pytest.mark.soak), (ON[0], "stop"), (ON[1], "stop")],
+    ids=["slurm, Ctrl-C", "submitit, Ctrl-C", "slurm, stop", "submitit, stop"],
+)
+def test_the_end_of_a_sweep_stops_what_runs_and_cancels_what_waits(user: BoxUser, on: list[str], how: str) -> None:
     process = sweep_of(user, SLEEP, "--grid", "env.WHAT=a,b,c", "--limit", "1", *on)
     wait_until(lambda: list(user.runs.glob("*/attempt-000/rank-00000.out")), "the first point's rank")
-    code, out, err = user.call("stop", "sweep-sleep")
-    assert code == 0, err
-    assert ": stopped 3 runs; no other one begins\n" in out
+    if how == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        code, out, err = user.call("stop", "sweep-sleep")
+        assert (code, ": stopped 3 runs; no other one begins\n" in out) == (0, True), err
     code, out, err = ended(process)
     assert code == exits.STOPPED, err
     assert {row["state"] for row in rows(out)} == {"stopped"}

@@ -122,10 +122,7 @@ async def attacked(port: int, count: int, kind: str) -> AsyncIterator[None]:
 GARBAGE = {
     "another protocol": (b"GET / HTTP/1.1\r\n\r\n", "speaks another protocol"),
     "JSON": (b'{"token": "guess"}\n', "speaks another protocol"),
-    "a lone surrogate": (b'{"token": "\\ud800"}\n', "speaks another protocol"),
     "a message": (encode(Held(0, 3)), "speaks another protocol"),
-    "bytes": (bytes(range(256)) + b"\n", "speaks another protocol"),
-    "an empty line": (b"\n", "speaks another protocol"),
     "no end of a line": (b"x" * (2 * LONGEST), "speaks another protocol"),
     "nothing": (b"", "hung up"),
     "half a line": (b"muster/1 agent 0 aa", "hung up"),
