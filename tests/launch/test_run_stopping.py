@@ -3,14 +3,14 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from muster.jobs.machine.linux import descendants
+from muster.jobs.machine.linux import descendants, kill_quietly
 from muster.launch.common.processes import command_line, of_run, start_ticks
 from support.live import SLEEP, TRAINING, LiveRun, argv, parent_of, two_by_two, wait_until
-from support.starve import starve
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -40,7 +40,6 @@ def test_nothing_is_left_after_the_supervisor_is_killed(tmp_path: Path, job: str
 
 def test_ctrl_c_ends_stubborn_ranks_after_the_grace(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(STUBBORN))
-    live.wait_for("started", 2)
     for rank in range(4):
         live.wait_for_output("ready", rank)
     live.interrupt()
@@ -90,7 +89,6 @@ def test_ctrl_c_before_the_ranks_have_started_ends_at_once(tmp_path: Path) -> No
 def test_ranks_may_end_by_themselves_within_the_grace(tmp_path: Path) -> None:
     code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit('saved')); " + SLEEP
     live = LiveRun(tmp_path, two_by_two(code).replace("grace_s: 1", "grace_s: 1000"))
-    live.wait_for("started", 2)
     for rank in range(4):
         live.wait_for_output("ready", rank)
     live.interrupt()
@@ -145,6 +143,16 @@ def test_a_frozen_agent_is_noticed_by_its_silence(tmp_path: Path) -> None:
     assert live.end() == 69
     assert "silent" in live.verdict()["message"]
     assert not live.left()
+
+
+def starve(root: int, *, cycles: int, stopped_s: float, running_s: float) -> None:
+    """Stop a process and its descendants, let them run for a moment, and again; at the end they run."""
+    for _ in range(cycles):
+        family = [root, *descendants(root)]
+        for number, pause_s in ((signal.SIGSTOP, stopped_s), (signal.SIGCONT, running_s)):
+            for pid in family:
+                kill_quietly(pid, number)
+            time.sleep(pause_s)
 
 
 def test_a_machine_that_hardly_runs_ends_no_run(tmp_path: Path) -> None:
