@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import asyncio
 import inspect
 import json
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from support.box import LiveBox
+from support.box import BoxUser, LiveBox
 from support.live import LiveRun
 
 # A continuous build tries the same examples every time; everywhere else new ones are drawn. How long one takes says how
@@ -29,6 +30,7 @@ settings.load_profile("ours")
 NEEDS_PACKAGES = {"sshd", "without_a_cluster"}  # fixtures that start what a bare machine has not: sshd, pdsh, Slurm
 
 ROOT = Path(__file__).parent.parent
+LOOP_S = 40.0  # how long a test that is a coroutine may take
 OnRanks = Callable[..., list[Any]]
 
 
@@ -52,6 +54,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(f"{item.nodeid}: is marked unsteady without a reason; write unsteady('why')")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine, in a loop of its own and under a deadline."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**arguments), LOOP_S))
+    return True
+
+
 @pytest.fixture(scope="session")
 def rank_server() -> Iterator[subprocess.Popen[str]]:
     """Start the process whose forks are ranks; it ends when the session does."""
@@ -63,7 +75,6 @@ def rank_server() -> Iterator[subprocess.Popen[str]]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as server:
         yield server
-        assert server.stdin is not None
         server.stdin.close()
 
 
@@ -97,6 +108,14 @@ def apart_box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveBox]:
 
 
 @pytest.fixture
+def user(box: LiveBox, tmp_path: Path) -> Iterator[BoxUser]:
+    """A user of the box."""
+    made = BoxUser(box, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
 def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
     """Return a caller: `on_ranks(n, function, **arguments)` runs a test file's function on n ranks, in one gloo group.
 
@@ -115,7 +134,6 @@ def on_ranks(rank_server: subprocess.Popen[str]) -> OnRanks:
             "deadline_s": deadline_s,
             "group": group,
         }
-        assert rank_server.stdin is not None
         assert rank_server.stdout is not None
         rank_server.stdin.write(json.dumps(request) + "\n")
         rank_server.stdin.flush()

@@ -52,7 +52,6 @@ def test_the_first_screen_shows_the_line_that_runs_and_its_job_file() -> None:
 def test_ci_runs_the_test_line_as_it_stands_here() -> None:
     script = (REPOSITORY / ".ci/run").read_text(encoding="utf-8")
     found = re.search(r"grep -m 1 -xE '(.+)' README\.md", script)
-    assert found is not None
     assert re.findall(f"^{found[1]}$", README, re.MULTILINE) == [TEST_LINE]
 
 

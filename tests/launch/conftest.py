@@ -38,7 +38,6 @@ class RunFolder:
     def submitted(self, *, world_size: int = 4, nodes: int = 2, alive: bool = True, **fields: Any) -> "RunFolder":
         """Write the first row; the supervisor is this test's process, or one that has gone."""
         pid, ticks = os.getpid(), processes.start_ticks(os.getpid())
-        assert ticks is not None
         row = {"run_id": self.run.run_id, "name": "vgg", "kind": "train", "nodes": nodes, "world_size": world_size}
         row |= {"transport": "local", "host": HERE, "pid": pid, "pid_start": ticks if alive else ticks - 1}
         return self.event("submitted", **{**row, "grace_s": 5.0, **fields})
@@ -81,6 +80,12 @@ class RunFolder:
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    """A run folder with nothing in it."""
+    return RunDir(tmp_path)
+
+
+@pytest.fixture
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunFolder]:
     """Return a function that makes a run folder with a fixed id, where commands without --runs find it."""
     monkeypatch.setenv("MUSTER_RUNS", str(tmp_path / "runs"))
@@ -116,7 +121,6 @@ class Starter:
             env[ranks.RUN_ID] = run_id
         child = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
         self.children.append(child)
-        assert child.stdout is not None
         self.pids.append(int(child.stdout.readline()))
         return self.pids[-1]
 
@@ -126,7 +130,6 @@ class Starter:
         for child in self.children:
             child.kill()
             child.wait()
-            assert child.stdout is not None
             child.stdout.close()
 
 
@@ -139,19 +142,22 @@ def start_process() -> Iterator[Starter]:
 
 
 @pytest.fixture
-def muster(
-    make_run: Callable[..., RunFolder], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., Any]:
-    """Return a function that runs `muster ...` in this process on the folder of `make_run`: (code, out, err)."""
+def in_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Return a function that runs `muster ...` in this process: (code, out, err)."""
     from muster.launch.cli import main
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = main([*arguments, "--runs", str(tmp_path / "runs")])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        code = main([*arguments])
+        return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def muster(make_run: Callable[..., RunFolder], in_process: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that runs `muster ...` on the folder of `make_run`: (code, out, err)."""
+    return lambda *arguments: in_process(*arguments, "--runs", str(tmp_path / "runs"))
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,55 +58,37 @@ def test_the_secret_may_stand_in_a_file(start_agent, listening, tmp_path: Path) 
     assert start_agent("--node", "0", *connect, **NO_VARIABLE).accept(listening, "from-a-file") == 0
 
 
-def test_a_line_without_its_secret_is_said_before_anybody_is_dialled(start_agent) -> None:
-    code, said = start_agent("--node", "0", "--connect", f"{LOOPBACK}:{closed_port()}", **NO_VARIABLE).end()
-    host = socket.gethostname()
-    assert (code, said) == (
-        78,
-        f"muster agent on {host}: has neither MUSTER_KEY nor MUSTER_SECRET; paste the whole line\n",
-    )
-
-
-def test_a_secret_file_that_this_node_cannot_see_is_said_with_what_to_do(start_agent, tmp_path: Path) -> None:
-    missing = tmp_path / "elsewhere" / "token"
-    connect = ("--connect", f"{LOOPBACK}:{closed_port()}", "--secret-file", str(missing))
-    code, said = start_agent("--node", "0", *connect, **NO_VARIABLE).end()
-    assert code == 78
-    assert said == (
-        f"muster agent on {socket.gethostname()}: cannot read {missing}: No such file or directory; over this "
-        "transport the run folder must be on storage that every node sees: choose one with --runs DIR, or use "
-        "--on ssh\n"
-    )
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-def test_a_secret_file_of_another_user_is_not_used(start_agent, tmp_path: Path) -> None:
-    path = tmp_path / "token"
+def planted(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
     path.write_text("planted\n")
     os.chown(path, 65_534, 65_534)
-    connect = ("--connect", f"{LOOPBACK}:{closed_port()}", "--secret-file", str(path))
-    code, said = start_agent("--node", "0", *connect, **NO_VARIABLE).end()
-    host = socket.gethostname()
-    assert (code, said) == (
-        78,
-        f"muster agent on {host}: {path} belongs to user 65534, expected you; it was not used\n",
-    )
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_secret_file_that_is_no_regular_file_is_not_used(start_agent, tmp_path: Path, kind: str) -> None:
+UNUSABLE: dict[str, tuple[Callable[[Path], object] | None, str]] = {
+    "none is named": (None, "has neither MUSTER_KEY nor MUSTER_SECRET; paste the whole line"),
+    "missing": (
+        lambda path: None,
+        "cannot read {path}: No such file or directory; over this transport the run folder must be on storage that "
+        "every node sees: choose one with --runs DIR, or use --on ssh",
+    ),
+    "another user's": (planted, "{path} belongs to user 65534, expected you; it was not used"),
+    "link": (lambda path: path.symlink_to("/etc/hostname"), ""),
+    "pipe": (os.mkfifo, ""),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_a_secret_that_cannot_be_had_is_said_before_anybody_is_dialled(start_agent, tmp_path: Path, kind: str) -> None:
+    make, wanted = UNUSABLE[kind]
     path = tmp_path / "token"
-    if kind == "link":
-        (tmp_path / "other").write_text("planted\n")
-        path.symlink_to(tmp_path / "other")
-    else:
-        os.mkfifo(path)
-    connect = ("--connect", f"{LOOPBACK}:{closed_port()}", "--secret-file", str(path))
-    code, said = start_agent("--node", "0", *connect, **NO_VARIABLE).end()
-    assert code == 78
-    assert said.startswith(f"muster agent on {socket.gethostname()}: ")
-    assert str(path) in said
-    assert said.count("\n") == 1
+    if make is not None:
+        make(path)
+    file = ("--secret-file", str(path)) if make is not None else ()
+    code, said = start_agent("--node", "0", "--connect", f"{LOOPBACK}:{closed_port()}", *file, **NO_VARIABLE).end()
+    start = f"muster agent on {socket.gethostname()}: "
+    assert (code, said.count("\n"), said.startswith(start)) == (78, 1, True)
+    assert said == f"{start}{wanted.format(path=path)}\n" if wanted else str(path) in said
 
 
 def test_of_several_addresses_it_takes_the_one_that_answers(start_agent, listening) -> None:

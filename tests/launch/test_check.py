@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from muster.jobs.basics.errors import RefusedError
 from muster.launch.check import inspection
 from muster.launch.cli import main
 from muster.launch.common.fingerprint import fingerprint
-from muster.launch.supervision.master import own_address
 from support.box import LiveBox
 
 pytestmark = pytest.mark.slow
@@ -59,15 +57,11 @@ def test_pretend_nodes_are_asked_as_real_ones_and_nothing_is_left(check: Check, 
     assert not (tmp_path / "some").exists()
 
 
-def test_a_folder_of_runs_that_was_there_stays(check: Check) -> None:
+def test_the_same_report_as_data_and_a_folder_of_runs_that_was_there_stays(check: Check) -> None:
     (check.runs / "older").mkdir(parents=True)
-    assert check(JOB) == 0
-    assert [path.name for path in check.runs.iterdir()] == ["older"]
-
-
-def test_the_same_report_as_data(check: Check) -> None:
     found = check.data(JOB)
     assert (found["code"], found["exclude"]) == (0, "")
+    assert [path.name for path in check.runs.iterdir()] == ["older"]
     for number, node in enumerate(found["nodes"]):
         assert (node["node"], node["state"]) == (number, "good")
         assert node["facts"]["code"] == fingerprint()
@@ -115,38 +109,6 @@ def test_a_queue_s_nodes_cannot_be_asked(check: Check, monkeypatch: pytest.Monke
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert check(JOB, "--on", "slurm") == 78
     assert "--on slurm: its nodes cannot be asked from here" in check.err
-
-
-OWN = [["eth0", "192.0.2.7"], ["eth1", "10.10.1.1"]]
-
-
-@pytest.mark.parametrize(
-    ("greeted", "iface", "address"),
-    [
-        ("192.0.2.7", None, "192.0.2.7"),
-        ("192.0.2.7", "eth1", "10.10.1.1"),
-        ("", "10.10.1.0/24", "10.10.1.1"),
-    ],
-)
-def test_node_0_is_reached_where_we_reached_it_or_where_the_user_says(
-    greeted: str, iface: str | None, address: str
-) -> None:
-    assert own_address("n1", greeted, OWN, iface) == address
-
-
-@pytest.mark.parametrize(
-    ("greeted", "iface", "words"),
-    [
-        ("127.0.0.1", None, "n1: cannot tell by which address the other nodes reach it (found 127.0.0.1); give it"),
-        ("", None, "(found none); give it with --master-addr"),
-        ("fe80::1", None, "(found fe80::1)"),
-        ("192.0.2.7", "ib0", "n1: --iface ib0: no such network here; it has eth0 192.0.2.7, eth1 10.10.1.1"),
-    ],
-)
-def test_an_address_that_the_others_cannot_use_is_refused(greeted: str, iface: str | None, words: str) -> None:
-    with pytest.raises(RefusedError) as caught:
-        own_address("n1", greeted, OWN, iface)
-    assert words in str(caught.value)
 
 
 # On real hosts --------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from muster.jobs.basics.files import read_lines
-from muster.jobs.runfolder.rundir import list_runs
+from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.common.processes import of_run
 from muster.launch.wire.handshake import node_key
 from muster.launch.wire.keys import KEY, SECRET
@@ -62,6 +62,12 @@ class Shells:
     def __init__(self) -> None:
         self.started: list[subprocess.Popen[str]] = []
 
+    def paste_all(self, lines: dict[int, str], *order: int) -> tuple[list[int], list[str]]:
+        """Paste the lines of these nodes, and wait for all shells: see `end`."""
+        for node in order:
+            self.paste(lines[node])
+        return self.end()
+
     def paste(self, line: str) -> subprocess.Popen[str]:
         shell = subprocess.Popen(
             ["bash", "-c", line],
@@ -89,6 +95,14 @@ def shells() -> Iterator[Shells]:
             os.killpg(shell.pid, signal.SIGKILL)
         if shell.stdout is not None and not shell.stdout.closed:
             shell.communicate()
+
+
+def begun(root: Path) -> RunDir:
+    """Wait until both nodes of the run below `root` have started their ranks."""
+    wait_until(lambda: list_runs(root), "the run")
+    (run,) = list_runs(root)
+    wait_until(lambda: sum(row["event"] == "started" for row in read_lines(run.events)) == 2, "both nodes")
+    return run
 
 
 def words(line: str) -> list[str]:
@@ -199,9 +213,7 @@ def test_every_argument_and_value_survives_whatever_the_order(order, lines, shel
     env = {"DUMPS": str(dumps), **{f"VALUE_{number}": text for number, text in enumerate(NASTY)}}
     job = {"nodes": 3, "workdir": str(workdir), "env": env, "command": [sys.executable, "-c", DUMP, *NASTY]}
     found = lines(job, *HERE)
-    for node in order:
-        shells.paste(found[node])
-    codes, said = shells.end()
+    codes, said = shells.paste_all(found, *order)
     assert codes == [0, 0, 0], said
     for rank in range(3):
         seen = json.loads((dumps / f"{rank}.json").read_text())
@@ -215,9 +227,7 @@ def test_every_argument_and_value_survives_whatever_the_order(order, lines, shel
 @pytest.mark.ranks
 def test_the_code_of_the_rank_that_failed_is_that_of_every_line(lines, shells) -> None:
     found = lines({"nodes": 2, "command": ["bash", "-c", "exit $((RANK == 1 ? 7 : 0))"]}, *HERE)
-    for node in (0, 1):
-        shells.paste(found[node])
-    codes, said = shells.end()
+    codes, said = shells.paste_all(found, 0, 1)
     assert codes == [7, 7], said
 
 
@@ -226,9 +236,7 @@ def test_two_nodes_train_in_one_run_and_a_jobs_folder_of_the_users_does_not_matt
     (tmp_path / "jobs").mkdir()
     (tmp_path / "jobs" / "__init__.py").write_text("raise SystemExit('the wrong jobs')\n")
     found = lines(f"workdir: {tmp_path}\n{TRAIN}", *HERE)
-    for node in (1, 0):
-        shells.paste(found[node])
-    codes, said = shells.end()
+    codes, said = shells.paste_all(found, 1, 0)
     assert codes == [0, 0], said
     (run,) = list_runs(tmp_path / "runs")
     assert [row["step"] for row in read_lines(run.metrics) if "step_s" in row] == [1, 2]
@@ -241,9 +249,7 @@ def test_two_nodes_train_in_one_run_and_a_jobs_folder_of_the_users_does_not_matt
 def test_a_line_that_is_killed_ends_the_run(killed: int, code: int | None, lines, shells, tmp_path) -> None:
     found = lines({"nodes": 2, "grace_s": 1, "command": ["sleep", "1000"]}, *HERE)
     pasted = [shells.paste(found[node]) for node in (0, 1)]
-    wait_until(lambda: list_runs(tmp_path / "runs"), "the run")
-    (run,) = list_runs(tmp_path / "runs")
-    wait_until(lambda: sum(row["event"] == "started" for row in read_lines(run.events)) == 2, "both nodes")
+    run = begun(tmp_path / "runs")
     os.killpg(pasted[killed].pid, signal.SIGKILL)
     wait_until(lambda: not of_run(run.run_id), "the end of all ranks")
     other = pasted[1 - killed]
@@ -255,7 +261,6 @@ def test_a_line_that_is_killed_ends_the_run(killed: int, code: int | None, lines
 def test_node_0_says_until_when_it_waits_for_whom_and_ctrl_c_ends_the_wait(lines, shells) -> None:
     found = lines({"nodes": 3, "command": ["true"]}, *HERE)
     first = shells.paste(found[0])
-    assert first.stdout is not None
     line = first.stdout.readline()
     assert re.fullmatch(r"waiting until \d\d:\d\d:\d\d for node 1 \(node1\), 2 \(node2\)\n", line)
     shells.paste(found[2])
@@ -271,9 +276,7 @@ def test_ctrl_c_at_node_0_ends_all_lines(lines, shells, tmp_path) -> None:
     found = lines({"nodes": 2, "grace_s": 1, "command": ["sleep", "1000"]}, *HERE)
     first = shells.paste(found[0])
     shells.paste(found[1])
-    wait_until(lambda: list_runs(tmp_path / "runs"), "the run")
-    (run,) = list_runs(tmp_path / "runs")
-    wait_until(lambda: sum(row["event"] == "started" for row in read_lines(run.events)) == 2, "both nodes")
+    run = begun(tmp_path / "runs")
     os.killpg(first.pid, signal.SIGINT)
     codes, said = shells.end()
     assert codes == [130, 130], said
@@ -303,8 +306,7 @@ def test_a_line_of_another_call_is_refused_in_one_sentence_on_both_ends(lines, s
         line = first.stdout.readline()
         assert line, "node 0 has ended"
     assert line == f"muster: refused 1 connection to port {free}: 1 x hung up; last from 127.0.0.1\n"
-    shells.paste(found[1])
-    codes, told = shells.end()
+    codes, told = shells.paste_all(found, 1)
     assert codes == [0, 78, 0], told
 
 
@@ -315,9 +317,7 @@ def test_the_line_of_one_node_does_not_speak_for_another(lines, shells) -> None:
     posing = shells.paste(shortened(found[1]).replace("--node 1", "--node 2"))
     posing.communicate(timeout=50)
     assert posing.returncode == 78
-    for node in (1, 2):
-        shells.paste(found[node])
-    codes, said = shells.end()
+    codes, said = shells.paste_all(found, 1, 2)
     assert codes == [0, 78, 0, 0], said
 
 

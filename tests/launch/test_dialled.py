@@ -3,10 +3,9 @@
 import asyncio
 import os
 import shlex
-import socket
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,31 +20,14 @@ from muster.jobs.spec.site import SshSettings
 from muster.launch.common.processes import start_ticks
 from muster.launch.transports.dialled import Dialled, Starter
 from muster.launch.transports.pdsh import pdsh_transport
-from muster.launch.wire.channel import Channel
-from muster.launch.wire.handshake import node_key
 from muster.launch.wire.keys import KEY, SECRET
-from muster.launch.wire.messages import Bye, Hello
+from muster.launch.wire.messages import Bye
+from support.agents import Gate
 
 pytestmark = pytest.mark.slow
 
 DEADLINE_S = 30.0
 AGENT = shlex.join(module_argv(sys.executable, "muster.launch.agent"))
-
-
-class Gate:
-    """What a transport has handed over."""
-
-    def __init__(self) -> None:
-        self.channels: asyncio.Queue[Channel] = asyncio.Queue()
-        self.failures: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-        self.error = MusterError()
-
-    def connected(self, channel: Channel) -> None:
-        self.channels.put_nowait(channel)
-
-    def failed(self, node_rank: int, error: MusterError) -> None:
-        self.error = error
-        self.failures.put_nowait((node_rank, str(error)))
 
 
 def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
@@ -60,20 +42,6 @@ def shell(script: str) -> Callable[[str], list[str]]:
 def dialled(folder: Path, nodes: int, script: str, **fields: Any) -> Dialled:
     starter = Starter(argv=shell(script), explain=told, **fields)
     return Dialled("test", nodes, run=RunDir(folder), starter=starter, towards="127.0.0.1")
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a coroutine under a deadline."""
-
-    async def guarded() -> None:
-        await asyncio.wait_for(test(), DEADLINE_S)
-
-    asyncio.run(guarded())
-
-
-async def hello_of(gate: Gate) -> tuple[Channel, Hello]:
-    channel = await gate.channels.get()
-    return channel, await channel.receive_hello()
 
 
 def by_hand(folder: Path) -> Dialled:
@@ -103,134 +71,50 @@ async def pasted(transport: Dialled, node: int, **variables: str) -> asyncio.sub
 BOTH = f'for node in 0 1; do {AGENT} --node $node --connect "$1" --secret-file token & done; wait'
 
 
-def test_the_agents_that_a_program_starts_dial_back_and_end_when_they_are_let_go(tmp_path: Path) -> None:
-    async def test() -> None:
-        gate, run_dir = Gate(), RunDir(tmp_path)
-        transport = dialled(tmp_path, 2, f"cd {shlex.quote(str(tmp_path))}; {BOTH}")
-        await transport.start(gate)
-        assert run_dir.token.stat().st_mode & 0o777 == 0o600
-        met = [await hello_of(gate) for _ in range(2)]
-        assert sorted(channel.node for channel, _ in met) == [0, 1]
-        for channel, _ in met:
-            await channel.send(Bye(0))
-        await transport.close([])
-        assert not run_dir.token.exists()
-        assert [start_ticks(hello.pid) for _, hello in met] == [None, None]
-        for channel, _ in met:
-            channel.close()
-
-    run(test)
-
-
-def test_the_secret_stands_in_the_programs_environment_too_and_nowhere_else_of_it(tmp_path: Path) -> None:
-    async def test() -> None:
-        gate = Gate()
-        transport = dialled(tmp_path, 1, f'{AGENT} --node 0 --connect "$1"', replaces={"PATH": os.environ["PATH"]})
-        await transport.start(gate)
-        channel, hello = await hello_of(gate)
-        environ = Path(f"/proc/{hello.pid}/environ").read_bytes()
-        assert sorted(each.partition(b"=")[0].decode() for each in environ.split(b"\0") if each) in (
-            sorted(["PATH", SECRET, "PWD"]),
-            sorted(["PATH", SECRET, "PWD", "OLDPWD"]),
-            sorted(["PATH", SECRET, "PWD", "SHLVL", "_"]),  # where sh is bash
-        )
+async def test_the_agents_that_a_program_starts_dial_back_and_end_when_they_are_let_go(tmp_path: Path) -> None:
+    gate, run_dir = Gate(), RunDir(tmp_path)
+    transport = dialled(tmp_path, 2, f"cd {shlex.quote(str(tmp_path))}; {BOTH}")
+    await transport.start(gate)
+    assert run_dir.token.stat().st_mode & 0o777 == 0o600
+    met = [await gate.hello() for _ in range(2)]
+    assert sorted(channel.node for channel, _ in met) == [0, 1]
+    for channel, _ in met:
         await channel.send(Bye(0))
-        await transport.close([])
+    await transport.close([])
+    assert not run_dir.token.exists()
+    assert [start_ticks(hello.pid) for _, hello in met] == [None, None]
+    for channel, _ in met:
         channel.close()
 
-    run(test)
+
+async def test_the_secret_stands_in_the_programs_environment_too_and_nowhere_else_of_it(tmp_path: Path) -> None:
+    gate = Gate()
+    transport = dialled(tmp_path, 1, f'{AGENT} --node 0 --connect "$1"', replaces={"PATH": os.environ["PATH"]})
+    await transport.start(gate)
+    channel, hello = await gate.hello()
+    environ = Path(f"/proc/{hello.pid}/environ").read_bytes()
+    assert sorted(each.partition(b"=")[0].decode() for each in environ.split(b"\0") if each) in (
+        sorted(["PATH", SECRET, "PWD"]),
+        sorted(["PATH", SECRET, "PWD", "OLDPWD"]),
+        sorted(["PATH", SECRET, "PWD", "SHLVL", "_"]),  # where sh is bash
+    )
+    await channel.send(Bye(0))
+    await transport.close([])
+    channel.close()
 
 
-def test_one_without_the_secret_is_not_let_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def test() -> None:
-        gate = Gate()
-        script = f'{SECRET}=guessed {AGENT} --node 1 --connect "$1"; exec {AGENT} --node 0 --connect "$1"'
-        transport = dialled(tmp_path, 2, script)
-        await transport.start(gate)
-        channel, _ = await hello_of(gate)
-        assert channel.node == 0
-        assert gate.channels.empty()
-        said = ""
-        while "refused" not in said:
-            await asyncio.sleep(0.02)
-            said += capsys.readouterr().err
-        port = transport._listener.port
-        assert said == f"muster: refused 1 connection to port {port}: 1 x hung up; last from 127.0.0.1\n"
-        await channel.send(Bye(0))
-        await transport.close([1])
-        channel.close()
-
-    run(test)
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {SECRET: "of another call"},
-        {KEY: node_key("of another call", 1)},
-        {KEY: node_key("printed", 0)},  # of another node of this very call
-    ],
-)
-def test_who_pastes_a_line_of_another_call_hears_it_and_is_not_let_in(
-    tmp_path: Path, variables: dict[str, str]
-) -> None:
-    async def test() -> None:
-        transport, gate = by_hand(tmp_path), Gate()
-        await transport.start(gate)
-        channel, _ = await hello_of(gate)
-        other = await pasted(transport, 1, **variables)
-        _, said = await other.communicate()
-        assert other.returncode == 78
-        assert said.decode().partition("\n")[2] == (
-            f"muster agent on {socket.gethostname()}: who answers at 127.0.0.1:{transport._listener.port} does not "
-            "hold this agent's key, so it was not obeyed; paste the lines of one muster cmd, and let no other program "
-            "take that port\n"
-        )
-        assert gate.channels.empty()
-        await channel.send(Bye(0))
-        await transport.close([1])
-        channel.close()
-
-    run(test)
-
-
-def test_by_hand_node_0_is_started_here_and_the_others_are_waited_for(tmp_path: Path) -> None:
-    async def test() -> None:
-        transport, gate = by_hand(tmp_path), Gate()
-        await transport.start(gate)
-        first, _ = await hello_of(gate)
-        assert first.node == 0
-        other = await pasted(transport, 1, **{KEY: node_key("printed", 1)})
-        second, _ = await hello_of(gate)
-        assert second.node == 1
-        for channel in (first, second):
-            await channel.send(Bye(0))
-        _, said = await other.communicate()
-        assert said.decode().splitlines()[-1].endswith("node 1 has reached node 0 and waits for the other nodes")
-        assert other.returncode == 0
-        await transport.close([])
-        for channel in (first, second):
-            channel.close()
-
-    run(test)
-
-
-def test_by_hand_nobody_can_be_node_0_over_the_port(tmp_path: Path) -> None:
+async def test_by_hand_nobody_can_be_node_0_over_the_port(tmp_path: Path) -> None:
     """Its agent is ours, over pipes: a line of another node must not take its place, nor one with the secret."""
-
-    async def test() -> None:
-        transport, gate = by_hand(tmp_path), Gate()
-        await transport.start(gate)
-        channel, _ = await hello_of(gate)
-        other = await pasted(transport, 0, **{SECRET: "printed"})
-        await other.communicate()
-        assert other.returncode == 78
-        assert gate.channels.empty()
-        await channel.send(Bye(0))
-        await transport.close([1])
-        channel.close()
-
-    run(test)
+    transport, gate = by_hand(tmp_path), Gate()
+    await transport.start(gate)
+    channel, _ = await gate.hello()
+    other = await pasted(transport, 0, **{SECRET: "printed"})
+    await other.communicate()
+    assert other.returncode == 78
+    assert gate.channels.empty()
+    await channel.send(Bye(0))
+    await transport.close([1])
+    channel.close()
 
 
 # Whose failure is told ------------------------------------------------------------------------------------------------
@@ -249,60 +133,45 @@ def says(text: str) -> str:
     return f"printf %s {shlex.quote(text)} >&2; "
 
 
-def test_a_nodes_failure_is_told_when_the_program_tells_it_and_not_at_its_end(tmp_path: Path) -> None:
-    async def test() -> None:
-        gate = Gate()
-        transport = dialled(tmp_path, 3, says(RECORDED) + "sleep 1000", names={"pc1": 0, "pc2": 1, "pc3": 2})
-        await transport.start(gate)
-        assert [await gate.failures.get() for _ in range(2)] == [
-            (1, "pc2 255 ssh: connect to host pc2 port 22: Connection refused"),
-            (0, "pc1 127 bash: line 1: /no/python: No such file or directory"),
-        ]
-        await transport.close([0, 1])
-
-    run(test)
+async def test_a_nodes_failure_is_told_when_the_program_tells_it_and_not_at_its_end(tmp_path: Path) -> None:
+    gate = Gate()
+    transport = dialled(tmp_path, 3, says(RECORDED) + "sleep 1000", names={"pc1": 0, "pc2": 1, "pc3": 2})
+    await transport.start(gate)
+    assert await gate.until_failed(2) == [
+        (1, "pc2 255 ssh: connect to host pc2 port 22: Connection refused"),
+        (0, "pc1 127 bash: line 1: /no/python: No such file or directory"),
+    ]
+    await transport.close([0, 1])
 
 
-def test_at_its_end_every_node_is_told_of(tmp_path: Path) -> None:
+async def test_at_its_end_every_node_is_told_of(tmp_path: Path) -> None:
     """The gate keeps the first word on a node; what was said of it alone comes before what was said at all."""
-
-    async def test() -> None:
-        gate = Gate()
-        transport = dialled(
-            tmp_path, 2, says("pc1: half a word\nno host at all\n") + "exit 3", names={"pc1": 0, "pc2": 1}
-        )
-        await transport.start(gate)
-        assert [await gate.failures.get() for _ in range(2)] == [
-            (0, "pc1 3 half a word"),
-            (1, "pc2 3 pc1: half a word|no host at all"),
-        ]
-        await transport.close([])
-
-    run(test)
+    gate = Gate()
+    transport = dialled(tmp_path, 2, says("pc1: half a word\nno host at all\n") + "exit 3", names={"pc1": 0, "pc2": 1})
+    await transport.start(gate)
+    assert await gate.until_failed(2) == [
+        (0, "pc1 3 half a word"),
+        (1, "pc2 3 pc1: half a word|no host at all"),
+    ]
+    await transport.close([])
 
 
-def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    async def test() -> None:
-        starter = Starter(argv=lambda connect: ["/no/such/pdsh"], explain=told)
-        transport = Dialled("pdsh", 1, run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
-        with pytest.raises(RefusedError, match="/no/such/pdsh: cannot be run here: No such file or directory"):
-            await transport.start(Gate())
-        await transport.close([0])
-
-    run(test)
+async def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    starter = Starter(argv=lambda connect: ["/no/such/pdsh"], explain=told)
+    transport = Dialled("pdsh", 1, run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
+    with pytest.raises(RefusedError, match="/no/such/pdsh: cannot be run here: No such file or directory"):
+        await transport.start(Gate())
+    await transport.close([0])
 
 
-def test_one_that_would_wait_for_a_lost_node_is_ended(tmp_path: Path) -> None:
-    async def test() -> None:
-        gate = Gate()
-        transport = dialled(tmp_path, 1, "echo ready; exec sleep 1000", names={"pc1": 0})
-        await transport.start(gate)
-        await transport.close([0])
-        with pytest.raises(asyncio.QueueEmpty):
-            gate.channels.get_nowait()
-        assert transport._started._entries[0].child.ended.done()
-
-    run(test)
+async def test_one_that_would_wait_for_a_lost_node_is_ended(tmp_path: Path) -> None:
+    gate = Gate()
+    transport = dialled(tmp_path, 1, "echo ready; exec sleep 1000", names={"pc1": 0})
+    await transport.start(gate)
+    await transport.close([0])
+    with pytest.raises(asyncio.QueueEmpty):
+        gate.channels.get_nowait()
+    assert transport._started._entries[0].child.ended.done()
 
 
 # What pdsh calls its hosts --------------------------------------------------------------------------------------------
@@ -321,7 +190,9 @@ def hosts(*targets: str) -> list[Host]:
         (["10.0.0.1", "10.0.0.2"], ["10.0.0.1", "10.0.0.2"]),
     ],
 )
-def test_what_pdsh_says_of_a_host_is_taken_for_that_host(tmp_path: Path, targets: list[str], labels: list[str]) -> None:
+async def test_what_pdsh_says_of_a_host_is_taken_for_that_host(
+    tmp_path: Path, targets: list[str], labels: list[str]
+) -> None:
     """`labels` were seen in its output."""
     nodes = hosts(*targets)
     run_dir = RunDir(tmp_path)
@@ -334,17 +205,13 @@ def test_what_pdsh_says_of_a_host_is_taken_for_that_host(tmp_path: Path, targets
     ]
     said = "".join(lines)
     starter = Starter(argv=shell(says(said) + "sleep 1000"), names=made.starter.names, explain=made.starter.explain)
-
-    async def test() -> None:
-        gate = Gate()
-        transport = Dialled("pdsh", len(nodes), run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
-        await transport.start(gate)
-        assert [await gate.failures.get() for _ in nodes] == [
-            (number, f"n{number}: the agent ended with code 3: word {number}") for number in range(len(nodes))
-        ]
-        await transport.close([0])
-
-    run(test)
+    gate = Gate()
+    transport = Dialled("pdsh", len(nodes), run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
+    await transport.start(gate)
+    assert await gate.until_failed(len(nodes)) == [
+        (number, f"n{number}: the agent ended with code 3: word {number}") for number in range(len(nodes))
+    ]
+    await transport.close([0])
 
 
 @pytest.mark.cluster

@@ -1,11 +1,9 @@
 """A training in the real Slurm of the box that is told to end, loses a node, an agent, or its nodes to another job."""
 
+import functools
 import json
-import os
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,8 @@ import pytest
 
 from muster.jobs.basics.boot import CODE_ROOT
 from muster.jobs.basics.files import read_lines
-from muster.jobs.runfolder.rundir import RunDir, list_runs
-from muster.launch.records.slurm_job import SlurmJob
-from support.box import LiveBox
+from support import live
+from support.box import BoxUser, LiveBox
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(240)]
 
@@ -39,40 +36,17 @@ SESSION_PROGRAM = CODE_ROOT / "tests" / "support" / "own_program.py"
 BLOCKER = "#!/bin/sh\n#SBATCH --nodes=4 --exclusive --output=/dev/null --partition=batch\nexec sleep 5\n"
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
-        time.sleep(0.1)
+wait_until = functools.partial(live.wait_until, deadline_s=DEADLINE_S)
 
 
-class Training:
+class Training(BoxUser):
     """A training that was submitted; it ends with the test."""
 
     def __init__(self, box: LiveBox, folder: Path, *words: str, job: Path = JOB) -> None:
-        self.box = box
-        self.runs = folder / "runs"
-        self.muster("submit", str(job), "--on", "slurm", "--hosts", box.spelt, *(LONG if job == JOB else ()), *words)
-
-    def muster(self, *words: str) -> str:
-        """Call a command of Muster's; return what it printed."""
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
-        argv = [sys.executable, "-m", "muster", *words, "--runs", str(self.runs)]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=DEADLINE_S, env=env, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    @property
-    def run(self) -> RunDir:
-        """The run folder."""
-        return list_runs(self.runs)[-1]
-
-    @property
-    def job(self) -> SlurmJob:
-        """Its Slurm job."""
-        job = SlurmJob.read(self.run)
-        assert job is not None
-        return job
+        super().__init__(box, folder)
+        submit = ("submit", str(job), "--on", "slurm", "--hosts", box.spelt)
+        code, _, err = self.call(*submit, *(LONG if job == JOB else ()), *words)
+        assert code == 0, err
 
     def events(self, name: str, attempt: int | None = None) -> list[dict[str, Any]]:
         rows = [row for row in read_lines(self.run.events) if row["event"] == name]
@@ -103,8 +77,8 @@ class Training:
         return done.stdout
 
     def close(self) -> None:
-        self.job.client().cancel(self.job.job_id)
-        wait_until(lambda: not self.client("squeue", "--noheader"), "an empty queue")
+        super().close()
+        wait_until(lambda: not self.queued(), "an empty queue")
 
 
 @pytest.fixture

@@ -58,16 +58,13 @@ def test_no_command_lets_the_terminal_obey_a_hostile_run(hostile_run: Path, look
     assert sent.strip()
     assert "Traceback" not in sent
     assert forbidden_in(sent) == []
-    again, out, err = through_pipes(*look, "--runs", str(hostile_run))
-    assert again == code
-    assert forbidden_in(out) == forbidden_in(err) == []
-
-
-def test_the_words_of_a_hostile_run_are_still_readable(hostile_run: Path) -> None:
-    for look in (("why",), ("logs",), ("status",)):
-        _, sent = on_terminal(*look, "--runs", str(hostile_run))
+    if look in (("why",), ("logs",), ("status",)):  # the words are still readable
         assert r"\x1b]0;owned\x07" in sent
         assert r"\u202eevil\u202c" in sent
+    again, out, err = through_pipes(*look, "--runs", str(hostile_run))
+    assert look != ("status", "--json") or json.loads(out)["message"] == HOSTILE
+    assert again == code
+    assert forbidden_in(out) == forbidden_in(err) == []
 
 
 def test_a_watched_run_clears_the_terminal_and_does_nothing_else(hostile_run: Path) -> None:
@@ -79,11 +76,6 @@ def test_a_watched_run_clears_the_terminal_and_does_nothing_else(hostile_run: Pa
 def test_raw_logs_are_what_the_rank_wrote(hostile_run: Path) -> None:
     _, out, _ = through_pipes("logs", "--raw", "--rank", "0", "--stream", "out", "--runs", str(hostile_run))
     assert out == "".join(f"{text}\n" for text in ATTACKS.values())
-
-
-def test_json_still_carries_the_words_as_they_were(hostile_run: Path) -> None:
-    _, out, _ = through_pipes("status", "--json", "--runs", str(hostile_run))
-    assert json.loads(out)["message"] == HOSTILE
 
 
 PLANNED = f"""

@@ -10,21 +10,18 @@ from pathlib import Path
 import pytest
 
 from muster.jobs.hosts.hosts import read_hostfile
-from muster.launch.cli import main
 
 MANIFESTS = Path(__file__).resolve().parents[1] / "cloudlab" / "manifests"
 Hosts = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def hosts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Hosts:
+def hosts(in_process: Hosts, monkeypatch: pytest.MonkeyPatch) -> Hosts:
     """Return a function that runs `muster hosts ...`: (code, out, err)."""
 
     def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        code = main(["hosts", *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
+        return in_process("hosts", *arguments)
 
     return run
 

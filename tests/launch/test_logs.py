@@ -138,7 +138,6 @@ class Follower:
 
     def expect(self, line: str) -> None:
         """Read one line; a wait without end is cut by the test's time-out."""
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == line + "\n"
 
     def finish(self) -> tuple[int, str, str]:
@@ -212,9 +211,7 @@ def test_output_cut_by_head_ends_quietly(make_run) -> None:
     folder = running(make_run()).write(0, "line\n" * 200_000).ended()
     follower = Follower(folder)
     follower.expect("[rank 0 node 0] line")
-    assert follower.process.stdout is not None
     follower.process.stdout.close()
-    assert follower.process.stderr is not None
     assert follower.process.stderr.read() == ""
     follower.process.stderr.close()
     assert follower.process.wait(20) == 141

@@ -32,7 +32,7 @@ from muster.launch.wire.messages import (
 )
 from muster.launch.wire.records import Progress
 from support.agents import LOOPBACK, Supervised, program, rank
-from support.live import wait_until
+from support.live import parent_of, wait_until
 from support.warm import state_of
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -70,10 +70,6 @@ def node(tmp_path: Path) -> Iterator[Supervised]:
     started.hang_up()
     started.end()
     started.close()
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def pids_of(started: Started) -> dict[int, int]:
@@ -241,14 +237,12 @@ def test_a_heartbeat_tells_how_far_the_ranks_are(node: Supervised) -> None:
     node.wait_for_output(0, 1)
     wait_until(lambda: (progress(node) or {}).get("steps") == 5, "the progress of rank 1")
     told = progress(node)
-    assert told is not None
     assert (told["steps"], told["phases"], told["slowest_s"]) == (5, ("run", "start"), 0.25)
     ((stalest, its),) = told["ranks"].items()
     assert (stalest, its["phase"], its["steps"]) == ("0", "start", 0)
     assert its["beats_age_s"] >= told["beats_age_s"] >= 0
     node.stop(0)
     ended = progress(node)
-    assert ended is not None
     assert (ended["steps"], ended["phases"], ended["ranks"]) == (5, (), {})
     node.start(1, rank(0, SLEEPS))
     wait_until(lambda: progress(node) is not None, "a look")
@@ -260,7 +254,6 @@ def test_programs_of_the_users_have_no_progress(node: Supervised) -> None:
     node.start(0, program(0, "sleep", "1000"))
     wait_until(lambda: progress(node), "a look at the program")
     told = progress(node)
-    assert told is not None
     assert (told["phases"], told["sessions"], told["output_age_s"]) == (("start",), 0, None)
     node.stop(0)
 

@@ -16,6 +16,7 @@ from muster.jobs.basics.files import read_lines
 from muster.jobs.runfolder.rundir import RunDir
 from support.box import LiveBox
 from support.live import LiveRun, wait_until
+from support.terminals import through_pipes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
@@ -115,13 +116,8 @@ def test_a_cut_network_costs_the_smaller_part_and_the_run_grows_back(box: LiveBo
     assert [row["attempt"] for row in ended] == list(range(again + 1))  # one that could not begin has its number, too
     assert [row["class"] for row in ended[fewer - 1 :]] == ["unreachable", "requeue", "stopped"]
     assert ended[fewer]["lost_steps"] == 0
-    why = subprocess.run(
-        [sys.executable, "-m", "muster", "why", live.run.run_id, "--runs", str(live.root)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert f"{again + 1} attempts, {fewer} failed" in why.stdout
+    _, out, _ = through_pipes("why", live.run.run_id, "--runs", str(live.root))
+    assert f"{again + 1} attempts, {fewer} failed" in out
     check_losses(live, tmp_path / "reference")
 
 

@@ -4,7 +4,6 @@ The program (support/own_program.py) does by hand what the session does.
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 from muster.jobs.basics.files import read_lines
 from muster.launch.cli import main
 from support.live import LiveRun
+from support.terminals import through_pipes
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -70,9 +70,8 @@ def test_ctrl_c_has_a_program_save_after_one_step_and_resume_goes_on_from_there(
     step = live.events("saved")[-1]["step"]
     assert row["message"].endswith(f"saved after step {step}")
     assert [live.run.attempt(0).out(rank).read_text() for rank in (0, 1)] == [f"drained after {step}\n"] * 2
-    words = ["resume", live.run.run_id, "--runs", str(live.root), "-x", f"OWN_STEPS={step + 2}"]
-    resumed = subprocess.run([sys.executable, "-m", "muster", *words], capture_output=True, text=True, check=False)
-    assert resumed.returncode == 0, resumed.stderr
+    code, _, err = through_pipes("resume", live.run.run_id, "--runs", str(live.root), "-x", f"OWN_STEPS={step + 2}")
+    assert code == 0, err
     assert live.run.attempt(1).out(1).read_text() == f"done {step + 2} from {step}\n"
 
 

@@ -15,22 +15,17 @@ from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def test_every_rank_gets_its_variables_and_its_own_log(tmp_path: Path) -> None:
+def test_every_rank_gets_its_variables_and_its_own_log_and_rank_0_is_shown(tmp_path: Path) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "MASTER_ADDR")
     code = f"import os; print(*[os.environ[name] for name in {names}], os.environ['MASTER_PORT'])"
     live = LiveRun(tmp_path, two_by_two(code))
     assert live.end() == 0, live.err
     port = live.events("attempt")[0]["master_port"]
-    logs = [live.run.attempt(0).out(rank).read_text().split() for rank in range(4)]
-    assert logs == [f"{rank} 4 {rank % 2} 2 {rank // 2} {rank // 2} 127.0.0.1 {port}".split() for rank in range(4)]
-
-
-def test_rank_0_is_shown_on_standard_output_and_the_rest_on_standard_error(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, two_by_two("import os; print('line of', os.environ['RANK'])"))
-    assert live.end() == 0
-    assert live.out == "line of 0\n"
+    logs = [live.run.attempt(0).out(rank).read_text() for rank in range(4)]
+    assert logs == [f"{rank} 4 {rank % 2} 2 {rank // 2} {rank // 2} 127.0.0.1 {port}\n" for rank in range(4)]
+    assert live.out == logs[0]
     assert "done in" in live.err
-    assert "line of" not in live.err
+    assert not any(log in live.err for log in logs)
 
 
 def test_the_first_failing_ranks_own_code_is_the_exit_code(tmp_path: Path) -> None:
@@ -54,21 +49,13 @@ exit(7)
     assert "rank 2 on node 1" in live.err
 
 
-def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, two_by_two(SLEEP))
-    os.kill(live.pid_of(3), signal.SIGKILL)
-    assert live.end() == 128 + signal.SIGKILL
-    first = live.verdict()["first"]
-    assert (first["rank"], first["signal"], first["code"]) == (3, "SIGKILL", None)
-
-
 def test_a_dead_rank_is_the_cause_and_those_that_lost_it_are_victims(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, TRAINING)
     live.wait_for("joined")
     os.kill(live.pid_of(1), signal.SIGKILL)
     assert live.end() == 128 + signal.SIGKILL
     verdict = live.verdict()
-    assert verdict["first"]["rank"] == 1
+    assert [verdict["first"][key] for key in ("rank", "signal", "code")] == [1, "SIGKILL", None]
     assert [victim["rank"] for victim in verdict["victims"]] == [0]
     assert not live.left()
 
@@ -94,16 +81,21 @@ def test_ranks_that_fail_at_the_same_moment_are_one_failure(tmp_path: Path) -> N
         assert live.verdict()["class"] == "failed"
 
 
-def test_a_signal_without_a_name_is_carried_as_128_and_its_number(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, argv("import os; os.kill(os.getpid(), 35)"))
-    assert live.end() == 128 + 35
-    assert live.verdict()["first"]["signal"] == "SIGRTMIN+1"
-
-
-def test_a_programs_own_2_is_not_taken_for_ours(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, argv("import sys; sys.exit(2)"))
-    assert live.end() == 2
-    assert live.verdict()["class"] == "failed"
+@pytest.mark.parametrize(
+    ("command", "code", "signal", "said"),
+    [
+        (argv("import os; os.kill(os.getpid(), 35)"), 128 + 35, "SIGRTMIN+1", ""),  # a signal without a name
+        (argv("import sys; sys.exit(2)"), 2, None, ""),  # a program's own 2 is not taken for ours
+        ("command: [no-such-program-at-all]\n", 127, None, "command not found: 'no-such-program-at-all'"),
+    ],
+)
+def test_a_programs_end_is_the_exit_code(
+    tmp_path: Path, command: str, code: int, signal: str | None, said: str
+) -> None:
+    live = LiveRun(tmp_path, command)
+    assert live.end() == code
+    assert (live.verdict()["class"], live.verdict()["first"]["signal"]) == ("signal" if signal else "failed", signal)
+    assert said in live.err
 
 
 @pytest.mark.parametrize("closing", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
@@ -142,12 +134,6 @@ def test_runs_of_one_second_are_listed_in_the_order_they_began(tmp_path: Path) -
         make_run(run)
         run.events.touch()
     assert [run.run_id for run in list_runs(tmp_path)] == names
-
-
-def test_a_missing_program_is_said_with_127(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, "command: [no-such-program-at-all]\n")
-    assert live.end() == 127
-    assert "command not found: 'no-such-program-at-all'" in live.err
 
 
 def test_torch_programs_meet_at_the_store_that_the_agent_hosts(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from muster.jobs.node.leftovers import state_of
 from muster.launch.cli import main
 from muster.launch.common.processes import command_line, of_run
 from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
+from support.terminals import through_pipes
 from support.users import needs_root
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -76,13 +76,10 @@ def test_an_unwritable_run_folder_is_refused_before_anything_starts(tmp_path: Pa
     blocked.write_text("a file where the folder should be")
     job = tmp_path / "job.yaml"
     job.write_text(argv("pass"))
-    done = subprocess.run(
-        [sys.executable, "-m", "muster", "run", str(job), "--runs", str(blocked)], capture_output=True, text=True
-    )
-    assert done.returncode == 73
-    assert done.stderr.startswith("muster: ")
-    assert "--runs DIR" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    code, _, err = through_pipes("run", str(job), "--runs", str(blocked))
+    assert (code, len(err.splitlines())) == (73, 1)
+    assert err.startswith("muster: ")
+    assert "--runs DIR" in err
 
 
 def test_a_full_disk_under_the_supervisor_is_said_and_changes_no_verdict(tmp_path: Path) -> None:

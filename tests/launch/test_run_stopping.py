@@ -3,14 +3,14 @@
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from muster.jobs.machine.linux import descendants
+from muster.jobs.machine.linux import descendants, kill_quietly
 from muster.launch.common.processes import command_line, of_run, start_ticks
-from support.live import SLEEP, TRAINING, LiveRun, argv, two_by_two, wait_until
-from support.starve import starve
+from support.live import SLEEP, TRAINING, LiveRun, argv, parent_of, two_by_two, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -40,7 +40,6 @@ def test_nothing_is_left_after_the_supervisor_is_killed(tmp_path: Path, job: str
 
 def test_ctrl_c_ends_stubborn_ranks_after_the_grace(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(STUBBORN))
-    live.wait_for("started", 2)
     for rank in range(4):
         live.wait_for_output("ready", rank)
     live.interrupt()
@@ -90,7 +89,6 @@ def test_ctrl_c_before_the_ranks_have_started_ends_at_once(tmp_path: Path) -> No
 def test_ranks_may_end_by_themselves_within_the_grace(tmp_path: Path) -> None:
     code = "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit('saved')); " + SLEEP
     live = LiveRun(tmp_path, two_by_two(code).replace("grace_s: 1", "grace_s: 1000"))
-    live.wait_for("started", 2)
     for rank in range(4):
         live.wait_for_output("ready", rank)
     live.interrupt()
@@ -102,18 +100,6 @@ def test_background_children_of_a_rank_end_with_it(tmp_path: Path) -> None:
     code = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])"
     live = LiveRun(tmp_path, two_by_two(code))
     assert live.end() == 0
-    assert not live.left()
-
-
-def test_a_killed_agent_loses_its_node_and_the_run_says_which(tmp_path: Path) -> None:
-    live = LiveRun(tmp_path, two_by_two(SLEEP))
-    live.wait_for("started", 2)
-    record = json.loads(live.run.attempt(0).node(1).read_text())
-    assert start_ticks(record["pid"]) == record["pid_start"]
-    os.kill(record["pid"], signal.SIGKILL)
-    assert live.end() == 69
-    first = live.verdict()["first"]
-    assert (first["rank"], first["node"]) == (None, 1)
     assert not live.left()
 
 
@@ -135,8 +121,7 @@ def test_an_agent_killed_before_it_answers_ends_the_run_at_once(tmp_path: Path) 
 
 def test_a_killed_keeper_loses_its_node_without_a_traceback(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
-    keeper = int(Path(f"/proc/{live.pid_of(2)}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(keeper, signal.SIGKILL)
+    os.kill(parent_of(live.pid_of(2)), signal.SIGKILL)
     assert live.end() == 69
     assert "Traceback" not in live.err
     assert "keeper has gone" in live.verdict()["message"]
@@ -145,19 +130,29 @@ def test_a_killed_keeper_loses_its_node_without_a_traceback(tmp_path: Path) -> N
 
 def test_a_frozen_keeper_does_not_survive_its_run(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
-    keeper = int(Path(f"/proc/{live.pid_of(2)}/stat").read_text().rpartition(")")[2].split()[1])
-    os.kill(keeper, signal.SIGSTOP)
+    os.kill(parent_of(live.pid_of(2)), signal.SIGSTOP)
     kill_and_outlive(live)
 
 
 def test_a_frozen_agent_is_noticed_by_its_silence(tmp_path: Path) -> None:
     live = LiveRun(tmp_path, two_by_two(SLEEP))
     live.wait_for("started", 2)
-    pid = json.loads(live.run.attempt(0).node(0).read_text())["pid"]
-    os.kill(pid, signal.SIGSTOP)
+    record = json.loads(live.run.attempt(0).node(0).read_text())
+    assert start_ticks(record["pid"]) == record["pid_start"]
+    os.kill(record["pid"], signal.SIGSTOP)
     assert live.end() == 69
     assert "silent" in live.verdict()["message"]
     assert not live.left()
+
+
+def starve(root: int, *, cycles: int, stopped_s: float, running_s: float) -> None:
+    """Stop a process and its descendants, let them run for a moment, and again; at the end they run."""
+    for _ in range(cycles):
+        family = [root, *descendants(root)]
+        for number, pause_s in ((signal.SIGSTOP, stopped_s), (signal.SIGCONT, running_s)):
+            for pid in family:
+                kill_quietly(pid, number)
+            time.sleep(pause_s)
 
 
 def test_a_machine_that_hardly_runs_ends_no_run(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`muster schedule`: what it draws and tells, as JSON and as SVG, and what a user sees of mistakes."""
 
+import functools
 import itertools
 import json
 import xml.etree.ElementTree as ElementTree
@@ -8,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from muster.launch.cli import main
 from muster.launch.look import schedule_view as command
 from muster.pipe.schedules.simulate import bubble_formula
 from muster.pipe.schedules.tables import SCHEDULES
@@ -17,15 +17,9 @@ Draw = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def draw(capsys: pytest.CaptureFixture[str]) -> Draw:
+def draw(in_process: Draw) -> Draw:
     """Return a function that runs `muster schedule ...`: (code, out, err)."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        code = main(["schedule", *arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return functools.partial(in_process, "schedule")
 
 
 def test_1f1b_as_it_is_drawn(draw: Draw) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,6 +28,7 @@ from muster.launch.transports.pdsh import pdsh_transport
 from muster.launch.wire.keys import KEY, SECRET
 from support.live import LiveRun, argv, wait_until
 from support.sshd import ADDRESSES, Sshd
+from support.terminals import through_pipes
 
 pytestmark = pytest.mark.ranks
 
@@ -151,11 +151,6 @@ def test_argv_and_environment_survive_byte_for_byte(
         assert told_words == words
         assert {name: told.get(name) for name in variables} == variables
         assert not {SECRET, KEY} & set(told)
-
-
-def test_one_connection_at_a_time_is_enough(launch: Launch) -> None:
-    live = launch("ssh", HELLO, "--fanout", "1")
-    assert live.end() == 0, live.err
 
 
 def test_what_a_nodes_start_files_print_is_no_matter(launch: Launch, tmp_path: Path) -> None:
@@ -363,11 +358,6 @@ def test_what_pdsh_cannot_carry_is_refused_with_another_way(
 # Left behind ----------------------------------------------------------------------------------------------------------
 
 
-def muster(*words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "muster", *words]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=50, check=False)
-
-
 @OF_AGENTS
 def test_a_detached_run_goes_on_without_its_starter_until_it_is_stopped(launch: Launch, transport: str) -> None:
     live = launch(transport, SLEEP, "--detach")
@@ -376,12 +366,12 @@ def test_a_detached_run_goes_on_without_its_starter_until_it_is_stopped(launch: 
     try:
         assert live.run.run_id == run_id
         found = started(live)
-        status = muster("status", run_id, "--runs", runs, "--json")
-        assert json.loads(status.stdout)["state"] == "running"
+        _, status, _ = through_pipes("status", run_id, "--runs", runs, "--json")
+        assert json.loads(status)["state"] == "running"
         assert live.run.lease.exists()
     finally:
-        stopped = muster("stop", run_id, "--runs", runs)
-    assert stopped.returncode == 0, stopped.stderr
+        code, _, err = through_pipes("stop", run_id, "--runs", runs)
+    assert code == 0, err
     assert live.verdict()["class"] == "stopped"
     wait_for_nothing(live, found)
     wait_until(lambda: not live.run.lease.exists(), "the lease to be given up")

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +130,6 @@ def test_hosts_that_fared_alike_are_one_line_and_the_worst_gives_the_code() -> N
 
 
 # Over a real ssh ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    server = Sshd(tmp_path_factory.mktemp("sshd"))
-    yield server
-    server.close()
 
 
 @pytest.fixture

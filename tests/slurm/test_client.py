@@ -127,16 +127,14 @@ def test_a_job_of_another_cluster_is_asked_about_there(slurm: FakeSlurm, script:
 
 
 def test_a_refusal_carries_what_sbatch_said(slurm: FakeSlurm, script: Path) -> None:
-    with slurm.world() as world:
-        world["refuses"] = "sbatch: error: Batch job submission failed: Invalid partition name specified"
+    slurm.says(refuses="sbatch: error: Batch job submission failed: Invalid partition name specified")
     with pytest.raises(SubmissionRefusedError, match="Invalid partition name specified"):
         Client(slurm.environment).submit(script, name="vgg-1")
 
 
 def test_a_job_whose_number_got_lost_on_the_way_is_found_by_its_name(slurm: FakeSlurm, script: Path) -> None:
     """sbatch may give up waiting for a busy controller that has taken the job: submitting again would make two."""
-    with slurm.world() as world:
-        world["loses_answer"] = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    slurm.says(loses_answer="sbatch: error: Batch job submission failed: Socket timed out on send/recv operation")
     assert Client(slurm.environment).submit(script, name="vgg-1").job_id == "12"
 
 
@@ -168,8 +166,7 @@ def test_many_jobs_are_one_call_of_squeue_and_only_those_that_are_over_need_more
 def test_a_job_that_the_controller_has_forgotten_is_looked_up_in_the_accounting(slurm: FakeSlurm) -> None:
     slurm.job("12", name="a", state="COMPLETED", forgotten=True, accounted="TIMEOUT")
     assert Client(slurm.environment).query(["12"]) == {}
-    with slurm.world() as world:
-        world["accounting"] = True
+    slurm.says(accounting=True)
     assert Client(slurm.environment).query(["12"])["12"].state == "TIMEOUT"
     (slurm.folder / "sacct").unlink()
     assert Client({"PATH": str(slurm.folder)}).query(["12"]) == {}
@@ -182,21 +179,18 @@ def test_cancelling_what_is_over_or_gone_is_no_error(slurm: FakeSlurm) -> None:
     client.cancel("12")
     client.cancel("99")
     for said in ("Invalid job id specified", "Job/step already completing or completed"):
-        with slurm.world() as world:
-            world["scancel_says"] = f"scancel: error: Kill job error on job id 12: {said}"
+        slurm.says(scancel_says=f"scancel: error: Kill job error on job id 12: {said}")
         client.cancel("12")
 
 
 def test_somebody_elses_job_is_not_cancelled(slurm: FakeSlurm) -> None:
-    with slurm.world() as world:
-        world["scancel_says"] = "scancel: error: Kill job error on job id 12: Access/permission denied"
+    slurm.says(scancel_says="scancel: error: Kill job error on job id 12: Access/permission denied")
     with pytest.raises(RefusedError, match=r"slurm job 12: scancel says: .*denied; only its owner can cancel it"):
         Client(slurm.environment).cancel("12")
 
 
 def test_a_controller_that_is_down_is_said_so(slurm: FakeSlurm) -> None:
-    with slurm.world() as world:
-        world["down"] = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    slurm.says(down="slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
     client = Client(slurm.environment)
     with pytest.raises(UnreachableError, match=r"slurm: squeue says: .*Unable to contact slurm controller"):
         client.query(["12"])

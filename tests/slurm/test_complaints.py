@@ -30,7 +30,6 @@ AT = "CANCELLED AT 2026-11-21T10:25:38"
 )
 def test_slurms_last_words_tell_why(lines: list[str], code: int, message: str) -> None:
     found = complaint(lines)
-    assert found is not None
     assert found.code == code
     assert message in found.message
 
@@ -61,5 +60,4 @@ def test_output_of_a_program_is_no_complaint() -> None:
 )
 def test_the_node_that_ran_out_of_memory_is_named(lines: list[str], host: str) -> None:
     found = complaint(lines)
-    assert found is not None
     assert found.host == host

@@ -131,10 +131,6 @@ def test_a_job_waits_then_is_cancelled(queue: Queue) -> None:
         assert outcome(queue.over(job_id)).code == 130
 
 
-def test_more_nodes_than_there_are_is_hopeless(queue: Queue) -> None:
-    assert is_hopeless(queue.wait(queue.submit("true", nodes=9), lambda state: state.reason == "PartitionNodeLimit"))
-
-
 @pytest.mark.parametrize(
     ("settings", "where"),
     [

@@ -1,5 +1,6 @@
 """Agents that a test starts as transports do, and speaks to as a supervisor does."""
 
+import asyncio
 import os
 import socket
 import subprocess
@@ -9,9 +10,11 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from muster.jobs.basics.boot import module_argv
+from muster.jobs.basics.errors import MusterError
 from muster.jobs.runfolder.rundir import AttemptDir, RunDir
 from muster.launch import agent
 from muster.launch.wire import messages as wire
+from muster.launch.wire.channel import Channel
 from muster.launch.wire.codec import decode, encode
 from muster.launch.wire.handshake import LONGEST, WELCOME, SupervisorSide, node_key, read_greeting
 from muster.launch.wire.messages import FROM_AGENT, Broken, Hello, Start, StopRanks, Swept
@@ -76,7 +79,6 @@ class Started:
 
     def end(self) -> tuple[int, str]:
         """Wait for its end; return the code and what it said on standard error."""
-        assert self.process.stderr is not None
         code = self.process.wait(DEADLINE_S)
         return code, self.process.stderr.read().decode()
 
@@ -98,6 +100,30 @@ def prove_supervisor(stream: IO[bytes], secret: str) -> int:
     assert end.is_proved(stream.readline(LONGEST))
     stream.write(WELCOME)
     return node
+
+
+class Gate:
+    """What a transport has handed over."""
+
+    def __init__(self) -> None:
+        self.channels: asyncio.Queue[Channel] = asyncio.Queue()
+        self.failures: list[tuple[int, str]] = []
+
+    def connected(self, channel: Channel) -> None:
+        self.channels.put_nowait(channel)
+
+    def failed(self, node_rank: int, error: MusterError) -> None:
+        self.failures.append((node_rank, str(error)))
+
+    async def hello(self) -> tuple[Channel, Hello]:
+        channel = await self.channels.get()
+        return channel, await channel.receive_hello()
+
+    async def until_failed(self, count: int) -> list[tuple[int, str]]:
+        """Wait for so many failures; return them all."""
+        while len(self.failures) < count:
+            await asyncio.sleep(0.02)
+        return self.failures
 
 
 def port_of(listening: socket.socket) -> int:

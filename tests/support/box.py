@@ -1,15 +1,21 @@
-"""A box for the tests that need several hosts: made once a session, by the command that users have."""
+"""A box for the tests that need several hosts, made once a session by the command that users have; and its users."""
 
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from muster.cloudlab.box.hosts import box_hosts
+from muster.jobs.basics.files import read_lines
 from muster.jobs.hosts.hosts import HostSet
+from muster.jobs.runfolder.rundir import RunDir, list_runs
+from muster.launch.records.slurm_job import SlurmJob
+from support.live import wait_until
 
 CALL_S = 60.0
 
@@ -68,3 +74,77 @@ class LiveBox:
         """Take it down."""
         done = self.command("down", "--name", self.name)
         assert done.returncode == 0, done.stderr
+
+
+class BoxUser:
+    """`muster` as a user of a box types it, with a folder of runs of its own."""
+
+    def __init__(self, box: LiveBox, folder: Path) -> None:
+        self.box = box
+        self.folder = folder
+        self.runs = folder / "runs"
+        self.started: list[subprocess.Popen[str]] = []
+
+    def muster(self, *words: str) -> subprocess.Popen[str]:
+        """Start a command on the folder of runs; one that is left ends with `close`."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH"))}
+        argv, pipe = [sys.executable, "-m", "muster", *words, "--runs", str(self.runs)], subprocess.PIPE
+        self.started.append(subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, env=env))
+        return self.started[-1]
+
+    def start(self, verb: str, job: str, *words: str) -> subprocess.Popen[str]:
+        """Start a command on a job file of this text, with the nodes of the box."""
+        (self.folder / "job.yaml").write_text(job)
+        return self.muster(verb, str(self.folder / "job.yaml"), "--hosts", self.box.spelt, *words)
+
+    def call(self, *words: str) -> tuple[int, str, str]:
+        """Call a command: its code, output and error output."""
+        return ended(self.muster(*words))
+
+    @property
+    def run(self) -> RunDir:
+        """The newest run; waits for one."""
+        wait_until(lambda: list_runs(self.runs), "a run")
+        return list_runs(self.runs)[-1]
+
+    def wait_for(self, event: str, count: int = 1) -> dict[str, Any]:
+        """Wait for an event of the newest run, and return its last row."""
+        rows = lambda: [row for row in read_lines(self.run.events) if row["event"] == event]  # noqa: E731
+        wait_until(lambda: len(rows()) >= count, f"{count} x {event}")
+        return rows()[-1]
+
+    def wait_for_output(self, text: str, rank: int) -> None:
+        path = self.run.attempt(0).out(rank)
+        wait_until(lambda: path.is_file() and text in path.read_text(), f"{text!r} from rank {rank}")
+
+    def verdict(self) -> dict[str, Any]:
+        return list(read_lines(self.run.attempts))[-1]
+
+    @property
+    def job(self) -> SlurmJob:
+        """The Slurm job of the newest run; waits for it."""
+        wait_until(self.run.slurm.is_file, "slurm.json")
+        job = SlurmJob.read(self.run)
+        assert job is not None
+        return job
+
+    def queued(self, *options: str) -> list[str]:
+        """The lines of the queue: id, state and nodes, unless other options of squeue are given."""
+        return self.box.client("squeue", "--noheader", *(options or ["--format=%i %T %N"])).stdout.splitlines()
+
+    def close(self) -> None:
+        """End what is left, here and in the queue."""
+        for process in self.started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            if process.stdout is not None and not process.stdout.closed:
+                process.communicate(timeout=CALL_S)
+        for run in list_runs(self.runs):
+            if run.slurm.is_file() and (job := SlurmJob.read(run)):
+                job.client().cancel(job.job_id)
+
+
+def ended(process: subprocess.Popen[str], timeout_s: float = 150.0) -> tuple[int, str, str]:
+    """Wait for the end of a process: its code, output and error output."""
+    out, err = process.communicate(timeout=timeout_s)
+    return process.returncode, out, err

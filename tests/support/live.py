@@ -88,12 +88,16 @@ class LiveRun:
         self.process.send_signal(signal.SIGINT)
 
 
-def wait_until(condition: Callable[[], Any], what: str) -> None:
+def wait_until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> None:
     """Wait for a condition with a deadline."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while not condition():
-        assert time.monotonic() < deadline, f"waited {DEADLINE_S:g} s for {what}"
+        assert time.monotonic() < deadline, f"waited {deadline_s:g} s for {what}"
         time.sleep(0.02)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def argv(code: str) -> str:

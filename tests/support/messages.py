@@ -23,6 +23,19 @@ def hello(**fields: Any) -> Hello:
     return Hello(**{**usual, **fields})
 
 
+class Channel:
+    """An agent's end, which keeps whatever is posted."""
+
+    def __init__(self) -> None:
+        self.posted: list[Any] = []
+
+    def post(self, message: Any) -> None:
+        self.posted.append(message)
+
+    def abort(self) -> None:
+        pass
+
+
 def exited(rank: int, code: int | None, **fields: Any) -> Exited:
     """The end of a rank."""
     usual: dict[str, Any] = {"attempt": 0, "signal": None, "sent": None, "ended": 1.0, "failure": {}, "steps": None}

@@ -58,7 +58,6 @@ def attempt(
 def tensors(folder: Path) -> dict[str, bytes]:
     """Return every tensor of a run's newest checkpoint, as bytes."""
     chosen = newest_good(RunDir(folder))
-    assert chosen is not None
     found = {}
     with Reader(chosen.folder, chosen.manifest) as reader:
         for name in reader.names():

@@ -44,6 +44,11 @@ class FakeSlurm:
         with self.world() as world:
             world["jobs"].setdefault(job_id, {}).update(fields)
 
+    def says(self, **fields: str) -> None:
+        """Change what the commands say: down, refuses, loses_answer, note, suffix, requeue_says, scancel_says."""
+        with self.world() as world:
+            world.update(fields)
+
     def calls(self, program: str = "") -> list[list[str]]:
         """List the calls so far, argv with the program's name."""
         return [row["argv"] for row in self._rows() if not program or row["argv"][0] == program]

@@ -1,5 +1,7 @@
 """The cluster and the supervisor of a run in Slurm's queue, played beside the code under test."""
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -50,6 +52,23 @@ class Player:
         self.event("attempt", attempt=0, world_size=4, master_addr="10.0.0.1", master_port=4000)
         self.run.attempt(0).out(0).write_text("rank 0 says\nhalf a line")
         self.event("joined", attempt=0, seconds=1.5)
+
+    def start_again(self, pid: int) -> None:
+        """The job gets its nodes again, and another supervisor begins."""
+        self.slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
+        self.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": pid})
+
+    def done(self, attempt: int) -> None:
+        """An attempt ends well, and with it the job."""
+        self.event("ended", attempt=attempt, code=0, message="4 ranks ended with 0", **{"class": "done"})
+        self.slurm.job("12", state="COMPLETED")
+
+    def interrupt(self) -> None:
+        """Ctrl-C for who follows the run, once it listens; wait until the supervisor is asked to stop."""
+        self.begin()
+        self.wait(lambda: signal.getsignal(signal.SIGINT) != signal.default_int_handler)
+        os.kill(os.getpid(), signal.SIGINT)
+        self.wait(self.run.stop.exists)
 
     def lease(self) -> None:
         write_json(self.run.lease, {"time": time.time(), "host": "n1", "pid": 7})

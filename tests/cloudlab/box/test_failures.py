@@ -42,7 +42,6 @@ def connected(box: Box, name: str) -> Iterator[socket.socket]:
     """Start an echo server in a node and give a connection to it."""
     argv = box.exec_argv(name, ["python3", "-uc", ECHO])
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
-        assert server.stdout is not None
         port = int(server.stdout.readline())
         with socket.create_connection((box.state.spec.address(name), port), timeout=20) as connection:
             assert echo(connection, 20.0) == b"x"

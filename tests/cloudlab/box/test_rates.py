@@ -49,7 +49,6 @@ def transfer_s(box: Box, senders: Sequence[str], receiver: str, size: int = SIZE
     """Return how long it takes that all senders bring `size` bytes each to one node."""
     argv = box.exec_argv(receiver, ["python3", "-uc", RECEIVE, str(len(senders))])
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
         assert server.stdout.readline() == "ready\n"
         words = ["python3", "-c", SEND, box.state.spec.address(receiver), str(size)]
         argvs = [box.exec_argv(sender, words) for sender in senders]

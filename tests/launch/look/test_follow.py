@@ -68,34 +68,37 @@ def test_any_split_with_cuts_between_gives_the_lines_of_every_life_of_the_file(
         assert len(restarts) == len(lives) - 1
 
 
-def test_a_missing_file_has_no_lines_and_may_come_later(tmp_path: Path) -> None:
-    follower = LineFollower(tmp_path / "log")
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def follower(path: Path) -> LineFollower:
+    return LineFollower(path)
+
+
+def test_a_missing_file_has_no_lines_and_may_come_later(path: Path, follower: LineFollower) -> None:
     assert [*map(decoded, follower.poll())] == []
-    append(tmp_path / "log", b"hello\n")
+    append(path, b"hello\n")
     assert [*map(decoded, follower.poll())] == ["hello"]
 
 
-def test_a_file_cut_and_grown_past_the_old_end_is_read_from_its_start(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    follower = LineFollower(path)
+def test_a_file_cut_and_grown_past_the_old_end_is_read_from_its_start(path: Path, follower: LineFollower) -> None:
     append(path, b"one\ntwo\n")
     assert [*map(decoded, follower.poll())] == ["one", "two"]
     path.write_bytes(b"three\nfour\nfive\n")
     assert [*map(decoded, follower.poll())] == ["three", "four", "five"]
 
 
-def test_an_unfinished_line_is_given_out_when_the_file_is_cut(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    follower = LineFollower(path)
+def test_an_unfinished_line_is_given_out_when_the_file_is_cut(path: Path, follower: LineFollower) -> None:
     append(path, b"one\ntw")
     assert [*map(decoded, follower.poll())] == ["one"]
     path.write_bytes(b"")
     assert [*map(decoded, follower.poll())] == ["tw"]
 
 
-def test_a_torn_character_is_whole_when_its_rest_comes(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    follower = LineFollower(path)
+def test_a_torn_character_is_whole_when_its_rest_comes(path: Path, follower: LineFollower) -> None:
     whole = "grüße 😀\n".encode()
     lines: list[str] = []
     for index in range(len(whole)):
@@ -104,8 +107,7 @@ def test_a_torn_character_is_whole_when_its_rest_comes(tmp_path: Path) -> None:
     assert lines == ["grüße 😀"]
 
 
-def test_a_very_long_line_comes_in_pieces_cut_between_characters(tmp_path: Path) -> None:
-    path = tmp_path / "log"
+def test_a_very_long_line_comes_in_pieces_cut_between_characters(path: Path) -> None:
     text = "é😀a" * 40
     path.write_text(text + "\nend\n", encoding="utf-8")
     lines = [*map(decoded, LineFollower(path, longest_bytes=16).poll())]
@@ -114,10 +116,8 @@ def test_a_very_long_line_comes_in_pieces_cut_between_characters(tmp_path: Path)
     assert max(len(line.encode()) for line in lines) <= 16
 
 
-def test_what_is_held_stays_bounded_without_any_newline(tmp_path: Path) -> None:
-    path = tmp_path / "log"
+def test_what_is_held_stays_bounded_without_any_newline(path: Path, follower: LineFollower) -> None:
     path.write_bytes(b"x" * 5_000_000)
-    follower = LineFollower(path)
     got = [len(line) for line in follower.poll()]
     held = [len(line) for line in follower.flush()]
     assert max(got + held) <= follow.LONGEST_LINE_BYTES
@@ -138,10 +138,10 @@ def test_the_last_lines_are_those_of_the_whole_file(data: bytes, count: int, chu
         assert tail_lines(path, count) == [last_state(line) for line in expected]
 
 
-def test_the_last_lines_of_a_missing_or_empty_file_are_none(tmp_path: Path) -> None:
-    assert tail_lines(tmp_path / "log", 3) == []
-    (tmp_path / "log").touch()
-    assert tail_lines(tmp_path / "log", 3) == []
+def test_the_last_lines_of_a_missing_or_empty_file_are_none(path: Path) -> None:
+    assert tail_lines(path, 3) == []
+    path.touch()
+    assert tail_lines(path, 3) == []
 
 
 @pytest.mark.parametrize(

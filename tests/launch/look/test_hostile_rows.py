@@ -116,7 +116,6 @@ def test_only_what_finds_a_cluster_is_taken_from_a_runs_file(make_run: Any) -> N
     environment = {"PATH": "/tmp/evil", "LD_PRELOAD": "/tmp/x.so", "SLURM_CONF": "/etc/slurm.conf", "SLURM_CLUSTERS": 3}
     write_json(folder.run.slurm, {"job_id": "12_3", "name": "x", "environment": environment})
     job = SlurmJob.read(folder.run)
-    assert job is not None
     assert dict(job.environment) == {"SLURM_CONF": "/etc/slurm.conf"}
     assert set(job.environment) <= set(KEPT)
 

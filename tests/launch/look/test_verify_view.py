@@ -2,8 +2,6 @@
 
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ from rich.console import Console
 
 from muster.jobs.spec.modes import MODES
 from muster.launch.look.verify_view import render
+from support.terminals import through_pipes
 
 pytestmark = pytest.mark.slow
 
@@ -87,10 +86,9 @@ def test_a_mode_holds_its_promise(mode: str, tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     settings = f"{{model: gpt-nano, data: synthetic, mode: {mode}, batch_size: 7, steps: 2}}"
     job.write_text(f"ranks_per_node: {ranks}\ntrain: {settings}\n")
-    argv = [sys.executable, "-m", "muster", "verify", str(job), "--steps", "2", "--runs", str(tmp_path / "runs")]
-    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, timeout=55)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    code, out, err = through_pipes("verify", str(job), "--steps", "2", "--runs", str(tmp_path / "runs"), "--json")
+    assert code == 0, err
+    found = json.loads(out)
     assert found["pass"]
     assert found["class"] == MODES[mode].exactness(ranks)
     assert found["world_size"] == ranks
@@ -99,8 +97,7 @@ def test_a_mode_holds_its_promise(mode: str, tmp_path: Path) -> None:
 def test_only_training_can_be_verified(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
     job.write_text("command: ['true']\n")
-    argv = [sys.executable, "-m", "muster", "verify", str(job), "--runs", str(tmp_path / "runs")]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30)
-    assert done.returncode == 2
-    assert "only a train: job can be verified, this is a command: job" in done.stderr
+    code, _, err = through_pipes("verify", str(job), "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert "only a train: job can be verified, this is a command: job" in err
     assert not (tmp_path / "runs").exists()

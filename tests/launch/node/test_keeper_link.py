@@ -1,6 +1,5 @@
 """How an agent waits for its keeper's end: a frozen one is killed, and one that is only slow is not."""
 
-import asyncio
 import os
 import signal
 import socket
@@ -40,23 +39,15 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[subprocess.Popen[byt
     ours.close()
 
 
-async def close(ours: socket.socket, *, freeze: bool) -> None:
-    """Meet a keeper, freeze it if that is asked for, and let it go."""
+@pytest.mark.parametrize(("freeze", "code"), [(False, 0), (True, -signal.SIGKILL)])
+async def test_a_keeper_that_runs_is_waited_for_however_slow_it_is_and_a_frozen_one_is_killed(
+    slow, freeze: bool, code: int
+) -> None:
+    process, ours = slow
     link = KeeperLink(ours)
     await link.open(preload="", env={})
     ready = await anext(link.messages())
     if freeze:
         os.kill(ready["ready"], signal.SIGSTOP)
     await link.close()
-
-
-def test_a_keeper_that_runs_is_waited_for_however_slow_it_is(slow) -> None:
-    process, ours = slow
-    asyncio.run(close(ours, freeze=False))
-    assert process.wait() == 0
-
-
-def test_a_frozen_keeper_is_killed(slow) -> None:
-    process, ours = slow
-    asyncio.run(close(ours, freeze=True))
-    assert process.wait() == -signal.SIGKILL
+    assert process.wait() == code

@@ -4,6 +4,8 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from muster.jobs.basics.files import write_text
 from muster.jobs.machine import network
 from muster.jobs.runfolder.rundir import RunDir
@@ -11,41 +13,45 @@ from muster.launch.common.fingerprint import fingerprint
 from muster.launch.wire.messages import Beat, Broken, Heartbeat, Prepare, Prepared, Reach, Reached, Start
 from support.agents import DEADLINE_S, LOOPBACK, Started, closed_port, port_of
 
+
+@pytest.fixture
+def agent(start_agent) -> Started:
+    """The agent of node 0, which has greeted."""
+    started: Started = start_agent("--node", "0")
+    started.greeted()
+    return started
+
+
 # Before the start -----------------------------------------------------------------------------------------------------
 
 
-def test_a_beat_is_answered_with_both_times_of_this_clock(start_agent) -> None:
-    started = start_agent("--node", "0")
-    started.greeted()
+def test_a_beat_is_answered_with_both_times_of_this_clock(agent: Started) -> None:
     began = time.time()
-    started.send(Beat(7.25))
-    answer = started.receive()
+    agent.send(Beat(7.25))
+    answer = agent.receive()
     assert isinstance(answer, Heartbeat)
     assert answer.sent == 7.25
     assert began <= answer.heard <= answer.time <= time.time()
 
 
-def test_the_port_that_it_prepares_is_bound_before_it_is_told(start_agent) -> None:
-    started = start_agent("--node", "0")
-    started.greeted()
-    started.send(Prepare(0, LOOPBACK))
-    prepared = started.receive()
+def test_the_port_that_it_prepares_is_bound_before_it_is_told(agent: Started) -> None:
+    agent.send(Prepare(0, LOOPBACK))
+    prepared = agent.receive()
     with socket.create_connection((LOOPBACK, prepared.port), timeout=DEADLINE_S):
         pass  # it waits in the backlog
     assert prepared == Prepared(0, prepared.port, LOOPBACK, tuple(network.own_addresses()))
 
 
 def reach(started: Started, run: RunDir, *, port: int, iface: str = "") -> Reached:
-    started.greeted()
     started.send(Reach(0, LOOPBACK, port, iface, str(run.path), "the nonce"))
     reached: Reached = started.receive()
     return reached
 
 
-def test_it_tries_the_way_to_the_master_and_the_run_folder(start_agent, listening, tmp_path: Path) -> None:
+def test_it_tries_the_way_to_the_master_and_the_run_folder(agent: Started, listening, tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     write_text(run.nonce("supervisor"), "the nonce")
-    assert reach(start_agent("--node", "0"), run, port=port_of(listening)) == Reached(
+    assert reach(agent, run, port=port_of(listening)) == Reached(
         attempt=0,
         interface="lo",
         address=LOOPBACK,
@@ -57,30 +63,28 @@ def test_it_tries_the_way_to_the_master_and_the_run_folder(start_agent, listenin
     )
 
 
-def test_a_master_that_cannot_be_reached_is_said_with_the_kernels_reason(start_agent, tmp_path: Path) -> None:
-    said = reach(start_agent("--node", "0"), RunDir(tmp_path), port=closed_port())
+def test_a_master_that_cannot_be_reached_is_said_with_the_kernels_reason(agent: Started, tmp_path: Path) -> None:
+    said = reach(agent, RunDir(tmp_path), port=closed_port())
     assert (said.why, said.storage) == ("Connection refused", "apart")
 
 
-def test_a_network_of_the_users_choice_comes_before_the_route(start_agent, listening, tmp_path: Path) -> None:
+def test_a_network_of_the_users_choice_comes_before_the_route(agent: Started, listening, tmp_path: Path) -> None:
     name, address = network.own_addresses()[0]
-    said = reach(start_agent("--node", "0"), RunDir(tmp_path), port=port_of(listening), iface=name)
+    said = reach(agent, RunDir(tmp_path), port=port_of(listening), iface=name)
     assert (said.interface, said.address) == (name, address)
 
 
 # Goes wrong -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_goes_wrong_in_an_order_is_told_and_does_not_end_the_agent(start_agent, tmp_path: Path) -> None:
-    started = start_agent("--node", "0")
-    started.greeted()
+def test_what_goes_wrong_in_an_order_is_told_and_does_not_end_the_agent(agent: Started, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    started.send(start_in(tmp_path / "file" / "attempt-000"))
-    broken = started.receive()
+    agent.send(start_in(tmp_path / "file" / "attempt-000"))
+    broken = agent.receive()
     assert isinstance(broken, Broken)
     assert "Not a directory" in broken.why
-    started.send(Beat(1.0))
-    assert isinstance(started.receive(), Heartbeat)
+    agent.send(Beat(1.0))
+    assert isinstance(agent.receive(), Heartbeat)
 
 
 def start_in(folder: Path) -> Start:
@@ -105,7 +109,6 @@ def start_in(folder: Path) -> Start:
 
 def bound(started: Started, prepare: Prepare) -> tuple[str, str]:
     """Return where a node says that the store listens, and where the kernel says so."""
-    started.greeted()
     started.send(prepare)
     prepared = started.receive()
     assert isinstance(prepared, Prepared)
@@ -114,16 +117,16 @@ def bound(started: Started, prepare: Prepare) -> tuple[str, str]:
     return prepared.bound, socket.inet_ntoa(bytes.fromhex(local.partition(":")[0])[::-1])
 
 
-def test_the_store_listens_at_the_address_of_node_0_alone(start_agent) -> None:
+def test_the_store_listens_at_the_address_of_node_0_alone(agent: Started) -> None:
     _, address = network.own_addresses()[0]
-    assert bound(start_agent("--node", "0"), Prepare(0, address)) == (address, address)
+    assert bound(agent, Prepare(0, address)) == (address, address)
 
 
-def test_the_store_listens_on_the_network_that_the_user_has_chosen(start_agent) -> None:
+def test_the_store_listens_on_the_network_that_the_user_has_chosen(agent: Started) -> None:
     name, address = network.own_addresses()[0]
-    assert bound(start_agent("--node", "0"), Prepare(0, LOOPBACK, name)) == (address, address)
+    assert bound(agent, Prepare(0, LOOPBACK, name)) == (address, address)
 
 
-def test_where_node_0_does_not_have_its_address_the_store_listens_everywhere_and_it_says_so(start_agent) -> None:
+def test_where_node_0_does_not_have_its_address_the_store_listens_everywhere_and_it_says_so(agent: Started) -> None:
     """As behind a translated address; 203.0.113.1 is nobody's (RFC 5737)."""
-    assert bound(start_agent("--node", "0"), Prepare(0, "203.0.113.1")) == ("", "0.0.0.0")
+    assert bound(agent, Prepare(0, "203.0.113.1")) == ("", "0.0.0.0")

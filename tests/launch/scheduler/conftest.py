@@ -15,7 +15,7 @@ from muster.jobs.spec.site import Site
 from muster.jobs.spec.slurm import SlurmSettings
 from muster.launch.plan.plan import Context
 from muster.launch.plan.submission import Route, Submission
-from muster.launch.scheduler import slurm_follow
+from muster.launch.scheduler import slurm_follow, slurm_run
 from support.slurm_commands import FakeSlurm
 from support.slurm_player import ID, Player
 
@@ -49,6 +49,13 @@ def submission(tmp_path: Path) -> Submission:
     placement = place(job, [Host(f"slurm-{node}", "") for node in range(2)])
     context = Context(job, site, placement, run, "/srv/job", "/opt/python", None, code="/opt/muster")
     return Submission(Route("slurm", HostSet((), "slurm", environment={"SLURM_CONF": str(run.path)})), context)
+
+
+@pytest.fixture
+def run(submission: Submission, slurm: FakeSlurm) -> RunDir:
+    """The run of `submission`, which waits in the queue as job 12."""
+    slurm_run.submit(submission)
+    return submission.context.run
 
 
 @pytest.fixture

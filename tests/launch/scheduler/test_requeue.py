@@ -61,6 +61,12 @@ def inside(submission: Submission, slurm: FakeSlurm, restarts: int = 0, **more: 
     return own
 
 
+@pytest.fixture
+def own(submission: Submission, slurm: FakeSlurm) -> OwnJob:
+    """The supervisor's view of its job, in the first start."""
+    return inside(submission, slurm)
+
+
 def with_slurm(submission: Submission, settings: SlurmSettings) -> Submission:
     job = submission.context.job.model_copy(update={"slurm": settings})
     return replace(submission, context=replace(submission.context, job=job))
@@ -70,8 +76,7 @@ def events(run: RunDir, name: str) -> list[dict[str, Any]]:
     return [row for row in read_lines(run.events) if row["event"] == name]
 
 
-def test_a_drained_run_is_queued_again(submission: Submission, slurm: FakeSlurm) -> None:
-    own = inside(submission, slurm)
+def test_a_drained_run_is_queued_again(own: OwnJob, slurm: FakeSlurm) -> None:
     assert own.begin() is None
     assert [own.end(code) for code in (0, 1, 124, 130)] == [0, 1, 124, 130]
     assert slurm.calls("scontrol") == []
@@ -90,8 +95,7 @@ def test_an_element_of_an_array_is_queued_again_by_both_numbers(submission: Subm
 def test_where_scontrol_refuses_the_user_hears_what_else_helps(
     submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with slurm.world() as world:
-        world["requeue_says"] = "slurm_update error: Access/permission denied"
+    slurm.says(requeue_says="slurm_update error: Access/permission denied")
     assert inside(submission, slurm).end(75) == 75
     said = capsys.readouterr().err
     assert "scontrol requeue 12: slurm_update error: Access/permission denied" in said
@@ -104,7 +108,6 @@ def test_where_scontrol_is_missing_the_user_hears_it(
 ) -> None:
     (tmp_path / "empty").mkdir()
     own = own_job(submission, {**IN_JOB, "PATH": str(tmp_path / "empty")})
-    assert own is not None
     assert own.end(75) == 75
     assert "scontrol requeue 12: slurm: scontrol is not on PATH here" in capsys.readouterr().err
 
@@ -118,9 +121,8 @@ def test_a_run_that_may_not_be_queued_again_is_not(
     assert "slurm.requeue: false" in capsys.readouterr().err
 
 
-def test_a_run_that_somebody_cancels_is_left_cancelled(submission: Submission, slurm: FakeSlurm) -> None:
+def test_a_run_that_somebody_cancels_is_left_cancelled(own: OwnJob, slurm: FakeSlurm) -> None:
     """scancel's SIGTERM drains it too; scontrol would then bring it back to life."""
-    own = inside(submission, slurm)
     slurm.job("12", state="COMPLETING")
     own.output.path.write_text(CANCELLED.format(""))
     assert own.end(75) == 130
@@ -131,16 +133,14 @@ def test_a_run_that_somebody_cancels_is_left_cancelled(submission: Submission, s
 
 
 @pytest.mark.parametrize("why", [" DUE TO JOB REQUEUE", " DUE TO PREEMPTION"])
-def test_what_slurm_itself_queues_again_is_left_to_it(submission: Submission, slurm: FakeSlurm, why: str) -> None:
-    own = inside(submission, slurm)
+def test_what_slurm_itself_queues_again_is_left_to_it(own: OwnJob, slurm: FakeSlurm, why: str) -> None:
     slurm.job("12", state="COMPLETING")
     own.output.path.write_text(CANCELLED.format(why))
     assert own.end(75) == 75
     assert slurm.calls("scontrol") == []
 
 
-def test_a_run_that_muster_stop_ends_meanwhile_is_not_queued_again(submission: Submission, slurm: FakeSlurm) -> None:
-    own = inside(submission, slurm)
+def test_a_run_that_muster_stop_ends_meanwhile_is_not_queued_again(own: OwnJob, slurm: FakeSlurm) -> None:
     own.run.stop.write_text("{}")
     assert own.end(75) == 130
     assert slurm.calls("scontrol") == []
@@ -179,7 +179,6 @@ def test_slurms_own_requeues_are_bounded_too(submission: Submission, slurm: Fake
     for restarts in range(3):
         assert inside(submission, slurm, restarts).begin() is None
     hopeless = inside(submission, slurm, 3).begin()
-    assert hopeless is not None
     assert hopeless.code == 93
 
 
@@ -187,7 +186,6 @@ def test_starts_that_only_slurm_has_counted_are_said_and_count(
     submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hopeless = inside(submission, slurm, 50).begin()
-    assert hopeless is not None
     assert "50 starts of job 12 in a row" in hopeless.message
     assert "Slurm has started job 12 50 times before (SLURM_RESTART_COUNT), with 0 on record" in capsys.readouterr().err
 
@@ -210,7 +208,6 @@ def test_a_program_counts_its_starts_only_once_it_has_opened_a_session(
         assert inside(program, slurm, restarts).begin() is None
     append_line(submission.context.run.events, {"event": "session", "attempt": 3})
     hopeless = inside(program, slurm, 4).begin()
-    assert hopeless is not None
     assert hopeless.code == 93
 
 
@@ -230,7 +227,6 @@ def test_submitit_queues_its_job_again_itself(submission: Submission, slurm: Fak
     through = replace(submission, route=replace(submission.route, transport="submitit"))
     for restarts in range(3):
         own = own_job(through, {**slurm.environment, **IN_JOB, "SLURM_RESTART_COUNT": str(restarts)})
-        assert own is not None
         assert own.begin() is None
         code = own.end(75)
     assert code == 93

@@ -7,20 +7,20 @@ import pytest
 
 from muster.jobs.basics.errors import UnreachableError
 from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.plan.submission import Submission
 from muster.launch.records.runstate import read_state
 from muster.launch.scheduler import slurm_follow, slurm_run
 from muster.launch.supervision.console import Console
 from support.slurm_commands import FakeSlurm
-from support.slurm_player import SUPERVISOR, Player, ended
+from support.slurm_player import Player, ended
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_run_is_followed_from_the_queue_to_its_verdict(
-    submission: Submission, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
+    run: RunDir, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm_run.submit(submission)
     slurm.job("12", reason="Priority")
 
     def scene() -> None:
@@ -30,7 +30,7 @@ def test_a_run_is_followed_from_the_queue_to_its_verdict(
         slurm.job("12", state="FAILED", code="3:0")
 
     player.play(scene)
-    assert slurm_follow.follow(submission.context.run, Console()) == 3
+    assert slurm_follow.follow(run, Console()) == 3
     shown = capsys.readouterr()
     assert shown.out == "rank 0 says\nhalf a line\n"
     # Slurm may have begun the job when its supervisor has written nothing yet: that is said, if it is seen.
@@ -47,10 +47,8 @@ def test_a_run_is_followed_from_the_queue_to_its_verdict(
 
 
 def test_a_job_that_dies_without_a_verdict_is_given_one(
-    submission: Submission, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+    run: RunDir, slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = submission.context.run
-    slurm_run.submit(submission)
     (run.path / "slurm-12.out").write_text("slurm_script: 5: exec: /opt/python: not found\n")
     slurm.job("12", state="FAILED", code="127:0", nodes="n[1-2]", host="n1", reason="NonZeroExitCode")
     assert slurm_follow.follow(run, Console()) == 127
@@ -59,9 +57,7 @@ def test_a_job_that_dies_without_a_verdict_is_given_one(
     assert read_state(run).code == 127
 
 
-def test_an_attempt_that_slurm_ended_gets_its_row(submission: Submission, slurm: FakeSlurm, player: Player) -> None:
-    run = submission.context.run
-    slurm_run.submit(submission)
+def test_an_attempt_that_slurm_ended_gets_its_row(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
     player.begin()
     run.lease.unlink()
     slurm.job("12", state="NODE_FAIL", nodes="n[1-2]")
@@ -70,58 +66,47 @@ def test_an_attempt_that_slurm_ended_gets_its_row(submission: Submission, slurm:
     assert [(row["attempt"], row["code"]) for row in read_lines(run.attempts)] == [(0, 69)]
 
 
-def test_a_job_that_can_never_start_is_cancelled(submission: Submission, slurm: FakeSlurm) -> None:
-    slurm_run.submit(submission)
+def test_a_job_that_can_never_start_is_cancelled(run: RunDir, slurm: FakeSlurm) -> None:
     slurm.job("12", reason="PartitionNodeLimit")
-    assert slurm_follow.follow(submission.context.run, Console(quiet=True)) == 78
+    assert slurm_follow.follow(run, Console(quiet=True)) == 78
     assert slurm.calls("scancel") == [["scancel", "12"]]
-    assert (
-        "was cancelled, for it would never start: the partition has fewer" in ended(submission.context.run)["message"]
-    )
+    assert "was cancelled, for it would never start: the partition has fewer" in ended(run)["message"]
 
 
-def test_an_orphan_is_cancelled(submission: Submission, slurm: FakeSlurm, player: Player) -> None:
+def test_an_orphan_is_cancelled(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
     """Slurm let go of the node with the supervisor: without us the others would be held until the time limit."""
-    slurm_run.submit(submission)
     player.begin()
-    submission.context.run.lease.unlink()
+    run.lease.unlink()
     slurm.job("12", nodes="n2")
-    assert slurm_follow.follow(submission.context.run, Console(quiet=True)) == 69
+    assert slurm_follow.follow(run, Console(quiet=True)) == 69
     assert slurm.calls("scancel") == [["scancel", "12"]]
 
 
 def test_a_job_that_is_stopped_from_outside_and_queued_again_is_followed_on(
-    submission: Submission, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
+    run: RunDir, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm_run.submit(submission)
-
     def scene() -> None:
         player.begin()
         player.verdict(130, "stopped", "stopped by SIGTERM")
         slurm.job("12", state="PENDING", reason="BeginTime")
         player.wait_for_questions()
-        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
-        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 8})
+        player.start_again(8)
         player.event("attempt", attempt=1, world_size=4, master_addr="10.0.0.1", master_port=4001)
-        player.event("ended", attempt=1, code=0, message="4 ranks ended with 0", **{"class": "done"})
-        slurm.job("12", state="COMPLETED")
+        player.done(1)
 
     player.play(scene)
-    assert slurm_follow.follow(submission.context.run, Console()) == 0
+    assert slurm_follow.follow(run, Console()) == 0
     said = capsys.readouterr().err
     assert "Slurm job 12: queued again: its begin time" in said
     assert "master 10.0.0.1:4001" in said
 
 
 def test_a_run_is_followed_through_restarts_and_several_requeues(
-    submission: Submission, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
+    run: RunDir, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm_run.submit(submission)
-
     def start(number: int) -> None:
         """A start of the job drains, and has itself queued again."""
-        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")  # before there is a supervisor to write anything
-        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 8 + number})
+        player.start_again(8 + number)
         player.event("resuming", attempt=number, checkpoint=f"step-{number}", step=number)
         player.event("attempt", attempt=number, world_size=4, master_addr="10.0.0.1", master_port=4001)
         player.event("draining", attempt=number, by="SIGUSR2", deadline_s=60.0)
@@ -138,13 +123,11 @@ def test_a_run_is_followed_through_restarts_and_several_requeues(
         player.event("restarting", attempt=1, delay_s=0.5, hosts=["n1"], why="n2 is gone")
         for number in (1, 2):
             start(number)
-        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
-        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 20})
-        player.event("ended", attempt=3, code=0, message="4 ranks ended with 0", **{"class": "done"})
-        slurm.job("12", state="COMPLETED")
+        player.start_again(20)
+        player.done(3)
 
     player.play(scene)
-    assert slurm_follow.follow(submission.context.run, Console()) == 0
+    assert slurm_follow.follow(run, Console()) == 0
     said = capsys.readouterr().err
     assert "muster: n2 is gone\nattempt 1 in 0.5 s on 1 node\n" in said
     assert "going on from step-1\nattempt 1: 4 ranks start" in said
@@ -152,11 +135,7 @@ def test_a_run_is_followed_through_restarts_and_several_requeues(
     assert said.count("Slurm job 12: queued again: its begin time") == 2
 
 
-def test_ctrl_c_between_two_starts_takes_it_out_of_the_queue(
-    submission: Submission, slurm: FakeSlurm, player: Player
-) -> None:
-    slurm_run.submit(submission)
-
+def test_ctrl_c_between_two_starts_takes_it_out_of_the_queue(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
     def scene() -> None:
         player.begin()
         player.verdict(75, "requeue", "saved")
@@ -165,20 +144,18 @@ def test_ctrl_c_between_two_starts_takes_it_out_of_the_queue(
         os.kill(os.getpid(), signal.SIGINT)
 
     player.play(scene)
-    assert slurm_follow.follow(submission.context.run, Console(quiet=True)) == 130
+    assert slurm_follow.follow(run, Console(quiet=True)) == 130
     assert slurm.calls("scancel") == [["scancel", "12"]]
 
 
-def test_a_run_that_is_not_queued_again_ends_with_75(submission: Submission, slurm: FakeSlurm, player: Player) -> None:
-    slurm_run.submit(submission)
-
+def test_a_run_that_is_not_queued_again_ends_with_75(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
     def scene() -> None:
         player.begin()
         player.verdict(75, "requeue", "saved")
         slurm.job("12", state="FAILED", code="75:0")
 
     player.play(scene)
-    assert slurm_follow.follow(submission.context.run, Console(quiet=True)) == 75
+    assert slurm_follow.follow(run, Console(quiet=True)) == 75
 
 
 def test_of_a_run_that_goes_on_only_what_is_new_is_shown(
@@ -189,10 +166,8 @@ def test_of_a_run_that_goes_on_only_what_is_new_is_shown(
     slurm_run.submit(submission)
 
     def scene() -> None:
-        slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
-        player.event("submitted", transport="slurm", **{**SUPERVISOR, "pid": 9})
-        player.event("ended", attempt=1, code=0, message="done", **{"class": "done"})
-        slurm.job("12", state="COMPLETED")
+        player.start_again(9)
+        player.done(1)
 
     player.play(scene)
     assert slurm_follow.follow(submission.context.run, Console()) == 0
@@ -200,20 +175,17 @@ def test_of_a_run_that_goes_on_only_what_is_new_is_shown(
 
 
 def test_a_controller_that_is_away_for_a_while_is_waited_for(
-    submission: Submission, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
+    run: RunDir, slurm: FakeSlurm, player: Player, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm_run.submit(submission)
-    with slurm.world() as world:
-        world["down"] = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+    slurm.says(down="slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
 
     def scene() -> None:
         player.wait(lambda: len(slurm.calls("squeue")) > 2)
-        with slurm.world() as world:
-            world["down"] = ""
+        slurm.says(down="")
         slurm.job("12", state="TIMEOUT")
 
     player.play(scene)
-    assert slurm_follow.follow(submission.context.run, Console()) == 124
+    assert slurm_follow.follow(run, Console()) == 124
     assert capsys.readouterr().err.count("still trying") == 1
 
 

@@ -32,7 +32,6 @@ def test_a_run_is_submitted_with_its_script_and_its_number_kept(submission: Subm
     assert "#SBATCH --partition=main\n" in text
     assert text.endswith(f"exec /opt/python -I /opt/muster/muster/launch/boot.py muster.launch.supervise {run.path}\n")
     job = SlurmJob.read(run)
-    assert job is not None
     assert (job.job_id, job.name, job.pid) == ("12", ID, os.getpid())
     assert job.environment == {"SLURM_CONF": str(run.path)}
     assert [row["event"] for row in read_lines(run.events)] == ["submitted"]
@@ -56,8 +55,7 @@ def test_neither_a_profiles_options_nor_an_enclosing_job_reach_the_new_one(
 
 
 def test_a_refused_run_says_why_and_is_over(submission: Submission, slurm: FakeSlurm) -> None:
-    with slurm.world() as world:
-        world["refuses"] = "sbatch: error: invalid partition specified: main"
+    slurm.says(refuses="sbatch: error: invalid partition specified: main")
     with pytest.raises(RefusedError, match=r"slurm.partition: sbatch says: invalid .* there is main \(4 nodes"):
         slurm_run.submit(submission)
     run = submission.context.run
@@ -76,21 +74,19 @@ def test_what_one_task_asks_for_is_what_its_ranks_need(submission: Submission) -
 # What status sees ----------------------------------------------------------------------------------------------------
 
 
-def test_a_waiting_run_says_why_it_waits(submission: Submission, slurm: FakeSlurm) -> None:
-    slurm_run.submit(submission)
+def test_a_waiting_run_says_why_it_waits(run: RunDir, slurm: FakeSlurm) -> None:
     slurm.job("12", reason="Resources")
-    state = read_state(submission.context.run)
+    state = read_state(run)
     assert (state.label, state.is_over) == ("starting", False)
     assert state.message == "Slurm job 12: it waits for nodes to become free (Resources)"
 
 
 def test_while_a_supervisor_renews_its_lease_slurm_is_asked_nothing(
-    submission: Submission, slurm: FakeSlurm, player: Player
+    run: RunDir, slurm: FakeSlurm, player: Player
 ) -> None:
-    slurm_run.submit(submission)
     player.begin()
     before = len(slurm.calls())
-    assert read_state(submission.context.run).label == "running"
+    assert read_state(run).label == "running"
     assert len(slurm.calls()) == before
 
 
@@ -107,23 +103,19 @@ def test_while_a_supervisor_renews_its_lease_slurm_is_asked_nothing(
     ],
 )
 def test_a_supervisor_that_is_not_heard_leaves_the_word_to_slurm(
-    submission: Submission, slurm: FakeSlurm, player: Player, job: dict, label: str, code: int | None, message: str
+    run: RunDir, slurm: FakeSlurm, player: Player, job: dict, label: str, code: int | None, message: str
 ) -> None:
-    slurm_run.submit(submission)
     player.begin()
-    write_json(submission.context.run.lease, {"time": time.time() - 100, "host": "n1", "pid": 7})
+    write_json(run.lease, {"time": time.time() - 100, "host": "n1", "pid": 7})
     slurm.job("12", **job)
-    state = read_state(submission.context.run)
+    state = read_state(run)
     assert (state.label, state.code) == (label, code)
     assert message in (state.message or "")
 
 
-def test_a_run_that_is_watched_asks_slurm_no_more_than_every_few_seconds(
-    submission: Submission, slurm: FakeSlurm
-) -> None:
-    slurm_run.submit(submission)
+def test_a_run_that_is_watched_asks_slurm_no_more_than_every_few_seconds(run: RunDir, slurm: FakeSlurm) -> None:
     for _ in range(5):
-        assert read_state(submission.context.run).label == "starting"
+        assert read_state(run).label == "starting"
     assert len(slurm.calls("squeue")) == 1
 
 
@@ -140,16 +132,13 @@ def test_many_waiting_runs_are_one_call_of_squeue(submission: Submission, slurm:
     assert [call[-1] for call in slurm.calls("squeue")] == ["--jobs=13,14,15"]
 
 
-def test_a_supervisor_that_never_began_is_told_from_one_that_has_gone(submission: Submission, slurm: FakeSlurm) -> None:
-    slurm_run.submit(submission)
+def test_a_supervisor_that_never_began_is_told_from_one_that_has_gone(run: RunDir, slurm: FakeSlurm) -> None:
     slurm.job("12", state="RUNNING", nodes="n[1-2]", host="n1")
-    assert read_state(submission.context.run).message == "Slurm job 12 runs on n[1-2]; its supervisor begins"
+    assert read_state(run).message == "Slurm job 12 runs on n[1-2]; its supervisor begins"
 
 
-def test_where_slurm_cannot_be_asked_the_rows_count(submission: Submission, slurm: FakeSlurm) -> None:
-    slurm_run.submit(submission)
-    with slurm.world() as world:
-        world["down"] = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
-    state = read_state(submission.context.run)
+def test_where_slurm_cannot_be_asked_the_rows_count(run: RunDir, slurm: FakeSlurm) -> None:
+    slurm.says(down="slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    state = read_state(run)
     assert state.label == "starting?"
     assert "squeue says" in (state.message or "")

@@ -8,6 +8,7 @@ import pytest
 
 from muster.jobs.basics.errors import StartTimeoutError, UnreachableError
 from muster.jobs.basics.files import read_lines
+from muster.jobs.runfolder.rundir import RunDir
 from muster.launch.plan.submission import Submission
 from muster.launch.scheduler import held_signals, slurm_follow, slurm_run
 from muster.launch.supervision.console import Console
@@ -21,21 +22,19 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_cancels_what_waits(
-    submission: Submission, slurm: FakeSlurm, player: Player, number: signal.Signals, capsys: pytest.CaptureFixture[str]
+    run: RunDir, slurm: FakeSlurm, player: Player, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slurm_run.submit(submission)
-
     def scene() -> None:
         player.wait(lambda: slurm.calls("squeue"))
         os.kill(os.getpid(), number)
 
     player.play(scene)
     before = signal.getsignal(number)
-    assert slurm_follow.follow(submission.context.run, Console()) == 130
+    assert slurm_follow.follow(run, Console()) == 130
     assert signal.getsignal(number) is before
     assert slurm.calls("scancel") == [["scancel", "12"]]
     by = held_signals.SIGNALS[number]
-    assert ended(submission.context.run)["message"] == f"stopped by {by} while Slurm job 12 waited"
+    assert ended(run)["message"] == f"stopped by {by} while Slurm job 12 waited"
     assert f"cancelling Slurm job 12: {by}" in capsys.readouterr().err
 
 
@@ -47,15 +46,9 @@ def test_ctrl_c_between_submission_and_following_still_cancels(submission: Submi
     assert slurm.calls("scancel") == [["scancel", "12"]]
 
 
-def test_ctrl_c_has_the_supervisor_stop_what_runs(submission: Submission, slurm: FakeSlurm, player: Player) -> None:
-    run = submission.context.run
-    slurm_run.submit(submission)
-
+def test_ctrl_c_has_the_supervisor_stop_what_runs(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
     def scene() -> None:
-        player.begin()
-        player.wait(lambda: signal.getsignal(signal.SIGINT) != signal.default_int_handler)
-        os.kill(os.getpid(), signal.SIGINT)
-        player.wait(run.stop.exists)
+        player.interrupt()
         assert json.loads(run.stop.read_text())["now"] is False
         player.verdict(130, "stopped", "stopped by muster stop")
 
@@ -64,17 +57,9 @@ def test_ctrl_c_has_the_supervisor_stop_what_runs(submission: Submission, slurm:
     assert slurm.calls("scancel") == []
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_supervisor(
-    submission: Submission, slurm: FakeSlurm, player: Player, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = submission.context.run
-    slurm_run.submit(submission)
-
+def test_a_second_ctrl_c_does_not_wait_for_the_supervisor(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
     def scene() -> None:
-        player.begin()
-        player.wait(lambda: signal.getsignal(signal.SIGINT) != signal.default_int_handler)
-        os.kill(os.getpid(), signal.SIGINT)
-        player.wait(run.stop.exists)
+        player.interrupt()
         os.kill(os.getpid(), signal.SIGINT)
 
     player.play(scene)
@@ -86,19 +71,16 @@ def test_a_second_ctrl_c_does_not_wait_for_the_supervisor(
 # By muster stop ------------------------------------------------------------------------------------------------------
 
 
-def test_stop_cancels_what_waits(submission: Submission, slurm: FakeSlurm, muster) -> None:
-    slurm_run.submit(submission)
+def test_stop_cancels_what_waits(run: RunDir, muster) -> None:
     code, out, _ = muster("stop")
     assert (code, out.split(" ended after ")[0]) == (0, ID)
     assert "stopped (130)" in out
-    assert ended(submission.context.run)["message"] == "stopped by muster stop while Slurm job 12 waited"
+    assert ended(run)["message"] == "stopped by muster stop while Slurm job 12 waited"
 
 
 def test_stop_lets_the_supervisor_end_and_then_cancels_to_be_sure(
-    submission: Submission, slurm: FakeSlurm, player: Player, muster
+    run: RunDir, slurm: FakeSlurm, player: Player, muster
 ) -> None:
-    run = submission.context.run
-    slurm_run.submit(submission)
     player.begin()
 
     def scene() -> None:
@@ -113,11 +95,9 @@ def test_stop_lets_the_supervisor_end_and_then_cancels_to_be_sure(
 
 @pytest.mark.parametrize("code", [75, 130, 69])
 def test_stop_takes_a_run_out_of_the_queue_that_was_queued_again(
-    submission: Submission, slurm: FakeSlurm, player: Player, code: int
+    run: RunDir, slurm: FakeSlurm, player: Player, code: int
 ) -> None:
     """It has a last row, of its last start, and is not over for all that."""
-    run = submission.context.run
-    slurm_run.submit(submission)
     player.begin()
     player.verdict(code, "of the last start", "the time limit is near")
     slurm.job("12", state="PENDING", reason="BeginTime")
@@ -127,11 +107,7 @@ def test_stop_takes_a_run_out_of_the_queue_that_was_queued_again(
     assert (last["code"], last["message"]) == (130, "stopped by muster stop while Slurm job 12 waited")
 
 
-def test_stop_leaves_a_run_alone_that_is_over_for_slurm_too(
-    submission: Submission, slurm: FakeSlurm, player: Player
-) -> None:
-    run = submission.context.run
-    slurm_run.submit(submission)
+def test_stop_leaves_a_run_alone_that_is_over_for_slurm_too(run: RunDir, slurm: FakeSlurm, player: Player) -> None:
     player.begin()
     player.verdict(75, "requeue", "the time limit is near")
     slurm.job("12", state="FAILED", code="75:0")
@@ -141,28 +117,23 @@ def test_stop_leaves_a_run_alone_that_is_over_for_slurm_too(
 
 
 def test_stop_cancels_a_job_whose_supervisor_does_not_answer(
-    submission: Submission, slurm: FakeSlurm, player: Player, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, player: Player, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slurm_follow, "BEYOND_GRACE_S", 0.2)
-    run = submission.context.run
-    slurm_run.submit(submission)
     player.begin()
     slurm_follow.cancel(run, grace_s=0.1, now=False)
     assert ended(run)["message"] == "stopped by muster stop while Slurm job 12 ran"
 
 
-def test_stop_does_not_wait_for_ever(submission: Submission, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_does_not_wait_for_ever(run: RunDir, slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_follow, "BEYOND_GRACE_S", 0.1)
     monkeypatch.setattr(slurm_follow, "KILL_WAIT_S", 0.3)
-    slurm_run.submit(submission)
     slurm.job("12", state="COMPLETING")
     with pytest.raises(StartTimeoutError, match=r"has not ended within 0.4 s; see Slurm job 12"):
-        slurm_follow.cancel(submission.context.run, grace_s=0.0, now=True)
+        slurm_follow.cancel(run, grace_s=0.0, now=True)
 
 
-def test_stop_says_that_the_controller_is_away(submission: Submission, slurm: FakeSlurm) -> None:
-    slurm_run.submit(submission)
-    with slurm.world() as world:
-        world["down"] = "scancel: error: Unable to contact slurm controller (connect failure)"
+def test_stop_says_that_the_controller_is_away(run: RunDir, slurm: FakeSlurm) -> None:
+    slurm.says(down="scancel: error: Unable to contact slurm controller (connect failure)")
     with pytest.raises(UnreachableError, match="scancel says"):
-        slurm_follow.cancel(submission.context.run, grace_s=0.0, now=False)
+        slurm_follow.cancel(run, grace_s=0.0, now=False)

@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import pytest
 
 from muster.jobs.basics import exits
 from muster.jobs.basics.files import read_lines
-from muster.jobs.runfolder.rundir import RunDir, list_runs
+from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.slurm import SlurmSettings
 from muster.launch.common.processes import of_run
 from muster.launch.scheduler.submitit_order import slurm_parameters
-from support.box import LiveBox
-from support.live import LiveRun, argv, wait_until
+from support.box import BoxUser, ended
+from support.live import LiveRun, argv, parent_of, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -47,11 +46,7 @@ def attempts(run: RunDir) -> list[tuple[int, str]]:
 def task_0(run: RunDir) -> int:
     """The process of submitit's first task: the parent of the supervisor."""
     submitted = [row for row in read_lines(run.events) if row["event"] == "submitted"][-1]
-    return parent(submitted["pid"])
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return parent_of(submitted["pid"])
 
 
 # What is ordered ----------------------------------------------------------------------------------------------------
@@ -226,7 +221,7 @@ def test_nothing_is_left_when_submitits_own_controller_is_killed(tmp_path: Path)
     live = LiveRun(tmp_path, job_of(SLEEP), *LOCAL)
     live.wait_for_output("ready", 3)
     run = live.run
-    os.kill(parent(task_0(run)), signal.SIGKILL)
+    os.kill(parent_of(task_0(run)), signal.SIGKILL)
     assert live.end() == exits.STOPPED  # its supervisor is told, and has the last word
     wait_until(lambda: not of_run(run.run_id) and not controllers(run), "the end of all")
 
@@ -248,50 +243,13 @@ def test_an_interpreter_that_is_not_there_is_one_message(tmp_path: Path) -> None
 # In a box -----------------------------------------------------------------------------------------------------------
 
 
-class Boxed:
-    """`muster` on the nodes of a box, through submitit."""
-
-    def __init__(self, box: LiveBox, folder: Path) -> None:
-        self.box, self.folder, self.runs = box, folder, folder / "runs"
-        self.left: list[subprocess.Popen[str]] = []
-
-    def start(self, verb: str, text: str, *words: str) -> subprocess.Popen[str]:
-        (self.folder / "job.yaml").write_text(text)
-        on = ("--on", "submitit", "--executor", "slurm", "--hosts", self.box.spelt)
-        command = [sys.executable, "-m", "muster", verb, str(self.folder / "job.yaml"), *on, "--runs", str(self.runs)]
-        process = subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.left.append(process)
-        return process
-
-    def run(self) -> RunDir:
-        wait_until(lambda: list_runs(self.runs), "a run")
-        return list_runs(self.runs)[-1]
-
-    def job_id(self) -> str:
-        run = self.run()
-        wait_until(run.slurm.is_file, "slurm.json")
-        return str(json.loads(run.slurm.read_text())["job_id"])
-
-    def wait_for_output(self, text: str, rank: int) -> None:
-        path = self.run().attempt(0).out(rank)
-        wait_until(lambda: path.is_file() and text in path.read_text(), f"{text!r} from rank {rank}")
-
-    def is_gone(self, job_id: str) -> bool:
-        listed = self.box.client("squeue", "--noheader", f"--jobs={job_id}", "--format=%T").stdout.split()
-        return not set(listed) - {"COMPLETED", "CANCELLED", "FAILED"}
-
-    def stop(self) -> None:
-        for process in self.left:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
+def start(user: BoxUser, verb: str, text: str, *words: str) -> subprocess.Popen[str]:
+    return user.start(verb, text, "--on", "submitit", "--executor", "slurm", *words)
 
 
-@pytest.fixture
-def boxed(box: LiveBox, tmp_path: Path) -> Iterator[Boxed]:
-    made = Boxed(box, tmp_path)
-    yield made
-    made.stop()
+def is_gone(user: BoxUser) -> bool:
+    """Say whether the newest run's job is over for Slurm, too."""
+    return not set(user.queued(f"--jobs={user.job.job_id}", "--format=%T")) - {"COMPLETED", "CANCELLED", "FAILED"}
 
 
 cluster = pytest.mark.cluster
@@ -300,88 +258,80 @@ patient = pytest.mark.timeout(180)
 
 @cluster
 @patient
-def test_in_slurm_every_node_has_its_ranks_and_the_code_comes_back(boxed: Boxed) -> None:
-    code = (
+def test_in_slurm_every_node_has_its_ranks_and_the_code_comes_back(user: BoxUser) -> None:
+    program = (
         "import os, socket, time; print(socket.gethostname(), os.environ['MASTER_ADDR'], flush=True)\n"
-        f"ours = {str(boxed.folder)!r}; open(ours + '/rank' + os.environ['RANK'], 'w').close()\n"
+        f"ours = {str(user.folder)!r}; open(ours + '/rank' + os.environ['RANK'], 'w').close()\n"
         "deadline = time.monotonic() + 60\n"
         "while time.monotonic() < deadline and not all(os.path.exists(f'{ours}/rank{rank}') for rank in range(4)):\n"
         "    time.sleep(0.05)\n"
         "exit(9 * (os.environ['RANK'] == '3'))"
     )
-    process = boxed.start("run", job_of(code, nodes=4, ranks=1))
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 9, err
-    folder = boxed.run().attempt(0)
+    code, _, err = ended(start(user, "run", job_of(program, nodes=4, ranks=1)))
+    assert code == 9, err
+    folder = user.run.attempt(0)
     said = [folder.out(rank).read_text().split() for rank in range(4)]
     assert [name for name, _ in said] == [f"node{node}" for node in range(4)]
     assert len({address for _, address in said}) == 1
     assert not said[0][1].startswith("127.")
-    wait_until(lambda: boxed.is_gone(boxed.job_id()), "the end of the job")
+    wait_until(lambda: is_gone(user), "the end of the job")
 
 
 @cluster
 @patient
 @pytest.mark.soak
-def test_in_slurm_the_signal_before_the_end_queues_the_job_again(boxed: Boxed) -> None:
-    process = boxed.start("run", job_of(AGAIN))
+def test_in_slurm_the_signal_before_the_end_queues_the_job_again(user: BoxUser) -> None:
+    process = start(user, "run", job_of(AGAIN))
     for rank in (0, 3):  # rank 0, which is shown, and the last
-        boxed.wait_for_output("attempt 0", rank)
-    boxed.box.client("scancel", "--signal=USR2", boxed.job_id())
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == 0, err
+        user.wait_for_output("attempt 0", rank)
+    user.box.client("scancel", "--signal=USR2", user.job.job_id)
+    code, out, err = ended(process)
+    assert code == 0, err
     assert out == "attempt 0\nattempt 1\n"
-    assert attempts(boxed.run()) == [(0, "requeue"), (1, "done")]
+    assert attempts(user.run) == [(0, "requeue"), (1, "done")]
 
 
 @cluster
 @patient
-def test_in_slurm_a_waiting_run_is_cancelled_by_muster_stop(boxed: Boxed) -> None:
-    process = boxed.start("submit", job_of("pass", slurm={"extra": ["--begin=now+1hour"]}))
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
-    job_id, run_id = boxed.job_id(), boxed.run().run_id
+def test_in_slurm_a_waiting_run_is_cancelled_by_muster_stop(user: BoxUser) -> None:
+    code, out, err = ended(start(user, "submit", job_of("pass", slurm={"extra": ["--begin=now+1hour"]})))
+    assert code == 0, err
+    job_id, run_id = user.job.job_id, user.run.run_id
     assert out.startswith(f"{run_id} is Slurm job {job_id}; muster logs -f ")
-    assert boxed.box.client("squeue", "--noheader", f"--jobs={job_id}", "--format=%T").stdout.split() == ["PENDING"]
-    stop = [sys.executable, "-m", "muster", "stop", run_id, "--runs", str(boxed.runs)]
-    done = subprocess.run(stop, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    ended = [row for row in read_lines(boxed.run().events) if row["event"] == "ended"]
-    assert [row["code"] for row in ended] == [exits.STOPPED]
-    wait_until(lambda: boxed.is_gone(job_id), "the end of the job")
+    assert user.queued(f"--jobs={job_id}", "--format=%T") == ["PENDING"]
+    assert user.call("stop", run_id)[0] == 0
+    assert [row["code"] for row in read_lines(user.run.events) if row["event"] == "ended"] == [exits.STOPPED]
+    wait_until(lambda: is_gone(user), "the end of the job")
 
 
 @cluster
 @patient
-def test_in_slurm_ctrl_c_ends_the_run_and_the_job(boxed: Boxed) -> None:
-    process = boxed.start("run", job_of(SLEEP))
-    boxed.wait_for_output("ready", 3)
+def test_in_slurm_ctrl_c_ends_the_run_and_the_job(user: BoxUser) -> None:
+    process = start(user, "run", job_of(SLEEP))
+    user.wait_for_output("ready", 3)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == exits.STOPPED, err
-    wait_until(lambda: boxed.is_gone(boxed.job_id()), "the end of the job")
+    code, _, err = ended(process)
+    assert code == exits.STOPPED, err
+    wait_until(lambda: is_gone(user), "the end of the job")
 
 
 @cluster
 @patient
-def test_what_sbatch_refuses_is_one_message_and_the_runs_end(boxed: Boxed) -> None:
-    process = boxed.start("run", job_of("pass", slurm={"partition": "nowhere"}))
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == exits.REFUSED
+def test_what_sbatch_refuses_is_one_message_and_the_runs_end(user: BoxUser) -> None:
+    code, _, err = ended(start(user, "run", job_of("pass", slurm={"partition": "nowhere"})))
+    assert code == exits.REFUSED, err
     (line,) = err.splitlines()
     assert line.startswith("muster: slurm.partition: sbatch says: ")
     assert "nowhere" in line
-    (ended,) = (row for row in read_lines(boxed.run().events) if row["event"] == "ended")
-    assert ended["code"] == exits.REFUSED
+    assert user.wait_for("ended")["code"] == exits.REFUSED
 
 
 @cluster
 @patient
-def test_a_dry_run_shows_the_script_and_submits_nothing(boxed: Boxed) -> None:
-    process = boxed.start("submit", job_of("pass"), "--dry-run")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 0, err
+def test_a_dry_run_shows_the_script_and_submits_nothing(user: BoxUser) -> None:
+    code, out, err = ended(start(user, "submit", job_of("pass"), "--dry-run"))
+    assert code == 0, err
     words: list[Any] = [shlex.split(line) for line in out.splitlines() if line.startswith("srun ")]
     assert "muster.slurm.submitit_job" in words[0]
     assert "#SBATCH --nodes=2" in out
-    assert not boxed.runs.exists()
+    assert not user.runs.exists()

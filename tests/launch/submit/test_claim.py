@@ -5,7 +5,6 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +17,6 @@ from muster.launch.records.lease import DEAD_S
 from muster.launch.submit.claim import claim, claimed, is_free, newest
 
 HERE = socket.gethostname()
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path)
 
 
 def of(pid: int, ticks: int | None, host: str = HERE, age_s: float = 0.0) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from muster.jobs.basics.files import append_line, read_lines, write_json
 from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.spec.kept import DATA, KEPT, kept_settings
 from muster.jobs.spec.train import TrainSettings
-from muster.launch.cli import main
 from muster.launch.commands import run as run_command
 from muster.launch.common import processes
 from muster.launch.common.options import given
@@ -65,7 +64,6 @@ class Folder:
 
     def submitted(self, *, alive: bool = False, **fields: Any) -> "Folder":
         ticks = processes.start_ticks(os.getpid())
-        assert ticks is not None
         who = {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": ticks if alive else ticks - 1}
         self.event("submitted", **{"kind": self.kind, "transport": self.transport, **who, **fields})
         return self.event("attempt", world_size=2, hosts=["n", "n"])
@@ -86,6 +84,14 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Folde
 
 
 @pytest.fixture
+def stopped(make: Callable[..., Folder]) -> Folder:
+    """A training that was stopped after its save of step 10."""
+    folder = make().ended()
+    folder.saved.save(10)
+    return folder
+
+
+@pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
     """What would have been supervised from this process."""
     found: list[Submission] = []
@@ -96,14 +102,9 @@ def supervised(monkeypatch: pytest.MonkeyPatch) -> list[Submission]:
 
 
 @pytest.fixture
-def muster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+def muster(tmp_path: Path, in_process: Callable[..., Any]) -> Callable[..., tuple[int, str]]:
     """Return a function that runs `muster resume ...`: (code, error output)."""
-
-    def call(*words: str) -> tuple[int, str]:
-        code = main(["resume", *words, "--runs", str(tmp_path / "runs")])
-        return code, capsys.readouterr().err
-
-    return call
+    return lambda *words: in_process("resume", *words, "--runs", str(tmp_path / "runs"))[::2]
 
 
 def last_row(folder: Folder, event: str) -> dict[str, Any]:
@@ -113,33 +114,29 @@ def last_row(folder: Folder, event: str) -> dict[str, Any]:
 # What it is made of -------------------------------------------------------------------------------------------------
 
 
-def test_the_next_attempt_is_what_was_submitted(make, muster, supervised) -> None:
-    folder = make().ended()
-    folder.saved.save(10)
-    folder.run.stop.write_text("{}")
-    before, text = folder.submission(), folder.run.job.read_text()
+def test_the_next_attempt_is_what_was_submitted(stopped, muster, supervised) -> None:
+    stopped.run.stop.write_text("{}")
+    before, text = stopped.submission(), stopped.run.job.read_text()
     assert muster() == (42, "")
     assert supervised == [before]
-    assert (supervised[0].context.attempt, supervised[0].context.run) == (1, folder.run)
-    assert (folder.submission(), folder.run.job.read_text()) == (before, text)
-    assert not folder.run.stop.exists()
-    row = last_row(folder, "resumed")
+    assert (supervised[0].context.attempt, supervised[0].context.run) == (1, stopped.run)
+    assert (stopped.submission(), stopped.run.job.read_text()) == (before, text)
+    assert not stopped.run.stop.exists()
+    row = last_row(stopped, "resumed")
     assert (row["attempt"], row["changes"], "job" in row) == (1, [], False)
 
 
-def test_what_is_to_be_different_is_written_back_and_the_job_before_is_kept(make, muster, supervised) -> None:
-    folder = make().ended()
-    folder.saved.save(10)
-    earlier = folder.run.job.read_text()
+def test_what_is_to_be_different_is_written_back_and_the_job_before_is_kept(stopped, muster, supervised) -> None:
+    earlier = stopped.run.job.read_text()
     assert muster("--set", "train.log_every=7", "-N", "1", "-x", "A=b")[0] == 42
     job = supervised[0].context.job
     assert (job.settings.log_every, job.nodes, job.env) == (7, 1, {"A": "b"})
     assert supervised[0].context.placement.world_size == 1
-    assert folder.submission() == supervised[0]
-    assert yaml.safe_load(folder.run.job.read_text())["train"]["log_every"] == 7
-    row = last_row(folder, "resumed")
+    assert stopped.submission() == supervised[0]
+    assert yaml.safe_load(stopped.run.job.read_text())["train"]["log_every"] == 7
+    row = last_row(stopped, "resumed")
     assert (row["changes"], row["job"]) == (["train.log_every=7"], "job-before-001.yaml")
-    kept = folder.run.path / row["job"]
+    kept = stopped.run.path / row["job"]
     assert (kept.read_text(), kept.stat().st_mode & 0o777) == (earlier, 0o600)
     assert supervised[0].context.workdir == str(Path.cwd())
 
@@ -175,13 +172,11 @@ def test_options_of_hosts_are_refused_for_a_run_without_hosts(make, muster, supe
 
 
 @pytest.mark.parametrize(("wanted", "told"), [("10", 10), ("step-00000010.a000", "step-00000010.a000")])
-def test_an_older_checkpoint_is_for_the_next_attempt_alone(make, muster, supervised, wanted: str, told) -> None:
-    folder = make().ended()
-    folder.saved.save(10)
-    folder.saved.save(20)
+def test_an_older_checkpoint_is_for_the_next_attempt_alone(stopped, muster, supervised, wanted: str, told) -> None:
+    stopped.saved.save(20)
     assert muster("--from", wanted)[0] == 42
     assert supervised[0].context.options == {"from": told, "from_attempt": 1}
-    folder.event("ended", code=130, **{"class": "stopped"})
+    stopped.event("ended", code=130, **{"class": "stopped"})
     assert muster()[0] == 42
     assert supervised[1].context.options == {}
 
@@ -226,13 +221,11 @@ def test_a_run_that_is_done_goes_on_when_it_is_given_more(make, muster, supervis
     assert muster("--set", "train.epochs=3")[0] == 42
 
 
-def test_a_run_can_be_left_to_itself(make, muster, monkeypatch) -> None:
-    folder = make().ended()
-    folder.saved.save(10)
+def test_a_run_can_be_left_to_itself(stopped, muster, monkeypatch) -> None:
     left: list[Any] = []
     monkeypatch.setattr(start, "detach", lambda *what: left.append(what))
     assert muster("--detach")[0] == 0
-    assert left == [(folder.run, folder.submission().context.python, None)]
+    assert left == [(stopped.run, stopped.submission().context.python, None)]
 
 
 def test_a_job_of_slurms_is_submitted_again(make, muster, monkeypatch) -> None:
@@ -256,10 +249,8 @@ def test_a_run_that_ended_before_its_first_save_starts_from_step_0_and_says_so(m
     assert given.options == {"saving": True, "resume": None}
 
 
-def test_a_run_whose_saves_are_all_broken_does_not_start_over_unasked(make, muster, supervised) -> None:
-    folder = make().ended()
-    folder.saved.save(10)
-    folder.saved.run.checkpoint(10, 0).manifest.write_text("{}")
+def test_a_run_whose_saves_are_all_broken_does_not_start_over_unasked(stopped, muster, supervised) -> None:
+    stopped.saved.run.checkpoint(10, 0).manifest.write_text("{}")
     for _ in range(2):  # put aside, and then as it was found
         code, err = muster()
         assert (code, supervised) == (66, [])
@@ -392,13 +383,11 @@ def test_a_sign_of_life_while_it_is_watched_keeps_the_run_as_it_is(make, muster,
         ("train.model=gpt-micro", "train.model.name gpt-nano, the job has gpt-micro"),
     ],
 )
-def test_what_must_stay_equal_is_refused_before_anything_is_written(make, muster, change: str, said: str) -> None:
-    folder = make().ended()
-    folder.saved.save(10)
-    before = (folder.run.job.read_text(), folder.run.submission.read_text(), folder.run.events.read_text())
+def test_what_must_stay_equal_is_refused_before_anything_is_written(stopped, muster, change: str, said: str) -> None:
+    before = (stopped.run.job.read_text(), stopped.run.submission.read_text(), stopped.run.events.read_text())
     code, error = muster("--set", change)
     assert (code, f"step-00000010.a000: it was saved with {said}; give the value" in error) == (78, True), error
-    assert (folder.run.job.read_text(), folder.run.submission.read_text(), folder.run.events.read_text()) == before
+    assert (stopped.run.job.read_text(), stopped.run.submission.read_text(), stopped.run.events.read_text()) == before
 
 
 def test_the_command_that_starts_anew_quotes_the_path_of_its_job() -> None:

@@ -26,15 +26,6 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
-    folder = tmp_path / "work"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     folder = RunDir(tmp_path / "runs" / "a-run")
     folder.path.mkdir(parents=True)
@@ -61,6 +52,11 @@ def test_muster_s_own_packages_are_copied_whole_and_nothing_else_of_it(run: RunD
     assert not [path for path in (taken.code / "muster").iterdir() if path.is_symlink()]
     assert not [name for name in names(taken.code) if "__pycache__" in name]
     assert not (run.code / "work").exists()
+    found = record(run)
+    assert (found["muster"]["from"], found["muster"]["fingerprint"], found["work"]) == (
+        *(str(CODE_ROOT), fingerprint()),
+        None,
+    )
 
 
 def test_agents_start_from_the_copy(run: RunDir, work: Path) -> None:
@@ -73,13 +69,6 @@ def test_agents_start_from_the_copy(run: RunDir, work: Path) -> None:
         subprocess.run(argv, capture_output=True, text=True).stdout.strip()
         == f"{taken.code}/muster/jobs/basics/errors.py"
     )
-
-
-def test_where_muster_came_from_is_recorded(run: RunDir, work: Path) -> None:
-    take(run, workdir=work, program=False)
-    found = record(run)["muster"]
-    assert (found["from"], found["fingerprint"]) == (str(CODE_ROOT), fingerprint())
-    assert record(run)["work"] is None
 
 
 def test_an_installed_muster_is_not_taken_for_the_repository_around_it(

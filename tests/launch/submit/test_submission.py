@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,11 +55,6 @@ def submission(run: RunDir, hosts: HostSet | None = None, *, kind: str = "comman
         iface="10.10.1.0/24",
     )
     return Submission(Route("ssh", hosts, fanout=8, port=61_001, secret="s", iface="10.10.1.0/24"), context)
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDir:
-    return RunDir(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["command", "train"])

@@ -13,16 +13,6 @@ from muster.launch.common.worktree import Survey, heaviest_folder, survey
 from support.worktrees import commit, git, repository, write
 
 
-@pytest.fixture
-def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working folder; git knows an author, and nothing of the user's settings."""
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
-    monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
-    folder = tmp_path / "my work"
-    folder.mkdir()
-    return folder
-
-
 def test_in_a_work_tree_code_is_what_is_tracked_or_new_and_not_ignored(work: Path) -> None:
     repository(work, "data/\n*.log\n.venv\n")
     write(work, "train.py", "lib/model.py", "data/big.bin", "run.log", "lib/debug.log", ".venv/bin/python")

@@ -1,26 +1,15 @@
 """When an agent that is not heard is lost, and when it, its supervisor or all of them only lack a processor."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import pytest
 
 from muster.jobs.hosts.placement import NodePlacement
 from muster.launch.supervision.crew import SILENT_S, TICK_S, TOGETHER_S, Crew
-from muster.launch.wire.messages import Heartbeat, ToAgent
-from support.messages import hello
+from muster.launch.wire.messages import Heartbeat
+from support.messages import Channel, hello
 
 BEGAN = 1000.0
-
-
-class Channel:
-    """Takes whatever is posted."""
-
-    def post(self, message: ToAgent) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
 
 
 class Clock:
@@ -53,26 +42,21 @@ class Clock:
         return {}
 
 
-@pytest.fixture
-def clock() -> Callable[..., Any]:
-    return Clock
+def test_one_silent_node_among_others_is_lost_after_five_seconds() -> None:
+    assert Clock(4).until_lost(heard=(0, 2, 3)) == {1: SILENT_S + TICK_S}
 
 
-def test_one_silent_node_among_others_is_lost_after_five_seconds(clock) -> None:
-    assert clock(4).until_lost(heard=(0, 2, 3)) == {1: SILENT_S + TICK_S}
+def test_the_only_node_is_lost_after_five_seconds() -> None:
+    assert Clock(1).until_lost() == {0: SILENT_S + TICK_S}
 
 
-def test_the_only_node_is_lost_after_five_seconds(clock) -> None:
-    assert clock(1).until_lost() == {0: SILENT_S + TICK_S}
-
-
-def test_when_all_fall_silent_at_once_it_waits_as_long_again(clock) -> None:
+def test_when_all_fall_silent_at_once_it_waits_as_long_again() -> None:
     lost = SILENT_S + TOGETHER_S + TICK_S
-    assert clock(3).until_lost() == {0: lost, 1: lost, 2: lost}
+    assert Clock(3).until_lost() == {0: lost, 1: lost, 2: lost}
 
 
-def test_nodes_that_return_together_are_not_lost_one_after_the_other(clock) -> None:
-    made = clock(3)
+def test_nodes_that_return_together_are_not_lost_one_after_the_other() -> None:
+    made = Clock(3)
     assert made.until_lost(limit_s=9.0) == {}
     made.hear(0)
     assert made.until_lost(heard=(0,), limit_s=1.0) == {}
@@ -80,21 +64,21 @@ def test_nodes_that_return_together_are_not_lost_one_after_the_other(clock) -> N
 
 
 @pytest.mark.parametrize("tick_s", [0.5, 2.4, 30.0])
-def test_time_in_which_the_supervisor_did_not_run_is_no_silence(clock, tick_s: float) -> None:
+def test_time_in_which_the_supervisor_did_not_run_is_no_silence(tick_s: float) -> None:
     ticks = SILENT_S / TICK_S
-    assert clock(2).until_lost(heard=(0,), tick_s=tick_s, limit_s=ticks * tick_s) == {}
-    assert set(clock(2).until_lost(heard=(0,), tick_s=tick_s, limit_s=(ticks + 2) * tick_s)) == {1}
+    assert Clock(2).until_lost(heard=(0,), tick_s=tick_s, limit_s=ticks * tick_s) == {}
+    assert set(Clock(2).until_lost(heard=(0,), tick_s=tick_s, limit_s=(ticks + 2) * tick_s)) == {1}
 
 
 @pytest.mark.parametrize(("late_s", "allowed_s"), [(0.0, 5.0), (2.0, 7.0), (1e12, 10.0)])
-def test_an_agent_that_says_that_it_is_late_is_allowed_as_much_more(clock, late_s: float, allowed_s: float) -> None:
-    made = clock(2)
+def test_an_agent_that_says_that_it_is_late_is_allowed_as_much_more(late_s: float, allowed_s: float) -> None:
+    made = Clock(2)
     made.hear(1, late_s)
     assert made.until_lost(heard=(0,)) == {1: allowed_s + TICK_S}
 
 
-def test_an_agent_that_has_never_answered_a_beat_may_still_be_starting(clock) -> None:
-    made = clock(2)
+def test_an_agent_that_has_never_answered_a_beat_may_still_be_starting() -> None:
+    made = Clock(2)
     made.crew.nodes[1].forget_agent()
     made.crew.greeted(1, hello(host="n1"), Channel())
     made.crew.nodes[1].heard = made.now

@@ -28,39 +28,54 @@ def stopped(code: int, message: str = "stopped") -> Past:
     return Past(judge([], Stop(code, message)), None, 10, False)
 
 
+def program(line: str, code: int = 1) -> Past:
+    """A program of the user's that failed, with its last line of output."""
+    return past(code=code, ours=False, message="", last_lines=["first line", line])
+
+
+def outage(**more: Any) -> Past:
+    """An attempt of which two nodes did not reach the master."""
+    return replace(stopped(exits.UNREACHABLE, "n2: cannot reach the master\nto go on without: --exclude n2"), **more)
+
+
+GROWN = replace(stopped(exits.REQUEUE), grown=True)
+FINAL = (exits.USAGE, exits.BAD_JOB, exits.NO_CHECKPOINT, exits.RUN_FOLDER, exits.STORAGE, exits.REQUEUE, exits.REFUSED)
+DONE = Past(Verdict(exits.DONE, "4 ranks ended with 0"), None, 100, committed=True)
+BOOM = program("ValueError: boom")
+LOST = "NotFiniteError: loss or gradients are not finite at step 7: lower train.optimizer.lr"
+
+
 @pytest.mark.parametrize(
-    "code",
+    ("pasts", "again"),
     [
-        exits.USAGE,
-        exits.BAD_JOB,
-        exits.NO_CHECKPOINT,
-        exits.RUN_FOLDER,
-        exits.STORAGE,
-        exits.REQUEUE,
-        exits.REFUSED,
-        exits.DO_NOT_RESTART,
-        exits.STOPPED,
+        *(([stopped(code)], False) for code in (*FINAL, exits.DO_NOT_RESTART, exits.STOPPED)),
+        *(([stopped(code)], True) for code in (exits.UNREACHABLE, exits.INFRASTRUCTURE, exits.TIMEOUT, 1, 137)),
+        ([DONE], False),
+        # A failure that names its own step is the same one when it was heard of later.
+        ([past(step=7, message=LOST), past(step=9, message=LOST)], False),
+        ([past(step=9, message=LOST), past(step=9, message=LOST.replace("7", "8"))], True),
+        # Another step, another exception or a signal is not the same failure.
+        ([past(step=7), past(step=8)], True),
+        ([past(step=7), past(step=7, message="KeyError: 'x'")], True),
+        ([past(signal="SIGKILL", step=7), past(signal="SIGKILL", step=7)], True),
+        ([past(step=7), past(signal="SIGKILL", step=7)], True),
+        ([past(step=7), outage(outage=True), past(step=7)], False),
+        # A program may mean anything by its codes, but those of a missing one.
+        *(([past(code=code, ours=False, message="")], True) for code in (1, 66, 78)),
+        *(([past(code=code, ours=False, message="")], False) for code in (126, 127)),
+        ([BOOM, program("KeyError: 1"), BOOM], True),
+        ([BOOM, program("ValueError: boom", code=3), BOOM], True),
+        ([BOOM, past(signal="SIGKILL"), BOOM], True),
     ],
 )
-def test_what_a_restart_cannot_change_ends_the_run_with_its_own_verdict(code: int) -> None:
-    last = stopped(code)
-    decision = decide([last], ALWAYS, saves=True)
-    assert (decision.again, decision.verdict) == (False, last.verdict)
-
-
-@pytest.mark.parametrize("code", [exits.UNREACHABLE, exits.INFRASTRUCTURE, exits.TIMEOUT, 1, 137])
-def test_what_a_restart_may_change_is_tried_again_at_once(code: int) -> None:
-    decision = decide([stopped(code)], ALWAYS, saves=True)
-    assert (decision.again, decision.delay_s) == (True, 0.0)
-
-
-def test_a_run_that_is_done_is_done() -> None:
-    done = Past(Verdict(exits.DONE, "4 ranks ended with 0"), None, 100, committed=True)
-    assert not decide([done], ALWAYS, saves=True).again
-
-
-def test_without_restart_settings_nothing_is_started_again() -> None:
-    assert not decide([past(signal="SIGKILL")], None, saves=True).again
+def test_what_a_restart_may_change_is_tried_again_and_the_rest_keeps_its_verdict(
+    pasts: list[Past], again: bool
+) -> None:
+    decision = decide(pasts, ALWAYS, saves=True)
+    assert decision.again is again
+    if len(pasts) == 1:
+        assert (decision.delay_s, decision.verdict) == (0.0, pasts[0].verdict)
+    assert not decide(pasts, None, saves=True).again  # without restart: nothing is started again
 
 
 def test_the_budget_counts_restarts_and_its_end_keeps_the_cause() -> None:
@@ -80,26 +95,6 @@ def test_the_same_exception_at_the_same_step_twice_is_the_programs_fault() -> No
     assert not decision.again
     assert decision.verdict.code == exits.DO_NOT_RESTART
     assert decision.verdict.message.startswith("the same failure at the same step (7) twice: rank 0 on node 0 (n0)")
-
-
-def test_a_failure_that_names_its_own_step_is_the_same_when_it_was_heard_of_later() -> None:
-    lost = "NotFiniteError: loss or gradients are not finite at step 7: lower train.optimizer.lr"
-    assert not decide([past(step=7, message=lost), past(step=9, message=lost)], ALWAYS, saves=True).again
-    other = lost.replace("7", "8")
-    assert decide([past(step=9, message=lost), past(step=9, message=other)], ALWAYS, saves=True).again
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (past(step=7), past(step=8)),
-        (past(step=7), past(step=7, message="KeyError: 'x'")),
-        (past(signal="SIGKILL", step=7), past(signal="SIGKILL", step=7)),
-        (past(step=7), past(signal="SIGKILL", step=7)),
-    ],
-)
-def test_another_step_another_exception_or_a_signal_is_not_the_same_failure(first: Past, second: Past) -> None:
-    assert decide([first, second], ALWAYS, saves=True).again
 
 
 def test_three_attempts_without_a_new_checkpoint_are_enough() -> None:
@@ -123,11 +118,6 @@ def test_the_delay_doubles_from_the_second_failure_in_a_row_up_to_a_minute() -> 
     tries = [past(signal="SIGKILL", step=step, committed=False) for step in range(12)]
     delays = [decide(tries[:count], ALWAYS, saves=False).delay_s for count in range(1, 12)]
     assert delays == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
-
-
-@pytest.mark.parametrize(("code", "again"), [(1, True), (66, True), (78, True), (126, False), (127, False)])
-def test_a_program_may_mean_anything_by_its_codes_but_those_of_a_missing_one(code: int, again: bool) -> None:
-    assert decide([past(code=code, ours=False, message="")], ALWAYS, saves=False).again is again
 
 
 def test_a_node_is_blamed_after_two_of_three() -> None:
@@ -200,10 +190,6 @@ def test_a_choice_has_a_size_that_fits_no_node_twice_and_starts_just_the_lost(
     assert set(choice.revive) <= set(lost)
 
 
-def program(line: str, code: int = 1) -> Past:
-    return past(code=code, ours=False, message="", last_lines=["first line", line])
-
-
 def test_a_program_that_fails_three_times_with_the_same_last_word_is_not_tried_again() -> None:
     same = [program("ValueError: boom")] * 3
     assert decide(same[:2], ALWAYS, saves=False).again
@@ -212,21 +198,7 @@ def test_a_program_that_fails_three_times_with_the_same_last_word_is_not_tried_a
     assert "the same failure 3 times in a row (code 1: ValueError: boom)" in decision.verdict.message
 
 
-@pytest.mark.parametrize("odd", [program("KeyError: 1"), program("ValueError: boom", code=3), past(signal="SIGKILL")])
-def test_another_last_word_between_is_another_failure(odd: Past) -> None:
-    same = program("ValueError: boom")
-    assert decide([same, odd, same], ALWAYS, saves=False).again
-
-
 # Outages, and nodes that come back ------------------------------------------------------------------------------------
-
-
-def outage(**more: Any) -> Past:
-    """An attempt of which two nodes did not reach the master."""
-    return replace(stopped(exits.UNREACHABLE, "n2: cannot reach the master\nto go on without: --exclude n2"), **more)
-
-
-GROWN = replace(stopped(exits.REQUEUE), grown=True)
 
 
 def test_an_outage_is_waited_out_longer_and_longer_and_never_ends_with_93() -> None:
@@ -245,11 +217,6 @@ def test_what_failed_before_an_outage_does_not_count_as_in_vain() -> None:
     cut = outage(outage=True)
     assert decide([hang, cut, hang, cut, hang], ALWAYS, saves=True).again
     assert in_vain([hang, cut, hang]) == 1
-
-
-def test_an_outage_between_two_equal_failures_hides_neither() -> None:
-    decision = decide([past(step=7), outage(outage=True), past(step=7)], ALWAYS, saves=True)
-    assert decision.verdict.code == exits.DO_NOT_RESTART
 
 
 def test_growing_is_no_restart_of_the_budget_and_no_failure() -> None:

@@ -14,22 +14,10 @@ from muster.launch.supervision.crew import Crew
 from muster.launch.supervision.inbox import Inbox
 from muster.launch.supervision.reserve import FENCE_S, ORPHANS_S, REVIVE_S, SETTLE_S, Reserve
 from muster.launch.wire.messages import Reach, Reached
+from support.messages import Channel
 
 LOST = 3
 USED = (0, 1)
-
-
-class Channel:
-    """Keeps what is posted."""
-
-    def __init__(self) -> None:
-        self.posted: list[Any] = []
-
-    def post(self, message: Any) -> None:
-        self.posted.append(message)
-
-    def abort(self) -> None:
-        pass
 
 
 class Starts:

@@ -18,38 +18,41 @@ def roster(*, meets: bool = True, answered: bool = True, nodes: int = 2) -> Rost
     return made
 
 
-def test_nobody_is_late_when_all_have_joined() -> None:
-    made = roster()
-    made.arrived = made.joined = {0, 1, 2, 3}
-    assert made.late(60.0, patient=False) == ""
+ALL = {0, 1, 2, 3}
+WITHIN = "within 60 s (start_timeout_s)"
 
 
-def test_a_silent_agent_comes_before_its_ranks() -> None:
-    assert roster(answered=False).late(60.0, patient=True) == (
-        "node 1 (n1): the agent did not answer within 60 s (start_timeout_s)"
-    )
-
-
-def test_of_many_silent_agents_four_are_named_and_the_others_counted() -> None:
-    assert roster(answered=False, nodes=8).late(60.0, patient=True) == (
-        "node 1 (n1), 2 (n2), 3 (n3), 4 (n4) and 3 more: the agent did not answer within 60 s (start_timeout_s)"
-    )
-
-
-def test_the_ranks_that_have_not_arrived_are_named_with_their_node() -> None:
-    made = roster()
-    made.arrived = {0, 1, 2}
-    message = made.late(60.0, patient=True)
-    assert message.startswith("rank 3 on node 1 (n1) did not reach the rendezvous within 60 s (start_timeout_s)")
-
-
-def test_ranks_that_arrived_but_did_not_join_are_given_a_moment_then_named() -> None:
-    made = roster()
-    made.arrived, made.joined = {0, 1, 2, 3}, {0, 1, 2}
-    assert made.late(60.0, patient=True) == ""
-    assert made.late(60.0, patient=False) == (
-        "rank 3 on node 1 (n1) did not meet the others within 60 s (start_timeout_s)"
-    )
+@pytest.mark.parametrize(
+    ("made", "arrived", "joined", "patient", "late"),
+    [
+        (roster(), ALL, ALL, False, ""),
+        # A silent agent comes before its ranks; of many, four are named.
+        (roster(answered=False), set(), set(), True, f"node 1 (n1): the agent did not answer {WITHIN}"),
+        (
+            roster(answered=False, nodes=8),
+            set(),
+            set(),
+            True,
+            f"node 1 (n1), 2 (n2), 3 (n3), 4 (n4) and 3 more: the agent did not answer {WITHIN}",
+        ),
+        (roster(), {0, 1, 2}, set(), True, f"rank 3 on node 1 (n1) did not reach the rendezvous {WITHIN}"),
+        (roster(), ALL, {0, 1, 2}, True, ""),  # those that have arrived are given a moment to join
+        (roster(), ALL, {0, 1, 2}, False, f"rank 3 on node 1 (n1) did not meet the others {WITHIN}"),
+        # Programs need not meet, but once one waits all should come.
+        (roster(meets=False), set(), set(), False, ""),
+        (
+            roster(meets=False),
+            {0},
+            set(),
+            False,
+            "rank 1 on node 0, rank 2 on node 1, rank 3 on node 1",
+        ),
+    ],
+)
+def test_who_is_late(made: Roster, arrived: set[int], joined: set[int], patient: bool, late: str) -> None:
+    made.arrived, made.joined = arrived, joined
+    message = made.late(60.0, patient=patient)
+    assert message.startswith(late) if late else message == ""
 
 
 def test_a_rank_that_has_ended_is_not_late() -> None:
@@ -57,13 +60,6 @@ def test_a_rank_that_has_ended_is_not_late() -> None:
     made.arrived = made.joined = {0, 1, 2}
     made.running -= {3}
     assert made.late(60.0, patient=False) == ""
-
-
-def test_programs_need_not_meet_but_once_one_waits_all_should_come() -> None:
-    made = roster(meets=False)
-    assert made.late(60.0, patient=False) == ""
-    made.arrived = {0}
-    assert "rank 1 on node 0, rank 2 on node 1, rank 3 on node 1" in made.late(60.0, patient=False)
 
 
 # Clocks ---------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from muster.jobs.runfolder.rundir import RunDir, list_runs
 from muster.launch.cli import main
 from muster.launch.sweeps.sweep import (
     Grid,
-    Point,
     SweepRecord,
     complaint,
     exit_code,
@@ -28,7 +27,7 @@ from muster.launch.sweeps.sweep import (
     read_grids,
     split_values,
 )
-from support.box import LiveBox
+from support.box import BoxUser, ended
 from support.live import argv, wait_until
 
 pytestmark = pytest.mark.slow
@@ -373,108 +372,69 @@ BOTH = pytest.mark.parametrize("on", ON, ids=["slurm", "submitit"])
 SLURM = pytest.mark.parametrize("on", [ON[0], pytest.param(ON[1], marks=pytest.mark.soak)], ids=["slurm", "submitit"])
 
 
-class BoxedSweep:
-    """A `muster sweep` in a process of its own, on the nodes of a box."""
-
-    def __init__(self, box: LiveBox, folder: Path) -> None:
-        self.box, self.folder, self.runs = box, folder, folder / "runs"
-        self.left: list[subprocess.Popen[str]] = []
-
-    def start(self, text: str, *words: str) -> subprocess.Popen[str]:
-        (self.folder / "job.yaml").write_text(text)
-        command = [sys.executable, "-m", "muster", "sweep", str(self.folder / "job.yaml"), "--hosts", self.box.spelt]
-        command += ["--runs", str(self.runs), "--json", *words]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.left.append(process)
-        return process
-
-    def queue(self) -> list[str]:
-        """The jobs that wait or run, elements of arrays each for itself."""
-        said = self.box.client("squeue", "--noheader", "--array", "--format=%i %j %T").stdout.splitlines()
-        return [line for line in said if " sweep-" in line]
-
-    def stop(self) -> None:
-        for process in self.left:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            process.communicate(timeout=60)
+def sweep_of(user: BoxUser, text: str, *words: str) -> subprocess.Popen[str]:
+    return user.start("sweep", text, "--json", *words)
 
 
-@pytest.fixture
-def boxed(box: LiveBox, tmp_path: Path) -> Iterator[BoxedSweep]:
-    made = BoxedSweep(box, tmp_path)
-    yield made
-    made.stop()
+def queue(user: BoxUser) -> list[str]:
+    """The jobs of sweeps that wait or run, elements of arrays each for itself."""
+    return [line for line in user.queued("--array", "--format=%i %j %T") if " sweep-" in line]
 
 
 @cluster
 @patient
 @BOTH
-def test_points_of_one_shape_are_one_array(boxed: BoxedSweep, on: list[str]) -> None:
-    process = boxed.start(LISTED, "--grid", "env.WHAT=a,b", "--grid", "nodes=1,2", "--limit", "1", *on)
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == 0, err
+def test_points_of_one_shape_are_one_array(user: BoxUser, on: list[str]) -> None:
+    code, out, err = ended(sweep_of(user, LISTED, "--grid", "env.WHAT=a,b", "--grid", "nodes=1,2", "--limit", "1", *on))
+    assert code == 0, err
     assert [line for line in err.splitlines() if line.endswith("2 of 4 points")] != []
     table = rows(out)
     assert {(row["state"], row["code"]) for row in table} == {("done", 0)}
-    ids = [json.loads((boxed.runs / row["run_id"] / "slurm.json").read_text())["job_id"] for row in table]
+    ids = [json.loads((user.runs / row["run_id"] / "slurm.json").read_text())["job_id"] for row in table]
     arrays = [each.partition("_")[0] for each in ids]
     assert arrays[0] == arrays[2] != arrays[1] == arrays[3]
     assert [each.partition("_")[2] for each in ids] == ["0", "0", "1", "1"]
-    first = [(boxed.runs / row["run_id"] / "attempt-000" / "rank-00000.out").read_text() for row in table]
+    first = [(user.runs / row["run_id"] / "attempt-000" / "rank-00000.out").read_text() for row in table]
     assert first == ["a\n", "a\n", "b\n", "b\n"]
 
 
 @cluster
 @patient
 @SLURM
-def test_each_points_own_code_comes_back_from_an_array(boxed: BoxedSweep, on: list[str]) -> None:
-    process = boxed.start(EXIT, "--grid", "env.CODE='0','7','9'", *on)
-    out, err = process.communicate(timeout=150)
-    assert process.returncode == 7, err
+def test_each_points_own_code_comes_back_from_an_array(user: BoxUser, on: list[str]) -> None:
+    code, out, err = ended(sweep_of(user, EXIT, "--grid", "env.CODE='0','7','9'", *on))
+    assert code == 7, err
     assert [row["code"] for row in rows(out)] == [0, 7, 9]
 
 
 @cluster
 @patient
-@SLURM
-def test_ctrl_c_stops_what_runs_and_cancels_what_waits(boxed: BoxedSweep, on: list[str]) -> None:
-    process = boxed.start(SLEEP, "--grid", "env.WHAT=a,b,c", "--limit", "1", *on)
-    wait_until(lambda: boxed.runs.is_dir() and list_runs(boxed.runs), "the runs")
-    wait_until(lambda: list(boxed.runs.glob("*/attempt-000/rank-00000.out")), "the first point's rank")
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == exits.STOPPED, err
+@pytest.mark.parametrize(
+    ("on", "how"),
+    [(ON[0], "Ctrl-C"), pytest.param(ON[1], "Ctrl-C", marks=pytest.mark.soak), (ON[0], "stop"), (ON[1], "stop")],
+    ids=["slurm, Ctrl-C", "submitit, Ctrl-C", "slurm, stop", "submitit, stop"],
+)
+def test_the_end_of_a_sweep_stops_what_runs_and_cancels_what_waits(user: BoxUser, on: list[str], how: str) -> None:
+    process = sweep_of(user, SLEEP, "--grid", "env.WHAT=a,b,c", "--limit", "1", *on)
+    wait_until(lambda: list(user.runs.glob("*/attempt-000/rank-00000.out")), "the first point's rank")
+    if how == "Ctrl-C":
+        process.send_signal(signal.SIGINT)
+    else:
+        code, out, err = user.call("stop", "sweep-sleep")
+        assert (code, ": stopped 3 runs; no other one begins\n" in out) == (0, True), err
+    code, out, err = ended(process)
+    assert code == exits.STOPPED, err
     assert {row["state"] for row in rows(out)} == {"stopped"}
-    wait_until(lambda: not boxed.queue(), "an empty queue")
+    wait_until(lambda: not queue(user), "an empty queue")
 
 
 @cluster
 @patient
 @BOTH
-def test_muster_stop_ends_a_sweep_in_the_queue(boxed: BoxedSweep, on: list[str]) -> None:
-    process = boxed.start(SLEEP, "--grid", "env.WHAT=a,b,c", "--limit", "1", *on)
-    wait_until(lambda: list(boxed.runs.glob("*/attempt-000/rank-00000.out")), "the first point's rank")
-    asked = [sys.executable, "-m", "muster", "stop", "sweep-sleep", "--runs", str(boxed.runs)]
-    stopped = subprocess.run(asked, capture_output=True, text=True, timeout=100, check=False)
-    assert stopped.returncode == 0, stopped.stderr
-    assert ": stopped 3 runs; no other one begins\n" in stopped.stdout
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == exits.STOPPED, err
-    assert {row["state"] for row in rows(out)} == {"stopped"}
-    wait_until(lambda: not boxed.queue(), "an empty queue")
-
-
-@cluster
-@patient
-@BOTH
-def test_a_shape_that_is_refused_ends_its_points_only(boxed: BoxedSweep, on: list[str]) -> None:
-    process = boxed.start(LISTED, "--set", "env.WHAT=x", "--grid", "slurm.partition=nowhere,batch", *on)
-    out, err = process.communicate(timeout=100)
-    assert process.returncode == exits.REFUSED, err
+def test_a_shape_that_is_refused_ends_its_points_only(user: BoxUser, on: list[str]) -> None:
+    code, out, err = ended(
+        sweep_of(user, LISTED, "--set", "env.WHAT=x", "--grid", "slurm.partition=nowhere,batch", *on)
+    )
+    assert code == exits.REFUSED, err
     assert [row["code"] for row in rows(out)] == [exits.REFUSED, 0]
     assert "muster: slurm.partition: sbatch says: " in err
-
-
-def test_a_point_is_its_overrides() -> None:
-    assert Point(0, ("a=1", "b=x y"), "n").label == "a=1 b=x y"

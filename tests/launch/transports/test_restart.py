@@ -5,7 +5,7 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,38 +24,13 @@ from muster.launch.transports.pdsh import pdsh_transport
 from muster.launch.transports.srun import srun_transport
 from muster.launch.transports.ssh import Ssh
 from muster.launch.transports.submitit import Submitit
-from muster.launch.wire.channel import Channel
 from muster.launch.wire.handshake import node_key
 from muster.launch.wire.keys import KEY
-from muster.launch.wire.messages import Bye, Hello
+from muster.launch.wire.messages import Bye
+from support.agents import Gate
 
 DEADLINE_S = 30.0
 AGENT = shlex.join(module_argv(sys.executable, "muster.launch.agent"))
-
-
-class Gate:
-    """What a transport has handed over."""
-
-    def __init__(self) -> None:
-        self.channels: asyncio.Queue[Channel] = asyncio.Queue()
-        self.failures: list[tuple[int, str]] = []
-
-    def connected(self, channel: Channel) -> None:
-        self.channels.put_nowait(channel)
-
-    def failed(self, node_rank: int, error: MusterError) -> None:
-        self.failures.append((node_rank, str(error)))
-
-    async def hello(self) -> tuple[Channel, Hello]:
-        channel = await self.channels.get()
-        return channel, await channel.receive_hello()
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def guarded() -> None:
-        await asyncio.wait_for(test(), DEADLINE_S)
-
-    asyncio.run(guarded())
 
 
 async def lose_and_restart(transport: Transport, slot: int, nodes: int = 2) -> None:
@@ -85,8 +60,8 @@ async def lose_and_restart(transport: Transport, slot: int, nodes: int = 2) -> N
         channel.close()
 
 
-def test_local_starts_a_pretend_nodes_agent_again() -> None:
-    run(lambda: lose_and_restart(Local(2, python=sys.executable), 1))
+async def test_local_starts_a_pretend_nodes_agent_again() -> None:
+    await lose_and_restart(Local(2, python=sys.executable), 1)
 
 
 def played_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,13 +80,15 @@ def played_ssh(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 HOSTS = [Host("n0", "127.0.0.1", None, Login("n0")), Host("n1", "127.0.0.1", None, Login("n1"))]
 
 
-def test_ssh_starts_it_by_a_new_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ssh_starts_it_by_a_new_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     played_ssh(tmp_path, monkeypatch)
     made = Ssh(HOSTS, HostSet(tuple(HOSTS), ""), SshSettings(), python=sys.executable, code=None, fanout=1)
-    run(lambda: lose_and_restart(made, 1))
+    await lose_and_restart(made, 1)
 
 
-def test_pdsh_starts_it_by_a_pdsh_of_its_own_with_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pdsh_starts_it_by_a_pdsh_of_its_own_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     played_ssh(tmp_path, monkeypatch)
     made = pdsh_transport(
         HOSTS,
@@ -122,30 +99,27 @@ def test_pdsh_starts_it_by_a_pdsh_of_its_own_with_its_number(tmp_path: Path, mon
         code=None,
         fanout=0,
     )
-    assert made.starter is not None
     assert made.starter.one is not None
     argv = made.starter.one("1.2.3.4:5", 1)
     assert argv[:5] == ["pdsh", "-R", "ssh", "-w", "n1"]
     assert argv[-1].endswith("--node 1")
-    run(lambda: lose_and_restart(made, 1))
+    await lose_and_restart(made, 1)
 
 
-def test_an_ssh_that_waits_for_a_host_in_vain_is_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_ssh_that_waits_for_a_host_in_vain_is_ended_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 1000\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     made = Ssh(HOSTS[:1], HostSet(tuple(HOSTS[:1]), ""), SshSettings(), python=sys.executable, code=None, fanout=1)
-
-    async def test() -> None:
-        gate = Gate()
-        await made.start(gate)
-        before = made._started._entries[0].child
-        await made.restart(0, gate)
-        assert before.ended.done()
-        assert gate.failures == []
-        await made.close([0])
-
-    run(test)
+    gate = Gate()
+    await made.start(gate)
+    before = made._started._entries[0].child
+    await made.restart(0, gate)
+    assert before.ended.done()
+    assert gate.failures == []
+    await made.close([0])
 
 
 # Whose word counts --------------------------------------------------------------------------------------------------
@@ -155,7 +129,7 @@ def told(name: str, code: int, errors: Sequence[str]) -> MusterError:
     return UnreachableError(f"{name or 'all'} {code}")
 
 
-def test_what_the_first_program_says_late_of_a_restarted_node_does_not_count(tmp_path: Path) -> None:
+async def test_what_the_first_program_says_late_of_a_restarted_node_does_not_count(tmp_path: Path) -> None:
     """pdsh tells of a dead node's ssh when that times out: the node may have a new agent by then."""
     late = f"mkfifo {tmp_path}/go; read word <{tmp_path}/go; echo 'pc1: ssh exited with exit code 255' >&2; exit 1"
     one = f'exec {AGENT} --node 0 --connect "$1" --secret-file {tmp_path}/token'
@@ -166,28 +140,24 @@ def test_what_the_first_program_says_late_of_a_restarted_node_does_not_count(tmp
         explain=told,
     )
     transport = Dialled("pdsh", 2, run=RunDir(tmp_path), starter=starter, towards="127.0.0.1")
-
-    async def test() -> None:
-        gate = Gate()
-        await transport.start(gate)
-        await transport.restart(0, gate)
-        channel, _ = await gate.hello()
-        assert channel.node == 0
-        (tmp_path / "go").write_text("word\n")
-        while not gate.failures:
-            await asyncio.sleep(0.02)
-        assert gate.failures == [(1, "pc2 1")]
-        await channel.send(Bye(0))
-        await transport.close([1])
-        channel.close()
-
-    run(test)
+    gate = Gate()
+    await transport.start(gate)
+    await transport.restart(0, gate)
+    channel, _ = await gate.hello()
+    assert channel.node == 0
+    (tmp_path / "go").write_text("word\n")
+    assert await gate.until_failed(1) == [(1, "pc2 1")]
+    await channel.send(Bye(0))
+    await transport.close([1])
+    channel.close()
 
 
 # By hand, Slurm, submitit -------------------------------------------------------------------------------------------
 
 
-def test_by_hand_somebody_is_asked_to_paste_the_line_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_by_hand_somebody_is_asked_to_paste_the_line_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = [*module_argv(sys.executable, "muster.launch.agent"), "--node", "0"]
     transport = Dialled(
         "hand", 2, run=RunDir(tmp_path), starter=None, listen="127.0.0.1", secret="printed", own_agent=own
@@ -198,31 +168,28 @@ def test_by_hand_somebody_is_asked_to_paste_the_line_again(tmp_path: Path, capsy
         line = [*module_argv(sys.executable, "muster.launch.agent"), "--node", "1", "--connect", connect]
         return await asyncio.create_subprocess_exec(*line, env={**os.environ, KEY: node_key("printed", 1)})
 
-    async def test() -> None:
-        gate = Gate()
-        await transport.start(gate)
-        first, _ = await gate.hello()
-        before = await paste()
-        second, _ = await gate.hello()
-        before.kill()
-        await before.wait()
-        second.close()
-        await transport.restart(1, gate)
-        assert "node 1 is lost; paste the same line there again" in capsys.readouterr().err
-        again = await paste()
-        third, _ = await gate.hello()
-        assert third.node == 1
-        await transport.restart(0, gate)  # node 0's is ours
-        fourth, _ = await gate.hello()
-        assert fourth.node == 0
-        for channel in (third, fourth):
-            await channel.send(Bye(0))
-        assert await again.wait() == 0
-        await transport.close([])
-        for channel in (first, third, fourth):
-            channel.close()
-
-    run(test)
+    gate = Gate()
+    await transport.start(gate)
+    first, _ = await gate.hello()
+    before = await paste()
+    second, _ = await gate.hello()
+    before.kill()
+    await before.wait()
+    second.close()
+    await transport.restart(1, gate)
+    assert "node 1 is lost; paste the same line there again" in capsys.readouterr().err
+    again = await paste()
+    third, _ = await gate.hello()
+    assert third.node == 1
+    await transport.restart(0, gate)  # node 0's is ours
+    fourth, _ = await gate.hello()
+    assert fourth.node == 0
+    for channel in (third, fourth):
+        await channel.send(Bye(0))
+    assert await again.wait() == 0
+    await transport.close([])
+    for channel in (first, third, fourth):
+        channel.close()
 
 
 def test_slurm_starts_it_by_a_step_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +198,6 @@ def test_slurm_starts_it_by_a_step_of_its_own(tmp_path: Path, monkeypatch: pytes
     for name, value in {"ID": "7", "NODELIST": "n[1-3]", "NUM_NODES": "3", "CPUS_PER_NODE": "4(x3)"}.items():
         monkeypatch.setenv(f"SLURM_JOB_{name}", value)
     made = srun_transport(["n1", "n2", "n3"], run=RunDir(tmp_path), python="/py", code=None, alone="requeue")
-    assert made.starter is not None
     assert made.starter.one is not None
     every, one = made.starter.argv("1.2.3.4:5"), made.starter.one("1.2.3.4:5", 2)
     assert every[1:3] == ["--nodes=3", "--ntasks=3"]
@@ -242,11 +208,7 @@ def test_slurm_starts_it_by_a_step_of_its_own(tmp_path: Path, monkeypatch: pytes
     assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(every) & set(one)
 
 
-def test_submitit_starts_each_agent_only_once(tmp_path: Path) -> None:
+async def test_submitit_starts_each_agent_only_once(tmp_path: Path) -> None:
     transport = Submitit(["n1", "n2"], run=RunDir(tmp_path), python="/py", code=None)
-
-    async def test() -> None:
-        with pytest.raises(RefusedError, match=r"node 1: submitit starts a node's agent only once; go on with fewer"):
-            await transport.restart(1, Gate())
-
-    run(test)
+    with pytest.raises(RefusedError, match=r"node 1: submitit starts a node's agent only once; go on with fewer"):
+        await transport.restart(1, Gate())

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -291,94 +292,114 @@ def said(error: MusterError, kind: type[MusterError], start: str) -> None:
     assert str(error).startswith(f"n0: {start}")
 
 
-def test_a_program_of_ours_runs_there(client: Client) -> None:
-    said(client("sh", "-c", "echo it ran >&2; exit 3"), UnreachableError, "the agent ended with code 3: it ran")
+def another_host_key(sshd: Sshd, folder: Path) -> list[str]:
+    """Options of a client that knows another key of the host."""
+    key = make_key(folder / "other").with_suffix(".pub").read_text()
+    (folder / "known").write_text(f"[127.0.0.1]:{sshd.port} {key}")
+    return sshd.options(known_hosts=folder / "known")
 
 
-def test_a_port_where_nothing_listens(client: Client) -> None:
-    said(client(port=closed_port()), UnreachableError, "nothing listens on its ssh port")
+def no_host_key(sshd: Sshd, folder: Path) -> list[str]:
+    (folder / "known").touch()
+    return sshd.options(known_hosts=folder / "known")
 
 
-def test_a_name_that_is_none(client: Client) -> None:
-    said(client(target="no-such-host.invalid"), UnreachableError, "no such host name")
+def a_text(folder: Path) -> str:
+    (folder / "python").write_text("a text")
+    return str(folder / "python")
 
 
-def test_a_key_that_it_does_not_know(client: Client, sshd: Sshd) -> None:
-    port = sshd.port
-    found = client(options=sshd.options(key=sshd.stranger))
-    said(found, UnreachableError, f"it refused our key; try: ssh -p {port} 127.0.0.1 true, and copy a key with")
-
-
-def test_a_user_that_it_does_not_know(client: Client) -> None:
-    said(client(user="no-such-user"), UnreachableError, "it refused our key")
-
-
-def test_a_host_key_that_is_not_known(client: Client, sshd: Sshd, tmp_path: Path) -> None:
-    (tmp_path / "known").touch()
-    found = client(options=sshd.options(known_hosts=tmp_path / "known"))
-    said(found, UnreachableError, f"its host key is not known here; look at it once with: ssh -p {sshd.port} 127.0.0.1")
-
-
-def test_a_host_key_that_has_changed(client: Client, sshd: Sshd, tmp_path: Path) -> None:
-    other = make_key(tmp_path / "other").with_suffix(".pub").read_text()
-    known = tmp_path / "known"
-    known.write_text(f"[127.0.0.1]:{sshd.port} {other}")
-    found = client(options=sshd.options(known_hosts=known))
-    said(found, UnreachableError, "its host key is another than the known one")
-    assert "ssh-keygen " in str(found)
-    assert " -R " in str(found)
-
-
-def test_an_interpreter_that_is_not_there(client: Client) -> None:
-    found = client("/no/such/python", "-I", "/srv/boot.py")
-    said(found, RefusedError, "the interpreter is not there: ")
-    assert "/no/such/python" in str(found)
-    assert str(found).endswith("; correct interpreter in the site file")
-
-
-def test_an_interpreter_that_cannot_be_run(client: Client, tmp_path: Path) -> None:
-    (tmp_path / "python").write_text("a text")
-    said(client(str(tmp_path / "python"), "-I"), RefusedError, "the interpreter cannot be run: ")
-
-
-def test_code_that_is_not_there(client: Client) -> None:
-    found = client(*module_argv(sys.executable, "muster.launch.agent", "/no/such/code"))
-    said(found, RefusedError, "Muster's code is not there: /no/such/code/muster/launch/boot.py; run muster sync")
-
-
-def test_a_copy_of_the_code_in_a_run_folder_that_a_node_does_not_see(client: Client) -> None:
-    code = "/no/such/runs/demo-20261122T194507.416Z-dde56a/code"
-    said(
-        client(*module_argv(sys.executable, "muster.launch.agent", code)),
-        RefusedError,
-        "it does not see the run folder",
-    )
-
-
-def test_a_copy_of_the_code_that_lacks_a_part(client: Client, tmp_path: Path) -> None:
-    for package in (tmp_path / "muster", tmp_path / "muster" / "launch"):
+def lacks_a_part(folder: Path) -> str:
+    """A copy of the code that has the boot file alone."""
+    for package in (folder / "muster", folder / "muster" / "launch"):
         package.mkdir()
         (package / "__init__.py").touch()
-    shutil.copy(module_argv("", "")[2], tmp_path / "muster" / "launch" / "boot.py")
-    found = client(*module_argv(sys.executable, "muster.launch.agent", str(tmp_path)))
-    said(found, RefusedError, f"there is no muster.launch.agent in {tmp_path}/muster; run muster sync")
+    shutil.copy(module_argv("", "")[2], folder / "muster" / "launch" / "boot.py")
+    return str(folder)
 
 
-def test_a_python_that_lacks_a_library(client: Client) -> None:
-    found = client(sys.executable, "-I", "-c", "import no_such_library")
-    said(found, RefusedError, "its Python lacks no_such_library; run ./setup.sh there")
+def agent_of(code: str) -> list[str]:
+    return module_argv(sys.executable, "muster.launch.agent", code)
 
 
-@pytest.mark.parametrize("option", ["NoSuchOption=1", "Port=abc", "KexAlgorithms=foo"])
-def test_an_option_that_ssh_does_not_know(client: Client, sshd: Sshd, option: str) -> None:
-    found = client(options=[*sshd.options(), option])
-    what = "the option nosuchoption" if "No" in option else "an option or its value"
-    said(found, RefusedError, f"ssh does not know {what}; correct --ssh-opt, or ssh.options in the site file")
+UNSEEN = "/no/such/runs/demo-20261122T194507.416Z-dde56a/code"
+SSH_OPTION = "correct --ssh-opt, or ssh.options in the site file"
+# A call of the client `c`, with the server `s` and the folder `f`, the error, and its parts: the first is its start.
+REAL: list[tuple[Callable[[Client, Sshd, Path], MusterError], type[MusterError], list[str]]] = [
+    (
+        lambda c, s, f: c("sh", "-c", "echo it ran >&2; exit 3"),
+        UnreachableError,
+        ["the agent ended with code 3: it ran"],
+    ),
+    (lambda c, s, f: c(port=closed_port()), UnreachableError, ["nothing listens on its ssh port"]),
+    (lambda c, s, f: c(target="no-such-host.invalid"), UnreachableError, ["no such host name"]),
+    (
+        lambda c, s, f: c(options=s.options(key=s.stranger)),
+        UnreachableError,
+        ["it refused our key; try: ssh -p {port} 127.0.0.1 true, and copy a key with"],
+    ),
+    (lambda c, s, f: c(user="no-such-user"), UnreachableError, ["it refused our key"]),
+    (
+        lambda c, s, f: c(options=no_host_key(s, f)),
+        UnreachableError,
+        ["its host key is not known here; look at it once with: ssh -p {port} 127.0.0.1"],
+    ),
+    (
+        lambda c, s, f: c(options=another_host_key(s, f)),
+        UnreachableError,
+        ["its host key is another than the known one", "ssh-keygen ", " -R "],
+    ),
+    (
+        lambda c, s, f: c("/no/such/python", "-I", "/srv/boot.py"),
+        RefusedError,
+        ["the interpreter is not there: ", "/no/such/python", "; correct interpreter in the site file"],
+    ),
+    (lambda c, s, f: c(a_text(f), "-I"), RefusedError, ["the interpreter cannot be run: "]),
+    (
+        lambda c, s, f: c(*agent_of("/no/such/code")),
+        RefusedError,
+        ["Muster's code is not there: /no/such/code/muster/launch/boot.py; run muster sync"],
+    ),
+    (lambda c, s, f: c(*agent_of(UNSEEN)), RefusedError, ["it does not see the run folder"]),
+    (
+        lambda c, s, f: c(*agent_of(lacks_a_part(f))),
+        RefusedError,
+        ["there is no muster.launch.agent in {folder}/muster; run muster sync"],
+    ),
+    (
+        lambda c, s, f: c(sys.executable, "-I", "-c", "import no_such_library"),
+        RefusedError,
+        ["its Python lacks no_such_library; run ./setup.sh there"],
+    ),
+    (
+        lambda c, s, f: c(options=[*s.options(), "NoSuchOption=1"]),
+        RefusedError,
+        [f"ssh does not know the option nosuchoption; {SSH_OPTION}"],
+    ),
+    *(
+        (
+            lambda c, s, f, option=option: c(options=[*s.options(), option]),  # type: ignore[misc]
+            RefusedError,
+            [f"ssh does not know an option or its value; {SSH_OPTION}"],
+        )
+        for option in ("Port=abc", "KexAlgorithms=foo")
+    ),
+    (
+        lambda c, s, f: c(jump="localhost:9"),  # the discard port
+        UnreachableError,
+        ["its jump host localhost:9: nothing listens on its ssh port"],
+    ),
+]
 
 
-def test_a_jump_host_that_does_not_answer(client: Client) -> None:
-    gate = f"localhost:{closed_port()}"
-    said(client(jump=gate), UnreachableError, f"its jump host {gate}: nothing listens on its ssh port")
+@pytest.mark.parametrize(("call", "kind", "parts"), REAL, ids=[parts[0][:30] for _, _, parts in REAL])
+def test_a_complaint_of_a_real_ssh_becomes_one_line_with_what_to_do(
+    client: Client, sshd: Sshd, tmp_path: Path, call: Any, kind: type[MusterError], parts: list[str]
+) -> None:
+    found = call(client, sshd, tmp_path)
+    start, *more = (part.format(port=sshd.port, folder=tmp_path) for part in parts)
+    said(found, kind, start)
+    assert all(part in str(found) for part in more)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -25,7 +25,6 @@ async def closed_for_good(*ends: Channel) -> None:
     """Wait until asyncio, in later turns of its loop, has closed the descriptors of pipes."""
     for end in ends:
         for transport in (end.writer.transport, end.source):
-            assert transport is not None
             while not transport.get_extra_info("pipe").closed:
                 await asyncio.sleep(0)
 
@@ -73,15 +72,6 @@ async def dialled() -> AsyncIterator[Ends]:
 
 
 CARRIERS = pytest.mark.parametrize("carrier", [piped, dialled])
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    """Run a coroutine under a deadline."""
-
-    async def guarded() -> None:
-        await asyncio.wait_for(test(), DEADLINE_S)
-
-    asyncio.run(guarded())
 
 
 async def is_closed(end: Channel) -> str:
@@ -156,59 +146,46 @@ def test_messages_arrive_whole_and_in_order_both_ways(
                     await sender.send(message)
                 assert [await receiver.receive() for _ in messages] == messages
 
-    run(test)
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
 
 
 @CARRIERS
 @pytest.mark.parametrize("text", ["line\nline\r\n\x00\x1f", "größe \u2028 🚀", "\ud800 alone", '"}\n{"', ""])
-def test_text_of_any_kind_stays_one_message(carrier, text: str) -> None:
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            await supervisor.send(started({text: [text]}))
-            assert await agent.receive() == started({text: [text]})
-            await agent.send(printed(text))
-            assert await supervisor.receive() == printed(text)
-
-    run(test)
+async def test_text_of_any_kind_stays_one_message(carrier, text: str) -> None:
+    async with carrier() as (supervisor, agent):
+        await supervisor.send(started({text: [text]}))
+        assert await agent.receive() == started({text: [text]})
+        await agent.send(printed(text))
+        assert await supervisor.receive() == printed(text)
 
 
 @CARRIERS
-def test_a_start_message_of_a_large_node_is_no_trouble(carrier) -> None:
+async def test_a_start_message_of_a_large_node_is_no_trouble(carrier) -> None:
     message = started(*({"rank": rank, "env": {"X": "x" * 10_000}} for rank in range(256)))
-
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            _, received = await asyncio.gather(supervisor.send(message), agent.receive())
-            assert received == message
-
-    run(test)
+    async with carrier() as (supervisor, agent):
+        _, received = await asyncio.gather(supervisor.send(message), agent.receive())
+        assert received == message
 
 
 # Ends -----------------------------------------------------------------------------------------------------------------
 
 
 @CARRIERS
-def test_what_was_sent_before_the_other_end_went_still_arrives_then_it_is_closed(carrier) -> None:
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            await agent.send(Swept(0, 0, ()))
-            agent.close()
-            assert await supervisor.receive() == Swept(0, 0, ())
-            assert await is_closed(supervisor) == "the connection ended"
-
-    run(test)
+async def test_what_was_sent_before_the_other_end_went_still_arrives_then_it_is_closed(carrier) -> None:
+    async with carrier() as (supervisor, agent):
+        await agent.send(Swept(0, 0, ()))
+        agent.close()
+        assert await supervisor.receive() == Swept(0, 0, ())
+        assert await is_closed(supervisor) == "the connection ended"
 
 
 @CARRIERS
-def test_sending_to_an_end_that_has_gone_is_closed_not_an_error_of_the_system(carrier) -> None:
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            agent.close()
-            await is_closed(supervisor)
-            with pytest.raises(ChannelClosed):
-                await send_for_ever(supervisor)
-
-    run(test)
+async def test_sending_to_an_end_that_has_gone_is_closed_not_an_error_of_the_system(carrier) -> None:
+    async with carrier() as (supervisor, agent):
+        agent.close()
+        await is_closed(supervisor)
+        with pytest.raises(ChannelClosed):
+            await send_for_ever(supervisor)
 
 
 @CARRIERS
@@ -226,78 +203,61 @@ def test_sending_to_an_end_that_has_gone_is_closed_not_an_error_of_the_system(ca
         (b"[" * 100_000 + b"\n", "expected JSON: nested deeper than 64 levels"),
     ],
 )
-def test_a_line_that_is_no_message_closes_the_channel(carrier, line: bytes, said: str | None) -> None:
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            agent.writer.write(line)
-            if not line.endswith(b"\n"):
-                agent.close()
-            text = await is_closed(supervisor)
-            assert text
-            assert said in (None, text)
-
-    run(test)
+async def test_a_line_that_is_no_message_closes_the_channel(carrier, line: bytes, said: str | None) -> None:
+    async with carrier() as (supervisor, agent):
+        agent.writer.write(line)
+        if not line.endswith(b"\n"):
+            agent.close()
+        text = await is_closed(supervisor)
+        assert text
+        assert said in (None, text)
 
 
 @CARRIERS
 @pytest.mark.parametrize("end", [b"\n", b""])  # whole, or without an end in sight
-def test_a_line_beyond_the_limit_closes_the_channel_instead_of_filling_the_memory(
+async def test_a_line_beyond_the_limit_closes_the_channel_instead_of_filling_the_memory(
     carrier, end: bytes, monkeypatch
 ) -> None:
     monkeypatch.setattr("muster.launch.wire.channel.LINE_BYTES", 1 << 10)
-
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            agent.writer.write(b"x" * (1 << 14) + end)
-            with pytest.raises(NotAMessage, match="its line is too long"):
-                await supervisor.receive()
-
-    run(test)
+    async with carrier() as (supervisor, agent):
+        agent.writer.write(b"x" * (1 << 14) + end)
+        with pytest.raises(NotAMessage, match="its line is too long"):
+            await supervisor.receive()
 
 
 @CARRIERS
-def test_one_who_reads_nothing_of_what_is_not_awaited_holds_little_memory(carrier) -> None:
+async def test_one_who_reads_nothing_of_what_is_not_awaited_holds_little_memory(carrier) -> None:
     """Nobody receives: what the other end sends stays in the kernel, beyond twice the limit of a line."""
-
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            sending = asyncio.create_task(send_logs_for_ever(agent))
-            limit = 2 * supervisor.reader._limit  # type: ignore[attr-defined]
-            while not agent.writer.transport.get_write_buffer_size():
-                await asyncio.sleep(0)
-            assert len(supervisor.reader._buffer) <= limit + (1 << 18)  # type: ignore[attr-defined]
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-            agent.abort()
-
-    run(test)
+    async with carrier() as (supervisor, agent):
+        sending = asyncio.create_task(send_logs_for_ever(agent))
+        limit = 2 * supervisor.reader._limit  # type: ignore[attr-defined]
+        while not agent.writer.transport.get_write_buffer_size():
+            await asyncio.sleep(0)
+        assert len(supervisor.reader._buffer) <= limit + (1 << 18)  # type: ignore[attr-defined]
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        agent.abort()
 
 
 # The first word -------------------------------------------------------------------------------------------------------
 
 
 @CARRIERS
-def test_what_a_shells_start_files_print_is_passed_over_up_to_the_hello(carrier) -> None:
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            agent.writer.write(b'Welcome to n01!\n\xff\xfe\n\n[1, 2]\n"quoted"\n' + line(hello("10.0.0.1")))
-            await agent.send(Swept(0, 0, ()))
-            await supervisor.wait_for_hello()
-            assert (await supervisor.receive_hello()).address == "10.0.0.1"
-            assert await supervisor.receive() == Swept(0, 0, ())
-
-    run(test)
+async def test_what_a_shells_start_files_print_is_passed_over_up_to_the_hello(carrier) -> None:
+    async with carrier() as (supervisor, agent):
+        agent.writer.write(b'Welcome to n01!\n\xff\xfe\n\n[1, 2]\n"quoted"\n' + line(hello("10.0.0.1")))
+        await agent.send(Swept(0, 0, ()))
+        await supervisor.wait_for_hello()
+        assert (await supervisor.receive_hello()).address == "10.0.0.1"
+        assert await supervisor.receive() == Swept(0, 0, ())
 
 
 @CARRIERS
-def test_one_whose_first_message_is_no_hello_is_refused(carrier) -> None:
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            await agent.send(Held(0, 3))
-            with pytest.raises(NotAMessage, match="expected Hello, got Held"):
-                await supervisor.receive_hello()
-
-    run(test)
+async def test_one_whose_first_message_is_no_hello_is_refused(carrier) -> None:
+    async with carrier() as (supervisor, agent):
+        await agent.send(Held(0, 3))
+        with pytest.raises(NotAMessage, match="expected Hello, got Held"):
+            await supervisor.receive_hello()
 
 
 @CARRIERS
@@ -309,76 +269,59 @@ def test_one_whose_first_message_is_no_hello_is_refused(carrier) -> None:
         (b"", "the connection ended"),
     ],
 )
-def test_one_who_says_no_hello_is_given_up(carrier, chatter: bytes, said: str) -> None:
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            agent.writer.write(chatter)
-            await agent.writer.drain()
-            agent.close()
-            with pytest.raises(ChannelClosed) as caught:
-                await supervisor.wait_for_hello()
-            assert str(caught.value) == said
-
-    run(test)
+async def test_one_who_says_no_hello_is_given_up(carrier, chatter: bytes, said: str) -> None:
+    async with carrier() as (supervisor, agent):
+        agent.writer.write(chatter)
+        await agent.writer.drain()
+        agent.close()
+        with pytest.raises(ChannelClosed) as caught:
+            await supervisor.wait_for_hello()
+        assert str(caught.value) == said
 
 
 # Without waiting ------------------------------------------------------------------------------------------------------
 
 
 @CARRIERS
-def test_what_is_posted_to_one_that_takes_nothing_does_not_hold_up_the_sender(carrier) -> None:
+async def test_what_is_posted_to_one_that_takes_nothing_does_not_hold_up_the_sender(carrier) -> None:
     message = started({"padding": "x" * 1_000_000})
+    async with carrier() as (supervisor, agent):
+        for _ in range(5):  # beyond what any buffer of the kernel's holds, and nobody reads
+            supervisor.post(message)
+        supervisor.post(Bye(0))
+        assert [await agent.receive() for _ in range(5)] == [message] * 5
+        assert await agent.receive() == Bye(0)
 
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            for _ in range(5):  # beyond what any buffer of the kernel's holds, and nobody reads
-                supervisor.post(message)
+
+@CARRIERS
+async def test_posting_to_an_end_that_was_closed_is_said(carrier) -> None:
+    async with carrier() as (supervisor, _):
+        supervisor.close()
+        with pytest.raises(ChannelClosed, match="the connection ended"):
             supervisor.post(Bye(0))
-            assert [await agent.receive() for _ in range(5)] == [message] * 5
-            assert await agent.receive() == Bye(0)
-
-    run(test)
 
 
 @CARRIERS
-def test_posting_to_an_end_that_was_closed_is_said(carrier) -> None:
-    async def test() -> None:
-        async with carrier() as (supervisor, _):
-            supervisor.close()
-            with pytest.raises(ChannelClosed, match="the connection ended"):
-                supervisor.post(Bye(0))
-
-    run(test)
-
-
-@CARRIERS
-def test_aborting_does_not_wait_for_one_that_takes_nothing(carrier) -> None:
-    async def test() -> None:
-        async with carrier() as (supervisor, agent):
-            for _ in range(5):
-                supervisor.post(started({"padding": "x" * 1_000_000}))
-            supervisor.abort()
-            with pytest.raises(ChannelClosed):
-                await receive_for_ever(agent)
-
-    run(test)
+async def test_aborting_does_not_wait_for_one_that_takes_nothing(carrier) -> None:
+    async with carrier() as (supervisor, agent):
+        for _ in range(5):
+            supervisor.post(started({"padding": "x" * 1_000_000}))
+        supervisor.abort()
+        with pytest.raises(ChannelClosed):
+            await receive_for_ever(agent)
 
 
-def test_a_message_is_one_line_of_ascii() -> None:
+async def test_a_message_is_one_line_of_ascii() -> None:
     """So that a carrier may be anything that hands on bytes, and a person may read along."""
-
-    async def test() -> None:
-        reading, writing = os.pipe()
-        unused_read, unused_write = os.pipe()
-        end = await over_descriptors(unused_read, writing)
-        await end.send(printed("größe\n"))
-        line = os.read(reading, 1 << 16)
-        assert line.isascii()
-        told = {"message": "Log", "attempt": 0, "rank": 0, "stream": "out", "lines": ["größe\n"]}
-        assert (line.count(b"\n"), json.loads(line)) == (1, told)
-        os.close(reading)
-        os.close(unused_write)
-        end.close()
-        await closed_for_good(end)
-
-    run(test)
+    reading, writing = os.pipe()
+    unused_read, unused_write = os.pipe()
+    end = await over_descriptors(unused_read, writing)
+    await end.send(printed("größe\n"))
+    line = os.read(reading, 1 << 16)
+    assert line.isascii()
+    told = {"message": "Log", "attempt": 0, "rank": 0, "stream": "out", "lines": ["größe\n"]}
+    assert (line.count(b"\n"), json.loads(line)) == (1, told)
+    os.close(reading)
+    os.close(unused_write)
+    end.close()
+    await closed_for_good(end)

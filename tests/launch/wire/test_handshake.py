@@ -3,8 +3,10 @@
 import os
 import re
 import socket
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from hypothesis import given
@@ -169,16 +171,11 @@ OTHER = [
 ]
 
 
+@pytest.mark.parametrize("read", [read_greeting, agent().answer])
 @pytest.mark.parametrize("line", OTHER)
-def test_a_line_of_another_protocol_is_no_greeting(line: bytes) -> None:
+def test_a_line_of_another_protocol_is_no_greeting_and_no_answer(read: Callable[[bytes], object], line: bytes) -> None:
     with pytest.raises(HandshakeError, match="speaks another protocol"):
-        read_greeting(line)
-
-
-@pytest.mark.parametrize("line", OTHER)
-def test_a_line_of_another_protocol_is_no_answer(line: bytes) -> None:
-    with pytest.raises(HandshakeError, match="speaks another protocol"):
-        agent().answer(line)
+        read(line)
 
 
 @given(line=st.binary(max_size=200))
@@ -211,12 +208,19 @@ def start_that_leaves(mark: Path) -> bytes:
     return encode(Beat(1.0)) + encode(start)
 
 
-def received_by_an_impostor(started: Started, server: socket.socket, *sent: bytes) -> bytes:
-    """Answer an agent with these lines, the last after its second; return all that it has sent."""
+@contextmanager
+def answering(server: socket.socket) -> Iterator[tuple[socket.socket, BinaryIO]]:
+    """Take the connection of an agent; closed at the end."""
     server.settimeout(DEADLINE_S)
     connection, _ = server.accept()
     connection.settimeout(DEADLINE_S)
     with connection, connection.makefile("rb") as stream:
+        yield connection, stream
+
+
+def received_by_an_impostor(started: Started, server: socket.socket, *sent: bytes) -> bytes:
+    """Answer an agent with these lines, the last after its second; return all that it has sent."""
+    with answering(server) as (connection, stream):
         heard = stream.readline()
         for line in sent:
             connection.sendall(line)
@@ -256,10 +260,7 @@ def test_an_impostor_gets_nothing_but_the_greeting_and_nothing_of_it_is_run(
 ) -> None:
     """The first finding: another user binds the port that stands in `ps`, and sends setup lines."""
     orders = start_that_leaves(tmp_path / "mark")
-    listening.settimeout(DEADLINE_S)
-    connection, _ = listening.accept()
-    connection.settimeout(DEADLINE_S)
-    with connection, connection.makefile("rb") as stream:
+    with answering(listening) as (connection, stream):
         greeting = stream.readline()
         end = SupervisorSide(IMPOSTORS[who], read_greeting(greeting), "run-1", 0)
         connection.sendall(end.challenge() + (orders if hasty else b""))
@@ -287,9 +288,7 @@ def test_one_that_speaks_the_protocol_without_a_handshake_is_not_obeyed(
 
 
 def test_one_that_answers_without_end_is_left(dialling: Started, listening: socket.socket) -> None:
-    listening.settimeout(DEADLINE_S)
-    connection, _ = listening.accept()
-    with connection:
+    with answering(listening) as (connection, _):
         connection.sendall(b"x" * LONGEST)
         code, said = dialling.end()
     assert (code, said) == (78, said_of(port_of(listening), "speaks another protocol"))
@@ -299,10 +298,7 @@ def test_messages_before_the_proof_are_not_read_as_messages(
     dialling: Started, listening: socket.socket, tmp_path: Path
 ) -> None:
     """What comes in one packet with a true proof is of the supervisor: it is read after the proof was checked."""
-    listening.settimeout(DEADLINE_S)
-    connection, _ = listening.accept()
-    connection.settimeout(DEADLINE_S)
-    with connection, connection.makefile("rb") as stream:
+    with answering(listening) as (connection, stream):
         end = SupervisorSide(node_key(RUN_SECRET, 0), read_greeting(stream.readline()), "run-1", 0)
         connection.sendall(start_that_leaves(tmp_path / "mark") + end.challenge())
         code, _ = dialling.end()
