@@ -272,11 +272,3 @@ def broadcast(tensors: list[Tensor], process_group: dist.ProcessGroup | None = N
         dist.broadcast(whole.view(-1).view(torch.uint8), group=process_group, group_src=0)
         if whole.data_ptr() != tensor.data_ptr():  # a permuted layout was sent as a copy
             tensor.detach().copy_(whole)
-
-
-def mean_in_order(shards: list[Tensor]) -> Tensor:
-    """Add tensors first to last, then divide once; the first is left as it was."""
-    total = shards[0].clone()
-    for shard in shards[1:]:
-        total += shard
-    return total if len(shards) == 1 else total.div_(len(shards))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.ddp.after_backward import AfterBackward
-from muster.ddp.base import mean_in_order
+from muster.ddp.means import sum_in_order
 
 
 class GatherScatter(AfterBackward):
@@ -28,7 +28,7 @@ class GatherScatter(AfterBackward):
         mean = torch.empty_like(gradients[0])
         copies = None
         if gathered is not None:
-            average = mean_in_order([shard for rank in gathered for shard in rank])
-            copies = [average] * self.ranks
+            shards = [shard for rank in gathered for shard in rank]
+            copies = [sum_in_order(shards).div_(len(shards))] * self.ranks
         dist.scatter(mean, copies, group=self.process_group, group_src=0)
         return mean

@@ -1,6 +1,7 @@
 """A wrapper whose gradients a reducer takes from the backward: what buckets and shards have in common."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,7 @@ from muster.ddp.stats import Stats
 class Reduced(DataParallel):
     """A wrapper with a reducer, or with none where there is nothing to synchronize."""
 
-    _reducer: Reducer | None = None
+    _reducer: Reducer[Any] | None = None
 
     def finish_gradient_synchronization(self) -> None:
         """Finish what the backward has not: with hooks only a backward that reached no parameter.

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from muster.ddp.checks import difference_of, gather_json
+from muster.ddp.means import Group
 
-Group = dist.ProcessGroup | None
 MISTAKES = (ValueError, TypeError, RuntimeError, KeyError, AssertionError)  # what torch.optim raises for a wrong value
 
 

@@ -18,10 +18,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from muster.ddp.gradients import Named
 from muster.zero.absent import Leave, as_it_is, send, unsend
 from muster.zero.layout import Layout, Slice
 
-Named = Sequence[tuple[str, nn.Parameter]]
 ALIGNMENT: Final = 64  # bytes: as PyTorch's CPU allocator has it; NCCL wants 16
 
 
@@ -101,6 +101,11 @@ class FlatParameters:
         """Cut a tensor of the whole's length into the ranks' shards, as views."""
         bounds = [self.layout.bounds(rank) for rank in range(self.layout.ranks)]
         return [flat[begin:end] for begin, end in bounds]
+
+    @property
+    def named(self) -> Named:
+        """The parameters, with their names."""
+        return list(zip(self.names, self.parameters, strict=True))
 
     @property
     def full_bytes(self) -> int:

@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.ddp.gradients import Named
+from muster.ddp.primitives import all_gather
 from muster.ddp.stats import Stats, Wait
 from muster.zero.absent import as_it_is
-from muster.zero.flat import FlatParameters, Named, by_kind
+from muster.zero.flat import FlatParameters, by_kind
 from muster.zero.gather import gather_for
-from muster.zero.scatter import all_gather
 from muster.zero.sharded import Sharded
 from muster.zero.whole import Presence
 

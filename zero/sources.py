@@ -6,20 +6,22 @@ Joined    a wrapper's: gradients arrive as shards, and the wrapper gathers when 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.ddp.buckets import Size, plan_buckets
-from muster.ddp.gradients import refuse_sparse
+from muster.ddp.gradients import Named, deal, refuse_sparse
+from muster.ddp.means import Group
 from muster.ddp.timeouts import Entered, waiting_for
 from muster.zero.absent import as_it_is
-from muster.zero.flat import FlatParameters, Named, mend
+from muster.zero.flat import FlatParameters, mend
 from muster.zero.gather import Gather, gather_for
 from muster.zero.layout import Slice
 
-Group = dist.ProcessGroup | None
+if TYPE_CHECKING:
+    from muster.zero.sharded import Sharded
+
 FLAT_MB: Final = 25.0  # a flat tensor of the optimizer's own: memory for one more is needed while they are built
 
 
@@ -93,14 +95,8 @@ class Alone(Source):
         if not parameters:
             return []
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        sizes = [
-            Size(each.numel(), each.element_size(), (each.dtype, each.device, each.requires_grad))
-            for _, each in parameters
-        ]
-        homes = [
-            FlatParameters([parameters[place] for place in reversed(places)], rank=rank, ranks=ranks)
-            for places in reversed(plan_buckets(sizes, FLAT_MB))
-        ]
+        buckets = deal(parameters, FLAT_MB, alone=False)
+        homes = [FlatParameters(bucket[::-1], rank=rank, ranks=ranks) for bucket in reversed(buckets)]
         self.gather = self.gather or gather_for(self.group, parameters[0][1].device)
         self.made += homes
         return homes
@@ -149,28 +145,10 @@ class Alone(Source):
         """Do nothing: gradients are the parameters'."""
 
 
-class Wrapper(Protocol):
-    """What is asked of a wrapper."""
-
-    process_group: Group
-    homes: Sequence[FlatParameters]
-    exact: bool
-    find_unused_parameters: bool
-
-    @property
-    def unused(self) -> frozenset[str]: ...
-
-    def synchronize(self) -> None: ...
-
-    def spread(self) -> None: ...
-
-    def forget_virtual_shards(self) -> None: ...
-
-
 class Joined(Source):
     """The optimizer of a wrapper: gradients arrive as shards, and parameters are gathered by the wrapper."""
 
-    def __init__(self, wrapper: Wrapper) -> None:
+    def __init__(self, wrapper: "Sharded") -> None:
         self.wrapper = wrapper
         self.group = wrapper.process_group
         self.exact = wrapper.exact

@@ -1,6 +1,6 @@
 """The ranks of a group as one of them sees them: messages to and fro, and what may be sent."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -12,6 +12,10 @@ from torch import Tensor
 Group: TypeAlias = dist.ProcessGroup | None
 Chunks: TypeAlias = Tensor | Sequence[Tensor]
 Message: TypeAlias = tuple[Tensor, int]  # and the other rank, of the group
+
+# The backend's own, of flat tensors: torch 2.13 renamed both, and warns about the old names.
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Message] = ()) -> list[dist.Work]:

@@ -61,7 +61,7 @@ def let_go(world: World) -> list[str]:
     for wrapper in ("FlatAllReduce", "OverlappedDDP", "BucketedDDP"):
         model = wrap(world, wrapper, "toy")
         backwards(world, model, TOY)
-        flat = weakref.ref(model._reducer._buckets[0])
+        flat = weakref.ref(model._reducer.buckets[0])
         del model
         problems += [f"{wrapper} keeps its buckets"] if flat() is not None else []
     return problems
