@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from muster.pipe.marks import Mark
 from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.backlog import Way, backlogs
-from muster.pipe.schedules.messages import check, with_messages
+from muster.pipe.schedules.checks import check
+from muster.pipe.schedules.messages import with_messages
 from muster.pipe.schedules.programs import Receive, Send, Step, received_before, sent_after
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Passage, Stage
@@ -170,17 +171,6 @@ def part_lengths(samples: int, parts: int) -> list[int]:
     return [length + (part < longer) for part in range(parts)]
 
 
-class Span(NamedTuple):
-    """When this rank did a step of its row, by `time.monotonic()`: work, a send, or the wait for what it received.
-
-    On a GPU: when its computing stream did. A wait there is the time in which that stream had nothing else to do.
-    """
-
-    step: Step
-    start_s: float
-    end_s: float
-
-
 class Parts(NamedTuple):
     """A batch in micro-batches."""
 
@@ -208,10 +198,10 @@ class Run:
         channels: Channels | None,
         make: Callable[[Stage, int], Passage] | None,
         queue: WeightQueue | None,
-        on_last_backward: Callable[[int], None] | None = None,
     ) -> None:
         self.stages, self.last_stage = stages, last_stage
-        self.channels, self.make, self.queue, self.on_last_backward = channels, make, queue, on_last_backward
+        self.channels, self.make, self.queue = channels, make, queue
+        self.on_last_backward: Callable[[int], None] | None = None
         self.results: dict[int, Tensor] = {}  # of the last stage, by micro-batch: losses, or outputs
         self.now: Callable[[], Mark] = time.monotonic
         self.marked: list[tuple[Step, Mark, Mark]] = []  # before and after each step

@@ -15,7 +15,6 @@ for nothing delayed it; it is wrong by half of its round trip at most.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,21 +23,10 @@ from torch import Tensor
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Record
-from muster.pipe.schedules.messages import Send, Step
+from muster.pipe.schedules.programs import Send, Span, Step
 
 PINGS = 12
 Clock = Callable[[], float]
-
-
-class Span(Protocol):
-    """What a rank did from when to when, in seconds of its own clock."""
-
-    @property
-    def step(self) -> Step: ...
-    @property
-    def start_s(self) -> float: ...
-    @property
-    def end_s(self) -> float: ...
 
 
 @dataclass(frozen=True)

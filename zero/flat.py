@@ -140,7 +140,7 @@ class FlatParameters:
         assert self.is_split
         self.full.untyped_storage().resize_(0)
         self.is_whole = False
-        self._leave.take()
+        self._leave.begin()
 
     def arrive(self) -> None:
         """Hear that the flat tensor holds the whole again."""

@@ -33,7 +33,7 @@ from muster.jobs.train.tensor_parts import groups_of, split_parts
 from muster.jobs.world.world import World
 from muster.pipe import Pipeline
 from muster.pipe.schedules.actions import Action
-from muster.pipe.schedules.messages import Step
+from muster.pipe.schedules.programs import Step
 from muster.pipe.schedules.tables import schedule
 from muster.pipe.tensor.vocabulary import VocabularyLinear
 

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from muster.pipe.schedules.actions import Schedule
     from muster.pipe.schedules.costs import Costs
     from muster.pipe.schedules.draw import Bar
-    from muster.pipe.schedules.simulate import Simulated, Span
+    from muster.pipe.schedules.programs import Span
+    from muster.pipe.schedules.simulate import Simulated
 
 WIDE: Final = 160  # columns, where the output is no terminal
 LEAST, MOST = 1e-9, 1e9  # of a time: sums of such ones are exact enough to be drawn
@@ -107,7 +108,8 @@ def require(args: argparse.Namespace, names: list[str]) -> None:
 
 def simulated(name: str, args: argparse.Namespace) -> "tuple[Schedule, Simulated]":
     """Make a schedule with its messages, prove that it runs, and run it on a clock of its own."""
-    from muster.pipe.schedules.messages import check, with_messages
+    from muster.pipe.schedules.checks import check
+    from muster.pipe.schedules.messages import with_messages
     from muster.pipe.schedules.simulate import simulate
     from muster.pipe.schedules.tables import schedule
 

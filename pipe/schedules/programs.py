@@ -1,7 +1,7 @@
 """Messages of a schedule, and programs: a schedule's actions with the messages between them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from muster.pipe.schedules.actions import Action, Schedule
 
@@ -35,6 +35,14 @@ class Receive:
 
 
 Step = Action | Send | Receive
+
+
+class Span(NamedTuple):
+    """When a rank did a step, in seconds of one clock: simulated, or its own."""
+
+    step: Step
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)

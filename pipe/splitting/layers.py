@@ -21,8 +21,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from muster.pipe.splitting import compiled
-from muster.pipe.splitting.taps import Hang, Keeper, Site, Tap, tap
-from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, Kind
+from muster.pipe.splitting.taps import Hang, Site, Tap, tap
+from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, Keeper, Kind
 
 SITE: Final = "_split_site"  # where a layer keeps its `Site`
 PLACE: Final = "_split_place"  # and its number, for compiled code

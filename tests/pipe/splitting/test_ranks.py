@@ -60,15 +60,20 @@ def split_step(model: DataParallel, queue: WeightQueue, batches: list[torch.Tens
         reducer = getattr(model, "_reducer", None)
         launched.append(len(reducer._waits) if reducer is not None else 0)
 
+    handles = []
     with model.no_sync():
         outputs = [model(x) for x in batches]
         for index, y in enumerate(outputs):
             with queue.collecting(index):
                 y.square().sum().backward()
-        split = {id(each) for layer in queue._layers for each in layer.parameters()}
+        split = {id(each): each for layer in queue._layers for each in layer.parameters()}
         model.gradients_are_ready([each for each in model.module.parameters() if id(each) not in split])
         for index in range(len(batches)):
-            queue.run(index, ready=ready if index == len(batches) - 1 else None)
+            if index == len(batches) - 1:
+                handles += [each.register_post_accumulate_grad_hook(ready) for each in split.values()]
+            queue.run(index)
+    for each in handles:
+        each.remove()
     model.finish_gradient_synchronization()
     queue.finish()
     return launched
