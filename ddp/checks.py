@@ -147,6 +147,11 @@ def require_same_parameters(
         )
 
 
+def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a group can send small things from."""
+    return torch.device("cuda" if dist.get_backend(process_group) == dist.Backend.NCCL else "cpu")
+
+
 def difference_of(lines: Sequence[str], process_group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Say how the ranks' lines differ, or nothing: a collective, of 40 bytes a rank where they agree."""
     mine = json.dumps(list(lines)).encode()

@@ -52,6 +52,7 @@ class Reduced(DataParallel):
         if self._reducer is not None:
             self._reducer.close_shard()
 
-    def _forget_shards(self) -> None:
+    def forget_shards(self) -> None:
+        """Drop the gradients of virtual shards."""
         if self._reducer is not None:
             self._reducer.forget_shards()

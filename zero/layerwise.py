@@ -268,9 +268,3 @@ class Layerwise(Sharded):
         """Return what the last backward's reductions took: all of it is wait, for nothing runs meanwhile."""
         sent = sum(home.full_bytes for home in self.homes if home.trains) if self._waits else 0
         return Stats(len(self._waits), sent, sum(each.seconds for each in self._waits))
-
-    def _close_shard(self) -> None:
-        """Nobody asks: sums are not exact."""
-
-    def _forget_shards(self) -> None:
-        """There are none."""

@@ -208,7 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The float32 copy of a parameter of 16 bits is the state "master".
         """
-        return states.held(self.segments, self.inner)
+        return [each for _, _, kept in states.held(self) for each in kept]
 
     @property
     def state(self) -> Any:

@@ -133,13 +133,9 @@ class Sharded(DataParallel):
         self._spreads += 1
         self.presence.spread(homes)
 
-    def forget_virtual_shards(self) -> None:
-        """Drop the gradients of virtual shards."""
-        self._forget_shards()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, whole ones and shards; what is there to be set to zero is not there in between."""
-        self._forget_shards()
+        self.forget_shards()
         with as_it_is():
             for home in self.homes:
                 home.drop_gradient()
@@ -186,7 +182,7 @@ class Sharded(DataParallel):
             (id(each), home.dtype, home.device): name
             for home in self.homes
             if home.trains
-            for name, each in zip(home.names, home.parameters, strict=True)
+            for name, each in home.named
         }
         now = {(id(each), each.dtype, each.device): name for name, each in self.trainable()}
         changed = sorted({(wrapped | now)[key] for key in wrapped.keys() ^ now.keys()})

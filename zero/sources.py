@@ -110,7 +110,7 @@ class Alone(Source):
     def collect(self) -> None:
         """Make all gradients row-major, as parameters are; most are."""
         for home in self.made:
-            for name, parameter in zip(home.names, home.parameters, strict=True):
+            for name, parameter in home.named:
                 if (gradient := parameter.grad) is not None:
                     refuse_sparse(name, gradient)
                     if not gradient.is_contiguous():
@@ -189,7 +189,7 @@ class Joined(Source):
     def _own(self) -> Iterator[tuple[FlatParameters, str, nn.Parameter]]:
         """Yield this optimizer's parameters."""
         for home in self.wrapper.homes:
-            for name, each in zip(home.names, home.parameters, strict=True):
+            for name, each in home.named:
                 if id(each) in self._mine:
                     yield home, name, each
 
@@ -217,4 +217,4 @@ class Joined(Source):
                 for at in home.slices:
                     if id(home.parameters[at.tensor]) in self._mine:
                         home.of(home.grad, at).zero_()
-        self.wrapper.forget_virtual_shards()
+        self.wrapper.forget_shards()

@@ -35,6 +35,13 @@ def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Mes
     return [work for work in works if work is not None]
 
 
+def timeout_of(group: Group, device: torch.device) -> timedelta:
+    """Return how long a group's messages from a device may take: its time-out as it is now."""
+    backend: Any = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
 def wait(works: list[dist.Work]) -> None:
     """Wait for messages; on a GPU it is the current stream that waits."""
     for work in works:
@@ -55,9 +62,7 @@ class Peers:
     @cached_property
     def timeout(self) -> timedelta:
         """How long a message may take: the group's time-out as it is now."""
-        backend: Any = (self.group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        timeout: timedelta = backend.options._timeout
-        return timeout
+        return timeout_of(self.group, torch.device("cpu"))
 
     def wait(self, works: list[dist.Work]) -> None:
         """Wait for messages; on a GPU it is the current stream that waits.
