@@ -89,7 +89,6 @@ class AfterBackward(DataParallel):
             parameter.grad = None
 
     def forget_shards(self) -> None:
-        """Drop the gradients of virtual shards."""
         self._shards, self._earlier = [], set()
 
     def _changed(self) -> None:

@@ -47,11 +47,6 @@ class _Buckets(Reduced):
                 self._reducer.forward_begins()
         return self.module(*inputs, **keywords)
 
-    def _set_local(self, local: bool) -> None:
-        super()._set_local(local)
-        if self._reducer is not None:
-            self._reducer.local = local
-
     def _build(self) -> Reducer[Any] | None:
         trainable = self.trainable()
         if not trainable or (self.ranks == 1 and not self.exact):

@@ -186,12 +186,17 @@ def require_used(
     without = [name for name, is_used in zip(names, anywhere, strict=True) if not is_used]
     if not without:
         return
-    more = f" and {len(without) - NAMED_AT_MOST} more" if len(without) > NAMED_AT_MOST else ""
     raise RuntimeError(
-        f"{len(without)} of {len(names)} parameters got no gradient on any rank: "
-        f"{', '.join(without[:NAMED_AT_MOST])}{more}; if the loss does not depend on them in every step, set "
-        "find_unused_parameters=True; if it never does, call requires_grad_(False) on them before wrapping"
+        f"{len(without)} of {len(names)} parameters got no gradient on any rank: {some_of(without)}; if the loss does "
+        "not depend on them in every step, set find_unused_parameters=True; if it never does, call "
+        "requires_grad_(False) on them before wrapping"
     )
+
+
+def some_of(names: Sequence[str]) -> str:
+    """List names, of many the first ones and how many more there are."""
+    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+    return f"{', '.join(names[:NAMED_AT_MOST])}{more}"
 
 
 def used_by_any(used: Sequence[bool], process_group: dist.ProcessGroup | None, device: torch.device) -> list[bool]:

@@ -179,7 +179,6 @@ class FlatGradients(Bucket):
         self.flat = gradient.as_strided((gradient.numel(),), (1,))
 
     def take_all(self, scale: Tensor | None) -> None:
-        """Put all gradients in their places at once."""
         pairs = [(slot, slot.parameter.grad) for slot in self.slots]
         strangers = [(slot, each) for slot, each in pairs if each is not None and not slot.holds(each)]
         if strangers:
@@ -192,7 +191,6 @@ class FlatGradients(Bucket):
             self.flat.mul_(scale)
 
     def fill_missing(self, scale: Tensor | None) -> list[str]:
-        """Take what has not come."""
         without = []
         for slot in self.slots:
             if slot.ready:
@@ -219,7 +217,6 @@ class FlatGradients(Bucket):
         return self.flat if self.alone else self.flat.clone()
 
     def reset(self) -> None:
-        """Wait for all gradients anew."""
         super().reset()
         if self.alone:  # the gradient belongs to the parameter alone now, and is freed when that lets it go
             self.flat = self._nothing
@@ -251,7 +248,6 @@ class LooseGradients(Bucket):
         return [slot.name for slot in without]
 
     def reset(self) -> None:
-        """Wait for all gradients anew."""
         super().reset()
         self.tensors = []
 

@@ -53,7 +53,6 @@ class AllReduceMean(Mean[FlatGradients]):
         self.scale = 1.0 / self.ranks
 
     def start(self, bucket: FlatGradients) -> Wait:
-        """Start an asynchronous all-reduce."""
         message = bucket.message
         if message is not bucket.flat:
             message.copy_(bucket.flat)
@@ -109,7 +108,6 @@ class OrderedMean(Mean[FlatGradients]):
         self._background = Background(group, device)
 
     def start(self, bucket: FlatGradients) -> Wait:
-        """Begin to sum."""
         shards = [*bucket.closed, bucket.flat]
         return self._background.start(lambda: ordered_mean(shards, bucket.flat, self.group))
 

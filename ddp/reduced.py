@@ -15,6 +15,11 @@ class Reduced(DataParallel):
 
     _reducer: Reducer[Any] | None = None
 
+    def _set_local(self, local: bool) -> None:
+        super()._set_local(local)
+        if self._reducer is not None:
+            self._reducer.local = local
+
     def finish_gradient_synchronization(self) -> None:
         """Finish what the backward has not: with hooks only a backward that reached no parameter.
 
@@ -45,7 +50,6 @@ class Reduced(DataParallel):
             self._reducer.reorder(lambda bucket: any(id(slot.parameter) in late for slot in bucket.slots))
 
     def stats(self) -> Stats:
-        """Return what the last synchronization of gradients took; on CUDA the host waits for it to have ended."""
         return Stats() if self._reducer is None else self._reducer.measured()
 
     def _close_shard(self) -> None:
@@ -53,6 +57,5 @@ class Reduced(DataParallel):
             self._reducer.close_shard()
 
     def forget_shards(self) -> None:
-        """Drop the gradients of virtual shards."""
         if self._reducer is not None:
             self._reducer.forget_shards()

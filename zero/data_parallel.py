@@ -218,8 +218,8 @@ class ShardedDataParallel(Sharded, Reduced):
 
     def _set_local(self, local: bool) -> None:
         super()._set_local(local)
-        if self._reducer is not None:
-            self._reducer.local = local and self.accumulate == "local"
+        if self._reducer is not None and self.accumulate == "sharded":
+            self._reducer.local = False  # every backward is synchronized
 
     def _settings(self) -> dict[str, object]:
         return {

@@ -53,7 +53,6 @@ class LinkGather(Gather):
         self._background = Background(group, device)
 
     def start(self, home: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
-        """Let the background do it."""
         if out.is_cuda:
             return self._background.start(lambda: all_gather(out, shard, group=self.group))
         parts = home.parts(out)
@@ -64,7 +63,6 @@ class BroadcastGather(Gather):
     """A broadcast of each rank's shard, all at once."""
 
     def start(self, home: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
-        """Start them; waiting twice is harmless."""
         parts = home.parts(out)
         own = parts[home.rank]
         works = [

@@ -49,12 +49,10 @@ class KeptGradients(FlatGradients):
         super().take(slot, scale)
 
     def take_all(self, scale: Tensor | None) -> None:
-        """Put all gradients in their places at once."""
         self._clear()
         super().take_all(scale)
 
     def fill_missing(self, scale: Tensor | None) -> list[str]:
-        """Take what has not come."""
         self._clear()
         return _never_used(self, super().fill_missing(scale))
 
@@ -159,7 +157,6 @@ class PassingGradients(Bucket):
         self.flat = None
 
     def reset(self) -> None:
-        """Wait for all gradients anew."""
         super().reset()
         self.flat, self.held = None, self._held
 

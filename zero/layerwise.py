@@ -70,7 +70,6 @@ class Sliced(Presence):
         self.handles = [handle for layer in layers for handle in layer.handles]
 
     def remove(self) -> None:
-        """Take the hooks away."""
         for handle in self.handles:
             handle.remove()
 
@@ -85,7 +84,6 @@ class Sliced(Presence):
 
     @contextmanager
     def all_open(self) -> Iterator[None]:
-        """Gather all of them."""
         for layer in self.layers:
             self.gather(layer)
         try:

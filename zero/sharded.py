@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.ddp.base import DataParallel, learning
-from muster.ddp.checks import NAMED_AT_MOST, require_dense, unmark_wrapped
+from muster.ddp.checks import require_dense, some_of, unmark_wrapped
 from muster.ddp.means import Wait
 from muster.ddp.timeouts import Entered, waiting_for
 from muster.zero.absent import as_it_is
@@ -179,17 +179,12 @@ class Sharded(DataParallel):
             if learning(self.module) == self._learnt:
                 return
         wrapped = {
-            (id(each), home.dtype, home.device): name
-            for home in self.homes
-            if home.trains
-            for name, each in home.named
+            (id(each), home.dtype, home.device): name for home in self.homes if home.trains for name, each in home.named
         }
         now = {(id(each), each.dtype, each.device): name for name, each in self.trainable()}
         changed = sorted({(wrapped | now)[key] for key in wrapped.keys() ^ now.keys()})
-        more = f" and {len(changed) - NAMED_AT_MOST} more" if len(changed) > NAMED_AT_MOST else ""
-        what = ", ".join(changed[:NAMED_AT_MOST]) or "names or order of parameters"
         raise RuntimeError(
-            f"{what}{more}: changed after the module was sharded; "
+            f"{some_of(changed) or 'names or order of parameters'}: changed after the module was sharded; "
             "freeze, replace and convert parameters before wrapping, or take the module back with unwrap(), change it, "
             "and build the wrapper and its optimizer anew"
         )

@@ -156,7 +156,6 @@ class Joined(Source):
         self.joins = not wrapper.find_unused_parameters and not wrapper.exact  # vector kernels end with a tensor
 
     def homes(self, parameters: Named) -> list[FlatParameters]:
-        """Find the wrapper's flat tensors that hold these."""
         known = {id(each) for home in self.wrapper.homes for each in home.parameters}
         if strange := [name for name, each in parameters if id(each) not in known]:
             raise ValueError(f"parameter {strange[0]} of a group is not one of the wrapped module's; pass those only")
@@ -205,7 +204,6 @@ class Joined(Source):
         return shards
 
     def spread(self) -> None:
-        """Gather."""
         self.wrapper.spread()
 
     def forget(self) -> None:

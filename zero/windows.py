@@ -191,7 +191,6 @@ class Windows(Presence):
 
     @contextmanager
     def all_open(self) -> Iterator[None]:
-        """Hold all parameters, whole, within it."""
         self._begin("gather_full() or a state dict")
         self._held_open += 1
         try:

@@ -110,7 +110,6 @@ class Linear(Kind):
     """Of x (..., features) and dY (..., outputs)."""
 
     def run(self, work: Work, sums: Sums) -> None:
-        """Multiply, and add."""
         _, weight, bias, x, gradient = work
         if x.dim() > 2:
             x = x.flatten(0, -2)  # (rows, features)
@@ -131,7 +130,6 @@ class Linear(Kind):
             sums.add(bias, gradient.sum(0))
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply."""
         return gradient.flatten(0, -2).mm(weight.to(gradient.dtype)).view(x.shape)
 
 
@@ -145,7 +143,6 @@ class Convolution(Kind):
     groups: int
 
     def run(self, work: Work, sums: Sums) -> None:
-        """Convolve, and add."""
         wanted = [False, True, work.bias is not None]
         _, of_weight, of_bias = self._backward(work.gradient, work.x, work.weight, wanted)
         sums.add(work.weight, of_weight)
@@ -153,7 +150,6 @@ class Convolution(Kind):
             sums.add(work.bias, of_bias)
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Convolve."""
         return self._backward(gradient, x, weight, [True, False, False])[0]
 
     def _backward(self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:

@@ -12,3 +12,12 @@ def said_by(call: Callable[[], object], kind: Errors) -> str:
     except kind as error:
         return str(error)
     return "nothing was raised"
+
+
+def told_by(call: Callable[[], object]) -> str:
+    """Return the kind and the words of whatever error a call raises, or say that none was."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
