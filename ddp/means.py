@@ -240,7 +240,9 @@ def ordered_mean_part(shards: Sequence[Sequence[Tensor]], mine: Tensor, group: G
 
 def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of tensors, added first to last, in memory of its own."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
+    if len(tensors) == 1:
+        return tensors[0].clone()
+    total = tensors[0] + tensors[1]
+    for tensor in tensors[2:]:
         total += tensor
     return total

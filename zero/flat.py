@@ -147,6 +147,11 @@ class FlatParameters:
         self.is_whole = True
         self._leave.end()
 
+    def outdate(self) -> None:
+        """Have graphs refused that were made of the parameters so far: they are stepped."""
+        with as_it_is():
+            torch.autograd.graph.increment_version(self.parameters)
+
     def lose(self) -> None:
         """Hear that nobody will gather the whole any more."""
         if self.is_split:

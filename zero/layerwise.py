@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from muster.ddp.gradients import Named
 from muster.ddp.primitives import all_gather
 from muster.ddp.stats import Stats, Wait
-from muster.zero.absent import as_it_is
 from muster.zero.flat import FlatParameters, by_kind
 from muster.zero.gather import gather_for
 from muster.zero.sharded import Sharded
@@ -95,8 +94,7 @@ class Sliced(Presence):
     def spread(self, homes: Sequence[FlatParameters]) -> None:
         """Gather nothing after a step, the next forward does; graphs made before it are refused."""
         for home in homes:
-            with as_it_is():
-                torch.autograd.graph.increment_version(home.parameters)
+            home.outdate()
 
     def synchronize(self) -> None:
         """Do nothing: nothing is under way between calls."""

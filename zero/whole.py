@@ -141,7 +141,7 @@ class AlwaysWhole(Presence):
         """Begin to gather what was stepped, what the forward needs first, first."""
         self._gather.written()
         for home in reversed(homes):
-            torch.autograd.graph.increment_version(home.parameters)  # graphs made before the step are refused
+            home.outdate()
             self._under_way[id(home)] = (home, self._gather.start(home, home.shard, home.full))
             self._expected[id(home)].begin()
         self._gather.started()

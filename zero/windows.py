@@ -213,8 +213,7 @@ class Windows(Presence):
     def spread(self, homes: Sequence[FlatParameters]) -> None:
         """Free what was gathered before a step: it is old now. Graphs made before it are refused."""
         for home in homes:
-            with as_it_is():
-                torch.autograd.graph.increment_version(home.parameters)
+            home.outdate()
         self._gather.written()
         for window in self.windows:
             window.close()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.gradients import is_dense
 from muster.pipe.wires.failures import LostError
 
 NO_TAG: Final = 1  # nobody sends with it
@@ -126,10 +127,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def dense(tensor: Tensor) -> Tensor:
     """Return a tensor that fills its memory, in whatever order of dimensions: itself, or a copy."""
-    if tensor.is_contiguous():
-        return tensor
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor if tensor.permute(by_stride).is_contiguous() else tensor.contiguous()
+    return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
 
 
 def own_group(process_group: dist.ProcessGroup | None, backend: str, timeout: timedelta) -> dist.ProcessGroup:
