@@ -121,10 +121,7 @@ class ShardedDataParallel(Sharded, Reduced):
             self.homes = [home for homes in of_units for home in homes]
             keep_freed_memory()  # units' is taken and given back all the time
             for home in self.homes:
-                home.keeps_rounded = False
-            for home in self.homes:
                 home.split()
-                home.free()
             self._settle(gather)
             windows = [Window(unit, homes, gather, self.weakly()) for unit, homes in zip(units, of_units, strict=True)]
             self.presence = Windows(self.module, windows, gather, reshard=self.reshard_after_forward)

@@ -72,7 +72,6 @@ class FlatParameters:
         self._shard: Tensor | None = self.full[self.begin : self.end]
         self._lent: Tensor | None = None  # what a shard that is not kept would be
         self.stepped = self._shard  # or its master
-        self.keeps_rounded = True  # False: of a parameter with a master only that is kept, and rounded for every gather
         self.grad: Tensor | None = None
         self.is_split = False  # True: the shard has memory of its own
         self.is_whole = True  # False: the flat tensor has no memory now
@@ -113,10 +112,11 @@ class FlatParameters:
         return self.layout.length * self.dtype.itemsize
 
     def split(self) -> None:
-        """Give the shard memory of its own, so that the flat tensor's can be given back."""
+        """Give the shard memory of its own, and the flat tensor's back."""
         self._shard = self.stepped = self.shard.clone()
         self.is_split = True
         self._leave = Leave(self.names, self.parameters)
+        self.free()
 
     @torch.no_grad()
     def settle(self, full: Tensor) -> None:
@@ -166,10 +166,10 @@ class FlatParameters:
             parameter.data = each
 
     def make_masters(self) -> None:
-        """Step a float32 copy of the shard from now on."""
+        """Step a float32 copy of the shard from now on; where the whole is gathered anew each time, keep that only."""
         if not self.has_masters():
             self.stepped = self.shard.float()
-            if not self.keeps_rounded:
+            if self.is_split:
                 self._shard = None
 
     def has_masters(self) -> bool:

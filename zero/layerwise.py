@@ -45,9 +45,7 @@ class Layer:
         # `FlatParameters` knows the `unsharded_param_shapes`: while its memory is there, parameters are views of it.
         self.homes = [FlatParameters(each, rank=rank, ranks=ranks) for each in by_kind(parameters)]
         for home in self.homes:
-            home.keeps_rounded = False
             home.split()
-            home.free()
         self.works_in_place = any(getattr(part, "inplace", False) for part in module.modules())
         self.handles = [part.register_forward_pre_hook(self.require_whole) for part in module.modules()]
 
