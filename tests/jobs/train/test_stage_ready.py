@@ -31,7 +31,11 @@ def one_step(world: World, jobs: dict[str, dict]) -> dict[str, tuple[list[str], 
         engine._advance = lambda: None  # gradients stay as they are
         engine.train_step(0, trainer.own_steps()[0].shards)
         bits = b"".join(each.numpy().tobytes() for _, each in sorted(engine.full_gradients().items()))
-        found[name] = (log, [list(each) for each in wrapper._reducer.names], hashlib.sha256(bits).hexdigest())
+        found[name] = (
+            log,
+            [[slot.name for slot in each.slots] for each in wrapper._reducer.buckets],
+            hashlib.sha256(bits).hexdigest(),
+        )
     return found
 
 
