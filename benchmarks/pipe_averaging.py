@@ -46,13 +46,13 @@ def measure(schedules: list[str], repeats: int, microbatches: int, *, tiny: bool
 def _measure(schedule: str, repeats: int, microbatches: int, job: dict[str, Any]) -> dict[str, Any]:
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
-    from muster.jobs.train.loading import move
+    from muster.jobs.train.data.loading import move
 
     split = {"data": 2, "pipe": 2, "schedule": schedule, "microbatches": microbatches}
     sides = {name: TrainSettings.model_validate({**job, "parallel": {**split, **more}}) for name, more in SIDES.items()}
     data = open_data(sides["flat"])
     trainers = {name: _trainer(settings, data) for name, settings in sides.items()}
-    trainers["alone"].engine.replica.running = nullcontext
+    trainers["alone"].engine.stages._averaging = nullcontext
     own = trainers["flat"]
     work = move(own.own_steps()[0], own.world.device, own.dtype)
     times: dict[str, dict[str, list[float]]] = {name: {"step": [], "exposed": []} for name in trainers}
@@ -77,7 +77,7 @@ def _step(trainer: Any, shards: Any) -> tuple[float, float]:
     dist.barrier()
     began = monotonic()
     engine.train_step(0, shards)
-    worked = max(span.end_s for span in engine.pipeline.spans if isinstance(span.step, Action))
+    worked = max(span.end_s for span in engine.stages.pipeline.spans if isinstance(span.step, Action))
     moments = torch.tensor([-began, worked, ended[0]], dtype=torch.float64)
     dist.all_reduce(moments, dist.ReduceOp.MAX)
     return (moments[2] + moments[0]).item(), (moments[2] - moments[1]).item()

@@ -16,8 +16,8 @@ from muster.jobs.runfolder.rundir import RunDir
 from muster.jobs.saving.resume import Loaded, Resume
 from muster.jobs.spec.kept import KEPT, require_kept
 from muster.jobs.tensors.reading import PATIENCE_S, fill, same_manifest
+from muster.jobs.train.data.loading import ShardInput
 from muster.jobs.train.engine import Engine
-from muster.jobs.train.loading import ShardInput
 from muster.jobs.world.world import World
 
 
@@ -46,5 +46,5 @@ def restore(
         for part in parts:
             fill(part, reader)
             page.own.beat()
-    engine.refresh()
+    engine.replica.refresh()
     return Loaded(manifest.step, folder.name, time.monotonic() - began_s)

@@ -12,7 +12,7 @@ from muster.jobs.models.shapes import VGG_SHAPES
 from muster.jobs.node.reports import Reporter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.data import open_data
-from muster.jobs.train.loading import move
+from muster.jobs.train.data.loading import move
 from muster.jobs.train.loop import Trainer, build_trainer, train
 from muster.jobs.train.metrics import Files
 from muster.jobs.train.soundness import NotFiniteError, Soundness
@@ -52,8 +52,8 @@ def spoilt(step: int, shards: Any, world: World) -> Any:
 
 
 def parameters(trainer: Trainer) -> dict[str, Tensor]:
-    trained = trainer.engine.forms.trained
-    return {name: each.clone() for name, each in trainer.engine.full_state().items() if name in trained}
+    trained = trainer.engine.model.whole.trained
+    return {name: each.clone() for name, each in trainer.engine.model.full_state().items() if name in trained}
 
 
 def left_out(world: World, folder: str) -> list[str]:
