@@ -3,17 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from muster.ddp.all_reduce import AllReduce as AllReduce
+    from muster.ddp.after_backward import AllReduce as AllReduce
+    from muster.ddp.after_backward import GatherScatter as GatherScatter
     from muster.ddp.bucketed import BucketedDDP as BucketedDDP
     from muster.ddp.bucketed import FlatAllReduce as FlatAllReduce
     from muster.ddp.bucketed import OverlappedDDP as OverlappedDDP
-    from muster.ddp.gather_scatter import GatherScatter as GatherScatter
 
 _HOME = {
-    "AllReduce": "muster.ddp.all_reduce",
+    "AllReduce": "muster.ddp.after_backward",
     "BucketedDDP": "muster.ddp.bucketed",
     "FlatAllReduce": "muster.ddp.bucketed",
-    "GatherScatter": "muster.ddp.gather_scatter",
+    "GatherScatter": "muster.ddp.after_backward",
     "OverlappedDDP": "muster.ddp.bucketed",
 }
 

@@ -1,13 +1,25 @@
-"""What the wrappers share that average parameter by parameter once the backward is over: when they are asked to."""
+"""Data parallel parameter by parameter, once the backward is over, when the wrapper is asked to: two ways to a mean.
+
+    AllReduce       2 (W - 1) / W of the gradient's bytes over each link of a ring, whatever W is; no rank is special
+    GatherScatter   rank 0   g0 <─┬── g1, g2, g3      gather: (W - 1) x gradient bytes into one link
+                             mean ─┴─> mean x 3       scatter: the same bytes out of it
+
+The order of an all-reduce's sum belongs to the backend, so with three ranks or more the last bits may differ from one
+process. With `exact` every rank sums its part of the gradient in order and hands the sum on: the same bytes, and the
+same bits on any number of ranks. The link of rank 0 is the bottleneck of `GatherScatter`; in return its sum has the
+bits of one process that accumulates over the same shards, whether `exact` is asked for or not.
+"""
 
 from abc import abstractmethod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.ddp.base import DataParallel
 from muster.ddp.checks import require_used, used_by_any
 from muster.ddp.gradients import refuse_sparse
+from muster.ddp.means import ordered_mean, sum_in_order
 from muster.ddp.stats import Stats, Wait
 from muster.ddp.timeouts import Entered, waiting_for
 
@@ -76,7 +88,7 @@ class AfterBackward(DataParallel):
             self._earlier |= set() if parameter.grad is None else {name}
             parameter.grad = None
 
-    def _forget_shards(self) -> None:
+    def forget_shards(self) -> None:
         self._shards, self._earlier = [], set()
 
     def _changed(self) -> None:
@@ -92,6 +104,45 @@ class AfterBackward(DataParallel):
             return used_by_any(used, self.process_group, self.device)
         require_used([name for name, _ in trainable], used, self.process_group, self.device)
         return [True] * len(trainable)
+
+
+class AllReduce(AfterBackward):
+    """Average gradients with one all-reduce a parameter; with `exact` in shard order.
+
+    Gradients of float16 are divided before they are summed, for the sum may not fit; all others after, which rounds
+    once.
+    """
+
+    def _mean(self, gradients: list[Tensor]) -> Tensor:
+        if self.exact:
+            mean = torch.empty_like(gradients[0])
+            ordered_mean([gradient.view(-1) for gradient in gradients], mean.view(-1), self.process_group)
+            return mean
+        (gradient,) = gradients
+        overflows = gradient.dtype == torch.float16
+        if overflows:
+            gradient = gradient / self.ranks
+        dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=self.process_group)
+        return gradient if overflows else gradient.div_(self.ranks)
+
+
+class GatherScatter(AfterBackward):
+    """Average gradients on rank 0, one parameter at a time."""
+
+    collectives_each = 2
+
+    def _mean(self, gradients: list[Tensor]) -> Tensor:
+        is_root = dist.get_rank(self.process_group) == 0
+        mine = torch.stack(gradients)  # (shards, *parameter)
+        gathered = [torch.empty_like(mine) for _ in range(self.ranks)] if is_root else None
+        dist.gather(mine, gathered, group=self.process_group, group_dst=0)
+        mean = torch.empty_like(gradients[0])
+        copies = None
+        if gathered is not None:
+            shards = [shard for rank in gathered for shard in rank]
+            copies = [sum_in_order(shards).div_(len(shards))] * self.ranks
+        dist.scatter(mean, copies, group=self.process_group, group_src=0)
+        return mean
 
 
 def _differ(mean: Tensor, parameter: Tensor) -> bool:

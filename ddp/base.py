@@ -135,7 +135,7 @@ class DataParallel(nn.Module, ABC):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, those of virtual shards too."""
-        self._forget_shards()
+        self.forget_shards()
         super().zero_grad(set_to_none)
 
     def gradients_are_ready(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -157,13 +157,11 @@ class DataParallel(nn.Module, ABC):
     def stats(self) -> Stats:
         """Return what the last synchronization took; on CUDA the host waits for it to have ended."""
 
-    @abstractmethod
     def _close_shard(self) -> None:
         """Keep the gradients so far apart, and begin again without any."""
 
-    @abstractmethod
-    def _forget_shards(self) -> None:
-        """Drop what `_close_shard` kept."""
+    def forget_shards(self) -> None:
+        """Drop the gradients of virtual shards."""
 
     def _require_gradients(self) -> None:
         """Check that a gradient has come since the last shard was closed.
@@ -172,7 +170,7 @@ class DataParallel(nn.Module, ABC):
             RuntimeError: none has.
         """
         if all(each.grad is None for _, each in self.trainable()):
-            self._forget_shards()
+            self.forget_shards()
             raise RuntimeError(
                 "a virtual shard without any gradient: call next_shard() between shards only, not after the last one, "
                 "and only after a backward"
@@ -272,11 +270,3 @@ def broadcast(tensors: list[Tensor], process_group: dist.ProcessGroup | None = N
         dist.broadcast(whole.view(-1).view(torch.uint8), group=process_group, group_src=0)
         if whole.data_ptr() != tensor.data_ptr():  # a permuted layout was sent as a copy
             tensor.detach().copy_(whole)
-
-
-def mean_in_order(shards: list[Tensor]) -> Tensor:
-    """Add tensors first to last, then divide once; the first is left as it was."""
-    total = shards[0].clone()
-    for shard in shards[1:]:
-        total += shard
-    return total if len(shards) == 1 else total.div_(len(shards))

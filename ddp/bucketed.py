@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
-from muster.ddp.means import mean_for
+from muster.ddp.buckets import require_size
+from muster.ddp.gradients import FlatGradients, LooseGradients, deal, travels_alone
+from muster.ddp.means import NcclMean, mean_for
 from muster.ddp.reduced import Reduced
 from muster.ddp.reducer import Reducer
 
@@ -35,7 +36,8 @@ class _Buckets(Reduced):
     @property
     def buckets(self) -> list[tuple[str, ...]]:
         """The names of the parameters of each bucket, in the order in which buckets are launched."""
-        return [] if self._reducer is None else self._reducer.names
+        buckets = [] if self._reducer is None else self._reducer.buckets
+        return [tuple(slot.name for slot in bucket.slots) for bucket in buckets]
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the module; of a forward with gradients, the backward will be synchronized."""
@@ -45,29 +47,23 @@ class _Buckets(Reduced):
                 self._reducer.forward_begins()
         return self.module(*inputs, **keywords)
 
-    def _set_local(self, local: bool) -> None:
-        super()._set_local(local)
-        if self._reducer is not None:
-            self._reducer.local = local
-
-    def _build(self) -> Reducer | None:
+    def _build(self) -> Reducer[Any] | None:
         trainable = self.trainable()
         if not trainable or (self.ranks == 1 and not self.exact):
             return None  # alone, a rank's gradients are the mean
-        sizes = [Size(each.numel(), each.element_size(), (each.dtype, each.device)) for _, each in trainable]
-        return Reducer(
-            trainable,
-            plan_buckets(sizes, self.bucket_size_mb, None if self.device.type == "cuda" else ALONE_BYTES),
-            mean_for(
-                self.process_group,
-                self.device,
-                exact=self.exact,
-                flat=not self.hooks or self.communication_dtype is not None,
-            ),
-            message=self.communication_dtype,
-            find_unused=self.find_unused_parameters,
-            hooks=self.hooks,
-        )
+        message = self.communication_dtype
+        flat = not self.hooks or message is not None
+        mean = mean_for(self.process_group, self.device, exact=self.exact, flat=flat)
+        parts = deal(trainable, self.bucket_size_mb)
+        asked, hooks = self.find_unused_parameters, self.hooks
+        if isinstance(mean, NcclMean):
+            loose = [LooseGradients(number, part) for number, part in enumerate(parts)]
+            return Reducer(trainable, loose, mean, find_unused=asked, hooks=hooks)
+        buckets = [
+            FlatGradients(number, part, message, alone=travels_alone([each for _, each in part]))
+            for number, part in enumerate(parts)
+        ]
+        return Reducer(trainable, buckets, mean, find_unused=asked, hooks=hooks)
 
     def _apply(self, *args: Any, **keywords: Any) -> Any:
         """Move or convert the module, as `to` does; the buckets follow."""

@@ -147,6 +147,11 @@ def require_same_parameters(
         )
 
 
+def device_of(process_group: dist.ProcessGroup | None) -> torch.device:
+    """Return where a group can send small things from."""
+    return torch.device("cuda" if dist.get_backend(process_group) == dist.Backend.NCCL else "cpu")
+
+
 def difference_of(lines: Sequence[str], process_group: dist.ProcessGroup | None, device: torch.device) -> str:
     """Say how the ranks' lines differ, or nothing: a collective, of 40 bytes a rank where they agree."""
     mine = json.dumps(list(lines)).encode()
@@ -181,12 +186,17 @@ def require_used(
     without = [name for name, is_used in zip(names, anywhere, strict=True) if not is_used]
     if not without:
         return
-    more = f" and {len(without) - NAMED_AT_MOST} more" if len(without) > NAMED_AT_MOST else ""
     raise RuntimeError(
-        f"{len(without)} of {len(names)} parameters got no gradient on any rank: "
-        f"{', '.join(without[:NAMED_AT_MOST])}{more}; if the loss does not depend on them in every step, set "
-        "find_unused_parameters=True; if it never does, call requires_grad_(False) on them before wrapping"
+        f"{len(without)} of {len(names)} parameters got no gradient on any rank: {some_of(without)}; if the loss does "
+        "not depend on them in every step, set find_unused_parameters=True; if it never does, call "
+        "requires_grad_(False) on them before wrapping"
     )
+
+
+def some_of(names: Sequence[str]) -> str:
+    """List names, of many the first ones and how many more there are."""
+    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+    return f"{', '.join(names[:NAMED_AT_MOST])}{more}"
 
 
 def used_by_any(used: Sequence[bool], process_group: dist.ProcessGroup | None, device: torch.device) -> list[bool]:

@@ -10,12 +10,16 @@ with two samples), so a large gradient that has a bucket for itself is not copie
 needs no flat tensor at all (`LooseGradients`).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
+from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets
+
+Named = Sequence[tuple[str, nn.Parameter]]
 UNSHARED: Final = 2  # owners of a gradient's memory when nobody else has it: `.grad`, and who counts them
 
 
@@ -24,9 +28,7 @@ class Slot:
 
     __slots__ = ("address", "bucket", "earlier", "name", "parameter", "ready", "view")
 
-    def __init__(
-        self, bucket: "FlatGradients | LooseGradients", name: str, parameter: nn.Parameter, view: Tensor
-    ) -> None:
+    def __init__(self, bucket: "Bucket", name: str, parameter: nn.Parameter, view: Tensor) -> None:
         self.bucket = bucket
         self.name = name
         self.parameter = parameter
@@ -40,7 +42,63 @@ class Slot:
         return gradient is self.view and gradient.data_ptr() == self.address
 
 
-class FlatGradients:
+class Bucket(ABC):
+    """What a reducer launches as one: gradients of some parameters, which become ready one by one.
+
+        take          a gradient is ready: put it where it is sent from; not of a bucket that `wants_batches`
+        fill_missing  the backward is over: some gradients will not come
+        take_all      all are there, and the bucket `wants_batches`
+        close_shard   instead of a launch: what is there is the gradients of one virtual shard
+        reset         the mean is there, or was given up: wait for all gradients anew
+
+    A way to the mean (`ddp/means.py`, `zero/scatter.py`) knows the kind of bucket that it is given, and takes what is
+    sent from it. Which rank has how many gradients ready is its own: buckets of all ranks have the same parameters.
+    """
+
+    held = False  # True: not launched before it is released
+    wants_batches = False  # True: its gradients are taken as one, when the last is there
+    message_bytes: int
+
+    def __init__(self, number: int, named: Named, views: Sequence[Tensor] | None = None) -> None:
+        self.number = number  # in the order of launches
+        views = [parameter for _, parameter in named] if views is None else views
+        self.slots = [Slot(self, name, parameter, view) for (name, parameter), view in zip(named, views, strict=True)]
+        self.closed: list[Tensor] = []  # the gradients of virtual shards before this one, as flat tensors
+        self.waiting = len(self.slots)  # for as many gradients
+
+    def take(self, slot: Slot, scale: Tensor | None) -> None:  # noqa: B027 - some leave gradients where they are
+        """Take a parameter's gradient, times `scale`."""
+
+    def take_all(self, scale: Tensor | None) -> None:  # noqa: B027 - some take gradients one by one
+        """Take all gradients at once, as `take` does each."""
+
+    @abstractmethod
+    def fill_missing(self, scale: Tensor | None) -> list[str]:
+        """Take what has not come in this synchronization: older gradients as they are, none as zeros.
+
+        Returns the names of the parameters that have none at all, in earlier virtual shards neither.
+        """
+
+    def close_shard(self) -> None:
+        """Keep the gradients as those of a virtual shard, and begin the next one without any."""
+        without = self.fill_missing(None)
+        self.closed.append(self._shard())
+        for slot in self.slots:
+            slot.earlier = slot.name not in without
+            slot.parameter.grad = None
+
+    def _shard(self) -> Tensor:
+        """Return the gradients as a flat tensor that no later one is written to."""
+        raise NotImplementedError  # exact sums are made of flat tensors
+
+    def reset(self) -> None:
+        """Wait for all gradients anew."""
+        self.waiting, self.closed = len(self.slots), []
+        for slot in self.slots:
+            slot.ready = slot.earlier = False
+
+
+class FlatGradients(Bucket):
     """One flat tensor and the parameters whose gradients lie in it, all of one type on one device.
 
     With `alone` it has one parameter, and no tensor of its own: `flat` is the gradient, from when it is taken on.
@@ -48,12 +106,10 @@ class FlatGradients:
     `flat` is the tensor, if it shall be a certain one.
     """
 
-    held = False  # True: not launched before it is released
-
     def __init__(
         self,
         number: int,
-        named: Sequence[tuple[str, nn.Parameter]],
+        named: Named,
         message: torch.dtype | None,
         *,
         alone: bool,
@@ -65,22 +121,19 @@ class FlatGradients:
         if offsets is None or elements is None:
             sizes = [parameter.numel() for _, parameter in named]
             offsets, elements = [sum(sizes[:place]) for place in range(len(sizes))], sum(sizes)
-        self.number = number  # in the order of launches
         self.alone = alone
         self._nothing = torch.empty(0, dtype=like.dtype, device=like.device)
         if flat is None:
             flat = self._nothing if alone else torch.zeros(elements, dtype=like.dtype, device=like.device)
         self.flat = flat
-        self.slots: list[Slot] = []
-        for (name, parameter), start in zip(named, offsets, strict=True):
-            part = self.flat[start : start + parameter.numel()]
-            self.slots.append(Slot(self, name, parameter, part if alone else _shaped_as(parameter, part)))
-        self.closed: list[Tensor] = []  # the gradients of virtual shards before this one, as flat tensors
+        parts = [flat[start : start + each.numel()] for (_, each), start in zip(named, offsets, strict=True)]
+        if not alone:
+            parts = [_shaped_as(parameter, part) for (_, parameter), part in zip(named, parts, strict=True)]
+        super().__init__(number, named, parts)
         self._cast = None
         if message not in (None, like.dtype) and not like.is_complex():  # half of a complex number would be lost
             self._cast = torch.zeros(elements, dtype=message, device=like.device)
         self.message_bytes = elements * (like if self._cast is None else self._cast).element_size()
-        self.waiting = len(self.slots)  # for as many gradients
         self.wants_batches = like.is_cuda  # on a GPU one kernel copies all of a bucket's gradients
 
     @property
@@ -126,7 +179,6 @@ class FlatGradients:
         self.flat = gradient.as_strided((gradient.numel(),), (1,))
 
     def take_all(self, scale: Tensor | None) -> None:
-        """Put all gradients in their places at once, as `take` does each."""
         pairs = [(slot, slot.parameter.grad) for slot in self.slots]
         strangers = [(slot, each) for slot, each in pairs if each is not None and not slot.holds(each)]
         if strangers:
@@ -139,10 +191,6 @@ class FlatGradients:
             self.flat.mul_(scale)
 
     def fill_missing(self, scale: Tensor | None) -> list[str]:
-        """Take what has not come in this synchronization: older gradients as they are, none as zeros.
-
-        Returns the names of the parameters that have none at all, in earlier virtual shards neither.
-        """
         without = []
         for slot in self.slots:
             if slot.ready:
@@ -163,45 +211,29 @@ class FlatGradients:
         slot.view.zero_()
         slot.parameter.grad = slot.view
 
-    def close_shard(self) -> None:
-        """Keep the gradients as those of a virtual shard, and begin the next one without any."""
-        without = self.fill_missing(None)
+    def _shard(self) -> Tensor:
         if self.wants_batches:
             self.take_all(None)
-        self.closed.append(self.flat if self.alone else self.flat.clone())
-        for slot in self.slots:
-            slot.earlier = slot.name not in without
-            slot.parameter.grad = None
+        return self.flat if self.alone else self.flat.clone()
 
     def reset(self) -> None:
-        """Wait for all gradients anew."""
-        self.waiting = len(self.slots)
-        self.closed = []
-        for slot in self.slots:
-            slot.ready = slot.earlier = False
+        super().reset()
         if self.alone:  # the gradient belongs to the parameter alone now, and is freed when that lets it go
             self.flat = self._nothing
 
 
-class LooseGradients:
+class LooseGradients(Bucket):
     """The gradients of one bucket where autograd has made them: launched together, in place, without a flat tensor.
 
     NCCL sums many tensors in one launch, so there is nothing to copy for; `.grad` is what is sent.
     """
 
-    alone = held = False
-    wants_batches = True  # as one, when the last is there
+    wants_batches = True
 
-    def __init__(self, number: int, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        self.number = number
-        self.closed: list[Tensor] = []  # virtual shards: none
-        self.slots = [Slot(self, name, parameter, parameter) for name, parameter in named]
+    def __init__(self, number: int, named: Named) -> None:
+        super().__init__(number, named)
         self.tensors: list[Tensor] = []  # what is sent, from the launch to the end of a synchronization
         self.message_bytes = sum(parameter.nbytes for _, parameter in named)
-        self.waiting = len(self.slots)
-
-    def take(self, slot: Slot, scale: Tensor | None) -> None:
-        """Leave a gradient of a micro-batch where it is."""
 
     def take_all(self, scale: Tensor | None) -> None:
         """List the gradients; one that cannot be changed in place, or is not in one piece, is copied."""
@@ -215,18 +247,26 @@ class LooseGradients:
             slot.parameter.grad = torch.zeros_like(slot.parameter)
         return [slot.name for slot in without]
 
-    def close_shard(self) -> None:
-        """Refuse: sums in order are made of flat tensors."""
-        raise AssertionError("virtual shards need an exact wrapper, and that has flat gradients")
-
     def reset(self) -> None:
-        """Wait for all gradients anew."""
-        self.waiting, self.tensors = len(self.slots), []
-        for slot in self.slots:
-            slot.ready = False
+        super().reset()
+        self.tensors = []
 
 
-Bucket = FlatGradients | LooseGradients
+def deal(named: Named, bucket_size_mb: float | None, *, alone: bool = True) -> list[Named]:
+    """Deal parameters to buckets by the sizes of their gradients (`plan_buckets`), in the order of launches.
+
+    With `alone`, a large gradient on a CPU has a bucket for itself, so that it need not be copied to travel.
+    """
+    kinds = [(each.dtype, each.device, each.requires_grad) for _, each in named]
+    sizes = [Size(each.numel(), each.itemsize, kind) for (_, each), kind in zip(named, kinds, strict=True)]
+    large = ALONE_BYTES if alone and not any(each.is_cuda for _, each in named) else None
+    return [[named[place] for place in places] for places in plan_buckets(sizes, bucket_size_mb, large)]
+
+
+def travels_alone(parameters: Sequence[nn.Parameter]) -> bool:
+    """True for a bucket of one gradient whose copy is worth to be saved: large, on a CPU, without gaps."""
+    first = parameters[0]
+    return len(parameters) == 1 and not first.is_cuda and first.nbytes >= ALONE_BYTES and is_dense(first)
 
 
 def _own(slot: Slot) -> Tensor:

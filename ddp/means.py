@@ -13,24 +13,25 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, Final
+from concurrent.futures import Future
+from typing import Final, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllreduceCoalescedOptions
 
-from muster.ddp.gradients import FlatGradients, LooseGradients
+from muster.ddp.gradients import Bucket, FlatGradients, LooseGradients
 from muster.ddp.primitives import chunks_of, exchange, ordered_reduce_scatter, ring_all_gather
 
-Wait = Callable[[], None]  # raises what the communication raised
+Wait = Callable[[], object]  # raises what the communication raised; waiting again is harmless
 Group = dist.ProcessGroup | None
+AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
 
-class Mean(ABC):
+class Mean(ABC, Generic[AnyBucket]):
     """A way to the mean; `scale` is what gradients are multiplied with on their way into the bucket."""
 
-    in_place = False  # True: it is given gradients as they are, `LooseGradients`
     at_most: int | None = None  # buckets under way at a time; None: any number
     wanted = True  # False: what is waited for now belongs to a backward that was given up
 
@@ -40,11 +41,11 @@ class Mean(ABC):
         self.scale = 1.0
 
     @abstractmethod
-    def start(self, bucket: Any) -> Wait:
+    def start(self, bucket: AnyBucket) -> Wait:
         """Start a bucket whose gradients are all there; waiting leaves their mean in it."""
 
 
-class AllReduceMean(Mean):
+class AllReduceMean(Mean[FlatGradients]):
     """Let the backend's own threads sum."""
 
     def __init__(self, group: Group) -> None:
@@ -52,7 +53,6 @@ class AllReduceMean(Mean):
         self.scale = 1.0 / self.ranks
 
     def start(self, bucket: FlatGradients) -> Wait:
-        """Start an asynchronous all-reduce."""
         message = bucket.message
         if message is not bucket.flat:
             message.copy_(bucket.flat)
@@ -66,10 +66,8 @@ class AllReduceMean(Mean):
         return wait
 
 
-class NcclMean(Mean):
+class NcclMean(Mean[LooseGradients]):
     """Let NCCL average gradients where they are, a bucket in one launch: one call of the host, and nothing copied."""
-
-    in_place = True
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
@@ -80,89 +78,74 @@ class NcclMean(Mean):
         """Let NCCL's stream wait for the gradients, then average; waiting makes the computing stream wait."""
         group = self.group or dist.group.WORLD
         assert group is not None
-        work = group.allreduce_coalesced(bucket.tensors, self._options)
-
-        def wait() -> None:
-            work.wait()
-
-        return wait
+        return group.allreduce_coalesced(bucket.tensors, self._options).wait
 
 
-class StreamMean(Mean):
+class StreamMean(Mean[FlatGradients]):
     """Let NCCL average on a stream beside the one that computes."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group)
-        self.stream = beside(device)
+        self._background = Background(group, device)
 
     def start(self, bucket: FlatGradients) -> Wait:
         """Let the stream wait for the gradients, then average."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            if bucket.message is not bucket.flat:
-                bucket.message.copy_(bucket.flat)
-            dist.all_reduce(bucket.message, op=dist.ReduceOp.AVG, group=self.group)
-            if bucket.message is not bucket.flat:
-                bucket.flat.copy_(bucket.message)
-            done = self.stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
+        return self._background.start(lambda: self._average(bucket))
+
+    def _average(self, bucket: FlatGradients) -> None:
+        if bucket.message is not bucket.flat:
+            bucket.message.copy_(bucket.flat)
+        dist.all_reduce(bucket.message, op=dist.ReduceOp.AVG, group=self.group)
+        if bucket.message is not bucket.flat:
+            bucket.flat.copy_(bucket.message)
 
 
-class OrderedMean(Mean):
-    """Sum in order; on CPUs a thread does so while the backward runs, on CUDA a stream."""
+class OrderedMean(Mean[FlatGradients]):
+    """Sum in order, while the backward runs."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group)
-        self.stream = beside(device) if device.type == "cuda" else None
-        self._thread = None if self.stream is not None else thread_of(group)
+        self._background = Background(group, device)
 
     def start(self, bucket: FlatGradients) -> Wait:
-        """Hand the bucket to the thread, or to the stream."""
         shards = [*bucket.closed, bucket.flat]
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                ordered_mean(shards, bucket.flat, self.group)
-                done = self.stream.record_event()
-            return lambda: torch.cuda.current_stream().wait_event(done)
-        task = Task(lambda: ordered_mean(shards, bucket.flat, self.group))
-        assert self._thread is not None
-        self._thread.tasks.put(task)
-        return task.wait
+        return self._background.start(lambda: ordered_mean(shards, bucket.flat, self.group))
 
 
-class Task:
-    """Something that another thread does."""
+class Background:
+    """What works while this rank computes: on CUDA a stream beside the computing one, on CPUs the group's thread."""
 
-    def __init__(self, do: Callable[[], None]) -> None:
-        self._do = do
-        self._done = threading.Event()
-        self._error: BaseException | None = None
+    def __init__(self, group: Group, device: torch.device) -> None:
+        self._where = beside(device) if device.type == "cuda" else thread_of(group)
 
-    def run(self) -> None:
-        """Do it, and keep what it raises for who waits."""
-        try:
-            self._do()
-        except BaseException as error:
-            self._error = error
-        self._do = _nothing  # what it was done with may be freed now
-        self._done.set()
+    def start(self, work: Callable[[], object]) -> Wait:
+        """Do some work after what the current stream has been given; on CUDA waiting makes the current stream wait."""
+        if isinstance(self._where, Worker):
+            return self._where.start(work)
+        self._where.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._where):
+            work()
+            done = self._where.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(done)
 
-    def wait(self) -> None:
-        """Wait until it is done; raise what it raised."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+
+_Task = tuple[Future[None], Callable[[], object]]
 
 
 class Worker:
-    """A thread that does tasks in the order in which they come, and ends with the last who holds this."""
+    """A thread that does work in the order in which it comes, and ends with the last who holds this."""
 
     def __init__(self) -> None:
-        self.tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         # A daemon: a peer that died must not keep this process from ending.
-        threading.Thread(target=_work, args=(self.tasks,), daemon=True).start()
-        weakref.finalize(self, self.tasks.put, None).atexit = False
+        threading.Thread(target=_work, args=(self._tasks,), daemon=True).start()
+        weakref.finalize(self, self._tasks.put, None).atexit = False
+
+    def start(self, work: Callable[[], object]) -> Wait:
+        """Have it done; waiting raises what it raised."""
+        done = Future[None]()
+        self._tasks.put((done, work))
+        return done.result
 
 
 # One thread a group, whoever shares it: messages of two threads of one group would be taken for one another.
@@ -179,15 +162,21 @@ def thread_of(group: Group) -> Worker:
     return worker
 
 
-def _work(tasks: "queue.SimpleQueue[Task | None]") -> None:
+def _work(tasks: "queue.SimpleQueue[_Task | None]") -> None:
     with torch.no_grad():
         while (task := tasks.get()) is not None:
-            task.run()
-            del task  # it waits long for the next one
-
-
-def _nothing() -> None:
-    pass
+            done, work = task
+            failed: BaseException | None = None
+            try:
+                work()
+            except BaseException as error:
+                failed = error
+            del task, work  # what it was done with may be freed before anybody has waited
+            if failed is None:
+                done.set_result(None)
+            else:
+                done.set_exception(failed)
+            del done, failed  # the next one may be long in coming
 
 
 def beside(device: torch.device) -> torch.cuda.Stream:
@@ -199,7 +188,9 @@ def beside(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device=device)  # type: ignore[no-untyped-call]
 
 
-def mean_for(group: Group, device: torch.device, *, exact: bool, flat: bool) -> Mean:
+def mean_for(
+    group: Group, device: torch.device, *, exact: bool, flat: bool
+) -> Mean[FlatGradients] | Mean[LooseGradients]:
     """Choose the way for a device and what was promised, never by how fast one is.
 
     `flat` asks for flat tensors: to send them as another type, or as the one message that they are.
@@ -234,7 +225,7 @@ def ordered_mean_part(shards: Sequence[Sequence[Tensor]], mine: Tensor, group: G
     """Put into `mine` this rank's part of an ordered mean; `shards` are cut into a part for each rank."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if ranks == 1:
-        add_in_order([parts[0] for parts in shards], mine)
+        mine.copy_(sum_in_order([parts[0] for parts in shards]))
     elif len(shards) == 1:
         ordered_reduce_scatter(shards[0], mine, group)
     else:
@@ -242,18 +233,16 @@ def ordered_mean_part(shards: Sequence[Sequence[Tensor]], mine: Tensor, group: G
         receiving = [torch.empty_like(sending[rank]) for _ in range(ranks)]
         exchange(sending, receiving, group)
         # rank 0's shards of my part, then rank 1's, ...
-        add_in_order([piece for each in receiving for piece in each.view(len(shards), -1)], mine)
-    _divide(mine, ranks * len(shards))
+        mine.copy_(sum_in_order([piece for each in receiving for piece in each.view(len(shards), -1)]))
+    if ranks * len(shards) > 1:
+        mine.div_(ranks * len(shards))
 
 
-def add_in_order(tensors: Sequence[Tensor], out: Tensor) -> None:
-    """Put into `out` the sum of tensors, added first to last; `out` may be one of them."""
-    total = tensors[0].clone()
-    for tensor in tensors[1:]:
+def sum_in_order(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of tensors, added first to last, in memory of its own."""
+    if len(tensors) == 1:
+        return tensors[0].clone()
+    total = tensors[0] + tensors[1]
+    for tensor in tensors[2:]:
         total += tensor
-    out.copy_(total)
-
-
-def _divide(tensor: Tensor, count: int) -> None:
-    if count > 1:
-        tensor.div_(count)
+    return total

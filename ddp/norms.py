@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.checks import device_of
 from muster.ddp.gradients import is_dense
 
 SUM_AT_MOST: Final = 2**20  # whole numbers below 2^32 that float64 adds exactly
@@ -98,7 +99,7 @@ def _device(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, reduce: 
     """Return where the tensors are; a rank without any asks what its group can send."""
     if tensors:
         return tensors[0].device
-    return torch.device("cuda" if reduce and dist.get_backend(group) == dist.Backend.NCCL else "cpu")
+    return device_of(group) if reduce else torch.device("cpu")
 
 
 def _largest(tensors: list[Tensor], device: torch.device) -> Tensor:

@@ -1,6 +1,7 @@
 """A wrapper whose gradients a reducer takes from the backward: what buckets and shards have in common."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,12 @@ from muster.ddp.stats import Stats
 class Reduced(DataParallel):
     """A wrapper with a reducer, or with none where there is nothing to synchronize."""
 
-    _reducer: Reducer | None = None
+    _reducer: Reducer[Any] | None = None
+
+    def _set_local(self, local: bool) -> None:
+        super()._set_local(local)
+        if self._reducer is not None:
+            self._reducer.local = local
 
     def finish_gradient_synchronization(self) -> None:
         """Finish what the backward has not: with hooks only a backward that reached no parameter.
@@ -44,13 +50,12 @@ class Reduced(DataParallel):
             self._reducer.reorder(lambda bucket: any(id(slot.parameter) in late for slot in bucket.slots))
 
     def stats(self) -> Stats:
-        """Return what the last synchronization of gradients took; on CUDA the host waits for it to have ended."""
         return Stats() if self._reducer is None else self._reducer.measured()
 
     def _close_shard(self) -> None:
         if self._reducer is not None:
             self._reducer.close_shard()
 
-    def _forget_shards(self) -> None:
+    def forget_shards(self) -> None:
         if self._reducer is not None:
             self._reducer.forget_shards()

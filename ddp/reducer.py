@@ -11,76 +11,66 @@ Li et al. 2020 (PyTorch Distributed) describe the countdown and why the order mu
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Generic
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from muster.ddp.buckets import ALONE_BYTES
 from muster.ddp.checks import require_used, used_by_any
-from muster.ddp.gradients import Bucket, FlatGradients, LooseGradients, Slot, is_dense
-from muster.ddp.means import Mean, Wait
+from muster.ddp.gradients import Bucket, Named, Slot
+from muster.ddp.means import AnyBucket, Mean, Wait
 from muster.ddp.stats import Stats
 from muster.ddp.stats import Wait as Watch
 from muster.ddp.timeouts import Entered, waiting_for
 
-Named = Sequence[tuple[str, nn.Parameter]]
 
+class Reducer(Generic[AnyBucket]):
+    """The `buckets` of a module's trainable parameters, in the order of their launches, on one rank.
 
-class Reducer:
-    """The buckets of a module's trainable parameters, on one rank.
-
-    `plan` has the places in `named` of each bucket's parameters, in the order in which buckets are launched. `bucket`
-    makes one of its number and parameters, if it shall not be one of `ddp/gradients.py`. Without `hooks` nothing
-    happens before `finish`.
+    `named` lists the parameters as messages name them. Without `hooks` nothing happens before `finish`.
     """
 
     def __init__(
         self,
         named: Named,
-        plan: Sequence[Sequence[int]],
-        mean: Mean,
+        buckets: Sequence[AnyBucket],
+        mean: Mean[AnyBucket],
         *,
-        message: torch.dtype | None = None,
         find_unused: bool = False,
         hooks: bool = True,
-        bucket: Callable[[int, Named], Any] | None = None,
     ) -> None:
+        self._names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
+        self.buckets = list(buckets)
         self.mean = mean
         self.find_unused = find_unused
         self.local = False  # True: gradients only accumulate
         self._sent = Stats()
         self.unused: frozenset[str] = frozenset()  # parameters that no rank has used, where that is asked
-        make = bucket or (lambda number, part: _bucket(number, part, mean, message))
-        self._buckets: list[Any] = [
-            make(number, [named[place] for place in places]) for number, places in enumerate(plan)
-        ]
         self._scale = None if mean.scale == 1.0 else torch.tensor(mean.scale, dtype=torch.float64)
-        self._order = {name: place for place, (name, _) in enumerate(named)}
         self._hooked = hooks
         self._owed = False  # True: a forward has run, or gradients have come, that are not synchronized yet
         self._running = False  # True: from the first gradient of a synchronization to its end
         self._asked = False  # True: autograd will call when the backward is over
         self._waits: list[Wait] = []  # of the buckets launched so far
         self._without: list[str] = []  # parameters of released buckets that have no gradient
-        self._released: list[Any] = []
+        self._released: list[AnyBucket] = []
         self._synchronized = 0
         self._watch: Watch | None = None
         me = weakref.ref(self)  # a wrapper that is gone leaves hooks that do nothing
-        slots = [slot for bucket in self._buckets for slot in bucket.slots]
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
         self._slots = {id(slot.parameter): slot for slot in slots}
         self._handles = [
-            slot.parameter.register_post_accumulate_grad_hook(partial(_ready, me, slot))
+            slot.parameter.register_post_accumulate_grad_hook(partial(_ready, me, slot))  # type: ignore[no-untyped-call]
             for slot in (slots if hooks else ())
         ]
-        weakref.finalize(self, _remove, self._handles, self._buckets).atexit = False
+        weakref.finalize(self, _remove, self._handles, self.buckets).atexit = False
 
     def remove(self) -> None:
         """Take the hooks off the parameters, and let go of the buckets."""
-        _remove(self._handles, self._buckets)
+        _remove(self._handles, self.buckets)
 
     def forward_begins(self) -> None:
         """Hear of a forward: what a backward that raised has left behind is cleared away."""
@@ -90,19 +80,19 @@ class Reducer:
 
     def close_shard(self) -> None:
         """Keep the gradients so far as those of one virtual shard."""
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.close_shard()
 
     @property
     def has_shards(self) -> bool:
         """True while virtual shards are kept apart."""
-        return any(bucket.closed for bucket in self._buckets)
+        return any(bucket.closed for bucket in self.buckets)
 
     def forget_shards(self) -> None:
         """Drop the virtual shards, and what a backward that raised has left behind."""
         if self._running:
             self._give_up()
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.reset()
 
     def finish(self, *, asked: bool = False) -> None:
@@ -115,39 +105,32 @@ class Reducer:
         """
         if asked and (self.local or not (self._owed or self._running or not self._hooked)):
             return
-        if not self._running:
-            self._begin()
         self._running, self._owed = False, False
         without = self._without
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             if bucket not in self._released:
                 without += bucket.fill_missing(self._scale)
-        for bucket in self._buckets[len(self._waits) :]:
+        for bucket in self.buckets[len(self._waits) :]:
             self._launch(bucket)
         watch = Watch(self.parameters[0].device)
-        for bucket, wait in zip(self._buckets, self._waits, strict=True):
+        for bucket, wait in zip(self.buckets, self._waits, strict=True):
             self._wait(bucket, wait)
         watch.stop()
         self._watch = watch
         if self.mean.ranks > 1:
-            self._sent = Stats(len(self._waits), sum(bucket.message_bytes for bucket in self._buckets))
+            self._sent = Stats(len(self._waits), sum(bucket.message_bytes for bucket in self.buckets))
         self._reset()
         self._synchronized += 1
         self._judge(without)
 
-    @property
-    def buckets(self) -> Sequence[Any]:
-        """The buckets, in the order in which they are launched."""
-        return self._buckets
-
-    def reorder(self, key: Callable[[Any], int]) -> None:
+    def reorder(self, key: Callable[[AnyBucket], int]) -> None:
         """Launch buckets in another order from now on: the same on all ranks."""
         if not self._running:
-            self._buckets.sort(key=key)
-            for number, bucket in enumerate(self._buckets):
+            self.buckets.sort(key=key)
+            for number, bucket in enumerate(self.buckets):
                 bucket.number = number
 
-    def release(self, buckets: Sequence[Any], *, are_over: bool = True) -> bool:
+    def release(self, buckets: Sequence[AnyBucket], *, are_over: bool = True) -> bool:
         """Launch buckets that are `held`, when their turn comes and all gradients are there; False if not yet.
 
         When they `are_over`, a gradient that autograd will not make in this backward is not waited for.
@@ -165,11 +148,6 @@ class Reducer:
         self._launch_due()
         return True
 
-    @property
-    def names(self) -> list[tuple[str, ...]]:
-        """The names of each bucket's parameters."""
-        return [tuple(slot.name for slot in bucket.slots) for bucket in self._buckets]
-
     def measured(self) -> Stats:
         """Return what the last synchronization took; on CUDA the host waits until that is known."""
         waited = 0.0 if self._watch is None else self._watch.seconds
@@ -186,8 +164,7 @@ class Reducer:
             slot.bucket.take(slot, None)
             self._owed = True
             return
-        if not self._running:
-            self._begin()
+        self._running = True
         if not self._asked:
             self._asked = True
             Variable._execution_engine.queue_callback(self._backward_is_over)
@@ -218,7 +195,7 @@ class Reducer:
 
     def _launch_due(self) -> None:
         """Launch what is complete, as far as all before it are."""
-        for bucket in self._buckets[len(self._waits) :]:
+        for bucket in self.buckets[len(self._waits) :]:
             if bucket.waiting or bucket.held:
                 return
             self._launch(bucket)
@@ -227,15 +204,12 @@ class Reducer:
         """Finish, unless this was a backward within a backward, as reentrant checkpointing runs, and more will come."""
         self._asked = False
         nested = torch._C._current_autograd_node() is not None
-        if not (nested and any(bucket.waiting for bucket in self._buckets)):
+        if not (nested and any(bucket.waiting for bucket in self.buckets)):
             self.finish()
 
-    def _begin(self) -> None:
-        self._running = True
-
-    def _launch(self, bucket: Bucket) -> None:
+    def _launch(self, bucket: AnyBucket) -> None:
         if self.mean.at_most is not None and (oldest := len(self._waits) - self.mean.at_most) >= 0:
-            self._wait(self._buckets[oldest], self._waits[oldest])
+            self._wait(self.buckets[oldest], self._waits[oldest])
         if bucket.wants_batches:
             bucket.take_all(self._scale)
         self._waits.append(self.mean.start(bucket))
@@ -247,7 +221,7 @@ class Reducer:
     def _entered(self, bucket: Bucket) -> Entered:
         """Say, after a failure, what was waited for."""
         first, last = bucket.slots[0], bucket.slots[-1]
-        count = len(self._buckets)
+        count = len(self.buckets)
         return Entered(
             self._synchronized + 1, bucket.number, count, len(self._waits), first.name, last.name, bucket.message_bytes
         )
@@ -256,7 +230,7 @@ class Reducer:
         """Wait for what a backward that raised has launched: the other ranks may have, too."""
         self.mean.wanted = False
         try:
-            for bucket, wait in zip(self._buckets, self._waits, strict=False):
+            for bucket, wait in zip(self.buckets, self._waits, strict=False):
                 self._wait(bucket, wait)
         finally:
             self.mean.wanted = True
@@ -265,14 +239,14 @@ class Reducer:
     def _reset(self) -> None:
         self._running, self._asked, self._waits = False, False, []
         self._without, self._released = [], []
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             bucket.reset()
 
     def _judge(self, without: Sequence[str]) -> None:
         """Refuse, at the first synchronization, parameters that no rank uses; or let them have no gradient."""
         if not self.find_unused and self._synchronized > 1:
             return
-        names = list(self._order)
+        names = self._names
         used = [name not in without for name in names]
         device = self.parameters[0].device
         if not self.find_unused:
@@ -293,25 +267,13 @@ def _remove(handles: Sequence[RemovableHandle], buckets: Sequence[Bucket]) -> No
         bucket.slots.clear()
 
 
-def _bucket(number: int, named: Named, mean: Mean, message: torch.dtype | None) -> Bucket:
-    return (
-        LooseGradients(number, named) if mean.in_place else FlatGradients(number, named, message, alone=_alone(named))
-    )
-
-
-def _alone(named: Named) -> bool:
-    """True for a bucket of one gradient whose copy is worth to be saved: large, on a CPU, without gaps."""
-    (first, *others) = (parameter for _, parameter in named)
-    return not others and not first.is_cuda and first.nbytes >= ALONE_BYTES and is_dense(first)
-
-
 def _will_come(slot: Slot) -> bool:
     """True if the backward that runs now will make this gradient yet."""
     node = torch.autograd.graph.get_gradient_edge(slot.parameter).node
     return torch._C._will_engine_execute_node(node)
 
 
-def _ready(reducer: "weakref.ref[Reducer]", slot: Slot, parameter: Tensor) -> None:
+def _ready(reducer: "weakref.ref[Reducer[AnyBucket]]", slot: Slot, parameter: Tensor) -> None:
     """Hand a gradient to a reducer that may be gone: the hook of every parameter."""
     if (alive := reducer()) is not None:
         alive.ready(slot)

@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from threading import Thread
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from muster.ddp.checks import ranks_in_words
 
+Answer = TypeVar("Answer")
 LATER_S: Final = 5.0  # how long a rank that timed out listens for others, which may time out that much later
 LOST_S: Final = 1.0  # the same after a lost connection: whoever closed it by timing out has said so by then
 STORE_S: Final = 2.0  # how much longer the store itself may take
@@ -146,22 +147,14 @@ def _why(entered: Entered, said: dict[int, _Said | None]) -> str:
 def _hear(mine: _Said, entered: Entered, group: dist.ProcessGroup, listen_s: float) -> dict[int, _Said]:
     """Say what this rank knows, and return what the ranks of the group said, this one included.
 
-    Ends when all came to this collective, or after `listen_s`: whatever happens to the store, which is asked on a
-    thread of its own, for its own time-outs are minutes.
+    Ends when all came to this collective, or after `listen_s`, whatever happens to the store.
     """
     heard = {group.rank(): mine}
-    asking = Thread(target=_ask, args=(mine, entered, group, listen_s, heard), daemon=True)
-    asking.start()
-    asking.join(listen_s + STORE_S)
-    return dict(heard)
 
-
-def _ask(mine: _Said, entered: Entered, group: dist.ProcessGroup, listen_s: float, heard: dict[int, _Said]) -> None:
-    """Write to the group's store, then read it until all have come or the time is over; fill `heard`."""
-    deadline = time.monotonic() + listen_s
-    absent = set(range(group.size())) - {group.rank()}
-    with contextlib.suppress(RuntimeError):  # the store went with its rank: what was heard so far must do
-        store = PrefixStore("ddp/timeouts", group.get_group_store())
+    def exchange(store: Store) -> None:
+        """Write, then read until all have come or the time is over; fill `heard`."""
+        deadline = time.monotonic() + listen_s
+        absent = set(range(group.size())) - {group.rank()}
         store.set(str(group.rank()), json.dumps(asdict(mine)))
         while True:
             for place in [each for each in absent if store.check([str(each)])]:
@@ -171,3 +164,23 @@ def _ask(mine: _Said, entered: Entered, group: dist.ProcessGroup, listen_s: floa
             if not absent or time.monotonic() > deadline:
                 return
             time.sleep(POLL_S)
+
+    ask_store(group, "ddp/timeouts", exchange, listen_s + STORE_S)
+    return dict(heard)  # of what was heard so far if the store went with its rank
+
+
+def ask_store(group: dist.ProcessGroup, prefix: str, ask: Callable[[Store], Answer], limit_s: float) -> Answer | None:
+    """Ask a group's store, on a thread of its own: where it went with its rank, its time-outs are minutes.
+
+    None: there was no answer in time, or the store is gone.
+    """
+    answers: list[Answer] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(ask(PrefixStore(prefix, group.get_group_store())))
+
+    asking = Thread(target=run, daemon=True)
+    asking.start()
+    asking.join(limit_s)
+    return answers[0] if answers else None

@@ -10,7 +10,6 @@ gradients and random numbers of the real layers stay as they are, however large 
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 import torch
@@ -25,68 +24,20 @@ By = Literal["count", "parameters", "flops", "profile"]
 META: Final = torch.device("meta")
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """What one cut lets through: forward an activation, backward its gradient, of the same shape and type.
-
-    `layer` is the first one after the cut. `overwrites` is true when that layer works in place on what it is given,
-    such as `nn.ReLU(inplace=True)`: an executor that keeps what it receives has to copy it first.
-    """
-
-    layer: int
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    overwrites: bool
-
-    @property
-    def activation_bytes(self) -> int:
-        """Bytes sent forward for a batch as large as the dummy's."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes sent backward: as many, or none where what crosses has no gradient (token ids)."""
-        return self.activation_bytes if self.has_gradient else 0
-
-    @property
-    def has_gradient(self) -> bool:
-        """True when what crosses is made of floating-point numbers."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-
 def boundary_sizes(
-    layers: nn.Sequential,
-    input_size: Sequence[int],
-    stages: int | Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
+    layers: nn.Sequential, input_size: Sequence[int], stages: int | Sequence[int]
 ) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
     """Return the shapes of activation and gradient at every cut, first to last; none for one stage.
 
     Over a batch of B samples the forward sends the sum of the activations: (P - 1) * B * N bytes for P stages where
     each sends N bytes a sample, however many layers there are; the backward the same of the gradients. The gradient is
-    None where token ids cross. Arguments and errors are those of `boundaries`.
-    """
-    found = boundaries(layers, input_size, stages, dtype=dtype)
-    return [(tuple(each.shape), tuple(each.shape) if each.has_gradient else None) for each in found]
-
-
-def boundaries(
-    layers: nn.Sequential,
-    input_size: Sequence[int],
-    stages: int | Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-) -> list[Boundary]:
-    """Return what crosses every cut, first to last.
+    None where token ids cross.
 
     Args:
-        layers: the whole model, on any device.
+        layers: the whole model, on any device. Its inputs are whole numbers where the first parameters are those of an
+            embedding, else of the type of the first parameters.
         input_size: of a batch, such as (32, 3, 32, 32) for images or (32, 128) for tokens.
         stages: how many, cut evenly by count; or their first layers, as `pipe.schedules.cuts` makes them.
-        dtype: of the inputs. Default: whole numbers where the first parameters are those of an embedding, else the
-            type of the first parameters.
 
     Raises:
         ValueError: cuts that cannot be, a layer that fails on such an input, or that returns no tensor.
@@ -95,22 +46,12 @@ def boundaries(
         cuts = even(len(layers), stages)
     else:
         cuts = by_hand(stages, len(layers), len(stages) + (tuple(stages[:1]) != (0,)))
-    found, names = [], list(layers._modules)
     with torch.no_grad():
-        for index, (entering, overwrites) in enumerate(_entering(layers, input_size, dtype)):
-            if index in cuts[1:]:
-                found.append(Boundary(index, names[index], entering.shape, entering.dtype, overwrites))
-    return found
+        crossing = [x for index, x in enumerate(_entering(layers, input_size)) if index in cuts[1:]]
+    return [(tuple(x.shape), tuple(x.shape) if _has_gradient(x) else None) for x in crossing]
 
 
-def weights_of(
-    layers: nn.Sequential,
-    by: By,
-    input_size: Sequence[int] | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    inputs: Tensor | None = None,
-) -> list[float]:
+def weights_of(layers: nn.Sequential, by: By, input_size: Sequence[int] | None = None) -> list[float]:
     """Weigh every layer, for `pipe.schedules.cuts.balanced`.
 
     Args:
@@ -119,9 +60,7 @@ def weights_of(
             operations of matrix products and convolutions, forward and backward, as `torch.utils.flop_counter` counts
             them on a dummy), or `profile` (seconds of a forward and a backward, measured on the device that the
             layers are on: least of several; no gradient, buffer or random state changes).
-        input_size: of a micro-batch; `flops` and `profile` need it.
-        dtype: of the inputs, as in `boundaries`.
-        inputs: a real micro-batch for `profile`. Default: ones of `input_size`, or token ids that differ.
+        input_size: of a micro-batch; `flops` and `profile` need it. A profile's is of ones, or token ids that differ.
 
     Raises:
         ValueError: another way to weigh, no size where one is needed, or a layer that fails.
@@ -132,39 +71,37 @@ def weights_of(
         return [1.0] * len(layers)
     if by == "parameters":
         return [float(sum(each.numel() for each in layer.parameters())) for layer in layers]
-    if by == "profile" and inputs is not None:
-        return layer_seconds(layers, inputs)
     if input_size is None:
         raise ValueError(f"weights by {by}: need input_size, the shape of a micro-batch, such as (32, 3, 32, 32)")
     if by == "flops":
-        return _flops(layers, input_size, dtype)
-    return layer_seconds(layers, _sample(layers, input_size, dtype))
+        return _flops(layers, input_size)
+    return layer_seconds(layers, _sample(layers, input_size))
 
 
-def _flops(layers: nn.Sequential, input_size: Sequence[int], dtype: torch.dtype | None) -> list[float]:
+def _flops(layers: nn.Sequential, input_size: Sequence[int]) -> list[float]:
     """Count the operations of every layer, forward and backward; the model's input has no gradient."""
-    totals, x = [], _dummy(layers, input_size, dtype)
+    totals, x = [], _dummy(layers, input_size)
     for name, layer in _named_layers(layers):
         with FlopCounterMode(display=False) as counter, _named(name, x), torch.enable_grad():
             y = _forward(layer, x.clone())  # a copy, for a layer may work in place on what it is given
             if y.requires_grad:
                 torch.autograd.backward(y, torch.empty_like(y))
         totals.append(float(counter.get_total_flops()))
-        x = y.detach().requires_grad_(y.is_floating_point() or y.is_complex())
+        x = y.detach().requires_grad_(_has_gradient(y))
     return totals
 
 
-def _entering(
-    layers: nn.Sequential, input_size: Sequence[int], dtype: torch.dtype | None
-) -> Iterator[tuple[Tensor, bool]]:
-    """Yield what enters every layer, and whether the layer works in place on it."""
-    x = _dummy(layers, input_size, dtype)
+def _has_gradient(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _entering(layers: nn.Sequential, input_size: Sequence[int]) -> Iterator[Tensor]:
+    """Yield what enters every layer."""
+    x = _dummy(layers, input_size)
     for name, layer in _named_layers(layers):
-        version = x._version
+        yield x
         with _named(name, x):
-            y = _forward(layer, x)
-        yield x, x._version != version
-        x = y
+            x = _forward(layer, x)
 
 
 def _forward(layer: nn.Module, x: Tensor) -> Tensor:
@@ -197,17 +134,17 @@ def _named_layers(layers: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
     return zip(layers._modules, layers, strict=True)
 
 
-def _dummy(layers: nn.Sequential, input_size: Sequence[int], dtype: torch.dtype | None) -> Tensor:
+def _dummy(layers: nn.Sequential, input_size: Sequence[int]) -> Tensor:
     if not len(layers):
         raise ValueError("layers: there are none")
-    return torch.empty(*input_size, dtype=dtype or _input_type(layers), device=META)
+    return torch.empty(*input_size, dtype=_input_type(layers), device=META)
 
 
-def _sample(layers: nn.Sequential, input_size: Sequence[int], dtype: torch.dtype | None) -> Tensor:
+def _sample(layers: nn.Sequential, input_size: Sequence[int]) -> Tensor:
     """Make a micro-batch to measure with: token ids that differ, for equal ones would all add to one row's gradient."""
     first = next(_with_parameters(layers), None)
     device = next((each.device for each in layers.parameters()), torch.device("cpu"))
-    dtype = dtype or _input_type(layers)
+    dtype = _input_type(layers)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.ones(*input_size, dtype=dtype, device=device)
     ids = first.num_embeddings if isinstance(first, nn.Embedding) else 2

@@ -26,6 +26,7 @@ from muster.pipe.draws import Hooks
 from muster.pipe.passages import WholeGraph
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Stage
+from muster.pipe.wires.channels import Layout
 
 
 def graphs_for(
@@ -41,21 +42,6 @@ def graphs_for(
     if layerwise or recompute:
         raise ValueError("cuda_graphs do not go with layerwise or recompute: what is recorded keeps its memory anyway")
     return Graphs(stages, hooks, device)
-
-
-class Layout(NamedTuple):
-    """What a tensor's memory is like."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Layout":
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-    def zeros(self, device: torch.device) -> Tensor:
-        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device).zero_()
 
 
 class Form(NamedTuple):
@@ -194,9 +180,9 @@ class _Slot:
         stream: torch.cuda.Stream,
         device: torch.device,
     ) -> None:
-        self.x = form.x.zeros(device)
-        self.targets = None if form.targets is None else form.targets.zeros(device)
-        self.gradient = gradient.zeros(device)
+        self.x = form.x.empty(device).zero_()
+        self.targets = None if form.targets is None else form.targets.empty(device).zero_()
+        self.gradient = gradient.empty(device).zero_()
         self._pool, self._stream = torch.cuda.graph_pool_handle(), stream
         self.of_x: Tensor | None = None
         self.backward = self.weights = None

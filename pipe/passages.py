@@ -90,7 +90,6 @@ class Recomputed(WholeGraph):
         return output
 
     def backward(self, gradient: Tensor) -> Tensor | None:
-        """Run the stage again, then go back."""
         given, targets = self.given, self.targets
         del self.given, self.targets
         with self.random.as_it_was(), self.before.as_they_were(), torch.enable_grad():

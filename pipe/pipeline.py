@@ -27,10 +27,10 @@ from muster.pipe.draws import Hooks
 from muster.pipe.graphs import Graphs, graphs_for
 from muster.pipe.marks import Mark, marks_for
 from muster.pipe.passages import PASSAGES
-from muster.pipe.run import Held, Parts, Row, Run, Span, check_model, cut_batch, device_of, evaluating, row_of
+from muster.pipe.run import Held, Parts, Row, Run, check_model, cut_batch, device_of, evaluating, row_of
 from muster.pipe.schedules import cuts as cutting
 from muster.pipe.schedules.actions import Schedule
-from muster.pipe.schedules.programs import Step
+from muster.pipe.schedules.programs import Span, Step
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Loss, Make, Stage
 from muster.pipe.ties import Tied, Ties, find_ties
@@ -98,7 +98,6 @@ class Pipeline:
         bounds = cutting.even(count, stages) if cuts is None else cutting.by_hand(cuts, count, stages)
         self.schedule, self.cuts, self.hooks = schedule, bounds, Hooks()
         self.on_last_backward: Callable[[int], None] | None = None  # (stage), when its gradients are complete
-        self.sums_ties = True  # False: `sum_ties()` is called later, as after a mean over data-parallel ranks
         self._spans: list[Span] | None = []
         self._marked: list[tuple[Step, Mark, Mark]] = []
 
@@ -140,7 +139,11 @@ class Pipeline:
 
     @property
     def spans(self) -> list[Span]:
-        """What this rank did in the last step, first to last; to read them waits for a GPU."""
+        """What this rank did in the last step, first to last, by `time.monotonic()`; to read them waits for a GPU.
+
+        Work, sends, and waits for what is received. On a GPU they are its computing stream's: a wait is the time in
+        which that had nothing else to do.
+        """
         if self._spans is None:
             times = self._marks.seconds([mark for _, *both in self._marked for mark in both])
             every = zip(self._marked, times[::2], times[1::2], strict=True)
@@ -190,10 +193,6 @@ class Pipeline:
     def __reduce__(self) -> Any:
         raise TypeError("a pipeline holds connections: it cannot be copied or pickled; copy its module, or state dict")
 
-    def sum_ties(self) -> None:
-        """Make gradients of weights that several ranks have the sum over all of them: a collective, once a gradient."""
-        self._guarded(self._ties.sum_gradients)
-
     def _step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         parts = cut_batch(inputs, targets, self.schedule.microbatches, self._meeting)
         if self._graphs is not None:
@@ -201,8 +200,7 @@ class Pipeline:
         run = Run(self.stages, self.schedule.stages - 1, self._channels, self._make, self.queue)
         run.on_last_backward, run.now = self.on_last_backward, self._marks.now
         self._marked, self._spans = run.marked, None
-        if self.sums_ties:
-            self._ties.begin(len(parts.weights))
+        self._ties.begin(len(parts.weights))
         with torch.enable_grad():
             self._do(run, self._row(len(parts.weights)), parts)
         if self.queue is not None:
@@ -214,8 +212,7 @@ class Pipeline:
             for index, part in enumerate(parts.inputs):
                 total += run.results[index].double() * len(part)
         self.loss_sum = self._meeting.tell_all(total, self.schedule.rank_of[-1]) if self._meeting else total
-        if self.sums_ties:
-            self._ties.sum_gradients()
+        self._ties.sum_gradients()
         return self.loss_sum / len(inputs)
 
     def _evaluate(self, inputs: Tensor) -> Tensor:

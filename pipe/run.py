@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from muster.pipe.marks import Mark
 from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.backlog import Way, backlogs
-from muster.pipe.schedules.messages import check, with_messages
-from muster.pipe.schedules.programs import Receive, Send, Step, received_before, sent_after
+from muster.pipe.schedules.checks import check
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.programs import Key, Receive, Send, Step, What, received_before, sent_after
 from muster.pipe.splitting.halves import WeightQueue
 from muster.pipe.stage import Passage, Stage
 from muster.pipe.wires.channels import Arrival, Channels, Form
@@ -44,15 +45,17 @@ class Held(nn.Module):
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Refuse another layer: the stages would go on with the first one."""
-        if name in self._modules:
-            raise AttributeError(f"layer {name!r} of a pipeline stays; change it before the Pipeline is built")
+        self._require_new(name)
         super().add_module(name, module)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse another layer here, too."""
+        self._require_new(name)
+        super().__setattr__(name, value)
+
+    def _require_new(self, name: str) -> None:
         if name in self.__dict__.get("_modules", ()):
             raise AttributeError(f"layer {name!r} of a pipeline stays; change it before the Pipeline is built")
-        super().__setattr__(name, value)
 
 
 def check_model(
@@ -170,17 +173,6 @@ def part_lengths(samples: int, parts: int) -> list[int]:
     return [length + (part < longer) for part in range(parts)]
 
 
-class Span(NamedTuple):
-    """When this rank did a step of its row, by `time.monotonic()`: work, a send, or the wait for what it received.
-
-    On a GPU: when its computing stream did. A wait there is the time in which that stream had nothing else to do.
-    """
-
-    step: Step
-    start_s: float
-    end_s: float
-
-
 class Parts(NamedTuple):
     """A batch in micro-batches."""
 
@@ -208,16 +200,16 @@ class Run:
         channels: Channels | None,
         make: Callable[[Stage, int], Passage] | None,
         queue: WeightQueue | None,
-        on_last_backward: Callable[[int], None] | None = None,
     ) -> None:
         self.stages, self.last_stage = stages, last_stage
-        self.channels, self.make, self.queue, self.on_last_backward = channels, make, queue, on_last_backward
+        self.channels, self.make, self.queue = channels, make, queue
+        self.on_last_backward: Callable[[int], None] | None = None
         self.results: dict[int, Tensor] = {}  # of the last stage, by micro-batch: losses, or outputs
         self.now: Callable[[], Mark] = time.monotonic
         self.marked: list[tuple[Step, Mark, Mark]] = []  # before and after each step
         self.at: Action | None = None  # for who asks what failed
-        self._handed: dict[tuple[str, int, int], Handed] = {}
-        self._made: dict[tuple[str, int, int], tuple[Tensor | None, bool]] = {}
+        self._handed: dict[Key, Handed] = {}
+        self._made: dict[Key, tuple[Tensor | None, bool]] = {}
         self._passages: dict[tuple[int, int], Passage] = {}
         self._borrowed: dict[tuple[int, int], list[Arrival]] = {}
         self._fresh: dict[int, list[nn.Parameter]] = {}  # of each stage the parameters that have no gradient yet
@@ -256,12 +248,12 @@ class Run:
         """Wait for a message, for the stage that needs it next."""
         assert self.channels is not None
         arrival = self.channels.wait(step)
-        self._handed[step.what, step.stage, step.microbatch] = Handed(arrival.buffer, arrival.learns, arrival)
+        self._handed[step.key] = Handed(arrival.buffer, arrival.learns, arrival)
 
     def send(self, step: Send) -> None:
         """Send what was made."""
         assert self.channels is not None
-        tensor, learns = self._made.pop((step.what, step.stage, step.microbatch))
+        tensor, learns = self._made.pop(step.key)
         self.channels.send(step, tensor, learns=learns)
 
     # Work -----------------------------------------------------------------------------------------------------------
@@ -346,7 +338,7 @@ class Run:
             self._borrowed.setdefault((number, microbatch), []).append(handed.arrival)
         return handed.tensor
 
-    def _hand_over(self, what: str, stage: int, microbatch: int, tensor: Tensor | None, *, learns: bool) -> None:
+    def _hand_over(self, what: What, stage: int, microbatch: int, tensor: Tensor | None, *, learns: bool) -> None:
         if stage in self.stages:  # this stage may be through with a buffer before that one is
             own = None if tensor is None else self._own(tensor)
             self._handed[what, stage, microbatch] = Handed(own, learns, None)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from muster.ddp.means import sum_in_order
 from muster.pipe.wires.channels import TIED_TAG
 from muster.pipe.wires.meeting import Meeting
 from muster.pipe.wires.wire import Message, Wire
@@ -144,7 +145,7 @@ class Ties:
                 total = self._sum_by_uses(tied, number, before)
             else:
                 own = tied.parameter.grad
-                total = _sum(self._exchange(tied, torch.zeros_like(tied.parameter) if own is None else own))
+                total = sum_in_order(self._exchange(tied, torch.zeros_like(tied.parameter) if own is None else own))
                 total = total if before is None else before + total
             if (own := tied.parameter.grad) is None or own.is_sparse:
                 tied.parameter.grad = total
@@ -163,7 +164,7 @@ class Ties:
                 for rank, stack in zip(tied.ranks, stacks, strict=True)
                 for stage, part in zip(self._stages(tied, rank), stack, strict=True)
             }
-            part = _sum([of_stage[stage] for stage in reversed(tied.stages)])
+            part = sum_in_order([of_stage[stage] for stage in reversed(tied.stages)])
             total = part if total is None else total.add_(part)
         assert total is not None
         return total
@@ -233,16 +234,6 @@ class Ties:
         for each in under_way:
             each.wait()
         return parts
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    """Add first to last, into a tensor of its own."""
-    if len(parts) == 1:
-        return parts[0].clone()
-    total = parts[0] + parts[1]
-    for part in parts[2:]:
-        total += part
-    return total
 
 
 def _whole(gradient: Tensor) -> Tensor:

@@ -15,30 +15,19 @@ for nothing delayed it; it is wrong by half of its round trip at most.
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.checks import device_of
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.draw import COMPUTE
 from muster.pipe.schedules.measured import Record
-from muster.pipe.schedules.messages import Send, Step
+from muster.pipe.schedules.programs import Send, Span, Step
 
 PINGS = 12
 Clock = Callable[[], float]
-
-
-class Span(Protocol):
-    """What a rank did from when to when, in seconds of its own clock."""
-
-    @property
-    def step(self) -> Step: ...
-    @property
-    def start_s(self) -> float: ...
-    @property
-    def end_s(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -60,7 +49,7 @@ def clock_offsets(
     offsets = [Offset(0.0, 0.0)] * ranks
     if ranks == 1:
         return offsets
-    stamp = torch.zeros((), dtype=torch.float64, device=_device(process_group))
+    stamp = torch.zeros((), dtype=torch.float64, device=device_of(process_group))
     for peer in range(1, ranks):
         if rank == 0:
             rounds = [_ping(stamp, peer, process_group, clock) for _ in range(pings)]
@@ -143,8 +132,3 @@ def _place(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if group is None and not dist.is_initialized():
         return 0, 1
     return dist.get_rank(group), dist.get_world_size(group)
-
-
-def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where tensors must be for this group."""
-    return torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")

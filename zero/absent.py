@@ -115,48 +115,51 @@ def _wait_for(parameter: Any) -> None:
         wait()
 
 
-class Expect:
-    """Some parameters, to be coming and to have come; `wait`, a weak reference, ends it for all that are."""
+class _Disguise:
+    """Some parameters that are of another class for a while."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], wait: _Wait) -> None:
-        self._kinds = [(parameter, type(parameter)) for parameter in parameters]
-        for parameter in parameters:
-            _WAITS[parameter] = wait
+    kind: type[nn.Parameter]
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._own = [(parameter, type(parameter)) for parameter in parameters]
 
     def begin(self) -> None:
-        """Let who reads them wait."""
-        for parameter, _ in self._kinds:
-            parameter.__class__ = Coming
+        """Make them of that class."""
+        for parameter, _ in self._own:
+            parameter.__class__ = self.kind
 
     def end(self) -> None:
         """Make them what they were."""
-        for parameter, kind in self._kinds:
+        for parameter, kind in self._own:
             parameter.__class__ = kind
 
 
-class Leave:
-    """The names and classes of some parameters, to be absent and to come back."""
+class Expect(_Disguise):
+    """Some parameters, to be coming and to have come; `wait`, a weak reference, ends it for all that are."""
+
+    kind = Coming
+
+    def __init__(self, parameters: Sequence[nn.Parameter], wait: _Wait) -> None:
+        super().__init__(parameters)
+        for parameter in parameters:
+            _WAITS[parameter] = wait
+
+
+class Leave(_Disguise):
+    """Some parameters and their names, to be absent and to come back."""
+
+    kind = Absent
 
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
-        self._kinds = [(parameter, type(parameter)) for parameter in parameters]
+        super().__init__(parameters)
         for name, parameter in zip(names, parameters, strict=True):
             _NAMES[parameter] = name
             _LOST.pop(parameter, None)
 
     def lose(self) -> None:
         """Hear that nobody will gather them any more."""
-        for parameter, _ in self._kinds:
+        for parameter, _ in self._own:
             _LOST[parameter] = True
-
-    def take(self) -> None:
-        """Let nobody read them."""
-        for parameter, _ in self._kinds:
-            parameter.__class__ = Absent
-
-    def end(self) -> None:
-        """Make them what they were."""
-        for parameter, kind in self._kinds:
-            parameter.__class__ = kind
 
 
 def _refuse_clipping(asks: FrameType) -> None:

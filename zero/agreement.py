@@ -9,17 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from muster.ddp.checks import difference_of, gather_json
+from muster.ddp.checks import device_of, difference_of, gather_json
+from muster.ddp.means import Group
 
-Group = dist.ProcessGroup | None
 MISTAKES = (ValueError, TypeError, RuntimeError, KeyError, AssertionError)  # what torch.optim raises for a wrong value
-
-
-def device_of(group: Group) -> torch.device:
-    """Return where a group can send small things from."""
-    return torch.device("cuda" if dist.get_backend(group) == dist.Backend.NCCL else "cpu")
 
 
 @contextmanager

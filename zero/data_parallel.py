@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.ddp.buckets import ALONE_BYTES, Size, plan_buckets, require_size
+from muster.ddp.buckets import require_size
+from muster.ddp.gradients import Named, deal
 from muster.ddp.malloc import keep_freed_memory
 from muster.ddp.reduced import Reduced
 from muster.ddp.reducer import Reducer
-from muster.zero.flat import FlatParameters, Named, by_kind
+from muster.zero.flat import FlatParameters, by_kind
 from muster.zero.gather import Gather, NeighbourGather, gather_for
-from muster.zero.gradients import KeptGradients, PassingGradients, may_travel_alone
+from muster.zero.gradients import Gradients, KeptGradients, PassingGradients
 from muster.zero.neighbours import neighbours_of
 from muster.zero.scatter import UNDER_WAY, NeighbourScatter, Scatter, scatter_for
 from muster.zero.sharded import Sharded
@@ -120,10 +121,7 @@ class ShardedDataParallel(Sharded, Reduced):
             self.homes = [home for homes in of_units for home in homes]
             keep_freed_memory()  # units' is taken and given back all the time
             for home in self.homes:
-                home.keeps_rounded = False
-            for home in self.homes:
                 home.split()
-                home.free()
             self._settle(gather)
             windows = [Window(unit, homes, gather, self.weakly()) for unit, homes in zip(units, of_units, strict=True)]
             self.presence = Windows(self.module, windows, gather, reshard=self.reshard_after_forward)
@@ -167,14 +165,10 @@ class ShardedDataParallel(Sharded, Reduced):
 
     def _buckets_of(self, named: Named) -> list[Named]:
         """Deal parameters to flat tensors as their gradients are dealt to buckets; frozen ones have their own."""
-        learning = [(name, each) for name, each in named if each.requires_grad]
         frozen = [(name, each) for name, each in named if not each.requires_grad]
-        sizes = [Size(each.numel(), each.element_size(), (each.dtype, each.device)) for _, each in learning]
-        alone = None if self.device.type == "cuda" else ALONE_BYTES
-        plan = plan_buckets(sizes, self.bucket_size_mb, alone)
-        return [*([learning[place] for place in places] for places in plan), *by_kind(frozen)]
+        return [*deal(self.trainable(), self.bucket_size_mb), *by_kind(frozen)]
 
-    def _build(self) -> Reducer | None:
+    def _build(self) -> Reducer[Gradients] | None:
         """Hook the gradients: the last units' buckets are launched first, the root unit's last."""
         homes = [home for home in self.homes if home.trains]
         if self.stage == 3:
@@ -182,25 +176,15 @@ class ShardedDataParallel(Sharded, Reduced):
             homes = [home for home in homes[::-1] if id(home) not in root] + [h for h in homes if id(h) in root]
         if not homes:
             return None
-        named = [pair for home in homes for pair in zip(home.names, home.parameters, strict=True)]
-        places, plan = 0, []
-        for home in homes:
-            plan.append(tuple(range(places, places + len(home.names))))
-            places += len(home.names)
-        return Reducer(
-            named,
-            plan,
-            self.scatter,
-            find_unused=self.find_unused_parameters,
-            bucket=lambda number, _: self._gradients(number, homes[number]),
-        )
+        named = [pair for home in homes for pair in home.named]
+        buckets = [self._gradients(number, home) for number, home in enumerate(homes)]
+        return Reducer(named, buckets, self.scatter, find_unused=self.find_unused_parameters)
 
-    def _gradients(self, number: int, home: FlatParameters) -> KeptGradients | PassingGradients:
+    def _gradients(self, number: int, home: FlatParameters) -> Gradients:
         message = None if self.communication_dtype == home.dtype else self.communication_dtype
-        if self.stage == 1 and (flats := self._flats.get(id(home))) is not None:
-            return KeptGradients(number, home, message, alone=False, flat=flats[home.rank])
         if self.stage == 1:
-            return KeptGradients(number, home, message, alone=may_travel_alone(home, ALONE_BYTES))
+            flats = self._flats.get(id(home))
+            return KeptGradients(number, home, message, flat=None if flats is None else flats[home.rank])
         return PassingGradients(number, home, message, held=home not in self._root_homes() and self.stage == 3)
 
     def _let_go(self) -> None:
@@ -231,8 +215,8 @@ class ShardedDataParallel(Sharded, Reduced):
 
     def _set_local(self, local: bool) -> None:
         super()._set_local(local)
-        if self._reducer is not None:
-            self._reducer.local = local and self.accumulate == "local"
+        if self._reducer is not None and self.accumulate == "sharded":
+            self._reducer.local = False  # every backward is synchronized
 
     def _settings(self) -> dict[str, object]:
         return {

@@ -18,10 +18,10 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from muster.ddp.gradients import Named
 from muster.zero.absent import Leave, as_it_is, send, unsend
 from muster.zero.layout import Layout, Slice
 
-Named = Sequence[tuple[str, nn.Parameter]]
 ALIGNMENT: Final = 64  # bytes: as PyTorch's CPU allocator has it; NCCL wants 16
 
 
@@ -72,7 +72,6 @@ class FlatParameters:
         self._shard: Tensor | None = self.full[self.begin : self.end]
         self._lent: Tensor | None = None  # what a shard that is not kept would be
         self.stepped = self._shard  # or its master
-        self.keeps_rounded = True  # False: of a parameter with a master only that is kept, and rounded for every gather
         self.grad: Tensor | None = None
         self.is_split = False  # True: the shard has memory of its own
         self.is_whole = True  # False: the flat tensor has no memory now
@@ -103,15 +102,21 @@ class FlatParameters:
         return [flat[begin:end] for begin, end in bounds]
 
     @property
+    def named(self) -> Named:
+        """The parameters, with their names."""
+        return list(zip(self.names, self.parameters, strict=True))
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of the whole."""
         return self.layout.length * self.dtype.itemsize
 
     def split(self) -> None:
-        """Give the shard memory of its own, so that the flat tensor's can be given back."""
+        """Give the shard memory of its own, and the flat tensor's back."""
         self._shard = self.stepped = self.shard.clone()
         self.is_split = True
         self._leave = Leave(self.names, self.parameters)
+        self.free()
 
     @torch.no_grad()
     def settle(self, full: Tensor) -> None:
@@ -135,12 +140,17 @@ class FlatParameters:
         assert self.is_split
         self.full.untyped_storage().resize_(0)
         self.is_whole = False
-        self._leave.take()
+        self._leave.begin()
 
     def arrive(self) -> None:
         """Hear that the flat tensor holds the whole again."""
         self.is_whole = True
         self._leave.end()
+
+    def outdate(self) -> None:
+        """Have graphs refused that were made of the parameters so far: they are stepped."""
+        with as_it_is():
+            torch.autograd.graph.increment_version(self.parameters)
 
     def lose(self) -> None:
         """Hear that nobody will gather the whole any more."""
@@ -156,10 +166,10 @@ class FlatParameters:
             parameter.data = each
 
     def make_masters(self) -> None:
-        """Step a float32 copy of the shard from now on."""
+        """Step a float32 copy of the shard from now on; where the whole is gathered anew each time, keep that only."""
         if not self.has_masters():
             self.stepped = self.shard.float()
-            if not self.keeps_rounded:
+            if self.is_split:
                 self._shard = None
 
     def has_masters(self) -> bool:

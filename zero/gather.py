@@ -1,9 +1,8 @@
 """How the ranks' shards become whole parameters again. Each way starts a flat tensor and returns what to wait for.
 
-    RingGather        CPUs on several hosts: a ring, by the group's thread, within 6 % of what the links can
+    LinkGather        GPUs: the backend's all-gather; CPUs on several hosts: a ring, within 6 % of what the links can
     BroadcastGather   CPUs of one host: a broadcast of each shard, by gloo's threads
     NeighbourGather   CPUs of one host whose ranks can read each other's memory: copies
-    StreamGather      GPUs: the backend's all-gather on a stream beside the computing one
 
 All bring the same bits. Between hosts gloo's broadcasts at once take 2.3 times a ring's time; within one nothing is
 sent twice over a link, and they need a third less of the CPU than our ring's messages.
@@ -19,11 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from muster.ddp.checks import gather_json
-from muster.ddp.means import Group, Task, Wait, beside, thread_of
-from muster.ddp.primitives import ring_all_gather
+from muster.ddp.means import Background, Group, Wait
+from muster.ddp.primitives import all_gather, ring_all_gather
 from muster.zero.flat import FlatParameters
 from muster.zero.neighbours import Neighbours, at_once, once
-from muster.zero.scatter import all_gather
 
 
 class Gather(ABC):
@@ -47,26 +45,24 @@ class Gather(ABC):
         """Fill `out`, as long as the whole, with the ranks' shards; waiting twice is harmless."""
 
 
-class RingGather(Gather):
-    """A ring, by the group's thread."""
+class LinkGather(Gather):
+    """The backend's all-gather on a GPU, a ring on CPUs; in the background."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, device: torch.device) -> None:
         super().__init__(group)
-        self._thread = thread_of(group)
+        self._background = Background(group, device)
 
     def start(self, home: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
-        """Hand it to the thread."""
+        if out.is_cuda:
+            return self._background.start(lambda: all_gather(out, shard, group=self.group))
         parts = home.parts(out)
-        task = Task(lambda: ring_all_gather(shard, parts, self.group))
-        self._thread.tasks.put(task)
-        return task.wait
+        return self._background.start(lambda: ring_all_gather(shard, parts, self.group))
 
 
 class BroadcastGather(Gather):
     """A broadcast of each rank's shard, all at once."""
 
     def start(self, home: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
-        """Start them; waiting twice is harmless."""
         parts = home.parts(out)
         own = parts[home.rank]
         works = [
@@ -140,29 +136,13 @@ class NeighbourGather(Gather):
                 part.copy_(theirs)
 
 
-class StreamGather(Gather):
-    """The backend's all-gather, on a stream beside the computing one."""
-
-    def __init__(self, group: Group, device: torch.device) -> None:
-        super().__init__(group)
-        self.stream = beside(device)
-
-    def start(self, home: FlatParameters, shard: Tensor, out: Tensor) -> Wait:
-        """Let the stream wait for the shard, then gather; waiting makes the computing stream wait."""
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            all_gather(out, shard, group=self.group)
-            done = self.stream.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(done)
-
-
 def gather_for(group: Group, device: torch.device, neighbours: Neighbours | None = None) -> Gather:
     """Choose the way for a device and where the ranks are, never by how fast one is: a collective."""
-    if device.type == "cuda":
-        return StreamGather(group, device)
     if neighbours is not None:
         return NeighbourGather(group, neighbours)
-    return BroadcastGather(group) if on_one_host(group) else RingGather(group)
+    if device.type != "cuda" and on_one_host(group):
+        return BroadcastGather(group)
+    return LinkGather(group, device)
 
 
 def on_one_host(group: Group) -> bool:

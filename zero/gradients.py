@@ -8,14 +8,14 @@ Both are dealt as the flat parameters are, so that shard and shard fit. Afterwar
 is in `FlatParameters.grad`, and the next synchronization is added to it.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from muster.ddp.gradients import UNSHARED, FlatGradients, Slot, owners, refuse_sparse
+from muster.ddp.gradients import UNSHARED, Bucket, FlatGradients, Slot, owners, refuse_sparse, travels_alone
+from muster.ddp.means import Wait
 from muster.zero.absent import as_it_is
 from muster.zero.flat import FlatParameters
+from muster.zero.neighbours import at_once
 
 
 class KeptGradients(FlatGradients):
@@ -27,14 +27,15 @@ class KeptGradients(FlatGradients):
         home: FlatParameters,
         message: torch.dtype | None,
         *,
-        alone: bool,
         flat: Tensor | None = None,
     ) -> None:
         self.home = home
-        self.before_writing: Callable[[], None] = _at_once  # returns when nobody reads the flat tensor any more
-        named = list(zip(home.names, home.parameters, strict=True))
+        self.before_writing: Wait = at_once  # returns when nobody reads the flat tensor any more
         layout = home.layout
-        super().__init__(number, named, message, alone=alone, offsets=layout.offsets, elements=layout.length, flat=flat)
+        alone = flat is None and travels_alone(home.parameters) and not layout.gaps
+        super().__init__(
+            number, home.named, message, alone=alone, offsets=layout.offsets, elements=layout.length, flat=flat
+        )
         self._used: set[str] = set()
         self._own_gaps = [
             (max(start, home.begin), min(stop, home.end))
@@ -48,12 +49,10 @@ class KeptGradients(FlatGradients):
         super().take(slot, scale)
 
     def take_all(self, scale: Tensor | None) -> None:
-        """Put all gradients in their places at once."""
         self._clear()
         super().take_all(scale)
 
     def fill_missing(self, scale: Tensor | None) -> list[str]:
-        """Take what has not come."""
         self._clear()
         return _never_used(self, super().fill_missing(scale))
 
@@ -79,30 +78,18 @@ class KeptGradients(FlatGradients):
             self.home.grad = mean.clone()
 
 
-class PassingGradients:
+class PassingGradients(Bucket):
     """Gradients where autograd made them, and now and then a flat tensor of them."""
 
-    alone = False
-    wants_batches = False  # it is told of each gradient, and packs them when it is sent
-
     def __init__(self, number: int, home: FlatParameters, message: torch.dtype | None, *, held: bool = False) -> None:
-        self.number = number
         self.home = home
         with as_it_is():
-            self.slots = [
-                Slot(self, name, each, each)  # type: ignore[arg-type]
-                for name, each in zip(home.names, home.parameters, strict=True)
-            ]
-        self.closed: list[Tensor] = []
-        self.waiting = len(self.slots)
+            super().__init__(number, home.named)
         self.flat: Tensor | None = None
         self.held = self._held = held  # True: launched when somebody says so, not when all gradients are there
         self._used: set[str] = set()
         self._type = message or home.dtype
         self.message_bytes = home.layout.length * self._type.itemsize
-
-    def take(self, slot: Slot, scale: Tensor | None) -> None:
-        """Leave a gradient where it is."""
 
     def pack(self, scale: float) -> Tensor:
         """Copy the gradients side by side, times `scale`, and let them go; return what is sent.
@@ -160,13 +147,9 @@ class PassingGradients:
                     slot.parameter.grad = torch.zeros_like(slot.parameter)
         return _never_used(self, [slot.name for slot in without if not slot.earlier])
 
-    def close_shard(self) -> None:
-        """Keep the gradients as those of a virtual shard, and begin the next one without any."""
-        without = self.fill_missing(None)
-        self.closed.append(self.pack(1.0))
-        self.flat = None
-        for slot in self.slots:
-            slot.earlier = slot.name not in without
+    def _shard(self) -> Tensor:
+        shard, self.flat = self.pack(1.0), None
+        return shard
 
     def deliver(self, mean: Tensor) -> None:
         """Hand this rank's part over, in the parameters' type, without the memory of the whole around it."""
@@ -174,26 +157,17 @@ class PassingGradients:
         self.flat = None
 
     def reset(self) -> None:
-        """Wait for all gradients anew."""
-        self.waiting, self.closed, self.flat, self.held = len(self.slots), [], None, self._held
-        for slot in self.slots:
-            slot.ready = slot.earlier = False
+        super().reset()
+        self.flat, self.held = None, self._held
 
 
-def _never_used(bucket: KeptGradients | PassingGradients, without: list[str]) -> list[str]:
+Gradients = KeptGradients | PassingGradients
+
+
+def _never_used(bucket: Gradients, without: list[str]) -> list[str]:
     """Leave out parameters that an earlier synchronization gave a gradient, which is in the shard still."""
     if bucket.home.grad is None:
         bucket._used = set()
     never = [name for name in without if name not in bucket._used]
     bucket._used.update({slot.name for slot in bucket.slots}.difference(never))
     return never
-
-
-def may_travel_alone(home: FlatParameters, alone_bytes: int) -> bool:
-    """True for a flat tensor of one large parameter on a CPU, whose gradient need not be copied to travel."""
-    only = home.parameters[0]
-    return len(home.parameters) == 1 and not home.layout.gaps and not only.is_cuda and only.nbytes >= alone_bytes
-
-
-def _at_once() -> None:
-    pass

@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.ddp.gradients import Named
+from muster.ddp.primitives import all_gather
 from muster.ddp.stats import Stats, Wait
-from muster.zero.absent import as_it_is
-from muster.zero.flat import FlatParameters, Named, by_kind
+from muster.zero.flat import FlatParameters, by_kind
 from muster.zero.gather import gather_for
-from muster.zero.scatter import all_gather
 from muster.zero.sharded import Sharded
 from muster.zero.whole import Presence
 
@@ -45,9 +45,7 @@ class Layer:
         # `FlatParameters` knows the `unsharded_param_shapes`: while its memory is there, parameters are views of it.
         self.homes = [FlatParameters(each, rank=rank, ranks=ranks) for each in by_kind(parameters)]
         for home in self.homes:
-            home.keeps_rounded = False
             home.split()
-            home.free()
         self.works_in_place = any(getattr(part, "inplace", False) for part in module.modules())
         self.handles = [part.register_forward_pre_hook(self.require_whole) for part in module.modules()]
 
@@ -69,7 +67,6 @@ class Sliced(Presence):
         self.handles = [handle for layer in layers for handle in layer.handles]
 
     def remove(self) -> None:
-        """Take the hooks away."""
         for handle in self.handles:
             handle.remove()
 
@@ -84,7 +81,6 @@ class Sliced(Presence):
 
     @contextmanager
     def all_open(self) -> Iterator[None]:
-        """Gather all of them."""
         for layer in self.layers:
             self.gather(layer)
         try:
@@ -96,8 +92,7 @@ class Sliced(Presence):
     def spread(self, homes: Sequence[FlatParameters]) -> None:
         """Gather nothing after a step, the next forward does; graphs made before it are refused."""
         for home in homes:
-            with as_it_is():
-                torch.autograd.graph.increment_version(home.parameters)
+            home.outdate()
 
     def synchronize(self) -> None:
         """Do nothing: nothing is under way between calls."""
@@ -267,9 +262,3 @@ class Layerwise(Sharded):
         """Return what the last backward's reductions took: all of it is wait, for nothing runs meanwhile."""
         sent = sum(home.full_bytes for home in self.homes if home.trains) if self._waits else 0
         return Stats(len(self._waits), sent, sum(each.seconds for each in self._waits))
-
-    def _close_shard(self) -> None:
-        """Nobody asks: sums are not exact."""
-
-    def _forget_shards(self) -> None:
-        """There are none."""

@@ -39,8 +39,8 @@ class Neighbours:
         Raises:
             RuntimeError: on every rank, if one could not make or map them.
         """
-        own = [_File(elements * dtype.itemsize) for elements, dtype in sizes]
-        places = gather_json([os.getpid(), [file.descriptor for file in own]], self.group, CPU)
+        own = [_file(elements * dtype.itemsize) for elements, dtype in sizes]
+        places = gather_json([os.getpid(), own], self.group, CPU)
         shared: list[list[Tensor]] = [[] for _ in sizes]
         failed = ""
         try:
@@ -50,8 +50,8 @@ class Neighbours:
         except (OSError, RuntimeError) as error:
             failed = str(error).splitlines()[0]
         ended = gather_json(failed, self.group, CPU)
-        for file in own:
-            file.close()
+        for descriptor in own:
+            os.close(descriptor)
         if any(ended.values()):
             told = "; ".join(f"rank {rank}: {why}" for rank, why in ended.items() if why)
             raise RuntimeError(f"memory that the ranks of this host share could not be mapped: {told}")
@@ -64,15 +64,11 @@ class Neighbours:
         return once(work.wait)
 
 
-class _File:
-    """A file without a name, in memory, for as long as it is mapped or open."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.descriptor = os.memfd_create("shard")
-        os.ftruncate(self.descriptor, size_bytes)
-
-    def close(self) -> None:
-        os.close(self.descriptor)
+def _file(size_bytes: int) -> int:
+    """Return the descriptor of a file without a name, in memory, for as long as it is mapped or open."""
+    descriptor = os.memfd_create("shard")
+    os.ftruncate(descriptor, size_bytes)
+    return descriptor
 
 
 def _mapped(pid: int, descriptor: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -91,18 +87,18 @@ def neighbours_of(group: Group, device: torch.device) -> Neighbours | None:
     if device.type == "cuda" or dist.get_world_size(group) == 1:
         return None
     token = secrets.token_bytes(TOKEN_BYTES)
-    file = None
+    descriptor = -1
     try:
-        file = _File(TOKEN_BYTES)
-        os.pwrite(file.descriptor, token, 0)
+        descriptor = _file(TOKEN_BYTES)
+        os.pwrite(descriptor, token, 0)
     except (AttributeError, OSError):  # not Linux; no memory
         pass
-    told = [os.getpid(), -1 if file is None else file.descriptor, token.hex()]
+    told = [os.getpid(), descriptor, token.hex()]
     everybody = gather_json(told, group, device)
     reads_all = all(_reads(*each) for each in everybody.values())
     agreed = all(gather_json(reads_all, group, device).values())
-    if file is not None:
-        file.close()
+    if descriptor >= 0:
+        os.close(descriptor)
     return Neighbours(group) if agreed else None
 
 

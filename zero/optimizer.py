@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from muster.ddp.checks import require_member
+from muster.ddp.means import Group
 from muster.ddp.norms import clip_by, plain_norm, reproducible_norm
 from muster.zero import loading, states
 from muster.zero.absent import as_it_is
@@ -27,7 +28,6 @@ from muster.zero.layout import Slice, runs
 from muster.zero.scaling import overflow
 from muster.zero.sources import Alone, Source
 
-Group = dist.ProcessGroup | None
 Parameters = Iterable[Any]
 NAMES: Final = "param_names"
 _UNSET: Final = object()
@@ -208,7 +208,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         The float32 copy of a parameter of 16 bits is the state "master".
         """
-        return states.held(self.segments, self.inner)
+        return [each for _, _, kept in states.held(self) for each in kept]
 
     @property
     def state(self) -> Any:

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,7 @@ class SameOrder:
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self._group = group
         self._compares = device.type == "cpu" and dist.get_world_size(group) > 1
-        self._asked: tuple[Tensor, Any] | None = None  # what is compared, and what to wait for
+        self._asked: tuple[Tensor, dist.Work] | None = None  # what is compared, and what to wait for
 
     def begin(self, what: str, waiting: Callable[[Wait], None]) -> None:
         """Check that all ranks begin the same, before anything of it is sent: a collective of two numbers.
@@ -59,10 +58,12 @@ class SameOrder:
                 "all ranks run the same units, or share out less: stage=2"
             )
 
-    def _compare(self, what: str) -> tuple[Tensor, Any]:
+    def _compare(self, what: str) -> tuple[Tensor, dist.Work]:
         number = zlib.crc32(what.encode())
         both = torch.tensor([number, -number])
-        return both, dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        assert work is not None
+        return both, work
 
 
 def _differ(both: Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.zero.agreement import device_of
+from muster.ddp.checks import device_of
 
 if TYPE_CHECKING:
     from muster.zero.optimizer import ShardedOptimizer

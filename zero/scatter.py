@@ -1,36 +1,30 @@
 """How a bucket of gradients becomes this rank's shard of their mean. Each way starts it and returns what to wait for.
 
-    RingScatter      CPUs: a ring of sends and receives, by the group's thread, while the backward goes on
+    LinkScatter      GPUs: the backend's reduce-scatter; CPUs: a ring; in the background, while the backward goes on
     ExchangeScatter  CPUs of one host: an exchange by gloo's threads
     NeighbourScatter CPUs of one host, stage 1: each rank adds up its part out of the others' memory
     OrderedScatter   exact: an exchange, then sums in the order of ranks and virtual shards, and one division
-    StreamScatter    GPUs: the backend's reduce-scatter on a stream beside the computing one
 
 gloo's own reduce_scatter sends as much as an all-reduce, and is one (pytorch#118911).
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.ddp.means import Group, Mean, Task, Wait, beside, is_nccl, ordered_mean_part, thread_of
-from muster.ddp.primitives import ring_reduce_scatter
-from muster.zero.gradients import KeptGradients, PassingGradients
+from muster.ddp.means import Background, Group, Mean, Wait, is_nccl, ordered_mean_part
+from muster.ddp.primitives import reduce_scatter, ring_reduce_scatter
+from muster.zero.gradients import Gradients, KeptGradients
 from muster.zero.neighbours import Neighbours, at_once, once
 
 UNDER_WAY: Final = 2  # buckets whose whole gradients are held at a time, where they are not kept
 
-Gradients = KeptGradients | PassingGradients
-# torch 2.13 renamed these, and warns about the old names
-reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-
-class Scatter(Mean):
+class Scatter(Mean[Gradients]):
     """A way to shards of the mean; `at_most` buckets are under way at a time, None: any number."""
 
     def __init__(self, group: Group, at_most: int | None = None) -> None:
@@ -65,27 +59,31 @@ class Scatter(Mean):
         """Start; what is returned waits for this rank's part."""
 
 
-class RingScatter(Scatter):
-    """Sum in a ring, by the group's thread."""
+class LinkScatter(Scatter):
+    """Let the backend reduce and scatter on a GPU, and sum in a ring on CPUs."""
 
-    def __init__(self, group: Group, at_most: int | None = None) -> None:
+    def __init__(self, group: Group, device: torch.device, at_most: int | None = None) -> None:
         super().__init__(group, at_most)
-        self.scale = 1.0 / self.ranks
-        self._thread = thread_of(group)
+        self._background = Background(group, device)
+        self._averages = device.type == "cuda" and is_nccl(group)
+        self.scale = 1.0 if self._averages else 1.0 / self.ranks
 
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
-        parts = bucket.home.parts(bucket.pack(self.scale))
+        # Packed on the stream that made the gradients: they can be freed at once, and the message once it has been
+        # waited for, without the allocator handing out memory that the other stream still reads.
+        message = bucket.pack(self.scale)
+        parts = bucket.home.parts(message)
         mine = parts[bucket.home.rank]
-        if self.ranks == 1:
-            return lambda: _as_parameter(bucket, mine)
-        task = Task(lambda: ring_reduce_scatter(parts, mine, self.group))
-        self._thread.tasks.put(task)
 
-        def arrive() -> Tensor:
-            task.wait()
-            return _as_parameter(bucket, mine)
+        def send() -> None:
+            if message.is_cuda:
+                op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
+                reduce_scatter(mine, message, op=op, group=self.group)
+            else:
+                ring_reduce_scatter(parts, mine, self.group)
 
-        return arrive
+        wait = self._background.start(send) if self.ranks > 1 else at_once
+        return _after(wait, lambda: _as_parameter(bucket, mine))
 
 
 class ExchangeScatter(Scatter):
@@ -105,14 +103,13 @@ class ExchangeScatter(Scatter):
         work = dist.all_to_all_single(received, message, group=self.group, async_op=True)
         assert work is not None
 
-        def arrive() -> Tensor:
-            work.wait()
+        def add() -> Tensor:
             mine, *others = received.view(self.ranks, -1)  # (ranks, elements of a shard)
             for each in others:
                 mine += each
             return _as_parameter(bucket, mine)
 
-        return arrive
+        return _after(work.wait, add)
 
 
 class NeighbourScatter(Scatter):
@@ -149,67 +146,29 @@ class NeighbourScatter(Scatter):
         ready = self._neighbours.meeting()
         home = bucket.home
 
-        def arrive() -> Tensor:
-            ready()
+        def add() -> Tensor:
             flats = self._flats[id(home)]
             mine = flats[home.rank][home.begin : home.end]
             for step in range(1, self.ranks):
                 mine.add_(flats[(home.rank + step) % self.ranks][home.begin : home.end])
             return mine
 
-        return arrive
+        return _after(ready, add)
 
 
 class OrderedScatter(Scatter):
-    """Sum in the order of ranks and virtual shards; a thread does so on CPUs, a stream on CUDA."""
+    """Sum in the order of ranks and virtual shards."""
 
     def __init__(self, group: Group, device: torch.device, at_most: int | None = None) -> None:
         super().__init__(group, at_most)
-        self.stream = beside(device) if device.type == "cuda" else None
-        self._thread = None if self.stream is not None else thread_of(group)
+        self._background = Background(group, device)
 
     def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
         home, own = bucket.home, bucket.pack(1.0)
         shards = [home.parts(shard) for shard in (*bucket.closed, own)]
         mine = home.parts(own)[home.rank]
-        if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                ordered_mean_part(shards, mine, self.group)
-                done = self.stream.record_event()
-            return _after(done, lambda: mine)
-        task = Task(lambda: ordered_mean_part(shards, mine, self.group))
-        assert self._thread is not None
-        self._thread.tasks.put(task)
-
-        def arrive() -> Tensor:
-            task.wait()
-            return mine
-
-        return arrive
-
-
-class StreamScatter(Scatter):
-    """Let the backend reduce and scatter, on a stream beside the computing one."""
-
-    def __init__(self, group: Group, device: torch.device, at_most: int | None = None) -> None:
-        super().__init__(group, at_most)
-        self.stream = beside(device)
-        self._averages = is_nccl(group)
-        self.scale = 1.0 if self._averages else 1.0 / self.ranks
-
-    def _send(self, bucket: Gradients) -> Callable[[], Tensor]:
-        # Packed on the stream that made the gradients: they can be freed at once, and the message once it has been
-        # waited for, without the allocator handing out memory that the other stream still reads.
-        message = bucket.pack(self.scale)
-        mine = bucket.home.parts(message)[bucket.home.rank]
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            op = dist.ReduceOp.AVG if self._averages else dist.ReduceOp.SUM
-            if self.ranks > 1:
-                reduce_scatter(mine, message, op=op, group=self.group)
-            done = self.stream.record_event()
-        return _after(done, lambda: _as_parameter(bucket, mine))
+        wait = self._background.start(lambda: ordered_mean_part(shards, mine, self.group))
+        return _after(wait, lambda: mine)
 
 
 def scatter_for(
@@ -218,9 +177,9 @@ def scatter_for(
     """Choose the way for a device, where the ranks are and what was promised, never by how fast one is."""
     if exact:
         return OrderedScatter(group, device, at_most)
-    if device.type == "cuda":
-        return StreamScatter(group, device, at_most)
-    return ExchangeScatter(group, at_most) if within_host else RingScatter(group, at_most)
+    if within_host:
+        return ExchangeScatter(group, at_most)
+    return LinkScatter(group, device, at_most)
 
 
 def _as_parameter(bucket: Gradients, mine: Tensor) -> Tensor:
@@ -231,9 +190,9 @@ def _as_parameter(bucket: Gradients, mine: Tensor) -> Tensor:
     return mine
 
 
-def _after(done: torch.cuda.Event, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
+def _after(wait: Wait, result: Callable[[], Tensor]) -> Callable[[], Tensor]:
     def arrive() -> Tensor:
-        torch.cuda.current_stream().wait_event(done)
+        wait()
         return result()
 
     return arrive

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from muster.ddp.base import DataParallel, learning
-from muster.ddp.checks import NAMED_AT_MOST, require_dense, unmark_wrapped
+from muster.ddp.checks import require_dense, some_of, unmark_wrapped
 from muster.ddp.means import Wait
 from muster.ddp.timeouts import Entered, waiting_for
 from muster.zero.absent import as_it_is
@@ -133,13 +133,9 @@ class Sharded(DataParallel):
         self._spreads += 1
         self.presence.spread(homes)
 
-    def forget_virtual_shards(self) -> None:
-        """Drop the gradients of virtual shards."""
-        self._forget_shards()
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, whole ones and shards; what is there to be set to zero is not there in between."""
-        self._forget_shards()
+        self.forget_shards()
         with as_it_is():
             for home in self.homes:
                 home.drop_gradient()
@@ -183,17 +179,12 @@ class Sharded(DataParallel):
             if learning(self.module) == self._learnt:
                 return
         wrapped = {
-            (id(each), home.dtype, home.device): name
-            for home in self.homes
-            if home.trains
-            for name, each in zip(home.names, home.parameters, strict=True)
+            (id(each), home.dtype, home.device): name for home in self.homes if home.trains for name, each in home.named
         }
         now = {(id(each), each.dtype, each.device): name for name, each in self.trainable()}
         changed = sorted({(wrapped | now)[key] for key in wrapped.keys() ^ now.keys()})
-        more = f" and {len(changed) - NAMED_AT_MOST} more" if len(changed) > NAMED_AT_MOST else ""
-        what = ", ".join(changed[:NAMED_AT_MOST]) or "names or order of parameters"
         raise RuntimeError(
-            f"{what}{more}: changed after the module was sharded; "
+            f"{some_of(changed) or 'names or order of parameters'}: changed after the module was sharded; "
             "freeze, replace and convert parameters before wrapping, or take the module back with unwrap(), change it, "
             "and build the wrapper and its optimizer anew"
         )

@@ -6,20 +6,22 @@ Joined    a wrapper's: gradients arrive as shards, and the wrapper gathers when 
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from muster.ddp.buckets import Size, plan_buckets
-from muster.ddp.gradients import refuse_sparse
+from muster.ddp.gradients import Named, deal, refuse_sparse
+from muster.ddp.means import Group
 from muster.ddp.timeouts import Entered, waiting_for
 from muster.zero.absent import as_it_is
-from muster.zero.flat import FlatParameters, Named, mend
+from muster.zero.flat import FlatParameters, mend
 from muster.zero.gather import Gather, gather_for
 from muster.zero.layout import Slice
 
-Group = dist.ProcessGroup | None
+if TYPE_CHECKING:
+    from muster.zero.sharded import Sharded
+
 FLAT_MB: Final = 25.0  # a flat tensor of the optimizer's own: memory for one more is needed while they are built
 
 
@@ -93,14 +95,8 @@ class Alone(Source):
         if not parameters:
             return []
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        sizes = [
-            Size(each.numel(), each.element_size(), (each.dtype, each.device, each.requires_grad))
-            for _, each in parameters
-        ]
-        homes = [
-            FlatParameters([parameters[place] for place in reversed(places)], rank=rank, ranks=ranks)
-            for places in reversed(plan_buckets(sizes, FLAT_MB))
-        ]
+        buckets = deal(parameters, FLAT_MB, alone=False)
+        homes = [FlatParameters(bucket[::-1], rank=rank, ranks=ranks) for bucket in reversed(buckets)]
         self.gather = self.gather or gather_for(self.group, parameters[0][1].device)
         self.made += homes
         return homes
@@ -114,7 +110,7 @@ class Alone(Source):
     def collect(self) -> None:
         """Make all gradients row-major, as parameters are; most are."""
         for home in self.made:
-            for name, parameter in zip(home.names, home.parameters, strict=True):
+            for name, parameter in home.named:
                 if (gradient := parameter.grad) is not None:
                     refuse_sparse(name, gradient)
                     if not gradient.is_contiguous():
@@ -149,28 +145,10 @@ class Alone(Source):
         """Do nothing: gradients are the parameters'."""
 
 
-class Wrapper(Protocol):
-    """What is asked of a wrapper."""
-
-    process_group: Group
-    homes: Sequence[FlatParameters]
-    exact: bool
-    find_unused_parameters: bool
-
-    @property
-    def unused(self) -> frozenset[str]: ...
-
-    def synchronize(self) -> None: ...
-
-    def spread(self) -> None: ...
-
-    def forget_virtual_shards(self) -> None: ...
-
-
 class Joined(Source):
     """The optimizer of a wrapper: gradients arrive as shards, and parameters are gathered by the wrapper."""
 
-    def __init__(self, wrapper: Wrapper) -> None:
+    def __init__(self, wrapper: "Sharded") -> None:
         self.wrapper = wrapper
         self.group = wrapper.process_group
         self.exact = wrapper.exact
@@ -178,7 +156,6 @@ class Joined(Source):
         self.joins = not wrapper.find_unused_parameters and not wrapper.exact  # vector kernels end with a tensor
 
     def homes(self, parameters: Named) -> list[FlatParameters]:
-        """Find the wrapper's flat tensors that hold these."""
         known = {id(each) for home in self.wrapper.homes for each in home.parameters}
         if strange := [name for name, each in parameters if id(each) not in known]:
             raise ValueError(f"parameter {strange[0]} of a group is not one of the wrapped module's; pass those only")
@@ -211,7 +188,7 @@ class Joined(Source):
     def _own(self) -> Iterator[tuple[FlatParameters, str, nn.Parameter]]:
         """Yield this optimizer's parameters."""
         for home in self.wrapper.homes:
-            for name, each in zip(home.names, home.parameters, strict=True):
+            for name, each in home.named:
                 if id(each) in self._mine:
                     yield home, name, each
 
@@ -227,7 +204,6 @@ class Joined(Source):
         return shards
 
     def spread(self) -> None:
-        """Gather."""
         self.wrapper.spread()
 
     def forget(self) -> None:
@@ -239,4 +215,4 @@ class Joined(Source):
                 for at in home.slices:
                     if id(home.parameters[at.tensor]) in self._mine:
                         home.of(home.grad, at).zero_()
-        self.wrapper.forget_virtual_shards()
+        self.wrapper.forget_shards()

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from muster.ddp.checks import gather_json
-from muster.zero.agreement import device_of
+from muster.ddp.checks import device_of, gather_json
 from muster.zero.flat import FlatParameters, Held
 from muster.zero.layout import Slice
 
@@ -29,15 +28,12 @@ SHARD: Final = "shard"
 State = dict[str, Any]
 
 
-def held(segments: Sequence[Sequence["Segment"]], inner: torch.optim.Optimizer) -> list[Held]:
-    """List a rank's state by parameter and key."""
-    return [
-        each
-        for group in segments
-        for segment in group
-        for at in segment.slices
-        for each in _of_slice(segment, at, inner)
-    ]
+def held(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, list[Held]]]:
+    """Yield the slices of this rank, and what is kept of each."""
+    for group in optimizer.segments:
+        for segment in group:
+            for at in segment.slices:
+                yield segment.home, at, list(_of_slice(segment, at, optimizer.inner))
 
 
 def _of_slice(segment: "Segment", at: Slice, inner: torch.optim.Optimizer) -> Iterator[Held]:
@@ -57,11 +53,8 @@ def _of_slice(segment: "Segment", at: Slice, inner: torch.optim.Optimizer) -> It
 
 def slices_of(optimizer: "ShardedOptimizer") -> Iterator[tuple[FlatParameters, Slice, dict[str, Tensor]]]:
     """Yield the slices of this rank, and what is kept of each, by key."""
-    for group in optimizer.segments:
-        for segment in group:
-            for at in segment.slices:
-                kept = {str(each.key): each.tensor for each in _of_slice(segment, at, optimizer.inner)}
-                yield segment.home, at, kept
+    for home, at, kept in held(optimizer):
+        yield home, at, {str(each.key): each.tensor for each in kept}
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -48,27 +48,17 @@ class Presence(ABC):
 
 
 class Gone(Presence):
-    """Of a wrapper that has given its module back."""
+    """Of a wrapper that has given its module back: it refuses all, steps of an optimizer that was the wrapper's too."""
 
-    def forward(self) -> AbstractContextManager[None]:
-        """Refuse."""
-        raise self._error()
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            "this wrapper has given its module back: use what unwrap() returned, with an optimizer of its own"
+        )
 
-    def all_open(self) -> AbstractContextManager[None]:
-        """Refuse."""
-        raise self._error()
-
-    def spread(self, homes: Sequence[FlatParameters]) -> None:
-        """Refuse a step of an optimizer that was the wrapper's."""
-        raise self._error()
+    forward = all_open = spread = _refuse
 
     def synchronize(self) -> None:
         """Do nothing: nothing is under way."""
-
-    def _error(self) -> RuntimeError:
-        return RuntimeError(
-            "this wrapper has given its module back: use what unwrap() returned, with an optimizer of its own"
-        )
 
 
 class Hook:
@@ -144,7 +134,6 @@ class AlwaysWhole(Presence):
 
     @contextmanager
     def all_open(self) -> Iterator[None]:
-        """Wait for all parameters."""
         self.synchronize()
         yield
 
@@ -152,13 +141,12 @@ class AlwaysWhole(Presence):
         """Begin to gather what was stepped, what the forward needs first, first."""
         self._gather.written()
         for home in reversed(homes):
-            torch.autograd.graph.increment_version(home.parameters)  # graphs made before the step are refused
+            home.outdate()
             self._under_way[id(home)] = (home, self._gather.start(home, home.shard, home.full))
             self._expected[id(home)].begin()
         self._gather.started()
 
     def synchronize(self) -> None:
-        """Wait for all that is under way."""
         if self._under_way:
             self._before([home for home, _ in self._under_way.values()])
 

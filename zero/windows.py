@@ -30,6 +30,7 @@ from muster.ddp.reducer import Reducer
 from muster.zero.absent import as_it_is
 from muster.zero.flat import FlatParameters
 from muster.zero.gather import Gather
+from muster.zero.gradients import Gradients
 from muster.zero.order import SameOrder
 from muster.zero.units import Unit
 from muster.zero.whole import Hook, Presence, in_backward, other_thread
@@ -43,7 +44,7 @@ class Window:
     def __init__(self, unit: Unit, homes: Sequence[FlatParameters], gather: Gather, waiting: Waiting) -> None:
         self.unit = unit
         self.homes = homes
-        self.buckets: list[Any] = []  # of its gradients
+        self.buckets: list[Gradients] = []
         self.is_whole = False
         self.is_running = False  # True: from the beginning of its first module to the end of its last
         self.run = 0  # which one of the forward it is in, or was last
@@ -130,7 +131,7 @@ class Windows(Presence):
         self._gather = gather
         self.root = windows[-1]
         self.reshard = reshard
-        self._reducer: Reducer | None = None
+        self._reducer: Reducer[Gradients] | None = None
         self._inside, self._thread = 0, 0  # forwards of the wrapper that run now, and on which thread
         self._learning = 0  # forwards with gradients so far
         self._held_open = 0
@@ -153,7 +154,7 @@ class Windows(Presence):
                     each.register_forward_hook(ends),
                 ]
 
-    def launch_with(self, reducer: Reducer) -> None:
+    def launch_with(self, reducer: Reducer[Gradients]) -> None:
         """Tell a reducer, whose buckets are of these windows, when a unit's gradients are all there."""
         self._reducer = reducer
         for window in self.windows:
@@ -190,7 +191,6 @@ class Windows(Presence):
 
     @contextmanager
     def all_open(self) -> Iterator[None]:
-        """Hold all parameters, whole, within it."""
         self._begin("gather_full() or a state dict")
         self._held_open += 1
         try:
@@ -213,8 +213,7 @@ class Windows(Presence):
     def spread(self, homes: Sequence[FlatParameters]) -> None:
         """Free what was gathered before a step: it is old now. Graphs made before it are refused."""
         for home in homes:
-            with as_it_is():
-                torch.autograd.graph.increment_version(home.parameters)
+            home.outdate()
         self._gather.written()
         for window in self.windows:
             window.close()

@@ -15,16 +15,18 @@ under way another's is added, and what is held beside the tensors stays below so
 """
 
 from muster.ddp.primitives.exchanges import exchange, ordered_all_reduce, ordered_reduce_scatter
-from muster.ddp.primitives.peers import begin, chunks_of, wait
+from muster.ddp.primitives.peers import all_gather, begin, chunks_of, reduce_scatter, wait
 from muster.ddp.primitives.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from muster.ddp.primitives.trees import tree_broadcast, tree_reduce
 
 __all__ = [
+    "all_gather",
     "begin",
     "chunks_of",
     "exchange",
     "ordered_all_reduce",
     "ordered_reduce_scatter",
+    "reduce_scatter",
     "ring_all_gather",
     "ring_all_reduce",
     "ring_reduce_scatter",

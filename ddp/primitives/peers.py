@@ -1,6 +1,6 @@
 """The ranks of a group as one of them sees them: messages to and fro, and what may be sent."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -12,6 +12,10 @@ from torch import Tensor
 Group: TypeAlias = dist.ProcessGroup | None
 Chunks: TypeAlias = Tensor | Sequence[Tensor]
 Message: TypeAlias = tuple[Tensor, int]  # and the other rank, of the group
+
+# The backend's own, of flat tensors: torch 2.13 renamed both, and warns about the old names.
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Message] = ()) -> list[dist.Work]:
@@ -29,6 +33,13 @@ def begin(group: Group, *, sends: Iterable[Message] = (), receives: Iterable[Mes
     works = [dist.irecv(tensor, group=group, group_src=peer) for tensor, peer in coming]
     works += [dist.isend(tensor, group=group, group_dst=peer) for tensor, peer in going]
     return [work for work in works if work is not None]
+
+
+def timeout_of(group: Group, device: torch.device) -> timedelta:
+    """Return how long a group's messages from a device may take: its time-out as it is now."""
+    backend: Any = (group or dist.group.WORLD)._get_backend(device)  # type: ignore[union-attr]
+    timeout: timedelta = backend.options._timeout
+    return timeout
 
 
 def wait(works: list[dist.Work]) -> None:
@@ -51,9 +62,7 @@ class Peers:
     @cached_property
     def timeout(self) -> timedelta:
         """How long a message may take: the group's time-out as it is now."""
-        backend: Any = (self.group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-        timeout: timedelta = backend.options._timeout
-        return timeout
+        return timeout_of(self.group, torch.device("cpu"))
 
     def wait(self, works: list[dist.Work]) -> None:
         """Wait for messages; on a GPU it is the current stream that waits.

@@ -59,7 +59,3 @@ class Schedule:
     def splits_backward(self) -> bool:
         """True when gradients of inputs and of weights are made at different times."""
         return any(action.kind == "I" for row in self.actions for action in row)
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """List a rank's stages, first to last."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)

@@ -10,7 +10,7 @@ takes memory, or loads a kernel - waits only for messages whose senders need not
 from collections.abc import Sequence
 from itertools import accumulate
 
-from muster.pipe.schedules.programs import Receive, Send, Step
+from muster.pipe.schedules.programs import Key, Receive, Send, Step
 
 Way = tuple[int, int]  # from a rank, to a rank
 
@@ -30,7 +30,7 @@ def backlogs(ranks: Sequence[Sequence[Step]]) -> dict[Way, int]:
     known = [[0] * count for _ in ranks]  # steps of each rank that are over, as far as a rank can know
     sent: dict[Way, int] = {}
     most: dict[Way, int] = {}
-    told: dict[tuple[str, int, int], list[int]] = {}  # with each message: what its sender knew
+    told: dict[Key, list[int]] = {}  # with each message: what its sender knew
     went_on = True
     while went_on:
         went_on = False
@@ -38,7 +38,7 @@ def backlogs(ranks: Sequence[Sequence[Step]]) -> dict[Way, int]:
             while known[rank][rank] < len(steps):
                 step = steps[known[rank][rank]]
                 if isinstance(step, Receive):
-                    news = told.get((step.what, step.stage, step.microbatch))
+                    news = told.get(step.key)
                     if news is None:
                         break
                     known[rank] = [max(pair) for pair in zip(known[rank], news, strict=True)]
@@ -48,6 +48,6 @@ def backlogs(ranks: Sequence[Sequence[Step]]) -> dict[Way, int]:
                     way = rank, step.peer
                     sent[way] = sent.get(way, 0) + 1
                     most[way] = max(most.get(way, 0), sent[way] - received[way][known[rank][step.peer]])
-                    told[step.what, step.stage, step.microbatch] = list(known[rank])
+                    told[step.key] = list(known[rank])
     assert all(known[rank][rank] == len(steps) for rank, steps in enumerate(ranks)), "no proved program"
     return most

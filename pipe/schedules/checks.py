@@ -132,16 +132,11 @@ def _check_ways(program: Program) -> None:
                 got[step.peer, rank].append(step)
     for source, target in sorted(sent):
         for place, (send, receive) in enumerate(zip(sent[source, target], got[source, target], strict=False)):
-            if not _same(send, receive):
+            if send.key != receive.key:
                 raise ScheduleError(
                     f"program of {program.schedule.name}: messages cross: number {place} from rank {source} to rank "
                     f"{target} is sent as {send} and received as {receive}; first in, first out is wanted"
                 )
-
-
-def _same(message: Send | Receive, other: Send | Receive) -> bool:
-    """Tell whether two are ends of one message, sent or received."""
-    return (message.what, message.stage, message.microbatch) == (other.what, other.stage, other.microbatch)
 
 
 def _check_run(program: Program) -> None:
@@ -161,7 +156,7 @@ def _check_run(program: Program) -> None:
             continue
         other = step_of(step.peer)
         meets = isinstance(other, Receive) if isinstance(step, Send) else isinstance(other, Send)
-        if meets and isinstance(other, (Send, Receive)) and other.peer == rank and _same(step, other):
+        if meets and isinstance(other, (Send, Receive)) and other.peer == rank and step.key == other.key:
             at[rank] += 1
             at[step.peer] += 1
             to_try.extend((rank, step.peer))

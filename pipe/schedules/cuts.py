@@ -122,11 +122,6 @@ def lengths(cuts: Cuts, layers: int) -> tuple[int, ...]:
     return tuple(end - start for start, end in pairwise((*cuts, layers)))
 
 
-def sums(weights: Sequence[float], cuts: Cuts) -> tuple[float, ...]:
-    """Return what every stage weighs."""
-    return tuple(math.fsum(weights[start:end]) for start, end in pairwise((*cuts, len(weights))))
-
-
 def _neighbours(cuts: Cuts, layers: int) -> list[Cuts]:
     """List the cuts in which a run of neighbouring cuts has moved by one layer."""
     found = []

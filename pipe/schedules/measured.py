@@ -9,7 +9,7 @@ message's stage is the one it is for. `pipe/timeline.py` gathers them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean, median
@@ -57,18 +57,6 @@ class Compared:
     simulation: Simulated
 
 
-def record_of(said: Mapping[str, Any]) -> Record:
-    """Read a record as JSON has it.
-
-    Raises:
-        ValueError: something is missing, or more is there.
-    """
-    wanted = set(Record.__dataclass_fields__)
-    if set(said) != wanted:
-        raise ValueError(f"record: found {sorted(said)}; wanted {sorted(wanted)}")
-    return Record(**said)
-
-
 def bars(records: Iterable[Record], rank_of: Sequence[int]) -> list[list[Bar]]:
     """Return records as rows to be drawn, as simulated spans are: one a rank, in order of time."""
     rows: list[list[Bar]] = [[] for _ in range(1 + max(rank_of))]
@@ -103,10 +91,7 @@ def busy_s(records: Iterable[Record], ranks: int) -> tuple[float, ...]:
 
 def spread(records: Iterable[Record]) -> tuple[float, float]:
     """Return how long the shortest and the longest action took, of the mean of its kind and stage; 1 and 1 of none."""
-    took: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for each in records:
-        if each.kind in COMPUTE:
-            took[each.kind, each.stage].append(each.end_s - each.start_s)
+    took = _took(records)
     shares = [each / mean for seconds in took.values() if (mean := fmean(seconds)) for each in seconds]
     return min(shares, default=1.0), max(shares, default=1.0)
 
@@ -122,11 +107,7 @@ def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
         ValueError: an action was not recorded.
     """
     stages = range(schedule.stages)
-    took: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for records in steps:
-        for each in records:
-            if each.kind in COMPUTE:
-                took[each.kind, each.stage].append(each.end_s - each.start_s)
+    took = _took(each for records in steps for each in records)
     kinds = {action.kind for row in schedule.actions for action in row}
     missing = [f"{kind}{stage}" for kind in sorted(kinds) for stage in stages if not took[kind, stage]]
     if missing:
@@ -139,6 +120,15 @@ def mean_costs(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Costs:
     messages = _messages(steps, schedule)
     sends, takes = _handling(steps, schedule, messages)
     return Costs(tuple(means["F", stage] for stage in stages), inputs, weights, messages, sends, takes)
+
+
+def _took(records: Iterable[Record]) -> dict[tuple[str, int], list[float]]:
+    """Return the seconds of all actions, by kind and stage."""
+    took: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for each in records:
+        if each.kind in COMPUTE:
+            took[each.kind, each.stage].append(each.end_s - each.start_s)
+    return took
 
 
 def compare(steps: Sequence[Sequence[Record]], schedule: Schedule) -> Compared:

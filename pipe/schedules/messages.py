@@ -12,15 +12,9 @@ next steps are needed first: there an executor may post it, and wait for it only
 
 from collections import deque
 
-from muster.pipe.schedules.actions import Action, Schedule
-from muster.pipe.schedules.actions import ScheduleError as ScheduleError
-from muster.pipe.schedules.checks import check as check
+from muster.pipe.schedules.actions import Action, Schedule, ScheduleError
 from muster.pipe.schedules.checks import check_actions
-from muster.pipe.schedules.programs import Program as Program
-from muster.pipe.schedules.programs import Receive as Receive
-from muster.pipe.schedules.programs import Send as Send
-from muster.pipe.schedules.programs import Step as Step
-from muster.pipe.schedules.programs import received_before, sent_after
+from muster.pipe.schedules.programs import Program, Receive, Send, Step, received_before, sent_after
 from muster.pipe.schedules.times import needs
 
 

@@ -1,40 +1,54 @@
 """Messages of a schedule, and programs: a schedule's actions with the messages between them."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from muster.pipe.schedules.actions import Action, Schedule
 
 What = Literal["activation", "gradient"]
 
 
+Key = tuple[What, int, int]
+
+
 @dataclass(frozen=True, order=True)
-class Send:
-    """Send a tensor to rank `peer`: what `stage` there needs for a micro-batch."""
+class _Message:
+    """One end of a message: the other is on rank `peer`."""
 
     what: What
     stage: int
     microbatch: int
     peer: int
+
+    @property
+    def key(self) -> Key:
+        """What both ends of a message have in common."""
+        return self.what, self.stage, self.microbatch
+
+
+class Send(_Message):
+    """Send a tensor to rank `peer`: what `stage` there needs for a micro-batch."""
 
     def __str__(self) -> str:
         return f">{self.what[0]}{self.stage}.{self.microbatch}"
 
 
-@dataclass(frozen=True, order=True)
-class Receive:
+class Receive(_Message):
     """Receive a tensor from rank `peer`: what our `stage` needs for a micro-batch."""
-
-    what: What
-    stage: int
-    microbatch: int
-    peer: int
 
     def __str__(self) -> str:
         return f"<{self.what[0]}{self.stage}.{self.microbatch}"
 
 
 Step = Action | Send | Receive
+
+
+class Span(NamedTuple):
+    """When a rank did a step, in seconds of one clock: simulated, or its own."""
+
+    step: Step
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)

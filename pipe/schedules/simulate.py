@@ -5,18 +5,9 @@ from dataclasses import dataclass
 
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.costs import Costs as Costs
-from muster.pipe.schedules.programs import Program, Step
+from muster.pipe.schedules.programs import Program, Span
 from muster.pipe.schedules.tables import SCHEDULES
 from muster.pipe.schedules.times import times
-
-
-@dataclass(frozen=True)
-class Span:
-    """What a rank did from when to when."""
-
-    step: Step
-    start_s: float
-    end_s: float
 
 
 @dataclass(frozen=True)
@@ -28,7 +19,7 @@ class Simulated:
     `bubble_without_barrier` is what is left of it where every rank begins the next step when it has done its own: a
     step then takes what the rank takes that needs longest from its first start to its last end. An activation is in
     flight from the begin of its forward to the end of its backward, of one that is split to the end of W:
-    `peak_in_flight` counts the most on each rank, `peak_until_input_gradient` those to the end of I only.
+    `peak_in_flight` counts the most on each rank.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -37,7 +28,6 @@ class Simulated:
     bubble: float
     bubble_without_barrier: float
     peak_in_flight: tuple[int, ...]
-    peak_until_input_gradient: tuple[int, ...]
 
 
 def simulate(program: Program, costs: Costs | None = None) -> Simulated:
@@ -64,8 +54,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Simulated:
         makespan_s=makespan_s,
         bubble=_share(sum(_busy(row) for row in spans), len(spans) * makespan_s),
         bubble_without_barrier=_without_barrier(spans),
-        peak_in_flight=tuple(_peak(row, "BW") for row in orders),
-        peak_until_input_gradient=tuple(_peak(row, "BI") for row in orders),
+        peak_in_flight=tuple(max(_in_flight(row), default=0) for row in orders),
     )
 
 
@@ -87,12 +76,8 @@ def _without_barrier(spans: tuple[tuple[Span, ...], ...]) -> float:
     return _share(sum(_busy(row) for row in spans), len(spans) * longest)
 
 
-def _peak(order: tuple[Action, ...], ends: str) -> int:
-    return max(_in_flight(order, ends), default=0)
-
-
-def _in_flight(order: tuple[Action, ...], ends: str) -> Iterator[int]:
+def _in_flight(order: tuple[Action, ...]) -> Iterator[int]:
     held = 0
     for action in order:
-        held += (action.kind == "F") - (action.kind in ends)
+        held += (action.kind == "F") - (action.kind in "BW")
         yield held

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 
 from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.costs import Costs
-from muster.pipe.schedules.zero_bubble import one_chunk, two_chunks
-
-Orders = tuple[tuple[Action, ...], ...]
+from muster.pipe.schedules.zero_bubble import Orders, one_chunk, two_chunks
 
 
 @dataclass(frozen=True)

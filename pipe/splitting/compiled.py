@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+RUNS: Final = (functional.linear, functional.conv1d, functional.conv2d, functional.conv3d)  # by dimensions of weights
+
 
 class Place(Protocol):
     """A split layer, as compiled code meets it."""
@@ -57,45 +59,24 @@ input_gradient: Final = torch.library.custom_op("muster_pipe::input_gradient", _
 input_gradient.register_fake(_like_input)
 
 
-class _Linear(torch.autograd.Function):
-    """`functional.linear` whose backward is ours."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, place)
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return torch.ops.muster_pipe.input_gradient(gradient, *ctx.saved_tensors), None, None, None
-
-
-class _Convolution(torch.autograd.Function):
-    """A convolution whose backward is ours."""
+class _Layer(torch.autograd.Function):
+    """A linear layer or a convolution whose backward is ours."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor, *settings: Any) -> Tensor:
         ctx.save_for_backward(x, weight, place)
-        run = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
-        return run(x, weight, bias, *settings)
+        ctx.settings = len(settings)
+        return RUNS[weight.dim() - 2](x, weight, bias, *settings)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         made: Tensor = torch.ops.muster_pipe.input_gradient(gradient, *ctx.saved_tensors)
-        return made, None, None, None, None, None, None, None
+        return made, *[None] * (3 + ctx.settings)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor) -> Tensor:
-    """Do a linear layer in a graph that is compiled."""
-    y: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight.detach(), None if bias is None else bias.detach(), place
-    )
-    return y
-
-
-def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor, *settings: Any) -> Tensor:
-    """Do a convolution in a graph that is compiled; the settings are stride, padding, dilation and groups."""
-    y: Tensor = _Convolution.apply(  # type: ignore[no-untyped-call]
+def layer(x: Tensor, weight: Tensor, bias: Tensor | None, place: Tensor, *settings: Any) -> Tensor:
+    """Do a layer in a graph that is compiled; a convolution's settings are stride, padding, dilation and groups."""
+    y: Tensor = _Layer.apply(  # type: ignore[no-untyped-call]
         x, weight.detach(), None if bias is None else bias.detach(), place, *settings
     )
     return y

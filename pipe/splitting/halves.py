@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from muster.pipe.splitting.layers import is_split, kind_of, restore, split
-from muster.pipe.splitting.weight_gradients import Ready, Sums, Work
+from muster.pipe.splitting.weight_gradients import Sums, Work
 
 Later = Callable[[], None]
 
@@ -101,11 +101,8 @@ class WeightQueue:
         self._open.append(work)
 
     @torch.no_grad()
-    def run(self, key: Hashable, ready: Ready | None = None) -> None:
+    def run(self, key: Hashable) -> None:
         """Do what is left of a key, in the order of its backward, and let its memory go.
-
-        `ready` is called with each parameter of split layers as soon as its gradient holds all of this key, after the
-        parameter's own post-accumulate hooks.
 
         Raises:
             RuntimeError: nothing has been collected under the key, or it was run before.
@@ -113,7 +110,7 @@ class WeightQueue:
         works = self._works.pop(key, None)
         if works is None or works is self._open:
             raise RuntimeError(f"run({key!r}): nothing was collected under this key, or it was run before")
-        sums = Sums([each for each in works if isinstance(each, Work)], exact=self.exact, ready=ready)
+        sums = Sums([each for each in works if isinstance(each, Work)], exact=self.exact)
         works.reverse()
         while works:
             work = works.pop()  # each one's memory goes when it is done

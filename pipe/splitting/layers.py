@@ -21,8 +21,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from muster.pipe.splitting import compiled
-from muster.pipe.splitting.taps import Hang, Keeper, Site, Tap, tap
-from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, Kind
+from muster.pipe.splitting.taps import Hang, Site, Tap, tap
+from muster.pipe.splitting.weight_gradients import LINEAR, Convolution, Keeper, Kind
 
 SITE: Final = "_split_site"  # where a layer keeps its `Site`
 PLACE: Final = "_split_place"  # and its number, for compiled code
@@ -126,7 +126,7 @@ class _SplitLinear(_Split):
         x = _in_autocast(input)
         if torch.compiler.is_compiling():
             place = self.__dict__[PLACE] if x.requires_grad else None
-            return functional.linear(x, weight, bias) if place is None else compiled.linear(x, weight, bias, place)
+            return functional.linear(x, weight, bias) if place is None else compiled.layer(x, weight, bias, place)
         if x.dim() == 2 or (x.requires_grad and x.is_contiguous()):
             return self._tapped(functional.linear, x, weight, bias)
         flat, shape = x.flatten(0, -2), (*x.shape[:-1], len(weight))  # (rows, features)
@@ -152,9 +152,10 @@ class _SplitConvolution(_Split):
             x, padding = functional.pad(x, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
         if compiling:
             settings = (self.stride, padding, self.dilation, self.groups)
-            return compiled.convolution(x, weight, bias, self.__dict__[PLACE], *settings)
-        run = (functional.conv1d, functional.conv2d, functional.conv3d)[weight.dim() - 3]
-        return self._tapped(run, x, weight, bias, self.stride, padding, self.dilation, self.groups)
+            return compiled.layer(x, weight, bias, self.__dict__[PLACE], *settings)
+        return self._tapped(
+            compiled.RUNS[weight.dim() - 2], x, weight, bias, self.stride, padding, self.dilation, self.groups
+        )
 
 
 def _is_due(weight: Tensor) -> bool:

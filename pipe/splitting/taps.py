@@ -8,23 +8,16 @@ An output whose input needs no gradient hangs on the site's anchor, or there wou
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from muster.pipe.splitting.weight_gradients import Kind, Work
+from muster.pipe.splitting.weight_gradients import Keeper, Kind, Work
 
 _keeps_graph: Final = torch._C._autograd._get_current_graph_task_keep_graph  # of the backward that runs now
 _saving_hooks: Final = torch._C._autograd._top_saved_tensors_default_hooks  # as checkpointing sets them
 _OURS: Final = -1  # a key in a tensor's table of hooks that torch, which counts from 0, never gives
-
-
-class Keeper(Protocol):
-    """Who keeps what is left to do."""
-
-    def keep(self, work: Work) -> None:
-        """Take one use of a layer, in the backward."""
 
 
 class Site:

@@ -10,14 +10,12 @@ added to `.grad`, and no product adds by itself, for that rounds once less.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-
-Ready = Callable[[nn.Parameter], None]
 
 FULL: Final = (torch.float32, torch.float64)  # types whose products are summed up in themselves
 
@@ -32,23 +30,24 @@ class Work(NamedTuple):
     gradient: Tensor  # of the output, in the type that it was computed in, which is x's, too
 
 
+class Keeper(Protocol):
+    """Who keeps what is left to do: `pipe.splitting.halves.WeightQueue`."""
+
+    def keep(self, work: Work) -> None:
+        """Take one use of a layer, in the backward."""
+
+
 class Sums:
-    """The gradients of one micro-batch on their way to `.grad`.
+    """The gradients of one micro-batch on their way to `.grad`."""
 
-    `ready` is called with each parameter whose gradient is whole, after the parameter's own hooks.
-    """
-
-    def __init__(self, works: Sequence[Work], *, exact: bool, ready: Ready | None) -> None:
+    def __init__(self, works: Sequence[Work], *, exact: bool) -> None:
         self.exact = exact
-        self.ready = ready
         learning = [each for work in works for each in work[1:3] if each is not None]
         self._uses = Counter(map(id, learning))  # still to come, by parameter
         self._partial: dict[int, Tensor] = {}  # the sum over the uses so far, where it must be made before it is added
         self._ones: Tensor | None = None
-        self._simple = (  # nobody waits for any of these, and each gains once
-            ready is None
-            and len(self._uses) == len(learning)
-            and not any(each._post_accumulate_grad_hooks or each._backward_hooks for each in learning)
+        self._simple = len(self._uses) == len(learning) and not any(  # nobody waits for any, and each gains once
+            each._post_accumulate_grad_hooks or each._backward_hooks for each in learning
         )
 
     def fused(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor | None:
@@ -93,8 +92,6 @@ class Sums:
         if hooks := parameter._post_accumulate_grad_hooks:
             for hook in tuple(hooks.values()):
                 hook(parameter)
-        if self.ready is not None:
-            self.ready(parameter)
 
 
 class Kind(ABC):
@@ -113,7 +110,6 @@ class Linear(Kind):
     """Of x (..., features) and dY (..., outputs)."""
 
     def run(self, work: Work, sums: Sums) -> None:
-        """Multiply, and add."""
         _, weight, bias, x, gradient = work
         if x.dim() > 2:
             x = x.flatten(0, -2)  # (rows, features)
@@ -134,7 +130,6 @@ class Linear(Kind):
             sums.add(bias, gradient.sum(0))
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Multiply."""
         return gradient.flatten(0, -2).mm(weight.to(gradient.dtype)).view(x.shape)
 
 
@@ -148,7 +143,6 @@ class Convolution(Kind):
     groups: int
 
     def run(self, work: Work, sums: Sums) -> None:
-        """Convolve, and add."""
         wanted = [False, True, work.bias is not None]
         _, of_weight, of_bias = self._backward(work.gradient, work.x, work.weight, wanted)
         sums.add(work.weight, of_weight)
@@ -156,7 +150,6 @@ class Convolution(Kind):
             sums.add(work.bias, of_bias)
 
     def of_input(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Convolve."""
         return self._backward(gradient, x, weight, [True, False, False])[0]
 
     def _backward(self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: list[bool]) -> tuple[Tensor, ...]:

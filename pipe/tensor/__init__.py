@@ -27,18 +27,7 @@ _HOME = {
     "parallelize": "muster.pipe.tensor.split",
 }
 
-__all__ = [
-    "Column",
-    "Heads",
-    "Row",
-    "Sequence",
-    "SequenceStart",
-    "SplitCrossEntropy",
-    "TensorParallel",
-    "TensorSlice",
-    "Vocabulary",
-    "parallelize",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

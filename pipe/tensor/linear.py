@@ -13,21 +13,14 @@ their products, their sum. Where a pipeline makes dW later (`pipe/splitting/halv
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from muster.pipe.splitting.weight_gradients import LINEAR, Work
+from muster.pipe.splitting.weight_gradients import LINEAR, Keeper, Work
 from muster.pipe.tensor.region import Pending, Region, outside_graph
-
-
-class Keeper(Protocol):
-    """Who makes gradients of weights later: `pipe.splitting.halves.WeightQueue`."""
-
-    def keep(self, work: Work) -> None:
-        """Take one use of a layer, in the backward."""
 
 
 class ColumnLinear(nn.Linear):

@@ -16,11 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-Pending = Callable[[], Tensor]
+from muster.ddp.primitives import all_gather, reduce_scatter
 
-# PyTorch 2.13 renamed both.
-reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Pending = Callable[[], Tensor]
 
 
 @_disable_dynamo

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from muster.ddp.base import broadcast
 from muster.ddp.checks import require_member
 from muster.pipe.tensor.plan import Rule, matches
 from muster.pipe.tensor.region import Region
@@ -58,7 +59,9 @@ def parallelize(
         raise ValueError("; ".join(problems))
     cuts = {id(module.get_parameter(name)): dimension for name, dimension in _cuts(found)}
     slices = {name: _slice_of(name, each, cuts.get(id(each)), region) for name, each in module.named_parameters()}
-    _broadcast([each for each in module.parameters() if id(each) not in cuts] + list(module.buffers()), region)
+    if region.ranks > 1:
+        whole = [each for each in module.parameters() if id(each) not in cuts]
+        broadcast([each for each in (*whole, *module.buffers()) if not each.is_meta], region.group)
     _cut(module, found, slices, region)
     for _, part, rule in found:
         if region.splits_sequence or not rule.sequence_only:
@@ -119,15 +122,6 @@ def _slice_of(name: str, parameter: Tensor, dimension: int | None, region: Regio
     if dimension is None:
         return TensorSlice(name, shape, answers=region.rank == 0)
     return TensorSlice(name, shape, dimension, *region.share(shape[dimension]))
-
-
-@torch.no_grad()
-def _broadcast(tensors: list[Tensor], region: Region) -> None:
-    for each in tensors:
-        if region.ranks > 1 and not each.is_meta:
-            whole = each.contiguous()
-            dist.broadcast(whole, group=region.group, group_src=0)
-            each.copy_(whole)
 
 
 def _cut(module: nn.Module, found: Found, slices: Mapping[str, TensorSlice], region: Region) -> None:

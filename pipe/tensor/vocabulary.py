@@ -43,7 +43,6 @@ class VocabularyLinear(ColumnLinear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map inputs to logits."""
         logits = self.split(input)
         return logits if self.training else cast(Tensor, outside_graph(_AllClasses.apply, self.region, logits))
 

@@ -47,7 +47,16 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    learns: bool  # a gradient comes back
+    learns: bool = False  # a gradient comes back
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, learns: bool = False) -> "Layout":
+        """Describe a tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, learns)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Make such a tensor."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
 
     def header(self) -> Tensor:
         """Write it as numbers."""
@@ -173,7 +182,7 @@ class Channels:
                 return
             tensor = torch.zeros(known.shape, dtype=known.dtype, device=self._device)
         tensor = dense(tensor)
-        layout = Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, learns)
+        layout = Layout.of(tensor, learns=learns)
         known = self._known.get(key)
         if known is None:
             self._send(step, layout.header(), self._control, header=True)
@@ -181,8 +190,7 @@ class Channels:
         elif known != layout:
             if known._replace(strides=layout.strides) != layout:
                 raise ValueError(_apart(step, layout, known))
-            same = torch.empty_strided(known.shape, known.strides, dtype=known.dtype, device=tensor.device)
-            tensor = same.copy_(tensor)
+            tensor = known.empty(tensor.device).copy_(tensor)
         self._send(step, tensor, self._wire)
 
     def forget_sent_gradients(self) -> None:
@@ -261,7 +269,7 @@ class Channels:
         return step.what, step.stage, self._forms[step.microbatch]
 
     def _new_buffer(self, layout: Layout) -> tuple[Tensor, Mark]:
-        buffer = torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device=self._device)
+        buffer = layout.empty(self._device)
         self._buffers.add(buffer.untyped_storage().data_ptr())
         return buffer, self._wire.mark()
 

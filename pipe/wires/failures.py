@@ -9,17 +9,16 @@ store of the group, where only the first who writes is heard. A process that die
 is its neighbours that write.
 """
 
-import contextlib
 import time
 from collections.abc import Callable
-from threading import Thread
 from typing import Final
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from muster.ddp.timeouts import STORE_S, ask_store
 
 LISTEN_S: Final = 2.0  # how long a rank that lost another listens for the cause: who closes on purpose has written it
-STORE_S: Final = 2.0  # how much longer the store itself may take
 POLL_S: Final = 0.02
 CAUSE: Final = "cause"
 
@@ -40,25 +39,14 @@ class Board:
 
     def tell(self, cause: str) -> str:
         """Write a cause, unless there is one; return the one that stands."""
-        return self._ask(lambda store: store.compare_set(CAUSE, "", cause).decode(), STORE_S) or cause
+        return self._ask(lambda store: str(store.compare_set(CAUSE, "", cause).decode()), STORE_S) or cause
 
     def hear(self) -> str | None:
         """Return the cause that somebody wrote, listening for a moment; None if there is no word."""
         return self._ask(_listen, LISTEN_S + STORE_S)
 
     def _ask(self, question: Callable[[Store], str | None], limit_s: float) -> str | None:
-        """Ask the store on a thread of its own: where it went with its rank its time-outs are minutes."""
-        answers: list[str | None] = []
-
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError):
-                store = PrefixStore(f"pipe/{self._group.group_name}", self._group.get_group_store())
-                answers.append(question(store))
-
-        asking = Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(limit_s)
-        return answers[0] if answers else None
+        return ask_store(self._group, f"pipe/{self._group.group_name}", question, limit_s)
 
 
 def _listen(store: Store) -> str | None:

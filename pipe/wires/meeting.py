@@ -2,13 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.primitives.peers import timeout_of
 from muster.pipe.wires.channels import (
     AGREE_TAG,
     BATCH_TAG,
@@ -103,8 +102,7 @@ class Meeting:
         """Return a copy of the tensor that rank `source` has: only that one passes it."""
         if tensor is not None:
             tensor = tensor.contiguous()
-            layout = Layout(tuple(tensor.shape), tensor.stride(), tensor.dtype, learns=False)
-            _wait([self.control.send(layout.header(), rank, HEADER_TAG) for rank in self._others])
+            _wait([self.control.send(Layout.of(tensor).header(), rank, HEADER_TAG) for rank in self._others])
         else:
             header = NOTHING.header()
             self.control.receive(header, source, HEADER_TAG).wait()
@@ -134,8 +132,9 @@ def meet(process_group: dist.ProcessGroup | None, device: torch.device, peers: I
     """
     if not dist.is_initialized() or dist.get_world_size(process_group) == 1:
         return None
-    timeout = timeout_of(process_group)
-    if device.type == "cuda" and "nccl" not in dist.get_backend(process_group):
+    has_nccl = "nccl" in dist.get_backend(process_group)
+    timeout = timeout_of(process_group, torch.device("cuda" if has_nccl else "cpu"))
+    if device.type == "cuda" and not has_nccl:
         raise ValueError(f"layers are on {device}, which gloo does not send from; pass a group of NCCL's")
     group = own_group(process_group, "gloo", timeout)
     control = GlooWire(group, timeout)
@@ -149,11 +148,3 @@ def meet(process_group: dist.ProcessGroup | None, device: torch.device, peers: I
 def _wait(messages: Sequence[Message]) -> None:
     for each in messages:
         each.wait()
-
-
-def timeout_of(process_group: dist.ProcessGroup | None) -> timedelta:
-    """Return how long a message of a group may take."""
-    group: Any = process_group or dist.group.WORLD
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-    timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
-    return timeout

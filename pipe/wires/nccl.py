@@ -20,26 +20,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from muster.ddp.means import beside
-from muster.pipe.wires.failures import LostError
-from muster.pipe.wires.wire import Mark, flat
+from muster.pipe.wires.wire import Mark, WorkMessage, flat
 
 CTAS: Final = 4  # thread blocks of a message at most: while it waits they take as many multiprocessors
-
-
-class NcclMessage:
-    """A send or receive of NCCL's."""
-
-    __slots__ = ("_peer", "_work")
-
-    def __init__(self, work: dist.Work, peer: int) -> None:
-        self._work, self._peer = work, peer
-
-    def wait(self) -> None:
-        """Let the current stream wait for it."""
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise LostError(f"lost rank {self._peer}: {error}") from error
 
 
 class NcclWire:
@@ -75,24 +58,22 @@ class NcclWire:
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
         """Keep nothing ready: a send waits until it is received."""
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> NcclMessage:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> WorkMessage:
         """Begin to send what the current stream computes."""
         self._outgoing.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._outgoing):
-            return NcclMessage(
-                self._way(self._rank, peer).send([flat(tensor)], int(peer > self._rank), 0), self._names[peer]
-            )
+            work = self._ways[self._rank, peer].send([flat(tensor)], int(peer > self._rank), 0)
+        return WorkMessage(work, self._names[peer])
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> NcclMessage:
+    def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> WorkMessage:
         """Begin to receive after a mark; without one after all that was launched."""
         if after is None:
             self._incoming.wait_stream(torch.cuda.current_stream(self._device))
         else:
             self._incoming.wait_event(after)
         with torch.cuda.stream(self._incoming):
-            return NcclMessage(
-                self._way(peer, self._rank).recv([flat(tensor)], int(peer > self._rank), 0), self._names[peer]
-            )
+            work = self._ways[peer, self._rank].recv([flat(tensor)], int(peer > self._rank), 0)
+        return WorkMessage(work, self._names[peer])
 
     def abort(self) -> None:
         """Abort all communicators: kernels that wait for a peer end.
@@ -104,9 +85,6 @@ class NcclWire:
             each.start()
         for each in aborting:
             each.join()
-
-    def _way(self, source: int, target: int) -> Any:
-        return self._ways[source, target]
 
     def _greet(self, way: tuple[int, int]) -> None:
         """Send one number: the first message makes the communicator, and waits for the other rank with it."""

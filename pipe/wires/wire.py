@@ -5,7 +5,7 @@ close for good with `abort`, which ends what other ranks wait for.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Final, Protocol
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from muster.ddp.gradients import is_dense
 from muster.pipe.wires.failures import LostError
 
 NO_TAG: Final = 1  # nobody sends with it
@@ -60,18 +61,18 @@ class Wire(Protocol):
         ...
 
 
-class GlooMessage:
-    """A send or receive of gloo's."""
+class WorkMessage:
+    """A send or receive of a backend's, waited for as long as a time-out at most, if there is one."""
 
-    __slots__ = ("_peer", "_timeout", "_work")
+    __slots__ = ("_limit", "_peer", "_work")
 
-    def __init__(self, work: dist.Work, timeout: timedelta, peer: int) -> None:
-        self._work, self._timeout, self._peer = work, timeout, peer
+    def __init__(self, work: dist.Work, peer: int, *timeout: timedelta) -> None:
+        self._work, self._peer, self._limit = work, peer, timeout
 
     def wait(self) -> None:
-        """Wait for it, as long as the group's time-out at most."""
+        """Wait for it; of NCCL's the current stream waits."""
         try:
-            self._work.wait(self._timeout)
+            self._work.wait(*self._limit)
         except RuntimeError as error:
             raise LostError(f"lost rank {self._peer}: {error}") from error
 
@@ -88,21 +89,21 @@ class GlooWire:
     def expect(self, backlogs: Mapping[tuple[int, int], int]) -> None:
         """Take any number of messages."""
 
-    def send(self, tensor: Tensor, peer: int, tag: int) -> GlooMessage:
+    def send(self, tensor: Tensor, peer: int, tag: int) -> WorkMessage:
         """Begin to send."""
-        try:
-            return GlooMessage(self._group.send([flat(tensor)], peer, tag), self._timeout, self._names[peer])
-        except RuntimeError as error:
-            raise LostError(f"lost rank {self._names[peer]}: {error}") from error
+        return self._begin(self._group.send, tensor, peer, tag)
 
     def mark(self) -> Mark:
         """Return nothing: what was done on a CPU is done."""
         return None
 
-    def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> GlooMessage:
+    def receive(self, tensor: Tensor, peer: int, tag: int, after: Mark = None) -> WorkMessage:
         """Begin to receive."""
+        return self._begin(self._group.recv, tensor, peer, tag)
+
+    def _begin(self, call: Callable[..., dist.Work], tensor: Tensor, peer: int, tag: int) -> WorkMessage:
         try:
-            return GlooMessage(self._group.recv([flat(tensor)], peer, tag), self._timeout, self._names[peer])
+            return WorkMessage(call([flat(tensor)], peer, tag), self._names[peer], self._timeout)
         except RuntimeError as error:
             raise LostError(f"lost rank {self._names[peer]}: {error}") from error
 
@@ -126,10 +127,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 def dense(tensor: Tensor) -> Tensor:
     """Return a tensor that fills its memory, in whatever order of dimensions: itself, or a copy."""
-    if tensor.is_contiguous():
-        return tensor
-    by_stride = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    return tensor if tensor.permute(by_stride).is_contiguous() else tensor.contiguous()
+    return tensor if tensor.is_contiguous() or is_dense(tensor) else tensor.contiguous()
 
 
 def own_group(process_group: dist.ProcessGroup | None, backend: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -35,7 +35,7 @@ def all_alone(world: World) -> list[str]:
         ("exact shards", {"exact": True, "shards": 2}),
         ("cast", {"communication_dtype": "bfloat16"}),
     ]
-    with mock.patch("muster.ddp.reducer.ALONE_BYTES", 8), mock.patch("muster.ddp.bucketed.ALONE_BYTES", 8):
+    with mock.patch("muster.ddp.gradients.ALONE_BYTES", 8):
         for case in ("toy", "tied", "odd", "tiny", "unused in odd shards"):
             for words, settings in asked:
                 found = wrong_gradients(world, "BucketedDDP", case, **EACH, **settings)
@@ -88,7 +88,7 @@ def memory(world: World) -> list[list[bool]]:
 
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(note)
-        with mock.patch("muster.ddp.reducer.ALONE_BYTES", large), mock.patch("muster.ddp.bucketed.ALONE_BYTES", large):
+        with mock.patch("muster.ddp.gradients.ALONE_BYTES", large):
             model = BucketedDDP(module, world.group, **EACH)
             model(inputs).square().sum().backward()
         own = torch.autograd.grad(module(inputs).square().sum(), list(module.parameters()))

@@ -10,16 +10,9 @@ from muster.ddp.checks import first_difference, ranks_in_words
 from muster.jobs.world.world import World
 from support.data_parallel import WRAPPERS, backwards, wrap
 from support.data_parallel_models import CASES, ToyModel
+from support.refusals import said_by
 
 pytestmark = pytest.mark.ranks
-
-
-def said_by(call, kind: type[Exception]) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def wrapped_twice(world: World) -> dict:

@@ -5,6 +5,7 @@ import gc
 import pickle
 import warnings
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -17,55 +18,52 @@ pytestmark = pytest.mark.ranks
 TOY = CASES["toy"]
 
 
-def copied(world: World) -> list[str]:
-    problems = []
-    for wrapper in WRAPPERS:
-        model = wrap(world, wrapper, "toy")
-        for copying in (copy.deepcopy, pickle.dumps):
-            try:
-                copying(model)
-            except TypeError as error:
-                problems += [] if "copy its .module" in str(error) else [f"{wrapper}: {error}"]
-            else:
-                problems.append(f"{wrapper}: {copying.__name__} made a copy that synchronizes nothing")
-        copy.deepcopy(model.module)
-        pickle.dumps(model.module.state_dict())
-    return problems
+def copied(world: World, wrapper: str) -> Iterator[str]:
+    model = wrap(world, wrapper, "toy")
+    for copying in (copy.deepcopy, pickle.dumps):
+        try:
+            copying(model)
+        except TypeError as error:
+            yield from [] if "copy its .module" in str(error) else [f"{error}"]
+        else:
+            yield f"{copying.__name__} made a copy that synchronizes nothing"
+    copy.deepcopy(model.module)
+    pickle.dumps(model.module.state_dict())
 
 
-def test_a_wrapper_is_not_copied_but_its_module_is(on_ranks):
-    assert on_ranks(2, copied) == [[]] * 2
+def with_a_graph(world: World, wrapper: str) -> Iterator[str]:
+    model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of the circle that create_graph makes
+        TOY.loss(model, world.rank).backward(create_graph=True)
+    model.finish_gradient_synchronization()
+    found = {name: None if grad is None else grad.detach() for name, grad in gradients_of(model.module).items()}
+    wanted = one_process(TOY, serial, range(world.size))
+    yield from gradients_apart(found, wanted, 0)
 
 
-def with_a_graph(world: World) -> list[str]:
-    problems = []
-    for wrapper in WRAPPERS:
-        model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns of the circle that create_graph makes
-            TOY.loss(model, world.rank).backward(create_graph=True)
-        model.finish_gradient_synchronization()
-        found = {name: None if grad is None else grad.detach() for name, grad in gradients_of(model.module).items()}
-        wanted = one_process(TOY, serial, range(world.size))
-        problems += [f"{wrapper}: {each}" for each in gradients_apart(found, wanted, 0)]
-    return problems
-
-
-def test_a_backward_that_makes_a_graph_has_the_mean_too(on_ranks):
-    assert on_ranks(2, with_a_graph) == [[]] * 2
-
-
-def let_go(world: World) -> list[str]:
-    problems = []
+def let_go(world: World, wrapper: str) -> Iterator[str]:
     gc.disable()  # nobody looks for circles
-    for wrapper in ("FlatAllReduce", "OverlappedDDP", "BucketedDDP"):
-        model = wrap(world, wrapper, "toy")
-        backwards(world, model, TOY)
-        flat = weakref.ref(model._reducer._buckets[0])
-        del model
-        problems += [f"{wrapper} keeps its buckets"] if flat() is not None else []
-    return problems
+    if wrapper not in ("FlatAllReduce", "OverlappedDDP", "BucketedDDP"):
+        return
+    model = wrap(world, wrapper, "toy")
+    backwards(world, model, TOY)
+    flat = weakref.ref(model._reducer.buckets[0])
+    del model
+    yield from ["keeps its buckets"] if flat() is not None else []
 
 
-def test_a_deleted_wrapper_lets_go_of_its_buckets_at_once(on_ranks):
-    assert on_ranks(2, let_go) == [[]] * 2
+CHECKS: dict[str, Callable[[World, str], Iterable[str]]] = {
+    "a wrapper is not copied, but its module is": copied,
+    "a backward that makes a graph has the mean too": with_a_graph,
+    "a deleted wrapper lets go of its buckets at once": let_go,
+}
+
+
+def checked(world: World, what: str) -> list[str]:
+    return [f"{wrapper}: {each}" for wrapper in WRAPPERS for each in CHECKS[what](world, wrapper)]
+
+
+@pytest.mark.parametrize("what", CHECKS)
+def test_of_every_wrapper(on_ranks, what):
+    assert on_ranks(2, checked, what=what) == [[]] * 2

@@ -12,17 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from muster.ddp import BucketedDDP, gradients
-from muster.ddp.means import Mean
+from muster.ddp.means import NcclMean
 from muster.jobs.world.world import World
 from support.data_parallel import wrong_gradients, wrong_training
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-class InPlace(Mean):
+class InPlace(NcclMean):
     """Average tensors in place over any backend, at once: whoever still reads them then reads the mean."""
-
-    in_place = True
 
     def start(self, bucket: Any) -> Any:
         for tensor in bucket.tensors:

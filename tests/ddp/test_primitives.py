@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from muster.ddp import primitives
 from muster.jobs.world.world import World
 from support.primitives import DTYPES, check_all, whole
+from support.refusals import said_by
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -65,10 +66,7 @@ def in_a_sub_group(world: World) -> str:
     group = dist.new_group([3, 1, 4])  # group ranks 0, 1, 2 are 1, 3, 4: torch sorts them
     outside = ""
     if dist.get_rank(group) < 0:
-        try:
-            primitives.ring_all_reduce(torch.ones(3), group)
-        except ValueError as error:
-            outside = str(error)
+        outside = said_by(lambda: primitives.ring_all_reduce(torch.ones(3), group), ValueError)
     else:
         check_all(World(dist.get_rank(group), 3, group, world.device))
     dist.barrier(world.group)
@@ -98,14 +96,7 @@ def refusals(world: World) -> list[str]:
         lambda: primitives.ordered_reduce_scatter([out, pair], out),
         lambda: primitives.ordered_all_reduce(pair),
     ]
-    found = []
-    for call in calls:
-        try:
-            call()
-        except ValueError as error:
-            found.append(str(error))
-        else:
-            found.append("nothing was refused")
+    found = [said_by(call, ValueError) for call in calls]
     whole = torch.full((8,), world.rank + 1.0)
     primitives.ring_all_reduce(whole)  # nothing was sent, so the next call finds no stray message
     found.append(str(whole.unique().tolist()))
@@ -159,14 +150,11 @@ def left_alone(world: World) -> str:
     _set_pg_timeout(timedelta(seconds=1), world.group)
     store = world.group.get_group_store()
     if world.rank == 0:
-        try:
-            primitives.ring_all_gather(torch.zeros(2), torch.zeros(4), world.group)
-        except RuntimeError as error:
-            return "timed out" if "imed out" in str(error) else str(error)
-        finally:
-            store.set("left alone", "over")
+        said = said_by(lambda: primitives.ring_all_gather(torch.zeros(2), torch.zeros(4), world.group), RuntimeError)
+        store.set("left alone", "over")
+        return "timed out" if "imed out" in said else said
     store.wait(["left alone"])
-    return "nothing was raised"
+    return ""
 
 
 def test_a_message_takes_no_longer_than_the_group_allows_now(on_ranks):

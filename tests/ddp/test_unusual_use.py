@@ -1,6 +1,7 @@
 """Uses that are not in the book: each ends in the mean of all ranks or in a sentence, never in one rank's gradient."""
 
 import math
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -33,61 +34,40 @@ def apart(world: World, model: DataParallel, serial: nn.Module, times: int = 1, 
     return gradients_apart(gradients_of(model.module), type(wanted)(means), 0)
 
 
-def frozen_when_wrapped(world: World) -> list[str]:
-    problems = []
-    for wrapper in WRAPPERS:
-        module, serial = TOY.build(world.rank + 1).requires_grad_(False), TOY.build(1)
-        model = getattr(ddp, wrapper)(module, world.group)
-        for word in ("thawed", "thawed again"):
-            module.requires_grad_(True)
-            model.zero_grad()
-            backwards(world, model, TOY)
-            problems += [f"{wrapper}, {word}: {each}" for each in apart(world, model, serial)]
-            module.requires_grad_(False)
-            TOY.loss(model, 0)  # a forward in which nothing learns
-    return problems
+def frozen_when_wrapped(world: World, wrapper: str) -> Iterator[str]:
+    module, serial = TOY.build(world.rank + 1).requires_grad_(False), TOY.build(1)
+    model = getattr(ddp, wrapper)(module, world.group)
+    for word in ("thawed", "thawed again"):
+        module.requires_grad_(True)
+        model.zero_grad()
+        backwards(world, model, TOY)
+        yield from (f"{word}: {each}" for each in apart(world, model, serial))
+        module.requires_grad_(False)
+        TOY.loss(model, 0)  # a forward in which nothing learns
 
 
-def test_a_module_that_is_all_frozen_may_be_thawed(on_ranks):
-    assert on_ranks(2, frozen_when_wrapped) == [[]] * 2
-
-
-def past_the_wrapper(world: World) -> list[str]:
+def past_the_wrapper(world: World, wrapper: str) -> Iterator[str]:
     """The forward is the module's own; then two forwards, each backward synchronized by itself."""
-    problems = []
-    for wrapper in WRAPPERS:
-        model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
-        TOY.loss(model.module, world.rank).backward()
+    model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
+    TOY.loss(model.module, world.rank).backward()
+    model.finish_gradient_synchronization()
+    yield from (f"the module's forward: {each}" for each in apart(world, model, serial))
+    losses = [TOY.loss(model, world.rank), TOY.loss(model, world.rank + world.size)]
+    for place, loss in enumerate(losses):
+        model.zero_grad()
+        loss.backward()
         model.finish_gradient_synchronization()
-        problems += [f"{wrapper}, the module's forward: {each}" for each in apart(world, model, serial)]
-        losses = [TOY.loss(model, world.rank), TOY.loss(model, world.rank + world.size)]
-        for place, loss in enumerate(losses):
-            model.zero_grad()
-            loss.backward()
-            model.finish_gradient_synchronization()
-            found = apart(world, model, serial, offset=place * world.size)
-            problems += [f"{wrapper}, backward {place}: {each}" for each in found]
-    return problems
+        found = apart(world, model, serial, offset=place * world.size)
+        yield from (f"backward {place}: {each}" for each in found)
 
 
-def test_whatever_the_forward_was_to_ask_for_the_end_synchronizes(on_ranks):
-    assert on_ranks(2, past_the_wrapper) == [[]] * 2
-
-
-def all_within_no_sync(world: World) -> list[str]:
-    problems = []
-    for wrapper in WRAPPERS:
-        model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
-        with model.no_sync():
-            for _ in range(2):
-                TOY.loss(model, world.rank).backward()
-        model.finish_gradient_synchronization()
-        problems += [f"{wrapper}: {each}" for each in apart(world, model, serial, times=2)]
-    return problems
-
-
-def test_gradients_that_came_within_no_sync_alone_are_synchronized_when_asked_for(on_ranks):
-    assert on_ranks(2, all_within_no_sync) == [[]] * 2
+def all_within_no_sync(world: World, wrapper: str) -> Iterator[str]:
+    model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
+    with model.no_sync():
+        for _ in range(2):
+            TOY.loss(model, world.rank).backward()
+    model.finish_gradient_synchronization()
+    yield from apart(world, model, serial, times=2)
 
 
 def shard_closed_too_often(world: World) -> list[str]:
@@ -110,76 +90,55 @@ def test_a_virtual_shard_without_gradients_is_refused(on_ranks):
         assert len(said) == 2 * len(WRAPPERS)
 
 
-def step_given_up(world: World) -> list[str]:
-    problems = []
-    for wrapper in WRAPPERS:
-        model, serial = wrap(world, wrapper, "toy", exact=True), TOY.build(1)
-        with model.no_sync():
-            TOY.loss(model, 77).backward()
-            model.next_shard()  # the next batch could not be read
-        model.zero_grad()
-        backwards(world, model, TOY)
-        problems += [f"{wrapper}: {each}" for each in apart(world, model, serial)]
-    return problems
+def step_given_up(world: World, wrapper: str) -> Iterator[str]:
+    model, serial = wrap(world, wrapper, "toy", exact=True), TOY.build(1)
+    with model.no_sync():
+        TOY.loss(model, 77).backward()
+        model.next_shard()  # the next batch could not be read
+    model.zero_grad()
+    backwards(world, model, TOY)
+    yield from apart(world, model, serial)
 
 
-def test_virtual_shards_of_a_step_that_was_given_up_are_forgotten_with_the_gradients(on_ranks):
-    assert on_ranks(2, step_given_up) == [[]] * 2
+def another_head(world: World, wrapper: str) -> Iterator[str]:
+    model = wrap(world, wrapper, "toy")
+    backwards(world, model, TOY)
+    model.module.fc2 = nn.Linear(20, 4)
+    nn.init.constant_(model.module.fc2.weight, 0.5 + world.rank)
+    nn.init.constant_(model.module.fc2.bias, float(world.rank))
+    serial = TOY.build(1)
+    serial.fc2 = nn.Linear(20, 4)
+    nn.init.constant_(serial.fc2.weight, 0.5)
+    nn.init.constant_(serial.fc2.bias, 0.0)
+    model.zero_grad()
+    backwards(world, model, TOY)
+    yield from states_apart(model.state_dict(), serial.state_dict())
+    yield from apart(world, model, serial)
 
 
-def another_head(world: World) -> list[str]:
-    problems = []
-    for wrapper in WRAPPERS:
-        model = wrap(world, wrapper, "toy")
-        backwards(world, model, TOY)
-        model.module.fc2 = nn.Linear(20, 4)
-        nn.init.constant_(model.module.fc2.weight, 0.5 + world.rank)
-        nn.init.constant_(model.module.fc2.bias, float(world.rank))
-        serial = TOY.build(1)
-        serial.fc2 = nn.Linear(20, 4)
-        nn.init.constant_(serial.fc2.weight, 0.5)
-        nn.init.constant_(serial.fc2.bias, 0.0)
-        model.zero_grad()
-        backwards(world, model, TOY)
-        problems += [f"{wrapper}: {each}" for each in states_apart(model.state_dict(), serial.state_dict())]
-        problems += [f"{wrapper}: {each}" for each in apart(world, model, serial)]
-    return problems
-
-
-def test_a_layer_that_is_replaced_becomes_that_of_rank_0(on_ranks):
-    assert on_ranks(2, another_head) == [[]] * 2
-
-
-def gradient_moved(world: World) -> list[str]:
+def gradient_moved(world: World, wrapper: str) -> Iterator[str]:
     """What a user does to `.grad.data`, or to the inner module, must not cut gradients off from their buckets."""
-    problems = []
-    for wrapper in WRAPPERS:
-        model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
-        for word in ("scaled by hand", "another type"):
-            backwards(world, model, TOY)
-            for parameter in model.parameters():
-                parameter.grad.data = parameter.grad.data * 0.5
-            model.zero_grad(set_to_none=False)
-            if word == "another type":
-                model.module.double()
-                serial.double()
-            inputs = torch.randn(3, 10, generator=torch.Generator().manual_seed(100 + world.rank))
-            model(inputs.to(model.module.fc1.weight.dtype)).square().sum().backward()
-            model.finish_gradient_synchronization()
-            serial.zero_grad()
-            for shard in range(world.size):
-                inputs = torch.randn(3, 10, generator=torch.Generator().manual_seed(100 + shard))
-                serial(inputs.to(serial.fc1.weight.dtype)).square().sum().backward()
-            for name, parameter in serial.named_parameters():
-                found = gradients_of(model.module)[name]
-                if not torch.allclose(found, parameter.grad / world.size, rtol=1e-5, atol=1e-5):
-                    problems.append(f"{wrapper}, {word}: {name}")
-            model.zero_grad()
-    return problems
-
-
-def test_gradients_whose_memory_was_changed_are_averaged_all_the_same(on_ranks):
-    assert on_ranks(2, gradient_moved) == [[]] * 2
+    model, serial = wrap(world, wrapper, "toy"), TOY.build(1)
+    for word in ("scaled by hand", "another type"):
+        backwards(world, model, TOY)
+        for parameter in model.parameters():
+            parameter.grad.data = parameter.grad.data * 0.5
+        model.zero_grad(set_to_none=False)
+        if word == "another type":
+            model.module.double()
+            serial.double()
+        inputs = torch.randn(3, 10, generator=torch.Generator().manual_seed(100 + world.rank))
+        model(inputs.to(model.module.fc1.weight.dtype)).square().sum().backward()
+        model.finish_gradient_synchronization()
+        serial.zero_grad()
+        for shard in range(world.size):
+            inputs = torch.randn(3, 10, generator=torch.Generator().manual_seed(100 + shard))
+            serial(inputs.to(serial.fc1.weight.dtype)).square().sum().backward()
+        for name, parameter in serial.named_parameters():
+            found = gradients_of(model.module)[name]
+            if not torch.allclose(found, parameter.grad / world.size, rtol=1e-5, atol=1e-5):
+                yield f"{word}: {name}"
+        model.zero_grad()
 
 
 def refused(world: World, wrapper: str, settings: dict) -> str:
@@ -260,3 +219,22 @@ def two_in_one_backward(world: World) -> list[str]:
 
 def test_two_wrappers_may_share_a_group_and_a_backward(on_ranks):
     assert on_ranks(3, two_in_one_backward) == [[]] * 3
+
+
+CHECKS: dict[str, Callable[[World, str], Iterable[str]]] = {
+    "a module that is all frozen may be thawed": frozen_when_wrapped,
+    "whatever the forward was, to ask for the end synchronizes": past_the_wrapper,
+    "gradients that came within no_sync alone are synchronized when asked for": all_within_no_sync,
+    "virtual shards of a step that was given up are forgotten with the gradients": step_given_up,
+    "a layer that is replaced becomes that of rank 0": another_head,
+    "gradients whose memory was changed are averaged all the same": gradient_moved,
+}
+
+
+def checked(world: World, what: str) -> list[str]:
+    return [f"{wrapper}: {each}" for wrapper in WRAPPERS for each in CHECKS[what](world, wrapper)]
+
+
+@pytest.mark.parametrize("what", CHECKS)
+def test_of_every_wrapper(on_ranks, what):
+    assert on_ranks(2, checked, what=what) == [[]] * 2

@@ -5,6 +5,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -33,34 +34,27 @@ EVERY_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS)
 SYNCHRONIZES_ITSELF = ["BucketedDDP", "OverlappedDDP"]
 
 
-def names_of(world: World) -> list[str]:
-    problems = []
-    for wrapper in WRAPPERS:
-        module = CASES["odd"].build(1)
-        wanted = [list(module.state_dict()), [n for n, _ in module.named_parameters()], ["scale"]]
-        model = getattr(ddp, wrapper)(module, world.group)
-        found = [
-            list(model.state_dict()),
-            [n for n, _ in model.named_parameters()],
-            [n for n, _ in model.named_buffers()],
-        ]
-        problems += [] if found == wanted and model.module is module else [f"{wrapper} has {found}"]
-        other = CASES["odd"].build(2)
-        model.load_state_dict(other.state_dict())
-        problems += states_apart(module.state_dict(), other.state_dict())
-        larger, again = nn.Sequential(nn.Linear(2, 2), model), CASES["odd"].build(3)
-        saved = larger.state_dict()
-        problems += [] if list(saved)[2:] == [f"1.{name}" for name in wanted[0]] else [f"{wrapper} saves {list(saved)}"]
-        again_larger = nn.Sequential(nn.Linear(2, 2), getattr(ddp, wrapper)(again, world.group))
-        again_larger.load_state_dict(saved)
-        problems += states_apart(again.state_dict(), other.state_dict())
-        pickle.loads(pickle.dumps(module))  # what the wrapper knows of the module hangs nowhere on it
-        problems += states_apart(copy.deepcopy(module).state_dict(), other.state_dict())
-    return problems
-
-
-def test_parameters_buffers_and_state_have_the_names_of_the_module(on_ranks):
-    assert on_ranks(2, names_of) == [[]] * 2
+def names_of(world: World, wrapper: str) -> Iterator[str]:
+    module = CASES["odd"].build(1)
+    wanted = [list(module.state_dict()), [n for n, _ in module.named_parameters()], ["scale"]]
+    model = getattr(ddp, wrapper)(module, world.group)
+    found = [
+        list(model.state_dict()),
+        [n for n, _ in model.named_parameters()],
+        [n for n, _ in model.named_buffers()],
+    ]
+    yield from [] if found == wanted and model.module is module else [f"has {found}"]
+    other = CASES["odd"].build(2)
+    model.load_state_dict(other.state_dict())
+    yield from states_apart(module.state_dict(), other.state_dict())
+    larger, again = nn.Sequential(nn.Linear(2, 2), model), CASES["odd"].build(3)
+    saved = larger.state_dict()
+    yield from [] if list(saved)[2:] == [f"1.{name}" for name in wanted[0]] else [f"saves {list(saved)}"]
+    again_larger = nn.Sequential(nn.Linear(2, 2), getattr(ddp, wrapper)(again, world.group))
+    again_larger.load_state_dict(saved)
+    yield from states_apart(again.state_dict(), other.state_dict())
+    pickle.loads(pickle.dumps(module))  # what the wrapper knows of the module hangs nowhere on it
+    yield from states_apart(copy.deepcopy(module).state_dict(), other.state_dict())
 
 
 def test_the_package_lists_its_wrappers_without_importing_torch():
@@ -93,61 +87,40 @@ def test_micro_batches_add_up_and_the_last_one_averages_them(on_ranks, set_to_no
     assert on_ranks(2, accumulation, set_to_none=set_to_none) == [[]] * 2
 
 
-def local_gradients(world: World) -> list[str]:
-    problems = []
-    for wrapper in WRAPPERS:
-        model, alone = wrap(world, wrapper, "toy"), CASES["toy"].build(1)
-        with model.no_sync():
-            CASES["toy"].loss(model, world.rank).backward()
-            model.finish_gradient_synchronization()
-        CASES["toy"].loss(alone, world.rank).backward()
-        apart = [n for n, each in gradients_of(alone).items() if not same_bits(gradients_of(model.module)[n], each)]
-        problems += [f"{wrapper}: {apart}"] if apart else []
-    return problems
-
-
-def test_within_no_sync_gradients_are_this_ranks_own(on_ranks):
-    assert on_ranks(2, local_gradients) == [[]] * 2
-
-
-def asked_twice(world: World) -> list[str]:
-    problems = []
-    for wrapper in WRAPPERS:
-        model = wrap(world, wrapper, "toy")
+def local_gradients(world: World, wrapper: str) -> Iterator[str]:
+    model, alone = wrap(world, wrapper, "toy"), CASES["toy"].build(1)
+    with model.no_sync():
         CASES["toy"].loss(model, world.rank).backward()
-        if wrapper not in SYNCHRONIZES_ITSELF:
-            model.finish_gradient_synchronization()
-        before = {name: each.clone() for name, each in gradients_of(model.module).items()}
-        if wrapper in SYNCHRONIZES_ITSELF or wrapper == "FlatAllReduce":
-            model.finish_gradient_synchronization()  # of one backward: it has been done
-        after = gradients_of(model.module)
-        problems += [f"{wrapper}: {name}" for name in before if not same_bits(before[name], after[name])]
-        wanted = one_process(CASES["toy"], CASES["toy"].build(1), range(world.size))
-        problems += gradients_apart(after, wanted, numbers_added(world, model, 1))
-    return problems
-
-
-def test_to_ask_for_what_the_backward_has_finished_changes_nothing(on_ranks):
-    assert on_ranks(2, asked_twice) == [[]] * 2
-
-
-def reaches_nothing(world: World) -> list[str]:
-    """Rank 1's loss depends on no parameter: its backward calls no hook, and it must be asked to take part."""
-    problems = []
-    case = CASES["toy"]
-    for wrapper in WRAPPERS:
-        model, serial = wrap(world, wrapper, "toy"), case.build(1)
-        loss = case.loss(model, 0)
-        (loss if world.rank == 0 else torch.zeros((), requires_grad=True) * 1).backward()
         model.finish_gradient_synchronization()
-        alone = one_process(case, serial, [0])
-        wanted = type(alone)({name: mean / 2 for name, mean in alone.means.items()})
-        problems += [f"{wrapper}: {each}" for each in gradients_apart(gradients_of(model.module), wanted, 0)]
-    return problems
+    CASES["toy"].loss(alone, world.rank).backward()
+    apart = [n for n, each in gradients_of(alone).items() if not same_bits(gradients_of(model.module)[n], each)]
+    yield from [f"{apart}"] if apart else []
 
 
-def test_a_rank_whose_backward_reaches_no_parameter_takes_part_when_asked(on_ranks):
-    assert on_ranks(2, reaches_nothing) == [[]] * 2
+def asked_twice(world: World, wrapper: str) -> Iterator[str]:
+    model = wrap(world, wrapper, "toy")
+    CASES["toy"].loss(model, world.rank).backward()
+    if wrapper not in SYNCHRONIZES_ITSELF:
+        model.finish_gradient_synchronization()
+    before = {name: each.clone() for name, each in gradients_of(model.module).items()}
+    if wrapper in SYNCHRONIZES_ITSELF or wrapper == "FlatAllReduce":
+        model.finish_gradient_synchronization()  # of one backward: it has been done
+    after = gradients_of(model.module)
+    yield from (f"{name}" for name in before if not same_bits(before[name], after[name]))
+    wanted = one_process(CASES["toy"], CASES["toy"].build(1), range(world.size))
+    yield from gradients_apart(after, wanted, numbers_added(world, model, 1))
+
+
+def reaches_nothing(world: World, wrapper: str) -> Iterator[str]:
+    """Rank 1's loss depends on no parameter: its backward calls no hook, and it must be asked to take part."""
+    case = CASES["toy"]
+    model, serial = wrap(world, wrapper, "toy"), case.build(1)
+    loss = case.loss(model, 0)
+    (loss if world.rank == 0 else torch.zeros((), requires_grad=True) * 1).backward()
+    model.finish_gradient_synchronization()
+    alone = one_process(case, serial, [0])
+    wanted = type(alone)({name: mean / 2 for name, mean in alone.means.items()})
+    yield from gradients_apart(gradients_of(model.module), wanted, 0)
 
 
 def forgotten(world: World) -> list[str]:
@@ -169,24 +142,19 @@ def test_a_wrapper_that_is_deleted_leaves_nothing_on_the_module(on_ranks):
     assert on_ranks(2, forgotten) == [[]] * 2
 
 
-def synchronized_first(world: World) -> list[str]:
+def synchronized_first(world: World, wrapper: str) -> Iterator[str]:
     """The first micro-batch is the one outside of `no_sync`; who must be asked is asked at the end."""
-    problems = []
     case = CASES["toy"]
-    for wrapper in ("AllReduce", "FlatAllReduce", "GatherScatter"):
-        model, serial = wrap(world, wrapper, "toy"), case.build(1)
-        case.loss(model, world.rank).backward()
-        with model.no_sync():
-            case.loss(model, world.rank + world.size).backward()
-        model.finish_gradient_synchronization()
-        wanted = one_process(case, serial, range(2 * world.size))
-        doubled = type(wanted)({name: mean * 2 for name, mean in wanted.means.items()}, wanted.largest)
-        problems += gradients_apart(gradients_of(model.module), doubled, 4 * world.size)
-    return problems
-
-
-def test_micro_batches_within_no_sync_may_come_last_where_the_end_is_asked_for(on_ranks):
-    assert on_ranks(2, synchronized_first) == [[]] * 2
+    if wrapper not in ("AllReduce", "FlatAllReduce", "GatherScatter"):
+        return
+    model, serial = wrap(world, wrapper, "toy"), case.build(1)
+    case.loss(model, world.rank).backward()
+    with model.no_sync():
+        case.loss(model, world.rank + world.size).backward()
+    model.finish_gradient_synchronization()
+    wanted = one_process(case, serial, range(2 * world.size))
+    doubled = type(wanted)({name: mean * 2 for name, mean in wanted.means.items()}, wanted.largest)
+    yield from gradients_apart(gradients_of(model.module), doubled, 4 * world.size)
 
 
 def unused_everywhere(world: World) -> list[str]:
@@ -202,32 +170,25 @@ def test_what_no_rank_uses_keeps_no_gradient(on_ranks):
     assert on_ranks(2, unused_everywhere) == [[]] * 2
 
 
-def other_parameters(world: World) -> list[str]:
+def other_parameters(world: World, wrapper: str) -> Iterator[str]:
     """Freeze, thaw, replace: each time gradients are the mean of what learns then."""
-    problems = []
     case = CASES["toy"]
-    for wrapper in WRAPPERS:
-        model, serial = wrap(world, wrapper, "toy"), case.build(1)
-        changes = {
-            "as built": lambda toy: None,
-            "frozen": lambda toy: toy.fc1.requires_grad_(False),
-            "thawed": lambda toy: toy.fc1.requires_grad_(True),
-            "replaced": lambda toy: setattr(toy.norm, "weight", nn.Parameter(torch.full((20,), 2.0))),
-            "added": lambda toy: setattr(toy.fc2, "bias", nn.Parameter(torch.ones(5))),
-        }
-        for word, change in changes.items():
-            for module in (model.module, serial):
-                change(module)
-                module.zero_grad()
-            backwards(world, model, case)
-            wanted = one_process(case, serial, range(world.size))
-            found = gradients_of(model.module)
-            problems += [f"{wrapper}, {word}: {each}" for each in gradients_apart(found, wanted, 0)]
-    return problems
-
-
-def test_parameters_may_be_frozen_thawed_replaced_and_added_between_steps(on_ranks):
-    assert on_ranks(2, other_parameters) == [[]] * 2
+    model, serial = wrap(world, wrapper, "toy"), case.build(1)
+    changes = {
+        "as built": lambda toy: None,
+        "frozen": lambda toy: toy.fc1.requires_grad_(False),
+        "thawed": lambda toy: toy.fc1.requires_grad_(True),
+        "replaced": lambda toy: setattr(toy.norm, "weight", nn.Parameter(torch.full((20,), 2.0))),
+        "added": lambda toy: setattr(toy.fc2, "bias", nn.Parameter(torch.ones(5))),
+    }
+    for word, change in changes.items():
+        for module in (model.module, serial):
+            change(module)
+            module.zero_grad()
+        backwards(world, model, case)
+        wanted = one_process(case, serial, range(world.size))
+        found = gradients_of(model.module)
+        yield from (f"{word}: {each}" for each in gradients_apart(found, wanted, 0))
 
 
 def in_bfloat16(world: World) -> list[str]:
@@ -248,30 +209,25 @@ def test_gradients_can_be_sent_in_half_of_the_bytes(on_ranks):
     assert on_ranks(3, in_bfloat16) == [[]] * 3
 
 
-def in_float16(world: World) -> list[str]:
+def in_float16(world: World, wrapper: str) -> Iterator[str]:
     """Gradients whose mean fits into 16 bits, but not their sum; and buffers of types that gloo does not know."""
-    problems = []
-    for wrapper in ("AllReduce", "FlatAllReduce", "OverlappedDDP", "BucketedDDP"):
-        module = torch.nn.Linear(1, 1, bias=False).half()
-        kinds = {"int16": torch.int16, "fp8": torch.float8_e4m3fn, "bool": torch.bool, "complex": torch.complex64}
-        for name, kind in kinds.items():
-            module.register_buffer(name, torch.full((3,), 1.0 - world.rank).to(kind))
-        module.register_buffer("number", torch.tensor(7 + world.rank, dtype=torch.uint16))
-        model = getattr(ddp, wrapper)(module, world.group)
-        (model(torch.full((1, 1), 200.0).half()) * 200).sum().backward()
-        model.finish_gradient_synchronization()
-        if module.weight.grad.item() != 40_000:
-            problems.append(f"{wrapper}: the mean of 40000 on every rank is {module.weight.grad.item()}")
-        held = {name: each.tolist() for name, each in module.named_buffers() if name != "fp8"}
-        if held != {"int16": [1] * 3, "bool": [True] * 3, "complex": [1] * 3, "number": 7}:
-            problems.append(f"{wrapper}: buffers are not rank 0's: {held}")
-        if module.fp8.float().tolist() != [1.0] * 3:
-            problems.append(f"{wrapper}: the buffer in 8 bits is not rank 0's")
-    return problems
-
-
-def test_a_sum_that_16_bits_cannot_hold_is_divided_before_and_buffers_are_of_any_type(on_ranks):
-    assert on_ranks(2, in_float16) == [[]] * 2
+    if wrapper not in ("AllReduce", "FlatAllReduce", "OverlappedDDP", "BucketedDDP"):
+        return
+    module = torch.nn.Linear(1, 1, bias=False).half()
+    kinds = {"int16": torch.int16, "fp8": torch.float8_e4m3fn, "bool": torch.bool, "complex": torch.complex64}
+    for name, kind in kinds.items():
+        module.register_buffer(name, torch.full((3,), 1.0 - world.rank).to(kind))
+    module.register_buffer("number", torch.tensor(7 + world.rank, dtype=torch.uint16))
+    model = getattr(ddp, wrapper)(module, world.group)
+    (model(torch.full((1, 1), 200.0).half()) * 200).sum().backward()
+    model.finish_gradient_synchronization()
+    if module.weight.grad.item() != 40_000:
+        yield f"the mean of 40000 on every rank is {module.weight.grad.item()}"
+    held = {name: each.tolist() for name, each in module.named_buffers() if name != "fp8"}
+    if held != {"int16": [1] * 3, "bool": [True] * 3, "complex": [1] * 3, "number": 7}:
+        yield f"buffers are not rank 0's: {held}"
+    if module.fp8.float().tolist() != [1.0] * 3:
+        yield "the buffer in 8 bits is not rank 0's"
 
 
 def told(world: World) -> dict:
@@ -309,3 +265,23 @@ def within_a_group(world: World) -> list[str]:
 
 def test_a_wrapper_averages_over_the_ranks_of_its_group_alone(on_ranks):
     assert on_ranks(3, within_a_group) == [[]] * 3
+
+
+CHECKS: dict[str, Callable[[World, str], Iterable[str]]] = {
+    "parameters, buffers and state have the names of the module": names_of,
+    "within no_sync gradients are this rank's own": local_gradients,
+    "to ask for what the backward has finished changes nothing": asked_twice,
+    "a rank whose backward reaches no parameter takes part when asked": reaches_nothing,
+    "micro-batches within no_sync may come last where the end is asked for": synchronized_first,
+    "parameters may be frozen, thawed, replaced and added between steps": other_parameters,
+    "a sum that 16 bits cannot hold is divided before, and buffers are of any type": in_float16,
+}
+
+
+def checked(world: World, what: str) -> list[str]:
+    return [f"{wrapper}: {each}" for wrapper in WRAPPERS for each in CHECKS[what](world, wrapper)]
+
+
+@pytest.mark.parametrize("what", CHECKS)
+def test_of_every_wrapper(on_ranks, what):
+    assert on_ranks(2, checked, what=what) == [[]] * 2

@@ -17,18 +17,11 @@ from muster.pipe.pipeline import Pipeline
 from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.tables import schedule
 from muster.pipe.wires.failures import StageFailedError
+from support.refusals import told_by
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 PROMPT_S = 20.0  # the groups of tests wait 30 s for a message: nobody ends by waiting
-
-
-def said_by(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
 
 
 class Failing(nn.Linear):
@@ -64,7 +57,7 @@ def failing(world: World, name: str, what: str, at: int, stage: int) -> list[Any
         layers_with(what, at, stage), schedule(name, world.size, 4), loss=functional.cross_entropy, cuts=(0, 1, 2)
     )
     inputs, targets = torch.randn(8, 4), torch.zeros(8, dtype=torch.int64)
-    said = [said_by(lambda: [pipeline.step(inputs, targets) for _ in range(3)]) for _ in range(2)]
+    said = [told_by(lambda: [pipeline.step(inputs, targets) for _ in range(3)]) for _ in range(2)]
     number = torch.ones(1)
     dist.all_reduce(number, group=world.group)
     return [*said, float(number)]
@@ -116,7 +109,7 @@ def freezing(world: World) -> str:
     inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.int64)
     pipeline.step(inputs, targets)
     layers[0].requires_grad_(False)
-    return said_by(lambda: pipeline.step(inputs, targets))
+    return told_by(lambda: pipeline.step(inputs, targets))
 
 
 def test_what_learns_before_a_cut_stays_as_it_was(on_ranks):
@@ -139,7 +132,7 @@ def failing_beside(world: World) -> list[str]:
         if world.rank == 3 and what == "nothing":
             pipeline._meeting.abort()
             break
-        said.append(said_by(lambda: pipeline.step(inputs, targets)))  # noqa: B023
+        said.append(told_by(lambda: pipeline.step(inputs, targets)))  # noqa: B023
     return said
 
 
@@ -183,7 +176,7 @@ def gone(world: World) -> str:
     if world.rank == 1:
         pipeline._meeting.abort()
         return "gone"
-    return said_by(lambda: pipeline.step(inputs, targets))
+    return told_by(lambda: pipeline.step(inputs, targets))
 
 
 def test_a_rank_that_is_gone_ends_the_others(on_ranks):
@@ -229,17 +222,17 @@ def refused(world: World) -> list[str]:
     short = type(short)(short.name, 4, short.rank_of, (short.actions[0][:-1], short.actions[1]))
     with mock.patch.object(dist, "new_group", side_effect=AssertionError("something was sent")):
         unsent = [
-            said_by(lambda: Pipeline(layers_with("nothing", 0, 0), each, loss=functional.cross_entropy))  # noqa: B023
+            told_by(lambda: Pipeline(layers_with("nothing", 0, 0), each, loss=functional.cross_entropy))  # noqa: B023
             for each in (short, *(own_table(*rows) for rows in HAZARDS))
         ]
     said = [
-        said_by(built(ranks=4)),
-        said_by(built(nn.Linear(3, 4))),
-        said_by(built(layerwise=True, recompute=True)),
-        said_by(built(loose)),
-        said_by(built(name="zbv")),
-        said_by(built(cuts=(0, 3))),
-        said_by(built(cuts=(0, 1 + world.rank))),
+        told_by(built(ranks=4)),
+        told_by(built(nn.Linear(3, 4))),
+        told_by(built(layerwise=True, recompute=True)),
+        told_by(built(loose)),
+        told_by(built(name="zbv")),
+        told_by(built(cuts=(0, 3))),
+        told_by(built(cuts=(0, 1 + world.rank))),
         *unsent,
     ]
     four, classes = torch.ones(4, 4), torch.zeros(4, dtype=torch.int64)
@@ -250,21 +243,21 @@ def refused(world: World) -> list[str]:
         (four.clone().requires_grad_(), classes),
     ):
         pipeline = built()()
-        said.append(said_by(lambda: pipeline.step(inputs, targets)))  # type: ignore[arg-type] # noqa: B023
+        said.append(told_by(lambda: pipeline.step(inputs, targets)))  # type: ignore[arg-type] # noqa: B023
     pipeline = built()()
     pipeline.loss_sum = None
-    said.append(said_by(lambda: setattr(pipeline.module, "0" if world.rank == 0 else "2", nn.Identity())))
+    said.append(told_by(lambda: setattr(pipeline.module, "0" if world.rank == 0 else "2", nn.Identity())))
     for loss in (lambda x, y: functional.cross_entropy(x, y).detach(), lambda x, _: x, lambda *_: 1.5):
         pipeline = Pipeline(layers_with("nothing", 0, 0), schedule("1f1b", 2, 4), loss=loss)
-        said.append(said_by(lambda: pipeline.step(four, classes)))  # noqa: B023
+        said.append(told_by(lambda: pipeline.step(four, classes)))  # noqa: B023
     pipeline = built()()
-    said.append(said_by(lambda: copy.deepcopy(pipeline)))
-    said.append(said_by(lambda: pickle.dumps(pipeline)))
+    said.append(told_by(lambda: copy.deepcopy(pipeline)))
+    said.append(told_by(lambda: pickle.dumps(pipeline)))
     with torch.inference_mode():
-        said.append(said_by(lambda: pipeline.step(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))))
+        said.append(told_by(lambda: pipeline.step(torch.ones(4, 4), torch.zeros(4, dtype=torch.int64))))
     pipeline = built()()
     more = torch.ones(4 + world.rank, 4), torch.zeros(4 + world.rank, dtype=torch.int64)
-    said.append(said_by(lambda: pipeline.step(*more)))
+    said.append(told_by(lambda: pipeline.step(*more)))
     return said
 
 

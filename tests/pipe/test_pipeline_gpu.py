@@ -20,6 +20,7 @@ from muster.pipe.schedules.tables import schedule
 from muster.pipe.wires import meeting
 from support.gpus import over
 from support.pipelines import Case, wrong_training
+from support.refusals import told_by
 
 pytestmark = [pytest.mark.gpu, pytest.mark.ranks]
 
@@ -99,11 +100,7 @@ def failing(world: World, folder: str, copied: bool) -> Any:
         layers = nn.Sequential(nn.Linear(4, 4), Failing(4, 4)).to(on_gpu.device)
         pipeline = Pipeline(layers, schedule("1f1b", 2, 4), loss=functional.cross_entropy, process_group=on_gpu.group)
         inputs, targets = torch.randn(8, 4, device=on_gpu.device), torch.zeros(8, dtype=torch.int64).to(on_gpu.device)
-        try:
-            pipeline.step(inputs, targets)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing was raised"
+        return told_by(lambda: pipeline.step(inputs, targets))
 
 
 @pytest.mark.parametrize("copied", [True, False])

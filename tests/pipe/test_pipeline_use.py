@@ -56,9 +56,7 @@ def tied(world: World) -> list[str]:
         for each in optimizers:
             each.zero_grad()
         pipeline.hooks.seeds = seed_of(step)
-        pipeline.sums_ties = step != 1
         pipeline.step(*batch)
-        pipeline.sum_ties() if step == 1 else None
         loop.step(*batch, seed_of(step))
         first = loop.module[0].token.weight
         total = first.grad + head.weight.grad

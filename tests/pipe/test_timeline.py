@@ -13,8 +13,7 @@ from muster.jobs.world.world import World
 from muster.pipe import Pipeline
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.measured import Record
-from muster.pipe.schedules.messages import Receive, Send
-from muster.pipe.schedules.simulate import Span
+from muster.pipe.schedules.programs import Receive, Send, Span
 from muster.pipe.schedules.tables import schedule
 from muster.pipe.timeline import Offset, clock_offsets, gather, on_one_clock
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from muster.jobs.models.shapes import POOL, GptShape, VggShape
 from muster.jobs.train.models.gpt import build_gpt
 from muster.jobs.train.models.vgg import build_vgg
+from support.zero_models import Several, seeded
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,6 @@ def normal(module: nn.Module, shard: int, *shape: int) -> Tensor:
 
 def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
-
-
-def seeded(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build()
 
 
 class ToyModel(nn.Module):
@@ -101,19 +96,9 @@ class Tiny(nn.Module):
         return ((inputs * self.number + self.one) * self.two).square().sum() + self.none.sum()
 
 
-class Mixed(nn.Module):
+def mixed(other: torch.dtype) -> nn.Module:
     """Two dtypes in turns, so that neighbours cannot share a bucket."""
-
-    def __init__(self, other: torch.dtype) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(6, 6, dtype=dtype) for dtype in (torch.float32, other, torch.float32, other)
-        )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        for layer in self.layers:
-            inputs = torch.tanh(layer(inputs.to(layer.weight.dtype)))
-        return inputs.float()
+    return Several((torch.float32, other) * 2, width=6)
 
 
 class TwoWays(nn.Module):
@@ -198,8 +183,8 @@ CASES = {
         partial(seeded, Odd), lambda module, shard: module(normal(module, shard, 3, 7), use_all=False), unused=True
     ),
     "tiny": Case(partial(seeded, Tiny), lambda module, shard: module(normal(module, shard, 2))),
-    "double": Case(partial(seeded, partial(Mixed, torch.float64)), partial(squares, width=6)),
-    "bfloat16": Case(partial(seeded, partial(Mixed, torch.bfloat16)), partial(squares, width=6)),
+    "double": Case(partial(seeded, partial(mixed, torch.float64)), partial(squares, width=6)),
+    "bfloat16": Case(partial(seeded, partial(mixed, torch.bfloat16)), partial(squares, width=6)),
     "two ways": Case(
         partial(seeded, TwoWays), lambda module, shard: module(normal(module, shard, 3, 4), turned=shard % 2 == 1)
     ),

@@ -71,8 +71,8 @@ def hook_dropped(place: int) -> Iterator[None]:
 @contextmanager
 def too_many_buckets() -> Iterator[None]:
     """Every parameter is a bucket of its own, whatever was asked for."""
-    plan = bucketed.plan_buckets
-    with mock.patch.object(bucketed, "plan_buckets", lambda sizes, *rest: plan(sizes, 0.0)):
+    deal = bucketed.deal
+    with mock.patch.object(bucketed, "deal", lambda named, _: deal(named, 0.0)):
         yield
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from muster.jobs.world.world import World
+from support.data_parallel import parts_from_rank_0
 from support.zero_models import own_groups
 from support.zero_optimizer import Pair, pair
 
@@ -77,7 +78,10 @@ def wrong_events(world: World, optimizers: list[str]) -> list[str]:
     problems = []
     for name in optimizers:
         made = pair(name, groups=without_late)
-        problems += [f"{name}: {each}" for each in (*eventful(made), *wrong_share(world, made), *parts(made.module))]
+        problems += [
+            f"{name}: {each}"
+            for each in (*eventful(made), *wrong_share(world, made), *parts_from_rank_0(world, made.module))
+        ]
     return problems
 
 
@@ -88,16 +92,6 @@ def wrong_share(world: World, made: Pair) -> list[str]:
     kept = made.reference.state.values()
     wanted = sum(each.numel() for state in kept for key, each in state.items() if key != "step")
     return [] if held.item() == wanted else [f"{held.item()} elements of state where {wanted} were wanted"]
-
-
-def parts(module: nn.Module) -> list[str]:
-    """Name the parameters that are not rank 0's; a collective."""
-    problems = []
-    for name, parameter in module.named_parameters():
-        theirs = parameter.detach().clone()
-        dist.broadcast(theirs, 0)
-        problems += [] if torch.equal(theirs, parameter) else [f"{name} is not rank 0's"]
-    return problems
 
 
 def written(world: World) -> list[str]:

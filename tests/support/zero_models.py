@@ -56,9 +56,9 @@ class Ragged(nn.Module):
 class Several(nn.Module):
     """Layers of different types, in turns."""
 
-    def __init__(self, dtypes: Sequence[torch.dtype]) -> None:
+    def __init__(self, dtypes: Sequence[torch.dtype], width: int = 9) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(9, 9).to(dtype) for dtype in dtypes)
+        self.layers = nn.ModuleList(nn.Linear(width, width).to(dtype) for dtype in dtypes)
 
     def forward(self, inputs: Tensor) -> Tensor:
         for layer in self.layers:

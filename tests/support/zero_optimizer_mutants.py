@@ -11,7 +11,7 @@ import torch
 from muster.ddp.norms import plain_norm
 from muster.zero import loading, optimizer, sources, states
 from muster.zero.flat import FlatParameters
-from muster.zero.gather import RingGather
+from muster.zero.gather import LinkGather
 from muster.zero.sources import Alone
 
 
@@ -32,7 +32,7 @@ def no_gather() -> AbstractContextManager[Any]:
     """Each rank has stepped its shard, and nobody hears of it."""
     made = ExitStack()
     made.enter_context(mock.patch("muster.zero.gather.on_one_host", return_value=False))
-    made.enter_context(mock.patch.object(RingGather, "start", return_value=lambda: None))
+    made.enter_context(mock.patch.object(LinkGather, "start", return_value=lambda: None))
     return made
 
 

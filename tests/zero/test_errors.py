@@ -14,20 +14,13 @@ from muster.ddp import timeouts
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, data_parallel, scatter
 from support.data_parallel_models import CASES, ToyModel, seeded
+from support.refusals import said_by
 from support.sharded import SMALL_MB
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 TOY = CASES["toy"]
 TIMEOUT_S = 3.0
-
-
-def said_by(call: Callable[[], object], kind: type[Exception]) -> str:
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    return "nothing was raised"
 
 
 def wrap(world: World, module: nn.Module | None = None, **settings) -> ShardedDataParallel:

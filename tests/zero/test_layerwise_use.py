@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from muster.jobs.world.world import World
 from muster.zero.layerwise import Layerwise
+from support.refusals import said_by
 from support.tensors import apart
 
 pytestmark = pytest.mark.ranks
@@ -36,12 +37,7 @@ def refusals(world: World) -> dict[str, str]:
         "strange": lambda: model.optimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=0.1),
         "no graph": lambda: model.backward(_without_graph(model, inputs)),
     }
-    found = {}
-    for which, call in calls.items():
-        try:
-            found[which] = f"nothing was refused: {call()}"
-        except (TypeError, ValueError, RuntimeError) as error:
-            found[which] = str(error)
+    found = {which: said_by(call, (TypeError, ValueError, RuntimeError)) for which, call in calls.items()}
     found["strange"] = found["strange"][-len("of a group is not one of the wrapped module's; pass those only") :]
     return found
 

@@ -15,7 +15,7 @@ from muster.ddp.primitives import ring_all_gather
 from muster.jobs.world.world import World
 from muster.zero import data_parallel, scatter, whole
 from muster.zero.flat import FlatParameters
-from muster.zero.gather import RingGather
+from muster.zero.gather import LinkGather
 from muster.zero.gradients import PassingGradients
 from muster.zero.neighbours import Neighbours
 from muster.zero.optimizer import Segment
@@ -48,20 +48,20 @@ def nothing_sharded() -> Any:
     def unsharded(named: Any, **_: Any) -> FlatParameters:
         return FlatParameters(named, rank=0, ranks=1)
 
-    def copied(gather: RingGather, home: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
+    def copied(gather: LinkGather, home: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
         out.copy_(shard)
         return lambda: None
 
     return together(
         mock.patch.object(data_parallel, "FlatParameters", unsharded),
         mock.patch.object(data_parallel, "scatter_for", lambda group, *_, **__: WholeScatter(group)),
-        mock.patch.object(RingGather, "start", copied),
+        mock.patch.object(LinkGather, "start", copied),
         over_links(),
     )
 
 
 def gather_left_out() -> Any:
-    return together(over_links(), mock.patch.object(RingGather, "start", return_value=lambda: None))
+    return together(over_links(), mock.patch.object(LinkGather, "start", return_value=lambda: None))
 
 
 def _own_alone(neighbours: Neighbours, sizes: Any) -> list[list[Tensor]]:
@@ -91,11 +91,11 @@ def state_of_another_shard() -> Any:
 def gathered_when_waited_for() -> Iterator[None]:
     """Nothing is gathered before somebody waits, so that a wait that is missing is seen: no mistake by itself."""
 
-    def start(gather: RingGather, home: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
+    def start(gather: LinkGather, home: FlatParameters, shard: Tensor, out: Tensor) -> Callable[[], None]:
         left = [lambda: ring_all_gather(shard, home.parts(out), gather.group)]
         return lambda: left.pop()() if left else None
 
-    with over_links(), mock.patch.object(RingGather, "start", start):
+    with over_links(), mock.patch.object(LinkGather, "start", start):
         yield
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, neighbours
-from muster.zero.gather import NeighbourGather, RingGather
+from muster.zero.gather import LinkGather, NeighbourGather
 from muster.zero.neighbours import neighbours_of
-from muster.zero.scatter import ExchangeScatter, NeighbourScatter, RingScatter
+from muster.zero.scatter import ExchangeScatter, LinkScatter, NeighbourScatter
 from support.sharded import Run, over_links, wrong_training
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
@@ -72,8 +72,8 @@ def ways(world: World) -> list[str]:
     """Return what is wrong with trainings over messages, and with which ways are taken near and far."""
     problems = []
     for far, gather, scatters in (
-        (False, NeighbourGather, (NeighbourScatter, RingScatter, ExchangeScatter)),
-        (True, RingGather, (RingScatter, RingScatter, RingScatter)),
+        (False, NeighbourGather, (NeighbourScatter, LinkScatter, ExchangeScatter)),
+        (True, LinkGather, (LinkScatter, LinkScatter, LinkScatter)),
     ):
         with over_links() if far else nullcontext():
             for stage, scatter in zip((1, 2, 3), scatters, strict=True):

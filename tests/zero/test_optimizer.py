@@ -15,7 +15,9 @@ from muster.ddp import BucketedDDP
 from muster.jobs.world.world import World
 from muster.zero import ShardedOptimizer, sources
 from muster.zero.sources import Alone
-from support.zero_checks import parts, written, wrong_events, wrong_steps
+from support.data_parallel import parts_from_rank_0
+from support.refusals import said_by
+from support.zero_checks import written, wrong_events, wrong_steps
 from support.zero_models import OPTIMIZERS, Ragged, Several, own_groups, ragged_loss
 from support.zero_optimizer import pair
 
@@ -80,11 +82,7 @@ def subgroup(world: World) -> list[str]:
     """Train on ranks 0 and 2; rank 1 is refused."""
     group = dist.new_group([0, 2])
     if world.rank == 1:
-        try:
-            ShardedOptimizer(Ragged().parameters(), torch.optim.SGD, group, lr=0.1)
-        except ValueError as error:
-            return [str(error)]
-        return ["not refused"]
+        return [said_by(lambda: ShardedOptimizer(Ragged().parameters(), torch.optim.SGD, group, lr=0.1), ValueError)]
     made = pair("sgd", group=group)
     problems = wrong_steps(made)
     at_first = made.optimizer.consolidate_state_dict(0)  # ranks of the group are counted, not of the job
@@ -133,7 +131,7 @@ def synchronized(world: World) -> list[str]:
                 all_reduce(made.module, world)
             made.follow()
             made.step()
-        problems += [f"{name}: {each}" for each in (*made.apart(), *parts(made.module))]
+        problems += [f"{name}: {each}" for each in (*made.apart(), *parts_from_rank_0(world, made.module))]
     return problems
 
 

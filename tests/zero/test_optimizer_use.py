@@ -13,6 +13,7 @@ from torch import nn
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel, ShardedOptimizer
 from muster.zero.scaling import ShardedGradScaler
+from support.refusals import said_by
 from support.zero_models import Ragged, ragged_loss, seeded
 from support.zero_optimizer import Pair, pair, photograph, unchanged
 
@@ -41,21 +42,16 @@ def habits(world: World) -> dict[str, Any]:
     kept["zeros are gradients"] = sum(each.grad is not None for each in made.module.parameters())
     optimizer.zero_grad()
     kept["none"] = all(each.grad is None for each in made.module.parameters())
-    kept["refused"] = [refused(act, optimizer) for act in (copy.deepcopy, pickle.dumps, set_state)]
+    kept["refused"] = [
+        said_by(lambda: act(optimizer), (TypeError, AttributeError))  # noqa: B023 - called at once
+        for act in (copy.deepcopy, pickle.dumps, set_state)
+    ]
     kept["problems"] = [*made.apart(), *warmed_up(), *loaded_anew(made)]
     return kept
 
 
 def set_state(optimizer: ShardedOptimizer) -> None:
     optimizer.state = {1: 2}
-
-
-def refused(act: Any, optimizer: ShardedOptimizer) -> str:
-    try:
-        act(optimizer)
-    except (TypeError, AttributeError) as error:
-        return str(error)
-    return "done"
 
 
 def warmed_up() -> list[str]:

@@ -10,7 +10,7 @@ from muster.ddp.primitives.peers import Peers
 from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from muster.zero.flat import FlatParameters
-from muster.zero.gather import BroadcastGather, RingGather
+from muster.zero.gather import BroadcastGather, LinkGather
 from support.data_parallel_models import CASES, seeded
 from support.sharded import not_sharded, over_links
 from support.zero_use import wrap
@@ -63,12 +63,12 @@ def test_a_step_sends_gradients_once_and_parameters_once(on_ranks):
 def gathered(world: World) -> list[bool]:
     """Return, of each way to gather on CPUs, whether it makes whole what ranks have parts of; waited for twice."""
     right = []
-    for kind in (RingGather, BroadcastGather):
+    for gather in (LinkGather(world.group, torch.device("cpu")), BroadcastGather(world.group)):
         home = FlatParameters(
             [("a", nn.Parameter(torch.zeros(37))), ("b", nn.Parameter(torch.zeros(5)))], **place(world)
         )
         home.shard.fill_(world.rank + 1)
-        wait = kind(world.group).start(home, home.shard, home.full)
+        wait = gather.start(home, home.shard, home.full)
         wait()
         wait()
         right.append(all(bool((part == rank + 1).all()) for rank, part in enumerate(home.parts(home.full))))
@@ -98,7 +98,7 @@ def order_of_events(world: World) -> list[str]:
     """Let the gathers end as late as they may: each begins when the block before the one that needs it has begun."""
     events: list[str] = []
 
-    class LateGather(RingGather):
+    class LateGather(LinkGather):
         def start(self, home, shard, out):
             waits: list = []
 
@@ -109,7 +109,7 @@ def order_of_events(world: World) -> list[str]:
             waits.append(super().start(home, shard, out))
             return wait
 
-    with over_links(), mock.patch("muster.zero.gather.RingGather", LateGather):
+    with over_links(), mock.patch("muster.zero.gather.LinkGather", LateGather):
         module = seeded(Blocks, 1)
         model = ShardedDataParallel(module, world.group, stage=2, units=module.blocks, bucket_size_mb=1100 / 2**20)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)

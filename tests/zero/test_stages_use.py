@@ -256,7 +256,7 @@ def let_go(world: World) -> list[str]:
                 copying(model)
         model.synchronize()
         copied, pickled = copy.deepcopy(module), pickle.loads(pickle.dumps(module))
-        dead = [weakref.ref(each) for each in (model, model._reducer, model._reducer._buckets[0], model.presence)]
+        dead = [weakref.ref(each) for each in (model, model._reducer, model._reducer.buckets[0], model.presence)]
         wanted = copy.deepcopy(model.state_dict())
         optimizer.zero_grad()
         Wrapped(model, world.rank).backward(7)

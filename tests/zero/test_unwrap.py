@@ -1,7 +1,6 @@
 """A wrapper gives its module back: whole, in memory of its own, without hooks, for whatever comes next."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,10 +10,12 @@ from muster.jobs.world.world import World
 from muster.zero import ShardedDataParallel
 from muster.zero.layerwise import Layerwise
 from muster.zero.sharded import Sharded
+from support.refusals import said_by
 
 pytestmark = pytest.mark.ranks
 
 LR = 0.1
+GONE = "has given its module back"
 WRAPPERS: dict[str, Callable[..., Sharded]] = {
     "stage 1": lambda module, group: ShardedDataParallel(module, group, stage=1),
     "stage 2": lambda module, group: ShardedDataParallel(module, group, stage=2),
@@ -40,14 +41,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
     optimizer.zero_grad()
 
 
-def refused(call: Callable[[], Any]) -> bool:
-    try:
-        call()
-    except RuntimeError as error:
-        return "has given its module back" in str(error)
-    return False
-
-
 def wrong(world: World, how: str) -> list[str]:
     """A step sharded, one alone on every rank, one sharded again: all three are those of one process."""
     plain, module = net(), net()
@@ -57,7 +50,7 @@ def wrong(world: World, how: str) -> list[str]:
     train(model, optimizer, 0)
     problems = [] if model.unwrap() is module else ["another module"]
     uses = {"forward": lambda: model(batch(1)), "step": optimizer.step, "again": model.unwrap}
-    problems += [f"{name} is not refused" for name, use in uses.items() if not refused(use)]
+    problems += [f"{name} is not refused" for name, use in uses.items() if GONE not in said_by(use, RuntimeError)]
     kept = [name for name, part in module.named_modules() if part._forward_hooks or part._forward_pre_hooks]
     problems += [f"hooks are left on {kept}"] if kept else []
     storages = {each.untyped_storage()._cdata for each in module.parameters()}

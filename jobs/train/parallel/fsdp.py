@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from muster.ddp.base import broadcast
+from muster.ddp.primitives import all_gather, reduce_scatter
 from muster.jobs.spec.train import TrainSettings
 from muster.jobs.train.models.units import of_one_dtype, units_of
 from muster.jobs.train.numerics import Numerics
@@ -27,7 +28,6 @@ from muster.jobs.train.parallel.state import Forms
 from muster.jobs.train.profiling.clock import Clock
 from muster.jobs.world.world import World
 from muster.zero.flat import Held
-from muster.zero.scatter import all_gather, reduce_scatter
 
 
 class FsdpReplica(Replica):

@@ -42,7 +42,7 @@ from muster.pipe import Pipeline
 from muster.pipe.mesh import Groups
 from muster.pipe.schedules.actions import Action, Schedule
 from muster.pipe.schedules.cuts import Cuts
-from muster.pipe.schedules.messages import Step
+from muster.pipe.schedules.programs import Step
 from muster.pipe.tensor.vocabulary import VocabularyLinear
 
 

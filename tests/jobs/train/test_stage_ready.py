@@ -31,7 +31,8 @@ def one_step(world: World, jobs: dict[str, dict]) -> dict[str, tuple[list[str], 
         engine._advance = lambda: None  # gradients stay as they are
         engine.train_step(0, trainer.own_steps()[0].shards)
         bits = b"".join(each.numpy().tobytes() for _, each in sorted(engine.model.full_gradients().items()))
-        found[name] = (log, [list(each) for each in wrapper._reducer.names], hashlib.sha256(bits).hexdigest())
+        buckets = [[slot.name for slot in each.slots] for each in wrapper._reducer.buckets]
+        found[name] = (log, buckets, hashlib.sha256(bits).hexdigest())
     return found
 
 

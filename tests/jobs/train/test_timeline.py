@@ -14,7 +14,7 @@ from muster.jobs.world.world import World
 from muster.launch.look.timelines import read_timeline
 from muster.pipe.schedules.actions import Action
 from muster.pipe.schedules.measured import Record
-from muster.pipe.schedules.simulate import Span
+from muster.pipe.schedules.programs import Span
 from muster.pipe.schedules.tables import schedule
 from muster.pipe.timeline import Offset
 from support.resuming import GPT, attempt

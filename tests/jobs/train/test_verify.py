@@ -9,9 +9,8 @@ import torch.distributed as dist
 from rich.console import Console
 
 from muster.ddp import means
-from muster.ddp.all_reduce import AllReduce
+from muster.ddp.after_backward import AllReduce, GatherScatter
 from muster.ddp.base import DataParallel
-from muster.ddp.gather_scatter import GatherScatter
 from muster.jobs.models.shapes import POOL, VGG_SHAPES, VggShape
 from muster.jobs.spec.job import Job
 from muster.jobs.spec.modes import MODES, PIPELINES, SHARDED, TENSOR

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from muster.pipe.schedules.actions import Action, Schedule
-from muster.pipe.schedules.messages import Program, Receive, ScheduleError, Send, Step, check, with_messages
+from muster.pipe.schedules.actions import Action, Schedule, ScheduleError
+from muster.pipe.schedules.checks import check
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.programs import Program, Receive, Send, Step
 from muster.pipe.schedules.simulate import simulate
 from muster.pipe.schedules.tables import SCHEDULES, schedule
 

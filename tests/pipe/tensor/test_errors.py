@@ -15,6 +15,7 @@ from muster.jobs.train.models.vgg import build_vgg
 from muster.jobs.world.world import World
 from muster.pipe.tensor import Column, Heads, Row, SplitCrossEntropy, Vocabulary, parallelize
 from muster.pipe.tensor.region import Region
+from support.refusals import said_by
 from support.tensor_parallel import SHAPE, Case, build, split
 
 
@@ -35,11 +36,7 @@ def refused(world: World) -> dict[str, str]:
         before = {each: tuple(value.shape) for each, value in model.state_dict().items()}
         kinds = [type(each) for each in model.modules()]
         with mock.patch.object(dist, "broadcast", side_effect=AssertionError("sent")):
-            try:
-                parallelize(model, plan, world.group, **settings)
-                found[name] = "split"
-            except ValueError as error:
-                found[name] = str(error)
+            found[name] = said_by(lambda: parallelize(model, plan, world.group, **settings), ValueError)
         assert before == {each: tuple(value.shape) for each, value in model.state_dict().items()}
         assert kinds == [type(each) for each in model.modules()]
 
