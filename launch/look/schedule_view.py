@@ -9,13 +9,12 @@ from muster.jobs.basics.words import counted, unknown
 from muster.launch.common import screen
 from muster.launch.look.drawings import on_screen
 from muster.pipe.schedules.actions import Schedule
+from muster.pipe.schedules.checks import check
 from muster.pipe.schedules.costs import Costs
 from muster.pipe.schedules.draw import Bar, bar
-from muster.pipe.schedules.checks import check
-    from muster.pipe.schedules.messages import with_messages
-from muster.pipe.schedules.programs import Send
-from muster.pipe.schedules.programs import Span
-    from muster.pipe.schedules.simulate import Simulated, bubble_formula, simulate
+from muster.pipe.schedules.messages import with_messages
+from muster.pipe.schedules.programs import Send, Span
+from muster.pipe.schedules.simulate import Simulated, bubble_formula, simulate
 from muster.pipe.schedules.svg import svg
 from muster.pipe.schedules.tables import SCHEDULES, schedule
 
