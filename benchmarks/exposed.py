@@ -179,7 +179,7 @@ def _averaging(schedule: str, repeats: int, microbatches: int, job: dict[str, An
     data = open_data(sides["flat"])
     world = World(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
     trainers = {name: build_trainer(settings, data, world) for name, settings in sides.items()}
-    trainers["alone"].engine.replica.running = nullcontext
+    trainers["alone"].engine.stages._averaging = nullcontext
     own = trainers["flat"]
     work = move(own.own_steps()[0], own.world.device, own.dtype)
     steps = {name: partial(_step, trainer, work.shards) for name, trainer in trainers.items()}
@@ -199,7 +199,7 @@ def _step(trainer: Any, shards: Any) -> tuple[float, float]:
     dist.barrier()
     began = monotonic()
     engine.train_step(0, shards)
-    worked = max(span.end_s for span in engine.pipeline.spans if isinstance(span.step, Action))
+    worked = max(span.end_s for span in engine.stages.pipeline.spans if isinstance(span.step, Action))
     before, last_worked, last_ended = most(-began, worked, ended[0])
     return last_ended + before, last_ended - last_worked
 

@@ -38,7 +38,10 @@ from muster.jobs.saving.schedule import Schedule
 from muster.jobs.spec.failover import CheckpointSettings
 from muster.jobs.tensors.parts import Part
 from muster.jobs.tensors.snapshot import Snapshot
-from muster.jobs.train.state import DealtState
+from muster.jobs.train.parallel import replica as parallel
+from muster.jobs.train.parallel.layers import whole_layers
+from muster.jobs.train.parallel.state import Forms, ModelState
+from muster.jobs.train.profiling.clock import clock_for
 from muster.jobs.world.world import World
 
 GOAL_S, GOAL_RATIO = 0.060, 1.5
@@ -52,7 +55,8 @@ class Replica:
         layers = max(1, megabytes * 2**20 // 8 // WIDTH**2)
         self.module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
         self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1, momentum=0.9)
-        self.dealt = DealtState(self.module, self.optimizer, rank=world.rank, ranks=world.size)
+        replica = parallel.Replica(self.module, world, clock_for(world.device))
+        self.dealt = ModelState(replica, self.optimizer, whole_layers(Forms(self.module), world), world, {})
         for parameter in self.module.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.optimizer.step()
