@@ -147,8 +147,11 @@ def measure_ddp(buckets: Sequence[float], repeats: int, *, samples: int | None =
         alone = statistics.median(probe.communication() for _ in range(5))
         if samples is None:
             samples = samples_for(alone, probe.backward)
-        sides = {"exposed": partial(probe.exposed, samples), "communication": probe.communication}
-        sides["backward"] = partial(probe.backward, samples)
+        sides: dict[str, Callable[[], float]] = {
+            "exposed": partial(probe.exposed, samples),
+            "communication": probe.communication,
+            "backward": partial(probe.backward, samples),
+        }
         probe.exposed(samples)
         times = turns(sides, repeats)
         rows.append({"bucket_mb": size, "buckets": len(probe.messages), "samples": samples, **times})

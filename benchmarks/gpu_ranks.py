@@ -136,10 +136,8 @@ def rank_main(order: dict[str, Any]) -> None:
     stage.say(
         "ready", units=scene.units, torch=torch.__version__, device="cpu" if smoke else torch.cuda.get_device_name()
     )
-    if order["what"] == "memory":
-        measure_memory(stage, specs)
-    elif order["what"] == "states":
-        measure_states(stage, specs)
+    if order["what"] != "speed":
+        measure_bytes(stage, specs, order["what"])
     else:
         if order["ceiling"] and not smoke:
             stage.say("ceiling", **ceilings(stage))
@@ -226,53 +224,40 @@ def steps_for(step_ms: float, block_s: float) -> int:
     return max(3, min(2000, round(block_s * 1e3 / max(step_ms, 1e-3))))
 
 
-def measure_memory(stage: Stage, specs: list[Spec]) -> None:
-    """Say each side's peak from before the wrap until after some steps, without what was there before."""
-    batches = batches_of(stage.scene)
+def measure_bytes(stage: Stage, specs: list[Spec], what: str) -> None:
+    """Say each side's peak from before the wrap until after some steps, without what was there before.
+
+    `states`: what it holds between two steps instead, beside the formula, and its losses.
+    """
+    batches, smoke = batches_of(stage.scene), stage.scene.smoke
     for spec in specs:
         gc.collect()
-        if not stage.scene.smoke:
+        if not smoke:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        before = 0 if stage.scene.smoke else torch.cuda.memory_allocated()
+        before = 0 if smoke else torch.cuda.memory_allocated()
         try:
             runner = Runner(spec, stage, batches)
-            runner.run(MEMORY_STEPS)
+            losses = runner.losses(MEMORY_STEPS) if what == "states" else [runner.run(MEMORY_STEPS)]
+            if what == "states":
+                assert isinstance(runner.side, LoopSide)
+                runner.side.optimizer.zero_grad()
             stage.synchronize()
         except Exception as error:
             traceback.print_exc()
             stage.say("failed", side=spec.name, why=str(error), memory="OutOfMemory" in str(error))
             return
-        # What a graph has freed it uses again, though it counts as free: such a side has what it reserved.
-        most = (
-            torch.cuda.max_memory_reserved if dict(spec.options).get("cuda_graphs") else torch.cuda.max_memory_allocated
-        )
-        peak = 1 if stage.scene.smoke else most() - before
-        stage.say("memory", side=spec.name, peak_bytes=max(stage.all(peak)), before_bytes=before)
-        del runner
-
-
-def measure_states(stage: Stage, specs: list[Spec]) -> None:
-    """Say what each side holds between two steps, beside the formula, and that its losses are numbers."""
-    batches = batches_of(stage.scene)
-    for spec in specs:
-        gc.collect()
-        before = 0 if stage.scene.smoke else torch.cuda.memory_allocated()
-        try:
-            runner = Runner(spec, stage, batches)
-            found = runner.losses(MEMORY_STEPS)
-            assert isinstance(runner.side, LoopSide)
-            runner.side.optimizer.zero_grad()
-            stage.synchronize()
-        except Exception as error:
-            traceback.print_exc()
-            stage.say("failed", side=spec.name, why=str(error), memory="OutOfMemory" in str(error))
-            return
-        gc.collect()
-        formula = elements_of(stage.scene) * STATE_BYTES[spec.precision] / stage.scene.ranks
-        held = formula if stage.scene.smoke else torch.cuda.memory_allocated() - before
-        stage.say("built", side=spec.name, losses=found)
-        stage.say("memory", side=spec.name, peak_bytes=max(stage.all(held)), formula_bytes=formula, before_bytes=before)
+        more = {}
+        if what == "states":
+            gc.collect()
+            stage.say("built", side=spec.name, losses=losses)
+            formula = elements_of(stage.scene) * STATE_BYTES[spec.precision] / stage.scene.ranks
+            held, more = formula if smoke else torch.cuda.memory_allocated() - before, {"formula_bytes": formula}
+        else:
+            # What a graph has freed it uses again, though it counts as free: such a side has what it reserved.
+            kind = "reserved" if dict(spec.options).get("cuda_graphs") else "allocated"
+            held = 1 if smoke else getattr(torch.cuda, f"max_memory_{kind}")() - before
+        stage.say("memory", side=spec.name, peak_bytes=max(stage.all(held)), before_bytes=before, **more)
         del runner
 
 
