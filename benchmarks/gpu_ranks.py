@@ -7,14 +7,13 @@ Rank 0 prints one line of JSON for everything that happens, so that a row that d
 """
 
 import gc
-import os
 import statistics
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
+import gpu_stage
 import torch
 import torch.distributed as dist
 from gpu_pipes import NORMS_WITHIN, PipeRunner, distances, known_loss
@@ -31,31 +30,18 @@ PROFILED_STEPS = 4
 CEILING = 8192
 
 
-class Stage:
-    """One rank among the others: says what happened, and agrees on it."""
+class Stage(gpu_stage.Stage):
+    """One rank of a row."""
 
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
-        self.control = dist.new_group(backend="gloo") if dist.get_world_size() > 1 else None
+    def __init__(self, order: dict[str, Any]) -> None:
+        super().__init__(smoke=bool(order["smoke"]))
+        where = (self.rank, self.ranks, self.device, self.smoke)
+        self.scene = Scene(order["model"], order["batch"], *where, bool(order["stock"]), order["microbatches"])
         self.began_s = time.monotonic()
 
     def say(self, what: str, **more: Any) -> None:
         """Print one line of JSON on rank 0, with the seconds since the ranks have met."""
         say(what, at_s=round(time.monotonic() - self.began_s, 1), **more)
-
-    def all(self, value: float) -> list[float]:
-        """Tell every rank's number to all."""
-        mine = torch.tensor([value], dtype=torch.float64)
-        if self.control is None:
-            return [float(mine)]
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine, group=self.control)
-        return [float(each) for each in gathered]
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.scene.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def timed(self, work: Callable[[], None]) -> float:
         """Return the seconds of some work on this rank's device."""
@@ -114,28 +100,13 @@ def rank_main(order: dict[str, Any]) -> None:
     """Be one rank of one row; `order` is what `gpu_throughput.attempt` asks for."""
     from torch import _dynamo
 
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    smoke = bool(order["smoke"])
-    device = torch.device("cpu") if smoke else torch.device("cuda", rank)
-    if not smoke:
-        torch.cuda.set_device(device)
-    limit = timedelta(seconds=300)
-    if smoke:
-        torch.set_num_threads(1)  # ranks share the cores
-        dist.init_process_group("gloo", timeout=limit)
-    else:
-        dist.init_process_group("nccl", device_id=device, timeout=limit)
     if hasattr(_dynamo.config, "recompile_limit"):
         _dynamo.config.recompile_limit = 64
-    scene = Scene(
-        order["model"], order["batch"], rank, ranks, device, smoke, bool(order["stock"]), order["microbatches"]
-    )
-    stage = Stage(scene)
+    stage = Stage(order)
+    smoke = stage.smoke
     pairs = ("options", "numerics")
     specs = [Spec(**each | {key: tuple(map(tuple, each[key])) for key in pairs}) for each in order["specs"]]
-    stage.say(
-        "ready", units=scene.units, torch=torch.__version__, device="cpu" if smoke else torch.cuda.get_device_name()
-    )
+    stage.say("ready", units=stage.scene.units, torch=torch.__version__, device=stage.device_name)
     if order["what"] != "speed":
         measure_bytes(stage, specs, order["what"])
     else:
