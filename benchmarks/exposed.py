@@ -173,7 +173,7 @@ def _averaging(schedule: str, repeats: int, microbatches: int, job: dict[str, An
 
     from muster.jobs.spec.train import TrainSettings
     from muster.jobs.train.data import open_data
-    from muster.jobs.train.loading import move
+    from muster.jobs.train.data.loading import move
     from muster.jobs.train.loop import build_trainer
     from muster.jobs.world.world import World
 

@@ -289,7 +289,7 @@ class EngineSide(Side):
 
     def step(self, index: int, inputs: Tensor, targets: Tensor) -> Tensor:
         """Train once."""
-        from muster.jobs.train.loading import MicroInput, ShardInput
+        from muster.jobs.train.data.loading import MicroInput, ShardInput
 
         if inputs.is_floating_point():
             inputs = inputs.to(self.dtype)
