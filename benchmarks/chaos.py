@@ -1,6 +1,7 @@
 """The fault matrix: hurt a running job in every way that this machine allows, and compare its end with an unhurt run's.
 
     sudo .venv/bin/python benchmarks/chaos.py [--quick] [--only PATTERN] [--box NAME] [--json FILE]
+    .venv/bin/python benchmarks/chaos.py --only 'random kills' [--kills 20] [--seed 0]
 
 Every row starts a training of its own, hurts it by real means (signals, full and failing disks, changed files, links
 cut), waits for its end, and says: detected in, resumed in (to the first new step), work lost, the weights and the
@@ -60,6 +61,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="only the rows that are quick and need no box")
     parser.add_argument("--only", default="", metavar="PATTERN", help="only rows whose number and name fit this")
     parser.add_argument("--box", default="", metavar="NAME", help="a box of four nodes that is up")
+    parser.add_argument("--kills", type=int, default=20, help="how often the row `random kills` kills somebody")
+    parser.add_argument("--seed", type=int, default=0, help="of that row")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows there")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all run folders there")
     args = parser.parse_args()
@@ -69,7 +72,8 @@ def main() -> int:
     rows = []
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as text:
-        bench = Bench(args.keep or Path(text), box=args.box, keep=args.keep is not None)
+        keep, seed = args.keep is not None, args.seed
+        bench = Bench(args.keep or Path(text), box=args.box, keep=keep, kills=args.kills, seed=seed)
         for fault in faults:
             rows.append(strike(fault, bench))
             print(line(rows[-1]), flush=True)

@@ -98,9 +98,8 @@ class Row:
     def record(self) -> Mapping[str, Any]:
         """Return the row of the JSON."""
         fault = self.fault
-        head = {"number": fault.number, "name": fault.name, "inject": fault.inject, "where": fault.where}
         return {
-            **head,
+            **{name: getattr(fault, name) for name in ("number", "name", "inject", "where")},
             "expected": asdict(fault.expected),
             **asdict(self.outcome),
             "passed": not self.failures,

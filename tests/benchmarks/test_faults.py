@@ -6,10 +6,10 @@ import pytest
 from chaos import chosen
 from faults.bench import measured
 from faults.bent import Bend
+from faults.kills import KINDS, story
 from faults.matrix import ABSENT, FAULTS
 from faults.state import digest, largest_difference
 from faults.table import BOX, Expected, Fault, Outcome, Row, line, summary
-from random_kills import KINDS, story
 
 
 def test_every_fault_of_the_matrix_has_a_row_or_a_reason() -> None:
