@@ -1,10 +1,11 @@
 """Faults inside of a rank, put there from outside: the supervisor's table of kinds names our entry instead of its own.
 
-    python benchmarks/faults/bent.py WHAT:RANK:STEP:ATTEMPTS run JOB.yaml ...
+    python -I ROOT/muster/launch/boot.py muster.bent WHAT:RANK:STEP:ATTEMPTS run JOB.yaml ...
 
 is `muster run JOB.yaml ...` in which rank RANK (or `all`) does WHAT when it begins loop index STEP, in the attempts
-given (`0`, `0,1`, `all`). The product knows nothing of this: entry and hook are set in our own processes, and the text
-travels in the environment that the local transport hands on.
+given (`0`, `0,1`, `all`). ROOT holds links to the whole package, and one to this file. The product knows nothing of
+this: entry and hook are set in our own processes, and the text travels in the environment that the local transport
+hands on.
 
     raise     a ValueError                         absent   sleeps in Python and never enters the step's collective
     import    a ValueError before it has joined    gil      sleeps in C and keeps the interpreter's lock
@@ -125,7 +126,7 @@ def main() -> int:
     from muster.launch.cli import main as muster
     from muster.launch.common.kinds import BY_KEY
 
-    object.__setattr__(BY_KEY["train"], "entry", "benchmarks.faults.bent:run_rank")
+    object.__setattr__(BY_KEY["train"], "entry", "muster.bent:run_rank")
     return muster(sys.argv[2:])
 
 

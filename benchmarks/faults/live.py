@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from muster.jobs.basics import boot
 from muster.jobs.basics.files import read_lines
 from muster.jobs.machine import linux
 from muster.jobs.runfolder.rundir import RunDir
@@ -198,7 +199,9 @@ def _muster(
     verb: str, arguments: Sequence[str], said: Path, *, env: Mapping[str, str] | None = None, bend: str = ""
 ) -> "subprocess.Popen[bytes]":
     """Start a `muster` command; `bend` is a fault inside of the ranks (bent.py)."""
-    argv = [sys.executable, str(BENT), bend] if bend else [sys.executable, "-m", "muster"]
+    argv = [sys.executable, "-m", "muster"]
+    if bend:
+        argv = [*boot.module_argv(sys.executable, "muster.bent", str(_bent_root(said.parent))), bend]
     with said.open("ab") as errors:
         return subprocess.Popen(
             [*argv, verb, *arguments],
@@ -208,6 +211,17 @@ def _muster(
             env={**os.environ, **(env or {})},
             start_new_session=True,  # a Ctrl-C at the benchmark is the benchmark's
         )
+
+
+def _bent_root(folder: Path) -> Path:
+    """Return a root of code that has bent.py in its package: processes of ours import nothing from anywhere else."""
+    root = folder / "code"
+    if not root.exists():
+        (root / "muster").mkdir(parents=True)
+        for each in Path(boot.CODE_ROOT, "muster").iterdir():
+            (root / "muster" / each.name).symlink_to(each.resolve())
+        (root / "muster" / BENT.name).symlink_to(BENT)
+    return root
 
 
 def box(*words: str) -> None:
