@@ -17,16 +17,14 @@ bound would mean links that are not shaped, and fails its row.
 
 import argparse
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench_result import muster_bench
 from harness import Options, finish, table, verdict
-from ranks import ROOT, most, on_ranks, place
+from ranks import most, on_ranks, place
 
 if TYPE_CHECKING:
     from muster.cloudlab.box.control import Box
@@ -96,25 +94,16 @@ def measure(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
 
 def by_bench(box: "Box", args: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure what is held to reach once more, as a user does."""
-    from muster.collectives_bench.results.files import read_result
-
-    with tempfile.TemporaryDirectory(prefix="ring-bound-") as folder:
-        out = Path(folder) / "result.json"
-        argv = [sys.executable, "-m", "muster", "bench", ",".join(HELD), "--sizes", ",".join(args.sizes)]
-        argv += ["--launches", str(args.launches), "--block-s", "2", "-N", str(args.nodes), "-n", "1"]
-        argv += ["--backend", "gloo", "--hosts", f"box:{box.state.spec.name}", "--runs", folder, "--out", str(out)]
-        # 1 is the verdict on a bad row; its numbers are there all the same.
-        code = subprocess.run(argv, cwd=ROOT, stdout=sys.stderr, timeout=LIMIT_S, check=False).returncode
-        if code not in (0, 1) or not out.is_file():
-            raise SystemExit(f"muster bench ended with {code}")
-        rows: dict[tuple[str, int], dict[str, Any]] = {}
-        for block in read_result([out]).blocks:
-            name, key = block.cell.operation, (block.cell.operation, block.nbytes)
-            new = {"operation": name, "nbytes": block.nbytes, "times_s": [], "wrong": 0, "by": "muster bench"}
-            row = rows.setdefault(key, new)
-            row["wrong"] += block.wrong if block.wrong is not None else 1  # a block that failed has none
-            row["times_s"] += [each / 1e6 for each in block.samples_us]
-        return list(rows.values())
+    options = [",".join(HELD), "--sizes", ",".join(args.sizes), "--launches", str(args.launches), "--block-s", "2"]
+    options += ["-N", str(args.nodes), "-n", "1", "--backend", "gloo", "--hosts", f"box:{box.state.spec.name}"]
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
+    for block in muster_bench(*options, limit_s=LIMIT_S).blocks:
+        name, key = block.cell.operation, (block.cell.operation, block.nbytes)
+        new = {"operation": name, "nbytes": block.nbytes, "times_s": [], "wrong": 0, "by": "muster bench"}
+        row = rows.setdefault(key, new)
+        row["wrong"] += block.wrong if block.wrong is not None else 1  # a block that failed has none
+        row["times_s"] += [each / 1e6 for each in block.samples_us]
+    return list(rows.values())
 
 
 def reach_of(row: dict[str, Any], nodes: int) -> float | None:

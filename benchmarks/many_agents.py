@@ -3,18 +3,16 @@
 Needs root, for the box (`muster box up --nodes 64`), and a quiet machine. An agent that has answered has imported no
 torch; its node's sshd, shell and Python run on this same machine, so the wall time is theirs as well.
 
-    sudo .venv/bin/python benchmarks/many_agents.py [--nodes 64] [--repeats 5]
+    sudo .venv/bin/python benchmarks/many_agents.py [--box NAME] [--repeats 5] [--json FILE]
 """
 
-import argparse
 import asyncio
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
 
-from pairs import interleaved, report
+from harness import Options, compare, finish, turns
 
 from muster.cloudlab.box.hosts import box_hosts
 from muster.jobs.basics.errors import MusterError
@@ -102,28 +100,27 @@ def echoes(hosts: HostSet) -> float:
 
 
 def main() -> int:
-    """Boot the box, measure, report, take it down."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--nodes", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--box", default=NAME, help="a box that is up already is used and left alone")
+    """Measure in a box that is up, report."""
+    parser = Options(__doc__, repeats=5, quick={"repeats": 1})
+    parser.add_argument("--box", default=NAME, help="the name of a box that is up")
     args = parser.parse_args()
     hosts = box_hosts(args.box)
-    cpu: list[float] = []
+    count = len(hosts.hosts)
 
-    def ours() -> float:
+    def ours() -> tuple[float, float]:
         before = cpu_s()
         seconds = agents(hosts)
-        cpu.append((cpu_s() - before) / len(hosts.hosts) * 1e3)
-        return seconds
+        return seconds, (cpu_s() - before) / count * 1e3
 
-    theirs: Callable[[], float] = lambda: echoes(hosts)  # noqa: E731
-    mine, others = interleaved(ours, theirs, args.repeats)
-    seconds, cpu_ms = statistics.median(mine), statistics.median(cpu[1:])
-    near = report(f"{len(hosts.hosts)} agents over ssh", mine, others, reach=REACH_RATIO, cpu_ms_a_host=cpu)
+    times = turns({"ours": ours, "echoes": lambda: (echoes(hosts), 0.0)}, args.repeats, warm_up=1)
+    mine, cpu = zip(*times["ours"], strict=True)
+    seconds, cpu_ms = statistics.median(mine), statistics.median(cpu)
+    others = [each for each, _ in times["echoes"]]
+    row = compare(f"{count} agents over ssh", mine, others, reach=REACH_RATIO, cpu_ms_a_host=cpu)
     print(f"  all ready after {seconds:.2f} s (reach {REACH_S:g})")
     print(f"  client CPU {cpu_ms:.1f} ms a host (reach {REACH_CPU_MS:g})")
-    return 0 if near and seconds <= REACH_S and cpu_ms <= REACH_CPU_MS else 1
+    row["reached"] &= seconds <= REACH_S and cpu_ms <= REACH_CPU_MS
+    return finish(args, "many agents", [row])
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ on this side is the real thing, from the job file to the verdict. The time inclu
 import argparse
 import asyncio
 import json
-import platform
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
+
+from harness import Options, command, finish
 
 REACH_S, REACH_MB = 5.0, 300.0
 STUB = Path(__file__).with_name("thousand_stub.py")
@@ -51,10 +50,9 @@ def supervise(job: str, runs: str, nodes: int, ranks: int) -> int:
 
 def main() -> int:
     """Measure, report."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = Options(__doc__, repeats=3, quick={"repeats": 1})
     parser.add_argument("--nodes", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--supervise", nargs=2, metavar=("JOB", "RUNS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.supervise:
@@ -64,25 +62,17 @@ def main() -> int:
         job = Path(text, "job.yaml")
         job.write_text(f"nodes: {args.nodes}\nranks_per_node: {args.ranks}\nbench: {{operation: hello}}\n")
         argv = [sys.executable, __file__, "--nodes", str(args.nodes), "--ranks", str(args.ranks)]
-        for repeat in range(args.repeats):
-            began = time.monotonic()
-            done = subprocess.run(
-                [*argv, "--supervise", str(job), f"{text}/runs"],
-                stdout=subprocess.PIPE,
-                text=True,
-                timeout=120,
-                check=True,
-            )
-            seconds.append(time.monotonic() - began)
-            memories.append(json.loads(done.stdout)["memory_mb"])
-            print(f"{repeat + 1:>3}  {seconds[-1]:.2f} s  {memories[-1]:.0f} MB", flush=True)
+        for _ in range(args.repeats):
+            ran = command([*argv, "--supervise", str(job), f"{text}/runs"])
+            seconds.append(ran.seconds)
+            memories.append(json.loads(ran.out)["memory_mb"])
+            print(f"{len(seconds):>3}  {seconds[-1]:.2f} s  {memories[-1]:.0f} MB", flush=True)
     second, memory = statistics.median(seconds), max(memories)
+    print(f"{args.nodes} nodes x {args.ranks} ranks: {second:.2f} s (reach {REACH_S:g}), ", end="")
+    print(f"{memory:.0f} MB (reach {REACH_MB:g})")
     reached = second <= REACH_S and memory <= REACH_MB
-    print(f"{args.nodes} nodes x {args.ranks} ranks")
-    print(f"  {second:.2f} s (reach {REACH_S:g}), {memory:.0f} MB (reach {REACH_MB:g})")
-    record = {"benchmark": "a thousand nodes", "seconds": seconds, "memory_mb": memories, "reached": reached}
-    print(json.dumps({**record, "nodes": args.nodes, "ranks": args.ranks, "python": platform.python_version()}))
-    return 0 if reached else 1
+    row = {"name": "all reports in", "reached": reached, "seconds": seconds, "memory_mb": memories}
+    return finish(args, "a thousand nodes", [row], nodes=args.nodes, ranks=args.ranks)
 
 
 if __name__ == "__main__":
